@@ -1,0 +1,88 @@
+"""What the person at the terminal reads: plain lines, and on a terminal one live line for what is going on now.
+
+Everything that Trainshed has to say goes through `logging` (so that it reaches Prefect's UI too); this file decides
+what of it the terminal shows. Prefect's own lines, and tracebacks, go to the log file only.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+OURS = ("flows", "tasks", "profiles", "modeling")
+PLAIN_PROGRESS_SECONDS = 10.0
+
+
+class Terminal(logging.Handler):
+    """Shows our own records; those with `progress=True` replace each other on a terminal, and are sparse elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self.console = console
+        self._live: Live | None = None
+        self._shown = time.monotonic()  # a step that is soon done needs no progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name.partition(".")[0] not in OURS:
+            return
+        text = record.getMessage()
+        if getattr(record, "progress", False):
+            self._progress(text)
+            return
+        self.end_progress()
+        style = (
+            "red"
+            if record.levelno >= logging.ERROR
+            else "yellow"
+            if record.levelno >= logging.WARNING
+            else ""
+        )
+        self.console.print(Text(text, style), soft_wrap=True)
+
+    def _progress(self, text: str) -> None:
+        if self.console.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self.console, transient=True, refresh_per_second=4)
+                self._live.start()
+            self._live.update(Text(text, "cyan", no_wrap=True, overflow="ellipsis"))
+        elif time.monotonic() - self._shown >= PLAIN_PROGRESS_SECONDS:
+            self._shown = time.monotonic()
+            self.console.print(Text(text), soft_wrap=True)
+
+    def end_progress(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def take_over_logging(terminal: Terminal, log_file: Path) -> None:
+    """From now on our lines go to the terminal, and everything (Prefect's lines, tracebacks) to the log file."""
+    file = logging.FileHandler(log_file)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.captureWarnings(True)
+    logging.getLogger().handlers = [terminal, file]
+    for name in OURS:
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+def say(text: str) -> None:
+    """One line for a person, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()) -> Table:
+    """A table without frames; the columns named in `numbers` are aligned right."""
+    result = Table(box=None, pad_edge=False, header_style="dim", show_header=any(columns))
+    for column in columns:
+        result.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        result.add_row(*(Text(cell) for cell in row))
+    return result

@@ -1,0 +1,90 @@
+"""The main job: from a tokenizer, a data set and perhaps a pretrained checkpoint to a trained Hugging Face model.
+
+    plan -> tokenizer -> dataset -> checkpoint -> graphs -> train -> evaluate -> export -> report
+
+Every step is a Prefect task that publishes an artifact; a step whose artifact is there and whole is not done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from flows import steps
+from flows.runner import Runner, forward_logs
+from flows.secrets import hub_token
+from profiles import resolve
+from tasks import checkpoint, dataset, evaluation, export, graphs, keys, tokenizer, training
+from tasks.artifacts import Store
+
+
+def run_name() -> str:
+    """What the run is called in Prefect's UI: its own name, else its profile's."""
+    return flow_run.parameters["name"] or Path(flow_run.parameters["profile"]).stem
+
+
+@flow(name="pretrain", flow_run_name=run_name)
+def pretrain(
+    profile: str, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
+) -> dict[str, Any]:
+    """Train the model of a profile and export it; returns where everything is, and what became of each step.
+
+    Args:
+        profile: A shipped profile's name, or the path of a YAML file.
+        overrides: Keys to override, each as in train.steps=100.
+        name: The run's name; left empty, its profile's.
+        store: Where artifacts and runs are kept: a folder or an s3:// prefix.
+    """
+    forward_logs()
+    run = resolve.load(profile, overrides, name)
+    resolve.check(run)
+    kept = Store(store, run.cluster.work_dir or "store")
+    do = Runner(kept)
+
+    planned = do.always(steps.plan, run)
+    key = tokenizer.key(run, hub_token(run))
+    vocabulary = do.once(steps.tokenizer, tokenizer.KIND, key, run, kept)
+    tokenizer.check_fits(run, vocabulary)
+    key = dataset.key(run, vocabulary)
+    corpus = do.once(steps.dataset, dataset.KIND, key, run, kept, vocabulary)
+    if not checkpoint.needed(run):
+        do.skip("checkpoint", "from scratch")
+
+    identity = keys.run_identity(run, vocabulary.key, corpus.key)
+    folder = kept.run(run.name, identity)
+    (folder / "profile.yaml").write_text(resolve.dump(run))
+    compiled = None
+    if run.compile.enabled:
+        key = keys.graphs(run)
+        compiled = do.once(steps.graphs, graphs.KIND, key, run, kept, folder, key)
+    else:
+        do.skip("graphs", "compile.enabled is false")
+
+    key = keys.training(run.name, identity)
+    train = steps.train.with_options(retries=run.cluster.retries, retry_delay_seconds=steps.DELAYS)
+    trained = do.once(train, training.KIND, key, run, kept, folder, key, corpus, compiled, run_folder=folder)
+    key = keys.evaluation(run.name, identity)
+    evaluated = do.once(
+        steps.evaluate, evaluation.KIND, key, run, kept, folder, key, corpus, compiled, trained
+    )
+    key = keys.export(run.name, identity)
+    exported = do.once(
+        steps.export, export.KIND, key, run, kept, folder, key, vocabulary, trained, run_folder=folder
+    )
+    page = do.always(steps.report, run, folder, planned, evaluated, do.outcomes)
+    return {
+        "run": run.name,
+        "folder": str(folder),
+        "export": str(folder / exported.summary["part"]),
+        "metrics": str(folder / "metrics.jsonl"),
+        "report": str(page),
+        "parameters": planned.parameters,
+        "validation_loss": evaluated.summary["validation_loss"],
+        "perplexity": evaluated.summary["perplexity"],
+        "steps": [asdict(outcome) for outcome in do.outcomes],
+    }

@@ -1,0 +1,126 @@
+"""`trainshed run`: the pretraining flow in this process, with a Prefect server of its own where none is named.
+
+The terminal shows Trainshed's lines; Prefect's, and every traceback, go to `<store>/logs/<run>.log`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from flows import console
+from flows.server import QUIET, serving
+from profiles import resolve
+from profiles.errors import ProfileError
+from tasks.text import duration
+
+log = logging.getLogger(__name__)
+
+FAILED = 1
+
+
+def run(profile: str, overrides: Sequence[str], name: str | None, store: str, *, as_json: bool) -> int:
+    """Run the flow and show what came of it; returns the exit code. ProfileError where the profile is refused."""
+    resolved = resolve.load(profile, overrides, name)
+    resolve.check(resolved)
+    logs = Path(resolved.cluster.work_dir or "store") if "://" in store else Path(store)
+    log_file = logs / "logs" / f"{resolved.name}.log"
+    terminal = console.Terminal(Console(stderr=as_json, highlight=False))
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with prefect_api(log_file.with_name("server.log")):
+            from flows.pretrain import pretrain
+
+            console.take_over_logging(terminal, log_file)
+            result = pretrain(profile, list(overrides), name, store)
+    except ProfileError:
+        raise
+    except KeyboardInterrupt:
+        console.say("stopped; the same command goes on from the newest checkpoint")
+        return FAILED
+    except Exception as error:
+        log.debug("the run failed", exc_info=True)
+        console.say(f"trainshed: {in_one_line(error)}")
+        console.say("the same command goes on from where this one got to")
+        if log_file.is_file():
+            console.say(f"the traceback: {log_file}")
+        return FAILED
+    finally:
+        terminal.end_progress()
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        show(terminal.console, result)
+    return 0
+
+
+@contextlib.contextmanager
+def prefect_api(log_file: Path) -> Iterator[None]:
+    """Prefect's API for the block: that of the server which the user's settings name, else of one of our own."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    if PREFECT_API_URL.value():
+        yield
+        return
+    with serving(log_file) as server:
+        from prefect.logging.handlers import APILogWorker
+
+        import flows.pretrain  # noqa: F401  takes about as long as the server's start, so it is done beside it
+
+        with temporary_settings({PREFECT_API_URL: server.wait()}):
+            try:
+                yield
+            finally:
+                APILogWorker.drain_all(timeout=5)  # the last lines, while there is somebody to take them
+
+
+def show(terminal: Console, result: dict[str, Any]) -> None:
+    """The table at the end: the steps, then where things are."""
+    rows = [
+        (step["step"], step["how"], duration(step["seconds"]) if step["how"] == "done" else "")
+        for step in result["steps"]
+    ]
+    terminal.print()
+    terminal.print(console.table(("step", "", "took"), rows, numbers=("took",)))
+    terminal.print()
+    facts = {
+        "validation loss": f"{result['validation_loss']:.4f}",
+        "perplexity": f"{result['perplexity']:.1f}",
+        "model": _from_here(result["export"]),
+        "metrics": _from_here(result["metrics"]),
+        "report": _from_here(result["report"]),
+    }
+    for name, value in facts.items():
+        terminal.print(f"{name:<15}  {value}", soft_wrap=True, markup=False)
+
+
+def _from_here(path: str) -> str:
+    """A path as short as it can be typed here."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
+def in_one_line(error: Exception) -> str:
+    """What went wrong; with the error's type, unless it was raised to be read by people."""
+    text = " ".join(str(error).split())
+    return (
+        text
+        if isinstance(error, RuntimeError | OSError | ValueError) and text
+        else f"{type(error).__name__}: {text}"
+    )
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,142 @@
+"""How a flow runs its steps: as Prefect tasks whose cached results count only while their artifacts are whole.
+
+Prefect remembers under a step's key that it was done; the store knows whether what it made is still there. Only both
+together make a step cached. Prefect's records are small JSON files in `<store>/prefect/`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect import Task, task
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.filesystems import RemoteFileSystem
+from prefect.logging.handlers import APILogHandler
+from prefect.states import Completed
+
+from flows.console import OURS
+from profiles.errors import ProfileError
+from tasks import keys, runs
+from tasks.artifacts import Artifact, Store
+from tasks.report import Outcome
+from tasks.text import duration
+
+log = logging.getLogger(__name__)
+
+
+class Runner:
+    """Runs the steps of one flow run, one after another, and remembers what became of each."""
+
+    def __init__(self, store: Store) -> None:
+        self.outcomes: list[Outcome] = []
+        self._store = store
+        self._results = _result_storage(store)
+
+    def always(self, step: Task[..., Any], *arguments: Any) -> Any:
+        """A step that is done every time."""
+        return self._run(step, *arguments)
+
+    def once(
+        self, step: Task[..., Artifact], kind: str, key: str, *arguments: Any, run_folder: Path | None = None
+    ) -> Artifact:
+        """A step whose artifact of this kind and key is reused while it is whole.
+
+        Args:
+            run_folder: of the run that the artifact points into, where it does.
+        """
+        if run_folder is None:
+            known = self._store.find(kind, key)
+        else:
+            known = runs.find(self._store, kind, key, run_folder)
+        record = f"{kind}-{key}"
+        step = step.with_options(
+            cache_key_fn=lambda *_: record,
+            refresh_cache=known is None,
+            persist_result=True,
+            result_serializer="json",
+            result_storage=self._results,
+        )
+        return self._run(step, *arguments, known=known)
+
+    def skip(self, name: str, reason: str) -> None:
+        """A step that this run does not need, shown as such."""
+        self._run(_nothing.with_options(name=name, task_run_name=name), reason)
+
+    def _run(self, step: Task[..., Any], *arguments: Any, known: Artifact | None = None) -> Any:
+        begun = time.monotonic()
+        # Called directly, never submitted: so a cancellation reaches the step, which then ends its children.
+        state = step(*arguments, return_state=True)
+        seconds = time.monotonic() - begun
+        if not state.is_completed():
+            self._note(step.name, "failed", seconds)
+        # Prefect's record may be from a time when the store lay elsewhere: what the store says now counts.
+        result = known or state.result()  # which raises what made the step fail
+        if state.name == "Skipped":
+            self._note(step.name, "skipped", 0, state.message or "")
+        else:
+            how = "done" if known is None else "cached"
+            self._note(step.name, how, seconds, describe(result) if isinstance(result, Artifact) else "")
+        return result
+
+    def _note(self, step: str, how: str, seconds: float, note: str = "") -> None:
+        self.outcomes.append(Outcome(step, how, seconds, note))
+        took = duration(seconds) if how in ("done", "failed") else ""
+        log.info("%s", f"{step:<10}  {how:<7}  {took:>7}  {note}".rstrip())
+
+
+@task
+def _nothing(reason: str) -> State:
+    return Completed(name="Skipped", message=reason)
+
+
+def worth_retrying(step: Task[..., Any], run: TaskRun, state: State) -> bool:
+    """Whether another attempt could end better: not where the user's input was refused."""
+    try:
+        state.result()
+    except ProfileError:
+        return False
+    except Exception:
+        return True
+    return False
+
+
+def describe(artifact: Artifact) -> str:
+    """What a step's artifact came to, in a line."""
+    facts = artifact.summary
+    match artifact.kind:
+        case "tokenizer":
+            return f"{facts['vocabulary_size']:,} tokens, from {facts['source']}"
+        case "dataset":
+            return f"{facts['tokens']:,} tokens to train on, {facts['validation_tokens']:,} held out"
+        case "graphs":
+            return facts.get("note") or f"{facts['total']} graphs"
+        case "training":
+            return f"loss {facts['loss']:.4f} after {facts['steps']:,} steps"
+        case "evaluation":
+            return f"validation loss {facts['validation_loss']:.4f}, perplexity {facts['perplexity']:.1f}"
+        case "export":
+            return f"{facts['bytes'] / 1e6:,.1f} MB"
+    return ""
+
+
+def forward_logs() -> None:
+    """Let Prefect's UI have our log lines, next to those of its own."""
+    for name in OURS:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        if not any(isinstance(handler, APILogHandler) for handler in logger.handlers):
+            handler = APILogHandler()
+            handler.addFilter(lambda _: bool(TaskRunContext.get() or FlowRunContext.get()))
+            logger.addHandler(handler)
+
+
+def _result_storage(store: Store) -> Path | RemoteFileSystem:
+    if "://" not in store.uri:
+        return Path(store.uri).absolute() / "prefect"
+    block = RemoteFileSystem(basepath=f"{store.uri}/prefect")
+    block.save(f"trainshed-{keys.digest(store.uri)[:16]}", overwrite=True)  # Prefect takes saved blocks only
+    return block

@@ -1,0 +1,103 @@
+"""The steps as Prefect tasks: their names in the UI, their retries, what of their progress is shown.
+
+The work itself is in `tasks/`, which knows of no flow. Programs that hang are ended by deadlines of their own: Prefect's
+timeout cannot interrupt a call that blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.tasks import exponential_backoff
+
+from flows.plan import sentence
+from flows.progress import Progress, tell
+from flows.runner import worth_retrying
+from flows.secrets import hub_token
+from modeling import planner
+from profiles.schema import Profile
+from tasks import dataset as datasets
+from tasks import evaluation, training
+from tasks import export as exports
+from tasks import graphs as compilation
+from tasks import report as reports
+from tasks import tokenizer as tokenizers
+from tasks.artifacts import Artifact, Store
+from tasks.report import Outcome
+
+# Of tasks that can fail for reasons that pass: a network, a machine, a disk that was full.
+DELAYS = exponential_backoff(2)  # seconds: 2, 4, 8, ...
+RETRIED: dict[str, Any] = {
+    "retries": 2,
+    "retry_delay_seconds": DELAYS,
+    "retry_condition_fn": worth_retrying,
+}
+
+
+@task(task_run_name="plan {profile.name}")
+def plan(profile: Profile) -> planner.Plan:
+    """Validity, parameters and bytes on each rank; refuses what cannot fit."""
+    planned = planner.plan(profile)
+    planner.require_fit(profile, planned)
+    tell(sentence(planned))
+    return planned
+
+
+@task(task_run_name="tokenizer from {profile.tokenizer.source}", **RETRIED)
+def tokenizer(profile: Profile, store: Store) -> Artifact:
+    """Fetch the tokenizer, or train it on the data."""
+    return tokenizers.run(profile, store, hub_token(profile), progress=tell)
+
+
+@task(task_run_name="dataset of {profile.name}", **RETRIED)
+def dataset(profile: Profile, store: Store, tokenizer: Artifact) -> Artifact:
+    """Tokenize the data into Megatron's indexed format."""
+    return datasets.run(profile, store, tokenizer, progress=tell)
+
+
+@task(task_run_name="graphs of {profile.name}", **RETRIED)
+def graphs(profile: Profile, store: Store, folder: Path, key: str) -> Artifact:
+    """Compile the training graphs ahead of time."""
+    return compilation.run(profile, store, folder, key)
+
+
+@task(task_run_name="train {profile.name}, {profile.train.steps} steps", **RETRIED)
+def train(
+    profile: Profile, store: Store, folder: Path, key: str, dataset: Artifact, graphs: Artifact | None
+) -> Artifact:
+    """Train on the cluster; a retry goes on from the newest complete checkpoint."""
+    progress = Progress(folder / "metrics.jsonl", profile.train.steps)
+    return training.run(profile, store, folder, key, dataset, graphs, watch=progress.watch)
+
+
+@task(task_run_name="evaluate {profile.name}", **RETRIED)
+def evaluate(
+    profile: Profile,
+    store: Store,
+    folder: Path,
+    key: str,
+    dataset: Artifact,
+    graphs: Artifact | None,
+    trained: Artifact,
+) -> Artifact:
+    """Held-out loss and perplexity."""
+    return evaluation.run(profile, store, folder, key, dataset, graphs)
+
+
+@task(task_run_name="export {profile.name}", **RETRIED)
+def export(
+    profile: Profile, store: Store, folder: Path, key: str, tokenizer: Artifact, trained: Artifact
+) -> Artifact:
+    """Write the model and its tokenizer in Hugging Face's format."""
+    return exports.run(profile, store, folder, key, tokenizer)
+
+
+@task(task_run_name="report on {profile.name}")
+def report(
+    profile: Profile, folder: Path, planned: planner.Plan, evaluated: Artifact, outcomes: Sequence[Outcome]
+) -> Path:
+    """Write the run's report."""
+    return reports.run(profile, folder, planned.to_json(), evaluated.summary, outcomes)

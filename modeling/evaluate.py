@@ -1,0 +1,98 @@
+"""Held-out loss: `python -m modeling.evaluate --run-folder RUN --dataset FOLDER --output FILE`, one process a device.
+
+Evaluates the newest complete checkpoint of the run on the whole validation split and writes
+{step, validation_loss, perplexity, tokens} as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from modeling.compile import counts, unpack
+from modeling.data import Corpus, Samples
+from modeling.program import Program
+from parallel import ZeRO1, checkpoint
+from profiles.resolve import load
+
+log = logging.getLogger("trainshed")
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Mean cross-entropy in nats a token, over so many tokens."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700))
+
+
+def validation_loss(program: Program, samples: Samples, batches: int | None = None) -> HeldOut:
+    """Mean loss over the first `batches` global batches, or over the whole split.
+
+    Every rank runs the same number of passes of one shape; where the split does not fill the last, what is missing does not
+    count.
+    """
+    data = program.mesh.data
+    size = program.profile.train.global_batch_size // data.size
+    passes = math.ceil(samples.windows / (size * data.size))
+    total = torch.zeros(2, dtype=torch.float64)
+    for index in range(passes if batches is None else min(passes, batches)):
+        first = (index * data.size + data.rank) * size
+        rows = None
+        if program.reads:
+            rows = torch.from_numpy(samples.batch(first, size))  # (size, s + 1); past the end it begins again
+        counted = torch.arange(first, first + size) < samples.windows
+        total += program.evaluate(rows, counted).cpu()
+    loss, tokens = program.sum(total)
+    return HeldOut(loss / max(tokens, 1), round(tokens))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="modeling.evaluate")
+    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--dataset", type=Path, required=True)
+    parser.add_argument("--graphs", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    profile = load(str(options.run_folder / "profile.yaml"))
+    graphs = unpack(options.graphs, options.run_folder) if options.graphs else None
+    with Program(profile, graphs) as program:
+        saved = list(checkpoint.complete(options.run_folder / "checkpoints"))
+        if not saved:
+            raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
+        step, folder = saved[-1]
+        optimizer = ZeRO1(program.named_parameters(), program.mesh, shard=profile.parallel.zero1)
+        checkpoint.load(folder, optimizer, weights_only=True)
+        samples = Samples(
+            Corpus.open(options.dataset, "validation"), profile.train.sequence_length, seed=None
+        )
+        held_out = validation_loss(program, samples)
+        if program.leader:
+            result = {
+                "step": step,
+                "validation_loss": held_out.loss,
+                "perplexity": held_out.perplexity,
+                "tokens": held_out.tokens,
+                **counts(),
+            }
+            options.output.write_text(json.dumps(result, indent=1))
+            log.info(
+                f"step {step}: validation loss {held_out.loss:.4f}, perplexity {held_out.perplexity:.1f}"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

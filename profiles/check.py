@@ -1,0 +1,256 @@
+"""The rules between a profile's sections, and the files that it names: all that can be refused without a device.
+
+Valid tensor degrees divide the query heads and either divide the KV heads or are a multiple of them.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+import shutil
+from pathlib import Path
+
+from profiles.errors import ProfileError
+from profiles.model import neighbours
+from profiles.schema import Profile
+
+CPU_PROCESSES = 16
+# Keys of which the programs honour one value so far: another one is refused, since to ignore it would be to mislead.
+ONE_VALUE = {
+    "init.from": None,
+    "train.loss": None,
+    "train.log_every": 1,
+    "compile.backend": None,
+    "checkpoint.async": False,
+    "checkpoint.weights": False,
+    "evaluate.metrics": [],
+    "cluster.launcher": "local",
+    "cluster.partition": None,
+}
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def check(profile: Profile) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ProfileError: the first such thing.
+    """
+    for rule in (
+        _cluster,
+        _tensor,
+        _pipeline,
+        _context,
+        _data_parallel,
+        _batch,
+        _microbatches,
+        _recompute,
+        _schedule,
+        _vocabulary,
+        _files,
+        _honoured,
+    ):
+        rule(profile)
+
+
+def tensor_degrees(heads: int, kv_heads: int) -> list[int]:
+    """All valid tensor degrees, in order, of a model with so many query and KV heads."""
+    return [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+
+
+def _cluster(profile: Profile) -> None:
+    cluster = profile.cluster
+    if cluster.launcher == "slurm" and shutil.which("sbatch") is None:
+        raise ProfileError("cluster.launcher", "slurm", "this machine has no sbatch", ["local"])
+    if cluster.launcher == "local" and cluster.nodes > 1:
+        raise ProfileError("cluster.nodes", cluster.nodes, "the local launcher is for one node", [1])
+    if cluster.launcher == "local" and cluster.device == "cpu" and cluster.devices_per_node > CPU_PROCESSES:
+        reason = f"more than {CPU_PROCESSES} processes on one machine's CPU"
+        raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason, [CPU_PROCESSES])
+
+
+def _tensor(profile: Profile) -> None:
+    model, tensor = profile.model, profile.parallel.tensor
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    valid = tensor_degrees(heads, kv_heads)
+    if tensor not in valid:
+        if heads % tensor:
+            reason = f"does not divide {heads} query heads"
+        else:
+            reason = f"neither divides {kv_heads} KV heads nor is a multiple of them"
+        raise ProfileError("parallel.tensor", tensor, reason, neighbours(tensor, valid))
+    if model.intermediate_size % tensor:
+        fitting = [t for t in valid if model.intermediate_size % t == 0]
+        reason = f"does not divide model.intermediate_size {model.intermediate_size}"
+        raise ProfileError("parallel.tensor", tensor, reason, neighbours(tensor, fitting))
+    given, derived = profile.parallel.kv_replication, profile.kv_replication
+    if given not in (None, derived):
+        reason = f"tensor {tensor} over {kv_heads} KV heads makes it {derived}"
+        raise ProfileError("parallel.kv_replication", given, reason, [derived])
+
+
+def _pipeline(profile: Profile) -> None:
+    layers, parallel = profile.model.num_hidden_layers, profile.parallel
+    ranks, cuts = parallel.pipeline, parallel.pipeline_cuts
+    interleaved = parallel.schedule == "interleaved" and ranks > 1
+    if ranks > layers:
+        raise ProfileError(
+            "parallel.pipeline", ranks, f"more stages than the model's {layers} layers", [layers]
+        )
+    if interleaved and 2 * ranks > layers:
+        reason = f"has 2 stages or more a rank, and {2 * ranks} are more than the model's {layers} layers"
+        raise ProfileError("parallel.schedule", parallel.schedule, reason, ["1f1b", "zero_bubble"])
+    if parallel.schedule == "zero_bubble" and ranks > 1:
+        reason = "parallel.schedule zero_bubble splits backward in two, which does not work with"
+        if profile.compile.enabled:
+            raise ProfileError("compile.enabled", True, f"{reason} compiled graphs", [False])
+        if profile.train.recompute != "none":
+            reason = f"{reason} recomputation"
+            raise ProfileError("train.recompute", profile.train.recompute, reason, ["none"])
+    if cuts is None:
+        return
+    fits = (len(cuts) + 1) % ranks == 0 and len(cuts) >= ranks if interleaved else len(cuts) == ranks - 1
+    if not fits:
+        reason = f"{ranks} stages are cut {ranks - 1} times"
+        if interleaved:
+            reason = f"{ranks} ranks with 2, 3, ... stages each are cut {2 * ranks - 1}, {3 * ranks - 1}, ... times"
+        raise ProfileError("parallel.pipeline_cuts", cuts, reason, ["null"])
+    if sorted(set(cuts)) != cuts or (cuts and cuts[-1] >= layers):
+        reason = f"is no rising sequence of layers between 1 and {layers - 1}"
+        raise ProfileError("parallel.pipeline_cuts", cuts, reason, ["null"])
+
+
+def _microbatches(profile: Profile) -> None:
+    ranks, schedule, count = (
+        profile.parallel.pipeline,
+        profile.parallel.schedule,
+        profile.accumulation_steps,
+    )
+    if ranks == 1:
+        return
+
+    def fits(count: int) -> bool:
+        # The other two run in rounds of about one microbatch a rank, all alike.
+        return count >= ranks if schedule == "1f1b" else count % max(1, count // ranks) == 0
+
+    if not fits(count):
+        samples = profile.data_parallel * profile.train.micro_batch_size
+        nearest = neighbours(count, [n for n in range(1, count + 2 * ranks) if fits(n)])
+        reason = (
+            f"makes {count} microbatches a step, which schedule {schedule} on {ranks} ranks does not take"
+        )
+        raise ProfileError(
+            "train.global_batch_size", profile.train.global_batch_size, reason, [n * samples for n in nearest]
+        )
+
+
+def _context(profile: Profile) -> None:
+    parallel, train = profile.parallel, profile.train
+    s, size = train.sequence_length, train.micro_batch_size
+    if parallel.context > 1:
+        parts = 2 * parallel.context
+        _multiple("train.sequence_length", s, parts, f"every context rank has 2 of {parts} equal parts of it")
+    if parallel.sequence_parallel and size * s // parallel.context % parallel.tensor:
+        parts = parallel.context * parallel.tensor * (2 if parallel.context > 1 else 1)
+        reason = f"sequence parallelism splits it over {parallel.tensor} tensor ranks"
+        _multiple("train.sequence_length", s, parts, reason)
+    if profile.model.architecture == "gpt" and s > profile.model.max_position_embeddings:
+        longest = profile.model.max_position_embeddings
+        raise ProfileError("train.sequence_length", s, f"gpt has {longest} learned positions", [longest])
+
+
+def _data_parallel(profile: Profile) -> None:
+    world, copy = profile.world_size, profile.model_parallel
+    if world % copy == 0:
+        return
+    cluster, parallel = profile.cluster, profile.parallel
+    degrees = f"tensor {parallel.tensor} × pipeline {parallel.pipeline} × context {parallel.context} = {copy}"
+    reason = f"on {cluster.nodes} nodes that is {world} processes, no multiple of {degrees}"
+    if cluster.nodes == 1:
+        reason = f"is no multiple of {degrees}"
+    fitting = [n for n in range(1, cluster.devices_per_node + copy + 1) if cluster.nodes * n % copy == 0]
+    if cluster.launcher == "local" and cluster.device == "cpu":
+        fitting = [n for n in fitting if n <= CPU_PROCESSES]
+    nearest = neighbours(cluster.devices_per_node, fitting)
+    raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason, nearest)
+
+
+def _batch(profile: Profile) -> None:
+    train, copies = profile.train, profile.data_parallel
+    reason = f"micro_batch_size {train.micro_batch_size} × data-parallel degree {copies} does not divide it"
+    _multiple("train.global_batch_size", train.global_batch_size, train.micro_batch_size * copies, reason)
+
+
+def _recompute(profile: Profile) -> None:
+    train = profile.train
+    if train.recompute_layers is not None and train.recompute == "none":
+        reason = "says of how many layers, but train.recompute is none"
+        raise ProfileError("train.recompute_layers", train.recompute_layers, reason, ["null"])
+
+
+def _schedule(profile: Profile) -> None:
+    train = profile.train
+    if train.warmup_steps + train.constant_steps > train.steps:
+        key = "warmup_steps" if train.warmup_steps > train.steps else "constant_steps"
+        reason = f"warm-up and constant steps together are more than train.steps {train.steps}"
+        raise ProfileError(
+            f"train.{key}",
+            getattr(train, key),
+            reason,
+            [train.steps - (train.warmup_steps if key == "constant_steps" else 0)],
+        )
+    if train.minimum_learning_rate > train.learning_rate:
+        reason = f"is above learning_rate {train.learning_rate}"
+        raise ProfileError(
+            "train.minimum_learning_rate", train.minimum_learning_rate, reason, [train.learning_rate]
+        )
+
+
+def _vocabulary(profile: Profile) -> None:
+    size, room = profile.tokenizer.vocabulary_size, profile.model.vocab_size
+    if profile.tokenizer.source == "train" and size is None:
+        reason = "is missing: a tokenizer that is trained needs its size"
+        raise ProfileError("tokenizer.vocabulary_size", None, reason, [room])
+    if size is not None and size > room:
+        raise ProfileError(
+            "tokenizer.vocabulary_size", size, f"is larger than model.vocab_size {room}", [room]
+        )
+
+
+def _files(profile: Profile) -> None:
+    if profile.tokenizer.source != "train":
+        _folder_or_repository("tokenizer.source", profile.tokenizer.source)
+    if profile.init.from_ is not None:
+        _folder_or_repository("init.from", profile.init.from_)
+    for number, source in enumerate(profile.data.sources):
+        key = f"data.sources.{number}.path"
+        if source.kind != "files":
+            if source.path is not None:
+                raise ProfileError(key, source.path, f"{source.kind} has no path", ["null"])
+        elif source.path is None:
+            raise ProfileError(key, None, "is missing: a source of files needs one")
+        elif "://" not in source.path and not glob.glob(str(Path(source.path).expanduser()), recursive=True):
+            reason = "no file matches" if glob.has_magic(source.path) else "there is no such file or folder"
+            raise ProfileError(key, source.path, reason)
+
+
+def _honoured(profile: Profile) -> None:
+    values = profile.model_dump(mode="json")
+    for key, only in ONE_VALUE.items():
+        section, name = key.split(".")
+        if values[section][name] != only:
+            valid = "null" if only is None else only
+            raise ProfileError(key, values[section][name], "is not supported yet", [valid])
+
+
+def _folder_or_repository(key: str, source: str) -> None:
+    """Whether a hub or a bucket has it is found out when it is fetched."""
+    if "://" in source or Path(source).expanduser().is_dir():
+        return
+    if source.startswith((".", "~")) or not REPOSITORY.fullmatch(source):
+        raise ProfileError(key, source, "there is no such folder, and a hub repository is named org/name")
+
+
+def _multiple(key: str, value: int, of: int, reason: str) -> None:
+    if value % of:
+        raise ProfileError(key, value, reason, [n for n in (value // of * of, (value // of + 1) * of) if n])

@@ -1,0 +1,243 @@
+"""What a profile may say: one class a section, each key with its type, its default and a sentence about it.
+
+Types are checked here, and what one section can know by itself; rules between sections are in check.py. A resolved
+profile is frozen: every step sees the same one, and it is what is stored with the run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from profiles.model import Count, Model, Section
+
+__all__ = [
+    "Checkpoint",
+    "Cluster",
+    "Compile",
+    "Data",
+    "Evaluate",
+    "Init",
+    "Model",
+    "Parallel",
+    "Profile",
+    "Source",
+    "Tokenizer",
+    "Train",
+]
+
+Natural = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+
+
+class Tokenizer(Section):
+    """Where the tokenizer comes from."""
+
+    source: str = Field(
+        min_length=1,
+        description='"train" on the data, a hub repository (org/name), a folder, or an s3:// folder',
+    )
+    revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
+    vocabulary_size: Count | None = Field(
+        None,
+        description="size to train; of others, the size it is known to have, so that planning can check it",
+    )
+
+
+class Source(Section):
+    """One source of text."""
+
+    kind: Literal["python-docs", "files"] = Field(
+        description="Python's own documentation, or files (txt, md, jsonl, jsonl.gz, parquet)"
+    )
+    path: str | None = Field(
+        None, min_length=1, description="of files: a file, a folder or a pattern, local or s3://"
+    )
+
+
+class Data(Section):
+    """The text to train on."""
+
+    sources: list[Source] = Field(
+        min_length=1, description="where the text comes from, read one after another"
+    )
+    text: str = Field("text", min_length=1, description="name of the field that holds a record's text")
+    validation_fraction: Fraction = Field(
+        0.01, description="share of documents, by their hash, held out from training"
+    )
+    append_eos: bool = Field(True, description="end every document with the tokenizer's EOS token")
+
+
+class Init(Section):
+    """Pretrained weights to start from."""
+
+    from_: str | None = Field(
+        None,
+        alias="from",
+        min_length=1,
+        description="hub repository, folder or s3:// folder; null: from scratch",
+    )
+    revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
+
+
+class Parallel(Section):
+    """How the model is spread; the data-parallel degree is what the cluster has left over."""
+
+    tensor: Count = Field(1, description="tensor-parallel degree")
+    pipeline: Count = Field(1, description="pipeline stages")
+    context: Count = Field(1, description="context-parallel degree: parts a sequence is split into")
+    kv_replication: Count | None = Field(
+        None, description="ranks that hold the same KV head; derived, must agree where given"
+    )
+    sequence_parallel: bool = Field(
+        True, description="split activations between layers over the tensor ranks"
+    )
+    zero1: bool = Field(True, description="shard optimizer states over data and context ranks")
+    schedule: Literal["1f1b", "interleaved", "zero_bubble"] = Field(
+        "1f1b",
+        description="order of a pipeline's microbatches; zero_bubble runs eager and without recomputation",
+    )
+    pipeline_cuts: list[Count] | None = Field(
+        None, description="numbers of the layers that begin the second and later stages; null: balanced"
+    )
+
+
+class Train(Section):
+    """The training itself: what determines the weights that come out, but for the data."""
+
+    steps: Count = Field(description="optimizer steps")
+    global_batch_size: Count = Field(description="samples a step, over all ranks")
+    micro_batch_size: Count = Field(1, description="samples a forward pass on one rank")
+    sequence_length: Count = Field(description="tokens a sample")
+    learning_rate: Rate = Field(description="its highest value")
+    minimum_learning_rate: Rate = Field(0.0, description="its value at the last step")
+    warmup_steps: Natural = Field(0, description="steps of linear rise from zero")
+    constant_steps: Natural = Field(0, description="steps at the highest value, after the rise")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="form of the decay")
+    weight_decay: Rate = Field(0.1, description="AdamW's decoupled weight decay")
+    norm_weight_decay: bool = Field(False, description="decay weights of norms and biases too")
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
+        (0.9, 0.95), description="AdamW's betas"
+    )
+    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    clip: Annotated[float, Field(gt=0)] | None = Field(
+        1.0, description="highest gradient norm; null: no clipping"
+    )
+    seed: Natural = Field(1234, description="of initial weights, data order and dropout")
+    precision: Literal["float32", "bf16"] = Field(
+        "bf16", description="of weights and activations; master weights are float32"
+    )
+    gradient_dtype: Literal["float32", "bf16"] = Field("float32", description="that gradients are summed in")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in backward"
+    )
+    recompute_layers: Count | None = Field(
+        None, description="layers of each pipeline stage that this applies to, from its first on; null: all"
+    )
+    loss: str | None = Field(
+        None, pattern=FUNCTION, description="module:function of the user's; null: cross-entropy"
+    )
+    log_every: Count = Field(1, description="steps between lines in the log")
+
+
+class Compile(Section):
+    """Compilation of the training graphs."""
+
+    enabled: bool = Field(True, description="compile, ahead of time; false: eager")
+    backend: str | None = Field(
+        None, min_length=1, description="torch.compile backend; null: the device's own"
+    )
+
+
+class Checkpoint(Section):
+    """When training is saved, and what a run resumes from."""
+
+    every: Natural = Field(0, description="steps between checkpoints; 0: only at the end")
+    keep: Natural = Field(3, description="newest checkpoints that are kept; 0: all")
+    keep_every: Natural = Field(
+        0, description="checkpoints of multiples of this many steps are kept for good; 0: none"
+    )
+    async_: bool = Field(False, alias="async", description="write while training goes on")
+    resume: Literal["newest", "none"] | Natural = Field(
+        "newest", description='"newest", "none", or the number of a step'
+    )
+    weights: bool = Field(False, description="resume the weights alone, with a new optimizer and schedule")
+
+
+class Evaluate(Section):
+    """Evaluation during training; there is always one at the end."""
+
+    every: Natural = Field(0, description="steps between evaluations; 0: only at the end")
+    batches: Count | None = Field(
+        None, description="microbatches a data rank, of each during training; null: all held-out text"
+    )
+    metrics: list[Annotated[str, Field(pattern=FUNCTION)]] = Field(
+        [], description="module:function of the user's, each"
+    )
+
+
+class Cluster(Section):
+    """Where the processes run."""
+
+    launcher: Literal["local", "slurm"] = Field("local", description="this machine, or a Slurm cluster")
+    nodes: Count = Field(1, description="number of machines")
+    devices_per_node: Count = Field(1, description="devices, and so processes, on each")
+    device: Literal["cpu", "cuda", "neuron"] = Field(description="kind of device; never guessed")
+    work_dir: str | None = Field(None, min_length=1, description="folder for runs where the store is on S3")
+    threads: Count | None = Field(
+        None, description="torch threads a process on CPUs; null: its share of the cores"
+    )
+    retries: Natural = Field(
+        2, description="further attempts after a failure, each from the newest checkpoint"
+    )
+    partition: str | None = Field(
+        None, min_length=1, description="Slurm partition; null: the cluster's default"
+    )
+
+
+class Profile(Section):
+    """A whole run: sections as in the YAML file, and what follows from them."""
+
+    name: str = Field(
+        pattern=f"^{NAME}$", description="of the profile, and of the run unless it gets its own"
+    )
+    description: str = Field("", description="one line for people")
+    model: Model = Field(description="what is trained")
+    tokenizer: Tokenizer = Field(description="from text to tokens")
+    data: Data = Field(description="what it is trained on")
+    init: Init = Field(Init(), description="what it starts from")
+    parallel: Parallel = Field(Parallel(), description="how it is spread")
+    train: Train = Field(description="how it is trained")
+    compile: Compile = Field(Compile(), description="graphs ahead of time")
+    checkpoint: Checkpoint = Field(Checkpoint(), description="saving and resuming")
+    evaluate: Evaluate = Field(Evaluate(), description="held-out loss on the way")
+    cluster: Cluster = Field(description="where it runs")
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run: nodes × devices_per_node."""
+        return self.cluster.nodes * self.cluster.devices_per_node
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that one copy of the model is spread over: tensor × pipeline × context."""
+        return self.parallel.tensor * self.parallel.pipeline * self.parallel.context
+
+    @property
+    def data_parallel(self) -> int:
+        """Copies of the model."""
+        return self.world_size // self.model_parallel
+
+    @property
+    def kv_replication(self) -> int:
+        """Tensor ranks that hold the same KV head: max(1, tensor / KV heads)."""
+        return max(1, self.parallel.tensor // self.model.num_key_value_heads)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Microbatches that each copy of the model works through in a step."""
+        return self.train.global_batch_size // (self.data_parallel * self.train.micro_batch_size)

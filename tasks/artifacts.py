@@ -1,0 +1,281 @@
+"""The store: immutable artifacts by kind and key, and the folders of runs.
+
+    <store>/artifacts/<kind>/<key>/    the files, and manifest.json, which is written last
+    <store>/runs/<run>/                what is mutable
+    <store>/locks/, <store>/staging/   work under way
+
+An artifact is made in a staging folder and moved into place whole, so half of one is never seen; what a killed process
+left is removed by the next one that publishes. It is verified whenever it is found: names and sizes of all files, and the
+contents of as many as VERIFIED allows. With a store on S3 the work goes on in a local folder of the same layout:
+artifacts are published there and then uploaded, manifest last, and fetched when a path to them is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks import locks
+from tasks.manifest import NAME as MANIFEST
+from tasks.manifest import Damaged, Manifest
+from tasks.staging import staging
+from tasks.storage import Folder, Objects, Storage
+
+log = logging.getLogger(__name__)
+
+VERIFIED = 4 << 30  # bytes that one `find` hashes at most, about 2 s; the rest is verified by size
+PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A reference to something in the store: what steps hand to each other.
+
+    Attributes:
+        kind: which step made it.
+        key: hash of what determines it.
+        location: path or URI of its folder.
+        summary: small facts about it, JSON.
+    """
+
+    kind: str
+    key: str
+    location: str
+    summary: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Artifact:
+        return cls(**value)
+
+
+class Store:
+    """A store in a folder, or under an `s3://` prefix (or any that fsspec knows).
+
+    Args:
+        uri: path or URI.
+        work_dir: with a URI, the local folder that artifacts pass through and that runs lie in.
+    """
+
+    def __init__(self, uri: str, work_dir: str | Path = "store") -> None:
+        self.uri = uri
+        remote = "://" in uri and not uri.startswith("file://")
+        path = Path(work_dir if remote else uri.removeprefix("file://"))
+        self._local = Folder(path.expanduser().absolute())
+        self._remote = Objects(uri) if remote else None
+        self._storage: Storage = self._remote or self._local
+
+    def find(self, kind: str, key: str) -> Artifact | None:
+        """The artifact, if it is there and whole, and all that it requires too.
+
+        What is damaged is removed, with one warning that names the file.
+        """
+        return self._found(kind, key, VERIFIED)
+
+    def expect(self, kind: str, key: str) -> Artifact:
+        """The artifact, which was published just now, so that its contents need no other look.
+
+        Raises:
+            RuntimeError: it is not there.
+        """
+        artifact = self._found(kind, key, 0)
+        if artifact is None:
+            raise RuntimeError(f"{kind} {key} was published and is not in the store any more: {self.uri}")
+        return artifact
+
+    def remove(self, kind: str, key: str) -> None:
+        """Remove an artifact, if it is there: where what it speaks of, outside of the store, is gone."""
+        self._storage.remove(_name(kind, key))
+
+    @contextmanager
+    def publish(
+        self,
+        kind: str,
+        key: str,
+        summary: Mapping[str, Any] | None = None,
+        requires: Sequence[Mapping[str, str]] = (),
+    ) -> Iterator[Path]:
+        """A new folder to write an artifact's files into, published when the block ends.
+
+        Where the block raises nothing is published. Where another process has published the same one in the meantime,
+        its files stay, and these are dropped.
+
+        Args:
+            summary: read when the block ends, so it may be filled in within.
+            requires: {kind, key} of each artifact that this one points to.
+
+        Raises:
+            ValueError: something other than plain files in the folder.
+        """
+        _name(kind, key)  # refused before the work, not after it
+        with self._staging(kind, key) as folder:
+            yield folder
+            manifest = Manifest.of(folder, kind, key, summary or {}, requires)
+            (folder / MANIFEST).write_bytes(manifest.to_bytes())
+            self._place(folder, kind, key)
+        if self._remote:
+            with locks.held(self._remote, f"locks/{kind}-{key}-upload"):
+                self._upload(self._remote, kind, key)
+
+    def lock(self, kind: str, key: str, expiry: float = locks.EXPIRY) -> AbstractContextManager[None]:
+        """Wait until nobody else works on this artifact, and keep others waiting for the block; not reentrant.
+
+        Whoever has waited looks with `find` whether there is anything left to do.
+
+        Args:
+            expiry: seconds after which the lock of a process that gives no sign of life is taken over. One that ended on
+                this host is known to have ended at once.
+        """
+        return locks.held(self._storage, f"locks/{kind}-{key}", expiry)
+
+    def path(self, artifact: Artifact) -> Path:
+        """The artifact's folder on this machine; fetched, with what it requires, where the store is remote.
+
+        Raises:
+            FileNotFoundError: it is not in the store.
+            Damaged: what was fetched is not what was published.
+        """
+        folder = self._local.path(_name(artifact.kind, artifact.key))
+        if self._remote:
+            self._fetch(self._remote, artifact.kind, artifact.key)
+        elif not folder.is_dir():
+            raise FileNotFoundError(f"{artifact.kind} {artifact.key} is not in the store: {folder}")
+        return folder
+
+    def run_directory(self, name: str) -> Path:
+        """Where a run's folder is, or will be."""
+        return self._local.path(f"runs/{_part(name)}")
+
+    def run(self, name: str, identity: str) -> Path:
+        """The folder of the run of this name and identity, made where there is none.
+
+        The folder of another identity is moved to `<name>~N`, which one line says; nothing is ever overwritten.
+        """
+        folder = self.run_directory(name)
+        note = folder / "run.json"
+        if folder.exists() and any(folder.iterdir()) and _identity(note) != identity:
+            aside = _move_aside(folder)
+            log.warning(
+                "run %s differs from the one of that name (model, data or training): moved to %s", name, aside
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        if not note.exists():
+            self._local.write(f"runs/{name}/run.json", json.dumps({"identity": identity}, indent=1).encode())
+        return folder
+
+    def _staging(self, kind: str, key: str) -> AbstractContextManager[Path]:
+        return staging(self._local.path("staging"), f"{kind}-{key[:12]}")
+
+    def _found(self, kind: str, key: str, limit: int) -> Artifact | None:
+        manifest = self._verify_all(kind, key, [limit])
+        if manifest is None:
+            return None
+        return Artifact(kind, key, self._storage.location(_name(kind, key)), manifest.summary)
+
+    def _verify_all(self, kind: str, key: str, limit: list[int]) -> Manifest | None:
+        """`_verify` for an artifact and everything that it requires; `limit` is of bytes to hash, counted down."""
+        manifest = self._verify(self._storage, kind, key, limit)
+        for other in manifest.requires if manifest else ():
+            if self._verify_all(*other, limit) is None:
+                log.warning("%s %s needs %s %s, which is gone", kind, key, *other)
+                return None
+        return manifest
+
+    def _verify(self, storage: Storage, kind: str, key: str, limit: list[int]) -> Manifest | None:
+        """The manifest of an artifact that is whole; of a damaged one None, and it is removed and that is said."""
+        name = _name(kind, key)
+        data = storage.read(f"{name}/{MANIFEST}")
+        found = storage.files(name)
+        if data is None and (not found or storage is self._remote):
+            return None  # not there, or being uploaded
+        try:
+            if data is None:
+                raise Damaged(f"{MANIFEST} is gone")
+            manifest = Manifest.from_bytes(data, kind, key)
+            manifest.verify_sizes(found)
+            if isinstance(storage, Folder):
+                limit[0] = manifest.verify_contents(storage.path(name), limit[0])
+            return manifest
+        except Damaged as damage:
+            # Unless another process has put a whole one there in the meantime.
+            if storage.read(f"{name}/{MANIFEST}") == data:
+                log.warning("%s %s: %s; it is removed, to be made again", kind, key, damage)
+                storage.remove(name)
+            return None
+
+    def _place(self, folder: Path, kind: str, key: str) -> None:
+        """Move a finished folder to where it belongs, unless a whole one is there."""
+        name = _name(kind, key)
+        target = self._local.path(name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                folder.rename(target)
+                return
+            except OSError:
+                if not target.exists():
+                    raise
+            if self._verify(self._local, kind, key, [VERIFIED]):
+                log.info("%s %s was published by another process first; its files stay", kind, key)
+                return
+            self._local.remove(name)
+
+    def _upload(self, remote: Objects, kind: str, key: str) -> None:
+        """Copy a local artifact to the remote store, manifest last, unless a whole one is there."""
+        if self._verify(remote, kind, key, [0]):
+            return
+        name = _name(kind, key)
+        folder = self._local.path(name)
+        data = (folder / MANIFEST).read_bytes()
+        remote.upload(folder, [file.name for file in Manifest.from_bytes(data, kind, key).files], name)
+        remote.write(f"{name}/{MANIFEST}", data)
+
+    def _fetch(self, remote: Objects, kind: str, key: str) -> None:
+        """Copy an artifact and what it requires from the remote store to the local one, unless it is there already."""
+        name = _name(kind, key)
+        data = remote.read(f"{name}/{MANIFEST}")
+        if data is None:
+            raise FileNotFoundError(f"{kind} {key} is not in the store: {remote.location(name)}")
+        manifest = Manifest.from_bytes(data, kind, key)
+        if self._verify(self._local, kind, key, [VERIFIED]) != manifest:
+            self._local.remove(name)
+            with self._staging(kind, key) as folder:
+                remote.download(name, [file.name for file in manifest.files], folder)
+                manifest.verify_contents(folder, sum(file.size for file in manifest.files))
+                (folder / MANIFEST).write_bytes(data)
+                self._place(folder, kind, key)
+        for other in manifest.requires:
+            self._fetch(remote, *other)
+
+
+def _name(kind: str, key: str) -> str:
+    return f"artifacts/{_part(kind)}/{_part(key)}"
+
+
+def _part(name: str) -> str:
+    if not PART.fullmatch(name):
+        raise ValueError(f"{name!r} cannot name anything in a store: letters, digits, '.', '_' and '-' can")
+    return name
+
+
+def _identity(note: Path) -> str | None:
+    try:
+        return json.loads(note.read_text())["identity"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _move_aside(folder: Path) -> Path:
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}~{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    return aside

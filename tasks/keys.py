@@ -1,0 +1,149 @@
+"""What each step's result depends on, and nothing else: the one module that knows cache keys.
+
+A key is a hash of contents and parameters, never of paths, names or times. Where a step takes another's artifact, that
+artifact's key stands for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from profiles.schema import Profile
+
+# Keys of `train` that change how the same mathematics is computed or shown.
+NOT_MATHEMATICS = {"micro_batch_size", "recompute", "recompute_layers", "log_every"}
+COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
+
+
+def digest(value: Any) -> str:
+    """Hash of a JSON value, the same whatever the order of its keys: 32 hex digits.
+
+    Raises:
+        TypeError, ValueError: not a JSON value.
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def file_digest(path: str | Path) -> str:
+    """sha256 of a file's contents: 64 hex digits."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tokenizer(**content: Any) -> str:
+    """Of what it is made of: a commit of a repository, a folder's contents, or the texts it is trained on and its size."""
+    return digest({"step": "tokenizer", **content})
+
+
+def tokens(tokenizer: str, source: str, validation_fraction: float, append_eos: bool) -> str:
+    """Of one tokenized shard, from the tokenizer's key and the digest of the shard's source."""
+    return digest(
+        {
+            "step": "tokens",
+            "tokenizer": tokenizer,
+            "source": source,
+            "validation_fraction": validation_fraction,
+            "append_eos": append_eos,
+        }
+    )
+
+
+def dataset(tokens: Sequence[str], sequence_length: int) -> str:
+    """Of a corpus, from its shards' keys in their order and the length of the windows it is read in."""
+    return digest({"step": "dataset", "tokens": list(tokens), "sequence_length": sequence_length})
+
+
+def checkpoint(profile: Profile, weights: str) -> str:
+    """Of pretrained weights made ready for a model, from the digest of their source."""
+    return digest({"step": "checkpoint", "weights": weights, "model": _model(profile)})
+
+
+def graphs(profile: Profile) -> str:
+    """Of the compiled graphs: what shapes them, what compiles them and what they are compiled for."""
+    from modeling.program import threads  # torch takes seconds to import, and no other key needs it
+    from parallel import device as devices
+
+    parallel, train, compile = profile.parallel, profile.train, profile.compile
+    device = devices.resolve(profile.cluster.device)
+    return digest(
+        {
+            "step": "graphs",
+            "model": _model(profile),
+            "degrees": [parallel.tensor, parallel.context, parallel.pipeline],
+            "sequence_parallel": parallel.sequence_parallel,
+            "pipeline_cuts": parallel.pipeline_cuts,
+            "shape": [train.micro_batch_size, train.sequence_length],
+            "precision": [train.precision, train.gradient_dtype],
+            "recompute": [train.recompute, train.recompute_layers],
+            "loss": train.loss,
+            "backend": compile.backend or device.compile_backend,
+            "platform": devices.platform_tag(profile.cluster.device),
+            "threads": threads(profile),
+            "versions": compiler_versions(),
+            "code": code_digest("modeling", "parallel"),
+        }
+    )
+
+
+def run_identity(profile: Profile, tokenizer: str, dataset: str, weights: str | None = None) -> str:
+    """Of what determines a run's mathematics, from the keys of the artifacts that it starts from.
+
+    Never its name, nor where and how it is spread, compiled or saved.
+    """
+    train = profile.train.model_dump(mode="json", exclude=NOT_MATHEMATICS)
+    inputs = {"tokenizer": tokenizer, "dataset": dataset, "weights": weights}
+    return digest({"model": _model(profile), "train": train, **inputs})
+
+
+def training(run: str, identity: str) -> str:
+    return digest({"step": "training", "run": run, "identity": identity})
+
+
+def evaluation(run: str, identity: str) -> str:
+    return digest({"step": "evaluation", "run": run, "identity": identity})
+
+
+def export(run: str, identity: str) -> str:
+    return digest({"step": "export", "run": run, "identity": identity})
+
+
+def compiler_versions() -> Mapping[str, str]:
+    """Versions of all that has a part in compiling: Python, packages, and the C++ compiler where there is one."""
+    found = {"python": platform.python_version()}
+    for package in COMPILERS:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    # As torch's inductor looks for it.
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), None)
+    if compiler:
+        told = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+        found["c++"] = told.stdout.partition("\n")[0]
+    return found
+
+
+def code_digest(*packages: str) -> str:
+    """Hash of the source files of packages."""
+    total = hashlib.sha256()
+    for package in packages:
+        spec = find_spec(package)
+        folder = Path(spec.submodule_search_locations[0])
+        for path in sorted(folder.rglob("*.py")):
+            total.update(f"{package}/{path.relative_to(folder)}\0{file_digest(path)}\n".encode())
+    return total.hexdigest()[:32]
+
+
+def _model(profile: Profile) -> dict[str, Any]:
+    return profile.model.model_dump(mode="json")

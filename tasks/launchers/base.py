@@ -1,0 +1,125 @@
+"""The interface of every launcher (submit, find, poll, tail, cancel), and `execute`, which sees one job through.
+
+A job is a Python module that runs on the devices. Its log and the launcher's own notes lie in the job's folder, so
+that an orchestrator that died can be started again, find the job, and go on watching it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """`python -m program arguments`, on `nodes` × `processes` ranks, or as one plain process where `processes` is 0."""
+
+    name: str
+    program: str
+    arguments: tuple[str, ...]
+    folder: Path
+    nodes: int = 1
+    processes: int = 0
+    threads: int | None = None  # of torch, a process
+
+    def extended(self, *arguments: str) -> Job:
+        return replace(self, arguments=(*self.arguments, *arguments))
+
+    @property
+    def log_file(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def note_file(self) -> Path:
+        return self.folder / f"{self.name}.job.json"
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A job that was submitted: what identifies it to its launcher."""
+
+    job: Job
+    identifier: str
+    log_start: int = 0  # bytes of the log that earlier attempts wrote
+
+
+@dataclass(frozen=True)
+class Status:
+    """`exit_code` is None while the job runs, and where it ended with nobody watching."""
+
+    running: bool
+    exit_code: int | None = None
+
+
+class JobFailed(RuntimeError):
+    """A job ended badly; the message says how, and where its log is. `detail` holds its last lines."""
+
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail
+
+
+class Launcher(Protocol):
+    def submit(self, job: Job) -> Handle:
+        """Start the job and return at once."""
+
+    def find(self, job: Job) -> Handle | None:
+        """The job of this name and folder, if one is still running: nobody may start it twice."""
+
+    def poll(self, handle: Handle) -> Status:
+        """How the job is doing; quick enough to be asked several times a second."""
+
+    def tail(self, handle: Handle, lines: int) -> Sequence[str]:
+        """The last lines that matter of this attempt: those of the rank that failed first, where that is known."""
+
+    def cancel(self, handle: Handle, grace: float) -> None:
+        """End the job: a signal, then `grace` seconds for a last checkpoint, then by force. Nothing is left running."""
+
+    def explain(self, handle: Handle, status: Status) -> str:
+        """How the job ended, in a few words: 'rank 1 was killed by SIGKILL'."""
+
+
+def execute(
+    launcher: Launcher,
+    job: Job,
+    watch: Callable[[], None] = lambda: None,
+    *,
+    timeout: float | None = None,
+    grace: float = 30.0,
+    poll_seconds: float = 0.2,
+) -> None:
+    """Run a job to its end, calling `watch` several times a second, or join it where it is running already.
+
+    Whatever ends this function early (a failure, Ctrl-C, a cancellation: all of them exceptions here) ends the job too.
+
+    Raises:
+        JobFailed: the job ended with another exit code than 0.
+        TimeoutError: it ran longer than `timeout` seconds.
+    """
+    handle = launcher.find(job)
+    if handle is None:
+        handle = launcher.submit(job)
+    else:
+        log.warning("%s is still running: joined it instead of starting another", job.name)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    try:
+        while (status := launcher.poll(handle)).running:
+            watch()
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{job.name} took longer than {timeout:.0f} s; its log: {job.log_file}")
+            time.sleep(poll_seconds)
+        watch()
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            log.warning("stopping %s; it may take a moment to save where it is", job.name)
+        launcher.cancel(handle, grace)
+        raise
+    if status.exit_code not in (0, None):
+        lines = "\n".join(launcher.tail(handle, 20))
+        raise JobFailed(f"{job.name}: {launcher.explain(handle, status)}; its log: {job.log_file}", lines)

@@ -1,0 +1,193 @@
+"""Jobs on this machine: torchrun (or plain Python) in a session of its own, logging into the job's folder.
+
+Two facts shape this file. A child that holds the flow's standard output keeps a dead flow alive in a worker's eyes, so
+children write to files. And torchrun starts every rank in a session of its own, so that no process group holds them
+all: each process of a job carries the job's identifier in its environment, by which the job is found and ended whole,
+even if torchrun itself was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from tasks.launchers.base import Handle, Job, Status
+
+MARKER = "TRAINSHED_JOB"
+LOG_TAIL = 256 * 1024  # bytes of a log that are looked through for the cause of a failure
+ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
+
+
+class LocalLauncher:
+    def __init__(self) -> None:
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def submit(self, job: Job) -> Handle:
+        """Start the job with no terminal, its output appended to its log; ValueError for more than one node."""
+        if job.nodes != 1:
+            raise ValueError(f"cluster.nodes = {job.nodes}: the local launcher has one node; valid: 1")
+        job.folder.mkdir(parents=True, exist_ok=True)
+        other = _noted(job)
+        if other is not None:  # of the same name, but not the same: two must not write into one folder
+            self.cancel(other, grace=30)
+        identifier = uuid.uuid4().hex
+        with job.log_file.open("ab") as output:
+            start = output.tell()
+            child = subprocess.Popen(
+                _command(job),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(job, identifier),
+                start_new_session=True,
+            )
+        self._children[identifier] = child
+        handle = Handle(job, identifier, start)
+        note = {"identifier": identifier, "log_start": start, "job": _essence(job)}
+        try:
+            _write_atomically(job.note_file, json.dumps(note, indent=1))
+        except BaseException:
+            self.cancel(handle, grace=0)
+            raise
+        return handle
+
+    def find(self, job: Job) -> Handle | None:
+        handle = _noted(job)
+        if handle is None or json.loads(job.note_file.read_text()).get("job") != _essence(job):
+            return None
+        return handle if _processes(handle.identifier) else None
+
+    def poll(self, handle: Handle) -> Status:
+        child = self._children.get(handle.identifier)
+        if child is None:  # started by an orchestrator that is gone: its exit code went with it
+            return Status(running=bool(_processes(handle.identifier)))
+        code = child.poll()
+        if code is None:
+            return Status(running=True)
+        _end(handle.identifier, signal.SIGKILL)  # ranks that outlived a torchrun that was killed
+        return Status(running=False, exit_code=code)
+
+    def tail(self, handle: Handle, lines: int) -> Sequence[str]:
+        text = _attempt_log(handle)
+        cause = ROOT_CAUSE.search(text)
+        found = text.splitlines()
+        if cause is not None:
+            prefix = f"[rank {cause[1]}] "
+            found = [line for line in found if line.startswith(prefix)] or found
+        return found[-lines:]
+
+    def explain(self, handle: Handle, status: Status) -> str:
+        cause = ROOT_CAUSE.search(_attempt_log(handle))
+        if cause is not None:
+            return f"rank {cause[1]} {_how_it_ended(int(cause[2]))}"
+        return _how_it_ended(status.exit_code or 0)
+
+    def cancel(self, handle: Handle, grace: float) -> None:
+        child = self._children.get(handle.identifier)
+        try:
+            if child is not None and child.poll() is None:
+                child.terminate()  # torchrun passes it on to its ranks, and waits for them
+            else:
+                _end(handle.identifier, signal.SIGTERM)
+            deadline = time.monotonic() + grace
+            while _processes(handle.identifier) and time.monotonic() < deadline:
+                if child is not None:
+                    child.poll()  # reaps it
+                time.sleep(0.1)
+        finally:  # also when a second Ctrl-C cuts the grace short
+            _end(handle.identifier, signal.SIGKILL)
+            if child is not None:
+                child.wait()
+
+
+def _noted(job: Job) -> Handle | None:
+    """The job that was started last under this name in this folder."""
+    try:
+        note = json.loads(job.note_file.read_text())
+    except FileNotFoundError:
+        return None
+    return Handle(job, note["identifier"], note["log_start"])
+
+
+def _essence(job: Job) -> list[object]:
+    """What makes two jobs the same, as JSON has it."""
+    return [job.program, list(job.arguments), job.processes]
+
+
+def _command(job: Job) -> list[str]:
+    program = ["-m", job.program, *job.arguments]
+    if job.processes == 0:
+        return [sys.executable, *program]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # A static rendezvous: c10d's prints a stack dump when it shuts down.
+    torchrun = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--node-rank", "0"),
+        *("--nproc-per-node", str(job.processes), "--master-addr", "127.0.0.1", "--master-port", str(port)),
+        *("--max-restarts", "0", "--tee", "3", "--log-dir", str(job.folder / "ranks")),
+    ]
+    return [*torchrun, *program]
+
+
+def _environment(job: Job, identifier: str) -> dict[str, str]:
+    # The programs never speak to Prefect, so its address and its secrets stay here.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment |= {
+        MARKER: identifier,
+        "PYTHONUNBUFFERED": "1",
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ",
+    }
+    if job.threads is not None:
+        environment["OMP_NUM_THREADS"] = str(job.threads)
+    return environment
+
+
+def _processes(identifier: str) -> list[psutil.Process]:
+    """Every live process of a job, whoever its parent is now."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARKER) == identifier and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _end(identifier: str, number: signal.Signals) -> None:
+    for process in _processes(identifier):
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
+
+
+def _attempt_log(handle: Handle) -> str:
+    with handle.job.log_file.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(handle.log_start, end - LOG_TAIL))
+        return file.read().decode(errors="replace")
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"was killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+    if code - 128 in set(signal.Signals):
+        return f"was stopped by {signal.Signals(code - 128).name}"
+    return f"ended with exit code {code}"
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)

@@ -1,0 +1,72 @@
+"""English text that every machine with Python has: the language's documentation and the standard library's docstrings.
+
+A document is one topic of `pydoc_data.topics`, or the docstrings of one module in the order of its source, each text once in
+the whole corpus. Sources are parsed, never imported; test suites are left out, since many installations lack them.
+About 2 MB.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+RECIPE = 1  # raise it when the same files make other documents
+
+
+def documents() -> Iterator[str]:
+    """The topics by name, then the modules by path."""
+    from pydoc_data.topics import topics
+
+    seen = dict.fromkeys(topics[name] for name in sorted(topics))
+    yield from list(seen)
+    for path in _modules():
+        docstrings = [text for text in dict.fromkeys(_docstrings(path)) if text not in seen]
+        seen.update(dict.fromkeys(docstrings))
+        if docstrings:
+            yield "\n\n".join(docstrings)
+
+
+def digest() -> str:
+    """Hash of the sources' names and contents."""
+    total = hashlib.sha256(f"python-docs {RECIPE}".encode())
+    root = _root()
+    for path in _modules():
+        total.update(path.relative_to(root).as_posix().encode())
+        total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def _root() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _modules() -> list[Path]:
+    """The sources of the standard library, without its test suites and whatever else is installed beside it."""
+    root = _root()
+    tests = {"test", "tests", "idle_test"}
+    top = [path for path in root.iterdir() if path.stem in sys.stdlib_module_names]
+    files = [file for path in top for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    return sorted(
+        file for file in files if file.suffix == ".py" and not tests & {*file.relative_to(root).parts}
+    )
+
+
+def _docstrings(path: Path) -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old escapes in old modules are not the reader's concern
+        yield from _walk(ast.parse(path.read_bytes()))
+
+
+def _walk(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        text = ast.get_docstring(node)
+        if text:
+            yield text
+    for block in ("body", "handlers", "cases", "orelse", "finalbody"):  # statements alone hold definitions
+        for statement in getattr(node, block, ()):
+            yield from _walk(statement)

@@ -1,0 +1,65 @@
+"""Run folders: which checkpoints in them are whole, and artifacts that point into them.
+
+A run folder is mutable, an artifact is not. Training and export leave their files in the run folder and publish an
+artifact that holds a manifest of them, so that they are verified like any other before they are trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.artifacts import VERIFIED, Artifact, Store
+from tasks.manifest import Damaged, Manifest
+from tasks.storage import Folder
+
+log = logging.getLogger(__name__)
+
+MARKER = "complete.json"
+POINTER = "points-to.json"
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Step and folder of every complete checkpoint of a run, oldest first."""
+    found = {
+        int(marker.parent.name.removeprefix("step_")): marker.parent
+        for marker in folder.glob(f"checkpoints/step_*/{MARKER}")
+    }
+    return dict(sorted(found.items()))
+
+
+def publish(
+    store: Store, kind: str, key: str, folder: Path, part: str, summary: Mapping[str, Any]
+) -> Artifact:
+    """An artifact that points to one part of a run folder, for instance `export`."""
+    manifest = Manifest.of(folder / part, kind, key, {}, ())
+    with store.publish(kind, key, {**summary, "part": part}) as staging:
+        (staging / POINTER).write_bytes(manifest.to_bytes())
+    return store.expect(kind, key)
+
+
+def find(store: Store, kind: str, key: str, folder: Path) -> Artifact | None:
+    """The artifact, if what it points to is there and whole; else it is removed, which one line says."""
+    artifact = store.find(kind, key)
+    if artifact is None:
+        return None
+    target = folder / artifact.summary["part"]
+    try:
+        manifest = Manifest.from_bytes((store.path(artifact) / POINTER).read_bytes(), kind, key)
+        manifest.verify_sizes(Folder(target).files(""))
+        manifest.verify_contents(target, VERIFIED)
+    except Damaged as damage:
+        log.warning("%s: %s of %s; it will be made again", kind, damage, target)
+        (target / MARKER).unlink(missing_ok=True)  # a damaged checkpoint is none to resume from
+        store.remove(kind, key)
+        return None
+    return artifact
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl; none where there is no such file."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

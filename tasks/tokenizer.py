@@ -1,0 +1,125 @@
+"""Tokenizer step: fetched from a hub repository or a folder, or trained on the profile's own text."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from profiles.errors import ProfileError
+from profiles.schema import Data, Profile
+from tasks import corpora, keys
+from tasks.artifacts import Artifact, Store
+from tasks.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest, hub_commit, is_folder
+from tasks.tokenizer_files import EOS, byte_level, convert, special_id, write
+
+KIND = "tokenizer"
+Progress = Callable[[str, float], None]
+
+
+def key(profile: Profile, token: str | None = None) -> str:
+    """Cache key of the step: of the text and the size where it is trained, of a commit, or of a folder's contents.
+
+    A hub revision that is no commit is looked up, with `token` where it is not None.
+    """
+    source, revision = profile.tokenizer.source, profile.tokenizer.revision
+    if source == "train":
+        texts = [shard.digest() for shard in corpora.shards(profile.data)]
+        return keys.tokenizer(
+            texts=texts, size=profile.tokenizer.vocabulary_size, held_out=profile.data.validation_fraction
+        )
+    if is_folder(source):
+        return keys.tokenizer(contents=folder_digest(source))
+    return keys.tokenizer(repository=source, commit=hub_commit(source, revision, token))
+
+
+def run(
+    profile: Profile, store: Store, token: str | None = None, progress: Progress | None = None
+) -> Artifact:
+    """Publish the profile's tokenizer as a folder with tokenizer.json and tokenizer_config.json, unless it is there.
+
+    Its summary: vocabulary_size (the largest token id + 1), eos and bos (ids or None), source, revision (a commit).
+
+    Args:
+        token: for the hub; None takes the environment's HF_TOKEN. It is neither logged nor stored.
+        progress: called with what is being done and how much of the step is behind it, 0 to 1.
+
+    Raises:
+        ProfileError: no tokenizer at the source, or one without an EOS token where documents are to be ended.
+    """
+    report = progress or (lambda message, fraction: None)
+    identity = key(profile, token)
+    with store.lock(KIND, identity):
+        found = store.find(KIND, identity)
+        if found:
+            return found
+        source, revision = profile.tokenizer.source, None
+        summary: dict[str, object] = {}
+        with store.publish(KIND, identity, summary) as folder, tempfile.TemporaryDirectory() as raw:
+            if source == "train":
+                report("reading the training text", 0.0)
+                train(profile.data, profile.tokenizer.vocabulary_size, folder)
+            elif is_folder(source):
+                fetch_folder(source, Path(raw))
+                convert(source, Path(raw), folder)
+            else:
+                revision = hub_commit(source, profile.tokenizer.revision, token)
+                report(f"fetching {source} at {revision[:12]}", 0.0)
+                fetch_hub(source, revision, token, Path(raw))
+                convert(source, Path(raw), folder)
+            tokenizer = load(folder)
+            eos, bos = (special_id(folder, tokenizer, name) for name in ("eos_token", "bos_token"))
+            if eos is None and profile.data.append_eos:
+                reason = (
+                    "names no EOS token to end documents with; data.append_eos = false leaves them joined"
+                )
+                raise ProfileError("tokenizer.source", source, reason)
+            size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+            summary.update(vocabulary_size=size, eos=eos, bos=bos, source=source, revision=revision)
+        report(f"{size} tokens", 1.0)
+    return store.expect(KIND, identity)
+
+
+def load(folder: Path) -> Tokenizer:
+    """The tokenizer of an artifact's folder, which takes texts whole: neither cut nor padded."""
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def check_fits(profile: Profile, tokenizer: Artifact) -> None:
+    """Refuse a tokenizer with more tokens than the model has embeddings.
+
+    Raises:
+        ProfileError: naming model.vocab_size.
+    """
+    size = tokenizer.summary["vocabulary_size"]
+    if size > profile.model.vocab_size:
+        reason = f"the tokenizer has {size} tokens, each of which needs an embedding"
+        raise ProfileError("model.vocab_size", profile.model.vocab_size, reason, (f"{size} or more",))
+
+
+def train(data: Data, size: int, folder: Path) -> None:
+    """Train a byte-level BPE of `size` tokens, the 256 bytes and EOS among them, on the training documents.
+
+    The result depends on the documents alone: counts are exact and ties are broken by the pairs themselves.
+    """
+    tokenizer = byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_training_texts(data), trainer)
+    write(folder, tokenizer, {"bos_token": EOS, "eos_token": EOS, "unk_token": EOS})
+
+
+def _training_texts(data: Data) -> Iterator[str]:
+    for shard in corpora.shards(data):
+        for text in shard.documents():
+            if text and not corpora.held_out(text, data.validation_fraction):
+                yield text

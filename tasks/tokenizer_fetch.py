@@ -1,0 +1,116 @@
+"""Where a tokenizer's files come from: a hub repository at one commit, or a folder, here or anywhere fsspec reaches.
+
+Only tokenizer files are read, and no code of a repository is ever run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from profiles.errors import ProfileError
+
+NAMES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "config.json",
+    "chat_template.jinja",
+)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def is_folder(source: str) -> bool:
+    """Whether a tokenizer.source means a folder or URL rather than a hub repository."""
+    return "://" in source or source[:1] in "./~" or source.count("/") > 1 or Path(source).is_dir()
+
+
+def hub_commit(repository: str, revision: str | None, token: str | None) -> str:
+    """The commit that a revision of a hub repository means now; a commit means itself, with no request.
+
+    Raises:
+        ProfileError: no such repository or revision, or one that this token may not read.
+    """
+    if revision and COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi
+
+    with _hub_errors(repository, revision):
+        return HfApi(token=token).model_info(repository, revision=revision).sha
+
+
+def fetch_hub(repository: str, commit: str, token: str | None, into: Path) -> None:
+    """Download a repository's tokenizer files, and nothing else of it."""
+    from huggingface_hub import snapshot_download
+    from tqdm import tqdm
+
+    class Quiet(tqdm):  # the flow shows its own progress
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+
+    with _hub_errors(repository, commit):
+        snapshot_download(
+            repository,
+            revision=commit,
+            token=token,
+            allow_patterns=list(NAMES),
+            local_dir=into,
+            tqdm_class=Quiet,
+        )
+
+
+def fetch_folder(source: str, into: Path) -> None:
+    """Copy the tokenizer files of a folder, here or anywhere fsspec reaches.
+
+    Raises:
+        ProfileError: it does not exist or holds no tokenizer.
+    """
+    filesystem, paths = _list(source)
+    for path in paths:
+        filesystem.get_file(path, str(into / path.rpartition("/")[2]))
+
+
+def folder_digest(source: str) -> str:
+    """Hash of the contents of a folder's tokenizer files."""
+    filesystem, paths = _list(source)
+    total = hashlib.sha256()
+    for path in paths:
+        total.update(path.rpartition("/")[2].encode())
+        with filesystem.open(path, "rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
+def _list(source: str) -> tuple[Any, list[str]]:
+    from fsspec.core import url_to_fs
+
+    filesystem, folder = url_to_fs(source)
+    if not filesystem.isdir(folder):
+        raise ProfileError("tokenizer.source", source, "is no folder")
+    endings = ("vocab.json", "merges.txt")
+    paths = sorted(path for path in filesystem.ls(folder, detail=False) if filesystem.isfile(path))
+    return filesystem, [path for path in paths if path.rpartition("/")[2] in NAMES or path.endswith(endings)]
+
+
+@contextmanager
+def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
+    """Turns the hub's refusals into the profile's."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        yield
+    except GatedRepoError:  # a kind of the next
+        reason = "is gated: accept its terms on the hub, and set HF_TOKEN to a token of that account"
+        raise ProfileError("tokenizer.source", repository, reason) from None
+    except RepositoryNotFoundError:
+        reason = "is no folder here and no repository on the hub, or a private one that needs HF_TOKEN"
+        raise ProfileError("tokenizer.source", repository, reason) from None
+    except RevisionNotFoundError:
+        raise ProfileError("tokenizer.revision", revision, f"{repository} has no such revision") from None

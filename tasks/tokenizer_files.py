@@ -1,0 +1,163 @@
+"""From a tokenizer in any of its three forms to a folder that `transformers.AutoTokenizer` and `tokenizers` load alike.
+
+The forms are tokenizer.json, vocab.json with merges.txt (GPT-2), and a SentencePiece tokenizer.model (Llama 2).
+tokenizer.json is the one truth about how text becomes tokens: it is kept byte for byte where there is one, else made from the
+other two, and a tokenizer_config.json beside it names the special tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from profiles.errors import ProfileError
+
+if TYPE_CHECKING:
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+EOS = "<|endoftext|>"  # GPT-2's
+USUAL_EOS = (EOS, "<|end_of_text|>", "</s>")  # of folders that name none
+
+
+def convert(source: str, raw: Path, folder: Path) -> None:
+    """Make the tokenizer files in `raw` a folder with tokenizer.json and tokenizer_config.json.
+
+    Raises:
+        ProfileError: no known form of a tokenizer, or a damaged one.
+    """
+    try:
+        if (path := raw / "tokenizer.json").exists():
+            tokenizer, special = Tokenizer.from_file(str(path)), {}
+            shutil.copyfile(path, folder / "tokenizer.json")
+        elif (path := raw / "tokenizer.model").exists():
+            tokenizer, special = from_sentencepiece(path)
+        elif (path := _one(raw, "vocab.json")) and (merges := _one(raw, "merges.txt")):
+            tokenizer, special = from_vocabulary(path, merges)
+        else:
+            found = ", ".join(sorted(path.name for path in raw.iterdir() if path.is_file())) or "nothing"
+            wanted = "tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
+            raise ProfileError("tokenizer.source", source, f"holds {found}; a tokenizer is {wanted}")
+    except ProfileError:
+        raise
+    except Exception as error:  # what the parsers raise has no narrower type
+        raise ProfileError("tokenizer.source", source, f"{path.name} cannot be read: {error}") from error
+    write(folder, tokenizer, _configuration(raw, tokenizer, special))
+    if (raw / "chat_template.jinja").exists():
+        shutil.copyfile(raw / "chat_template.jinja", folder / "chat_template.jinja")
+
+
+def write(folder: Path, tokenizer: Tokenizer, configuration: dict[str, Any]) -> None:
+    """Write tokenizer.json, unless it is there, and tokenizer_config.json."""
+    if not (folder / "tokenizer.json").exists():
+        tokenizer.save(str(folder / "tokenizer.json"))
+    # The class that takes tokenizer.json as it stands; a model's own class may put parts of its own in place of it.
+    configuration = {**configuration, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(configuration, indent=2, ensure_ascii=False) + "\n"
+    )
+
+
+def special_id(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
+    """Token id of the folder's "eos_token" or "bos_token"."""
+    token = json.loads((folder / "tokenizer_config.json").read_text()).get(name)
+    return tokenizer.token_to_id(_content(token)) if token else None
+
+
+def byte_level(model: models.BPE) -> Tokenizer:
+    """GPT-2's scheme around a BPE model: every text has tokens, and they decode to the same text."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return tokenizer
+
+
+def from_vocabulary(vocabulary: Path, merges: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """GPT-2's pair of files, and its special tokens."""
+    tokenizer = byte_level(models.BPE.from_file(str(vocabulary), str(merges)))
+    if tokenizer.token_to_id(EOS) is None:
+        return tokenizer, {}
+    tokenizer.add_special_tokens([EOS])
+    return tokenizer, {"bos_token": EOS, "eos_token": EOS, "unk_token": EOS}
+
+
+def from_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """A SentencePiece model of byte-pair merges, as Llama 2's, with the same tokens for every text, and its specials.
+
+    Raises:
+        ValueError: a model that rewrites or cuts the text before it splits it, or that is not one of merges.
+    """
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+    proto = ModelProto.FromString(path.read_bytes())
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    if trainer.model_type != trainer.BPE:
+        raise ValueError("is not a model of byte-pair merges; convert it to tokenizer.json first")
+    if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
+        raise ValueError("rewrites characters or spaces; convert it to tokenizer.json first")
+    kind = proto.SentencePiece
+    if any(piece.type == kind.USER_DEFINED for piece in proto.pieces):
+        raise ValueError("has symbols defined by its user; convert it to tokenizer.json first")
+    pieces = [piece.piece for piece in proto.pieces]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    unknown = pieces[trainer.unk_id]
+    model = models.BPE(
+        vocabulary,
+        _merges(proto, vocabulary),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=trainer.byte_fallback,
+    )
+    tokenizer = Tokenizer(model)
+    prefix = [normalizers.Prepend("▁")] if normalizer.add_dummy_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if normalizer.add_dummy_prefix else []
+    decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer.decoder = decoders.Sequence(decoder)
+    special = [piece.piece for piece in proto.pieces if piece.type in (kind.CONTROL, kind.UNKNOWN)]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    if trainer.bos_id >= 0:  # as Llama's own: where special tokens are asked for, BOS comes first
+        bos = (pieces[trainer.bos_id], trainer.bos_id)
+        tokenizer.post_processor = processors.TemplateProcessing(f"{bos[0]} $A", special_tokens=[bos])
+    ids = {"bos_token": trainer.bos_id, "eos_token": trainer.eos_id, "unk_token": trainer.unk_id}
+    return tokenizer, {name: pieces[i] for name, i in ids.items() if i >= 0}
+
+
+def _merges(proto: ModelProto, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others, best piece first: SentencePiece keeps scores, not merges."""
+    pieces = [piece for piece in proto.pieces if piece.type == proto.SentencePiece.NORMAL]
+    merges = []
+    for piece in sorted(pieces, key=lambda piece: -piece.score):
+        splits = [(piece.piece[:i], piece.piece[i:]) for i in range(1, len(piece.piece))]
+        merges += [(left, right) for left, right in splits if left in vocabulary and right in vocabulary]
+    return merges
+
+
+def _configuration(raw: Path, tokenizer: Tokenizer, special: dict[str, str]) -> dict[str, Any]:
+    """The source's own tokenizer_config.json; special tokens that it leaves open from the files beside it."""
+    files = [raw / name for name in ("tokenizer_config.json", "special_tokens_map.json", "config.json")]
+    own, beside, model = (json.loads(path.read_text()) if path.exists() else {} for path in files)
+    own.pop("auto_map", None)  # points to code
+    configuration = {name: value for name, value in own.items() if value is not None}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        ids = model.get(f"{name}_id")
+        by_id = tokenizer.id_to_token(ids[0] if isinstance(ids, list) else ids) if ids is not None else None
+        token = beside.get(name) or special.get(name) or by_id
+        if token:
+            configuration.setdefault(name, token)
+    usual = next((token for token in USUAL_EOS if tokenizer.token_to_id(token) is not None), None)
+    return configuration if usual is None else {"eos_token": usual, **configuration}
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _one(folder: Path, name: str) -> Path | None:
+    """The file that is called so, or that ends so (gpt2-vocab.json), if it is the only one."""
+    found = list(folder.glob(f"*{name}"))
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,105 @@
+"""Training: runs `modeling.train` on the profile's cluster, in the run's folder, and sees it to its last step.
+
+An attempt that fails leaves its checkpoints, and the next one resumes from the newest complete one. The artifact points
+to the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from profiles.schema import Profile
+from tasks import runs
+from tasks.artifacts import Artifact, Store
+from tasks.launchers import Job, JobFailed, create, execute
+from tasks.tail import Tail
+
+log = logging.getLogger(__name__)
+
+KIND = "training"
+
+
+def run(
+    profile: Profile,
+    store: Store,
+    folder: Path,
+    key: str,
+    dataset: Artifact,
+    graphs: Artifact | None = None,
+    weights: Artifact | None = None,
+    watch: Callable[[], None] = lambda: None,
+) -> Artifact:
+    """Train to the last step; `watch` is called several times a second.
+
+    The artifact's summary: steps, and loss and tokens at the last one.
+
+    Raises:
+        JobFailed: the attempt failed; another one goes on from its newest checkpoint.
+    """
+    job = cluster_job("train", profile, store, folder, dataset, graphs)
+    if weights is not None:
+        job = job.extended("--weights", str(store.path(weights)))
+    words = Words(job.log_file)
+
+    def watch_all() -> None:
+        words.forward()
+        watch()
+
+    with store.lock(KIND, key):
+        found = runs.find(store, KIND, key, folder)
+        if found:
+            return found
+        execute(create(profile.cluster.launcher), job, watch_all)
+        steps = profile.train.steps
+        if steps not in runs.checkpoints(folder):
+            raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")
+        last = next(row for row in reversed(runs.read_metrics(folder)) if "loss" in row)
+        summary = {"steps": steps, "loss": last["loss"], "tokens": last["consumed_tokens"]}
+        return runs.publish(store, KIND, key, folder, f"checkpoints/step_{steps}", summary)
+
+
+def cluster_job(
+    name: str, profile: Profile, store: Store, folder: Path, dataset: Artifact, graphs: Artifact | None
+) -> Job:
+    """`modeling.<name>` on every device of the profile's cluster, as training and evaluation need it."""
+    arguments = ["--run-folder", str(folder), "--dataset", str(store.path(dataset))]
+    if graphs is not None:
+        arguments += ["--graphs", str(store.path(graphs))]
+    cluster = profile.cluster
+    return Job(
+        name=name,
+        program=f"modeling.{name}",
+        arguments=tuple(arguments),
+        folder=folder / "logs",
+        nodes=cluster.nodes,
+        processes=cluster.devices_per_node,
+        threads=cluster.threads,
+    )
+
+
+class Words:
+    """Rank 0's own words, for the flow's log; its line a step is left to the progress line, which stands for it."""
+
+    BURST = 10  # lines at once; beyond them one a second, and the rest is in the job's log only
+
+    def __init__(self, log_file: Path) -> None:
+        self._tail = Tail(log_file, start=log_file.stat().st_size if log_file.exists() else 0)
+        self._credit = float(self.BURST)
+        self._asked = time.monotonic()
+
+    def forward(self) -> None:
+        now = time.monotonic()
+        self._credit = min(self.BURST, self._credit + now - self._asked)
+        self._asked = now
+        for line in self._tail.lines():
+            text = line.removeprefix("[rank 0] ")
+            if text == line or text.startswith("step "):
+                continue
+            if "warning" in text.lower():
+                log.warning("%s", text)
+            elif self._credit >= 1:
+                self._credit -= 1
+                log.info("%s", text)

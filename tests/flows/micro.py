@@ -1,0 +1,126 @@
+"""A pipeline small enough to run many times: seconds of real training on a few hundred made-up documents."""
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import yaml
+
+PROFILE = {
+    "description": "as small as it gets",
+    "extends": "tiny",
+    "model": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 300,
+    },
+    "tokenizer": {"vocabulary_size": 300},
+    "parallel": {"tensor": 1},
+    "train": {
+        "steps": 6,
+        "warmup_steps": 2,
+        "global_batch_size": 4,
+        "micro_batch_size": 4,
+        "sequence_length": 32,
+        "precision": "float32",
+    },
+    "compile": {"enabled": False},
+    "checkpoint": {"every": 2},
+    "evaluate": {"every": 3, "batches": 1},
+    "cluster": {"devices_per_node": 1, "threads": 1},
+}
+# Two processes and enough steps to be interrupted in their midst.
+LONGER = (
+    "parallel.tensor=2",
+    "cluster.devices_per_node=2",
+    "train.steps=240",
+    "checkpoint.every=40",
+    "evaluate.every=0",
+)
+
+
+def write_profile(folder: Path) -> Path:
+    """The profile `micro` and its text in a folder."""
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefgh", k=chance.randint(2, 6))) for _ in range(60)]
+    texts = folder / "texts.jsonl"
+    lines = (json.dumps({"text": " ".join(chance.choices(words, k=40))}) for _ in range(300))
+    texts.write_text("\n".join(lines))
+    path = folder / "micro.yaml"
+    data = {"sources": [{"kind": "files", "path": str(texts)}], "validation_fraction": 0.1}
+    path.write_text(yaml.safe_dump({**PROFILE, "data": data}))
+    return path
+
+
+class Command:
+    """`trainshed` in a process of its own, which can be found with all that it started."""
+
+    def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, "TRAINSHED_TEST": self.mark, **environment},
+            start_new_session=True,
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that runs because of this command, whoever its parent is now."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if (
+                    process.environ().get("TRAINSHED_TEST") == self.mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def result(self, timeout: float = 300) -> tuple[int, str, str]:
+        """Exit code, standard output and error, once it has ended."""
+        out, err = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out, err
+
+    def end(self) -> None:
+        for process in self.processes():
+            process.kill()
+        self.process.communicate()
+
+
+def settings(*overrides: str) -> list[str]:
+    """Overrides as arguments of the command."""
+    return list(itertools.chain.from_iterable(("--set", override) for override in overrides))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Training loss of each step; a step that stands twice fails."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "loss" in row]
+    assert len({row["step"] for row in rows}) == len(rows)
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def wait_for_step(folder: Path, step: int, timeout: float = 120) -> None:
+    """Until training has done so many steps."""
+    deadline = time.monotonic() + timeout
+    while True:
+        path = folder / "metrics.jsonl"
+        if path.exists() and path.read_text().count('"loss"') >= step:
+            return
+        assert time.monotonic() < deadline, f"{path} did not reach step {step}"
+        time.sleep(0.02)

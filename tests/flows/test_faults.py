@@ -1,0 +1,114 @@
+"""What a run survives: a killed rank, Ctrl-C and SIGTERM; each time it ends with the losses of an undisturbed one."""
+
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+
+from tests.flows.micro import LONGER, losses, settings, wait_for_step
+
+INTERRUPTED_AT = 50  # of 240 steps, with a checkpoint every 40
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pretrain, tmp_path_factory):
+    """Losses of the run that nothing happens to."""
+    return losses_of(pretrain(tmp_path_factory.mktemp("undisturbed") / "store", *LONGER))
+
+
+def losses_of(result: dict) -> dict[int, float]:
+    from pathlib import Path
+
+    return losses(Path(result["folder"]))
+
+
+def ranks(folder) -> list[psutil.Process]:
+    """The training processes of a run, without their torchrun."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = process.cmdline()
+            if "modeling.train" in line and str(folder) in line and "torch.distributed.run" not in line:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_killed_rank_fails_the_attempt_and_the_retry_ends_with_the_same_losses(
+    pretrain, undisturbed, tmp_path, caplog
+):
+    folder = tmp_path / "store/runs/micro"
+
+    def kill_one():
+        wait_for_step(folder, INTERRUPTED_AT)
+        os.kill(ranks(folder)[1].pid, signal.SIGKILL)
+
+    caplog.set_level("INFO")
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    result = pretrain(tmp_path / "store", *LONGER)
+    killer.join()
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "was killed by SIGKILL" in said
+    assert "resumed from step 40" in said
+    assert losses_of(result) == undisturbed
+
+
+def test_a_killed_rank_without_retries_fails_the_run_with_a_line_that_helps(
+    command, profile, tmp_path, prefect_server
+):
+    folder = tmp_path / "store/runs/micro"
+    overrides = settings(*LONGER, "cluster.retries=0")
+    started = command("run", str(profile), *overrides, PREFECT_API_URL=prefect_server)
+    wait_for_step(folder, INTERRUPTED_AT)
+    os.kill(ranks(folder)[0].pid, signal.SIGKILL)
+    code, _, err = started.result()
+    assert code == 1
+    assert "rank 0 was killed by SIGKILL" in err
+    assert "Traceback" not in err
+    assert "Traceback" in (tmp_path / "store/logs/micro.log").read_text()
+    assert started.processes() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_leaves_no_process_and_a_run_that_goes_on(
+    command, pretrain, profile, undisturbed, tmp_path, number
+):
+    """With a Prefect server of its own, which has to end too."""
+    folder = tmp_path / "store/runs/micro"
+    started = command("run", str(profile), *settings(*LONGER))
+    wait_for_step(folder, INTERRUPTED_AT)
+    if number == signal.SIGINT:
+        os.killpg(started.process.pid, number)  # as a terminal does it
+    else:
+        os.kill(started.process.pid, number)
+    code, _, err = started.result(timeout=60)
+    assert code == 1
+    assert "goes on from the newest checkpoint" in err
+    assert "Traceback" not in err
+    assert started.processes() == []
+    done = len(losses(folder))
+    assert INTERRUPTED_AT <= done < 240
+    assert (folder / f"checkpoints/step_{done}/complete.json").exists()
+    assert losses_of(pretrain(tmp_path / "store", *LONGER)) == undisturbed
+
+
+def test_a_run_goes_on_watching_when_its_command_is_killed_and_started_again(
+    command, profile, undisturbed, tmp_path, prefect_server
+):
+    folder = tmp_path / "store/runs/micro"
+    arguments = ("run", str(profile), *settings(*LONGER))
+    first = command(*arguments, PREFECT_API_URL=prefect_server)
+    wait_for_step(folder, INTERRUPTED_AT)
+    before = {process.pid for process in ranks(folder)}
+    os.kill(first.process.pid, signal.SIGKILL)
+    second = command(*arguments, PREFECT_API_URL=prefect_server)
+    code, out, err = second.result()
+    assert code == 0, err
+    assert "joined it instead of starting another" in out
+    assert len(before) == 2
+    assert losses(folder) == undisturbed
+    assert (folder / "logs/train.log").read_text().count("from scratch") == 1

@@ -1,0 +1,196 @@
+"""What is done again and what is not: the same pipeline after each kind of change, and after each kind of damage."""
+
+import logging
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from profiles.errors import ProfileError
+from tests import s3
+from tests.flows.micro import losses
+
+STEPS = ["plan", "tokenizer", "dataset", "checkpoint", "graphs", "train", "evaluate", "export", "report"]
+WORK = ["tokenizer", "dataset", "train", "evaluate", "export"]
+
+
+@pytest.fixture(scope="module")
+def finished(pretrain, tmp_path_factory):
+    """A store with one finished run, and what the flow said about it."""
+    store = tmp_path_factory.mktemp("finished") / "store"
+    return store, pretrain(store)
+
+
+@pytest.fixture
+def store(finished, tmp_path):
+    """The finished run's store, to be spoilt."""
+    return shutil.copytree(finished[0], tmp_path / "store")
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.INFO)
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def done(result: dict) -> list[str]:
+    return [step for step, how in result["how"].items() if how == "done" and step not in ("plan", "report")]
+
+
+def test_a_first_run_does_every_step_and_leaves_what_it_names(finished):
+    _, result = finished
+    assert list(result["how"]) == STEPS
+    assert done(result) == WORK
+    assert result["how"]["checkpoint"] == result["how"]["graphs"] == "skipped"
+    folder = Path(result["folder"])
+    for name in (
+        "profile.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints/step_6/complete.json",
+        "logs",
+        "export",
+    ):
+        assert (folder / name).exists(), name
+    assert "<svg" in Path(result["report"]).read_text()
+    assert list(losses(folder)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_export_loads_generates_and_has_the_evaluated_loss(finished):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from modeling.data import Corpus, Samples
+
+    store, result = finished
+    model = AutoModelForCausalLM.from_pretrained(result["export"])
+    tokenizer = AutoTokenizer.from_pretrained(result["export"])
+    (dataset,) = (store / "artifacts/dataset").iterdir()
+    samples = Samples(Corpus.open(dataset, "validation"), 32, seed=None)
+    windows = torch.from_numpy(samples.batch(0, samples.windows))
+    with torch.no_grad():
+        logits = model(windows[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+        text = tokenizer("abc", return_tensors="pt").input_ids
+        generated = model.generate(text, max_new_tokens=8, do_sample=False)
+    assert loss.item() == pytest.approx(result["validation_loss"], abs=1e-3)
+    assert generated.shape[1] > text.shape[1]
+    assert isinstance(tokenizer.decode(generated[0]), str)
+
+
+def test_a_second_run_does_nothing_but_plan_and_report(pretrain, store):
+    result = pretrain(store)
+    assert done(result) == []
+    assert [step for step, how in result["how"].items() if how == "cached"] == WORK
+
+
+def test_prefect_shows_cached_and_skipped_steps_as_such(pretrain, store, prefect_server):
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    pretrain(store)
+    with get_client(sync_client=True) as client:
+        (run,) = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
+        shown = {}
+        for _ in range(50):  # the server takes task runs in from events, a little later
+            filter_ = FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+            shown = {task.name: task.state_name for task in client.read_task_runs(flow_run_filter=filter_)}
+            if len(shown) == len(STEPS):
+                break
+            time.sleep(0.2)
+    assert shown["checkpoint"] == "Skipped"
+    assert shown["train micro, 6 steps"] == "Cached"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "step", "damage"),
+    [
+        ("artifacts/tokenizer/*/tokenizer.json", "tokenizer", "changed"),
+        ("artifacts/tokens/*/train.bin", "dataset", "truncated"),
+        ("artifacts/dataset/*/corpus.json", "dataset", "deleted"),
+        ("runs/micro/checkpoints/step_6/*.distcp", "train", "truncated"),
+        ("runs/micro/checkpoints/step_6/*.distcp", "train", "changed"),
+        ("artifacts/evaluation/*/evaluation.json", "evaluate", "deleted"),
+        ("runs/micro/export/model.safetensors", "export", "changed"),
+        ("runs/micro/export/tokenizer.json", "export", "deleted"),
+    ],
+)
+def test_a_damaged_file_is_named_and_only_its_step_is_done_again(
+    pretrain, store, said, pattern, step, damage
+):
+    path = next(store.glob(pattern))
+    contents = path.read_bytes()
+    if damage == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes(
+            contents[:-7] if damage == "truncated" else contents[:-1] + bytes([contents[-1] ^ 1])
+        )
+    before = losses(store / "runs/micro")
+    result = pretrain(store)
+    assert done(result) == [step]
+    assert any(path.name in line and "again" in line for line in said())
+    assert losses(store / "runs/micro") == before
+    assert done(pretrain(store)) == []
+
+
+def test_another_sequence_length_keeps_the_tokenizer_alone(pretrain, store):
+    assert done(pretrain(store, "train.sequence_length=16")) == ["dataset", "train", "evaluate", "export"]
+
+
+def test_another_learning_rate_redoes_training_and_what_follows_and_keeps_the_old_run(pretrain, store, said):
+    before = losses(store / "runs/micro")
+    result = pretrain(store, "train.learning_rate=1e-2")
+    assert done(result) == ["train", "evaluate", "export"]
+    assert losses(store / "runs/micro") != before
+    assert losses(store / "runs/micro~1") == before
+    assert any("micro~1" in line for line in said())
+
+
+def test_another_name_alone_reuses_the_data_and_ends_with_the_same_losses(pretrain, store):
+    result = pretrain(store, name="other")
+    assert done(result) == ["train", "evaluate", "export"]
+    assert losses(store / "runs/other") == losses(store / "runs/micro")
+
+
+@pytest.mark.parametrize(
+    "override", ["checkpoint.every=3", "parallel.zero1=false", "cluster.retries=1", "evaluate.every=1"]
+)
+def test_what_leaves_the_mathematics_alone_redoes_nothing(pretrain, store, override):
+    assert done(pretrain(store, override)) == []
+
+
+def test_records_of_prefect_without_artifacts_count_for_nothing(pretrain, store):
+    shutil.rmtree(store / "artifacts/tokenizer")
+    assert done(pretrain(store)) == ["tokenizer"]
+
+
+def test_artifacts_without_records_of_prefect_are_not_made_again(pretrain, store):
+    shutil.rmtree(store / "prefect")
+    assert done(pretrain(store)) == []
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_is_refused_after_its_step(
+    pretrain, profile, finished, tmp_path
+):
+    (tokenizer,) = (finished[0] / "artifacts/tokenizer").iterdir()
+    source = (f"tokenizer.source={tokenizer}", "tokenizer.vocabulary_size=null", "model.vocab_size=280")
+    with pytest.raises(ProfileError, match=r"model.vocab_size = 280: the tokenizer has 300 tokens"):
+        pretrain(tmp_path / "store", *source)
+    assert not (tmp_path / "store/artifacts/tokens").exists()
+
+
+def test_a_store_on_s3_keeps_artifacts_and_records(pretrain, tmp_path, monkeypatch):
+    import s3fs
+
+    with s3.bucket(monkeypatch) as address:
+        work = f"cluster.work_dir={tmp_path / 'work'}"
+        first = pretrain(f"{address}/store", work)
+        assert done(first) == WORK
+        assert Path(first["export"]) == tmp_path / "work/runs/micro/export"
+        kept = s3fs.S3FileSystem().find(f"{address}/store")
+        assert sum("/prefect/" in path for path in kept) == len(WORK)
+        assert any(path.endswith("tokenizer.json") for path in kept)
+        assert done(pretrain(f"{address}/store", work)) == []

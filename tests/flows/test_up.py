@@ -1,0 +1,112 @@
+"""`trainshed up`: server, worker and deployments, a run started from another terminal, and nothing left after Ctrl-C."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from profiles import resolve
+from tests.flows.micro import LONGER, losses, wait_for_step
+
+
+@pytest.fixture
+def up(command, free_port):
+    """The running command, and its API's address, once it says that it is ready."""
+    started = command("up", "--port", str(free_port))
+    line = started.process.stderr.readline()
+    assert line == f"Prefect's UI: http://127.0.0.1:{free_port}\n"
+    return started, f"http://127.0.0.1:{free_port}/api"
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def ask(address: str, body: dict | None = None) -> list | dict:
+    request = urllib.request.Request(
+        address, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def test_a_deployment_runs_from_another_terminal_and_ctrl_c_ends_everything(up, profile, tmp_path):
+    started, api = up
+    deployments = {deployment["name"]: deployment for deployment in ask(f"{api}/deployments/filter")}
+    assert set(resolve.names()) <= deployments.keys()
+    form = deployments["tiny"]["parameter_openapi_schema"]["properties"]
+    assert all(form[name]["description"] for name in ("profile", "overrides", "name", "store"))
+
+    arguments = [
+        "deployment",
+        "run",
+        "pretrain/tiny",
+        "--watch",
+        "-p",
+        f"profile={profile}",
+        "-p",
+        "name=deployed",
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-m", "prefect", *arguments],
+        env={**os.environ, "PREFECT_API_URL": api},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert len(losses(tmp_path / "store/runs/deployed")) == 6
+
+    states = {run["name"]: run["state_name"] for run in ask(f"{api}/task_runs/filter")}
+    assert states["checkpoint"] == "Skipped"
+    messages = [entry["message"] for entry in ask(f"{api}/logs/filter", {"limit": 200})]
+    assert any("from scratch, seed" in message for message in messages)
+    artifacts = {artifact["key"]: artifact for artifact in ask(f"{api}/artifacts/filter")}
+    assert float(artifacts["training"]["data"]) == 100
+    assert json.loads(artifacts["last-steps"]["data"])[0]["step"] == 6
+
+    os.killpg(started.process.pid, signal.SIGINT)
+    code, _, _ = started.result(timeout=120)
+    assert code == 0
+    assert started.processes() == []
+
+
+def test_ctrl_c_while_a_deployment_trains_saves_it_and_leaves_nothing(up, profile, tmp_path):
+    started, api = up
+    (deployment,) = (each for each in ask(f"{api}/deployments/filter") if each["name"] == "tiny")
+    parameters = {"profile": str(profile), "overrides": list(LONGER), "name": "deployed"}
+    ask(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
+    folder = tmp_path / "store/runs/deployed"
+    wait_for_step(folder, 50, timeout=300)
+    os.killpg(started.process.pid, signal.SIGINT)
+    code, _, _ = started.result(timeout=180)
+    assert code == 0
+    assert started.processes() == []
+    done = len(losses(folder))
+    assert (folder / f"checkpoints/step_{done}/complete.json").exists()
+
+
+def test_a_taken_port_is_said(command, free_port):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port))
+        taken.listen()
+        code, _, err = command("up", "--port", str(free_port)).result()
+    assert code == 1
+    assert f"port {free_port} is taken" in err
+
+
+def test_every_profile_has_a_deployment_and_each_deployment_a_profile():
+    text = (Path(__file__).parents[2] / "prefect.yaml").read_text()
+    deployments = yaml.safe_load(text)["deployments"]
+    named = {each["name"] for each in deployments if each["entrypoint"] == "flows.pretrain.pretrain"}
+    assert named == set(resolve.names())

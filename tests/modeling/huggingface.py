@@ -1,0 +1,72 @@
+"""Our model and transformers' with the same random weights, and how far apart what they compute is."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from modeling.names import from_huggingface
+from modeling.program import MODELS
+from parallel import Mesh
+from parallel.layout import Box, layout_of
+from profiles.model import Model, from_config_json
+
+TOKENS = 24
+TOLERANCE = 1e-5
+
+
+def boxes(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, Box]]:
+    """Every global tensor of a model on one process, as a box of a parameter."""
+    return [
+        (parameter, box)
+        for name, parameter in model.named_parameters()
+        for box in layout_of(parameter).boxes(name, 0)
+    ]
+
+
+def pair(
+    kind: type[PreTrainedModel], config: PretrainedConfig
+) -> tuple[PreTrainedModel, torch.nn.Module, Model]:
+    """transformers' model with random weights, biases too, and ours with the same."""
+    torch.manual_seed(0)
+    theirs = kind(config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    description = Model(**from_config_json(config.to_dict()))
+    ours = MODELS[description.architecture](description, Mesh())
+    names = [box.name for _, box in boxes(ours)]
+    weights = from_huggingface(description.architecture, names, theirs.state_dict())
+    with torch.no_grad():
+        for parameter, box in boxes(ours):
+            box.of(parameter).copy_(weights[box.name])
+    return theirs, ours, description
+
+
+def check(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    """Logits, loss and the gradient of every weight agree."""
+    theirs, ours, description = pair(kind, config)
+    tokens = torch.randint(0, config.vocab_size, (2, TOKENS))
+    expected = theirs(tokens, labels=tokens)
+
+    hidden = ours(tokens, torch.arange(TOKENS))
+    head = ours.embedding if description.tie_word_embeddings else ours.head
+    logits = (hidden @ head.weight.t()).view_as(expected.logits)
+    torch.testing.assert_close(logits, expected.logits, rtol=0, atol=TOLERANCE)
+
+    targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    loss = ours.loss(hidden, targets) / (targets != -100).sum()
+    torch.testing.assert_close(loss, expected.loss, rtol=TOLERANCE, atol=0)
+
+    loss.backward()
+    expected.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    names = [box.name for _, box in boxes(ours)]
+    gradients = from_huggingface(description.architecture, names, gradients)
+    for parameter, box in boxes(ours):
+        difference = (box.of(parameter.grad) - gradients[box.name]).norm()
+        # A bias of all keys shifts a query's scores alike: without rotation its exact gradient is zero.
+        zero = description.architecture == "gpt" and box.name.endswith("qkv.k.bias")
+        scale = 1 if zero else gradients[box.name].norm()
+        assert difference <= TOLERANCE * scale, f"{box.name}: {difference:.2e} of {scale:.2e}"

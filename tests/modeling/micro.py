@@ -1,0 +1,93 @@
+"""A run small enough to train in seconds: a profile, a learnable corpus, and the programs started as a launcher would."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from modeling.indexed import IndexedDatasetBuilder, token_dtype
+from profiles.resolve import dump, load
+
+VOCABULARY = 160
+PROFILE = """
+model: {architecture: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,
+        num_key_value_heads: 2, vocab_size: 160, max_position_embeddings: 128}
+tokenizer: {source: train, vocabulary_size: 160}
+data: {sources: [{kind: python-docs}]}
+parallel: {tensor: 2}
+train: {steps: 12, global_batch_size: 4, micro_batch_size: 2, sequence_length: 32, learning_rate: 1.0e-2, warmup_steps: 2,
+        precision: float32}
+compile: {enabled: false}
+checkpoint: {every: 4}
+evaluate: {every: 6, batches: 2}
+cluster: {launcher: local, devices_per_node: 2, device: cpu, threads: 1}
+"""
+
+
+def run_folder(folder: Path, *overrides: str) -> Path:
+    """A run's folder with its resolved profile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "source.yaml"
+    source.write_text(PROFILE)
+    (folder / "profile.yaml").write_text(dump(load(str(source), overrides, name="micro")))
+    return folder
+
+
+def dataset(folder: Path, tokens: int = 6000) -> Path:
+    """A dataset artifact's folder: the next token is a fixed permutation of the last one four times out of five."""
+    generator = np.random.default_rng(7)
+    order = generator.permutation(VOCABULARY)
+    corpus: dict = {"format": 1, "vocabulary_size": VOCABULARY, "eos": 0, "sequence_length": 32}
+    for split, count in (("train", tokens), ("validation", 1500)):
+        stream = [0]
+        for keep, other in zip(
+            generator.random(count) < 0.8, generator.integers(VOCABULARY, size=count), strict=True
+        ):
+            stream.append(int(order[stream[-1]] if keep else other))
+        prefix = folder / "artifacts" / "tokens" / "t" / split
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        with IndexedDatasetBuilder(prefix, token_dtype(VOCABULARY)) as builder:
+            builder.add_document(stream)
+        corpus[split] = [{"path": f"tokens/t/{split}", "tokens": len(stream), "documents": 1}]
+    target = folder / "artifacts" / "dataset" / "d"
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "corpus.json").write_text(json.dumps(corpus))
+    return target
+
+
+def start(program: str, *arguments: object, processes: int = 2) -> subprocess.Popen[str]:
+    """Start `python -m modeling.<program>` under torchrun (or alone for 0 processes), its output piped."""
+    command = [sys.executable, "-m", f"modeling.{program}", *map(str, arguments)]
+    if processes:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        command[1:2] = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        command[5:5] = ["--master-addr", "127.0.0.1", "--master-port", port, "-m"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int | None = 0) -> str:
+    """Wait for it; its output. Fails unless it ends with this exit code (any for None)."""
+    output, _ = process.communicate(timeout=300)
+    assert code is None or process.returncode == code, output[-4000:]
+    return output
+
+
+def metrics(run: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Training loss by step."""
+    return {line["step"]: line["loss"] for line in metrics(run) if "loss" in line}

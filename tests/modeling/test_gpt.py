@@ -1,0 +1,60 @@
+"""GPT against transformers' GPT2LMHeadModel, and its dropout."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from modeling.gpt import GPT
+from parallel import Mesh, initialize
+from parallel.random import sample_keys
+from profiles.model import Model
+from tests.modeling.huggingface import check
+
+CASES = {
+    "tied": {},
+    "untied": {"tie_word_embeddings": False},
+    "exact gelu": {"activation_function": "gelu"},
+    "narrow mlp": {"n_inner": 96},
+}
+
+
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
+def test_logits_loss_and_gradients_match_transformers(fields):
+    sizes = {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 32,
+        "vocab_size": 101,
+        "bos_token_id": 0,
+        "initializer_range": 0.1,
+    }
+    off = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+    check(GPT2LMHeadModel, GPT2Config(**{**sizes, "eos_token_id": 0, **off, **fields}))
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    description = Model(architecture="gpt", **sizes, vocab_size=101, max_position_embeddings=32, dropout=0.3)
+    made = GPT(description, Mesh())
+    initialize(made, Mesh().tensor, 1)
+    return made
+
+
+def hidden(model: GPT, samples: list[int] | None) -> torch.Tensor:
+    """Hidden states (b, s, h) of one text, once a sample number."""
+    tokens = torch.arange(24).expand(len(samples or [0]), 24)
+    keys = None if samples is None else sample_keys(1234, torch.tensor(samples))
+    return model(tokens, torch.arange(24), samples=keys).view(*tokens.shape, -1)
+
+
+def test_dropout_depends_on_the_sample_alone(model):
+    both = hidden(model, [5, 6])
+    torch.testing.assert_close(hidden(model, [6, 9])[0], both[1])
+    assert (both[0] - both[1]).abs().max() > 0.1
+
+
+def test_evaluation_drops_nothing(model):
+    torch.testing.assert_close(hidden(model, None), hidden(model, None), rtol=0, atol=0)
+    assert (hidden(model, None)[0] - hidden(model, [5])[0]).abs().max() > 0.1

@@ -1,0 +1,36 @@
+"""Llama against transformers' LlamaForCausalLM."""
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.modeling.huggingface import check
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CASES = {
+    "multi-head": {"num_key_value_heads": 4},
+    "grouped-query": {"num_key_value_heads": 2},
+    "multi-query": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "wide heads": {"head_dim": 24},
+    "rope base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    "llama3 rope": {"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}},
+}
+
+
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
+def test_logits_loss_and_gradients_match_transformers(fields):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    check(
+        LlamaForCausalLM,
+        LlamaConfig(
+            **{**sizes, "num_key_value_heads": 2, "vocab_size": 101, "initializer_range": 0.1, **fields}
+        ),
+    )

@@ -1,0 +1,151 @@
+"""The programs as a launcher starts them: resume, interruption, compiled graphs, export."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.modeling import micro
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    return micro.dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, dataset) -> Path:
+    """A finished run."""
+    run = micro.run_folder(tmp_path_factory.mktemp("run") / "undisturbed")
+    micro.finish(micro.start("train", "--run-folder", run, "--dataset", dataset))
+    return run
+
+
+def test_training_learns_and_records_every_step_once(undisturbed):
+    losses = micro.losses(undisturbed)
+    assert list(losses) == list(range(1, 13))
+    assert losses[12] < losses[1] - 0.5
+    validation = [line for line in micro.metrics(undisturbed) if "validation_loss" in line]
+    assert [line["step"] for line in validation] == [6, 12]
+    assert sorted(p.name for p in (undisturbed / "checkpoints").iterdir()) == ["step_12", "step_4", "step_8"]
+
+
+def test_killed_run_resumes_with_the_same_losses_to_the_bit(undisturbed, dataset, tmp_path):
+    run = micro.run_folder(tmp_path / "killed")
+    process = micro.start("train", "--run-folder", run, "--dataset", dataset)
+    for line in process.stdout:
+        if line.startswith("step 7/"):
+            break
+    micro.finish(_killed_rank(process, run), code=None)
+    assert not (run / "checkpoints" / "step_12").exists()
+    log = micro.finish(micro.start("train", "--run-folder", run, "--dataset", dataset))
+    assert "resumed from step 4" in log
+    assert micro.losses(run) == micro.losses(undisturbed)
+
+
+def _killed_rank(process: subprocess.Popen, run: Path) -> subprocess.Popen:
+    """kill -9 one of its ranks."""
+    ranks = subprocess.run(
+        ["pgrep", "-f", f"modeling.train.*{run}"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    victim = next(pid for pid in map(int, ranks) if pid != process.pid)
+    import os
+
+    os.kill(victim, signal.SIGKILL)
+    return process
+
+
+def test_sigterm_leaves_a_checkpoint_and_the_rest_is_the_same(undisturbed, dataset, tmp_path):
+    run = micro.run_folder(tmp_path / "stopped")
+    process = micro.start("train", "--run-folder", run, "--dataset", dataset)
+    for line in process.stdout:
+        if line.startswith("step 5/"):
+            break
+    process.send_signal(signal.SIGTERM)
+    micro.finish(process, code=None)
+    done = max(micro.losses(run))
+    assert 5 <= done < 12
+    assert (run / "checkpoints" / f"step_{done}" / "complete.json").exists()
+    log = micro.finish(micro.start("train", "--run-folder", run, "--dataset", dataset))
+    assert f"resumed from step {done}" in log
+    assert micro.losses(run) == micro.losses(undisturbed)
+
+
+def test_another_topology_continues_the_run(undisturbed, dataset, tmp_path):
+    run = micro.run_folder(tmp_path / "moved", "train.steps=12")
+    (run / "checkpoints").mkdir()
+    source = undisturbed / "checkpoints" / "step_8"
+    (run / "checkpoints" / "step_8").symlink_to(source)
+    micro.run_folder(run, "parallel.tensor=1", "cluster.devices_per_node=2")
+    log = micro.finish(micro.start("train", "--run-folder", run, "--dataset", dataset))
+    assert "resumed from step 8" in log
+    expected = micro.losses(undisturbed)
+    for step, loss in micro.losses(run).items():
+        assert loss == pytest.approx(expected[step], rel=1e-5)
+
+
+def test_evaluation_and_export_agree_with_transformers(undisturbed, dataset, tmp_path):
+    micro.finish(
+        micro.start(
+            "evaluate",
+            "--run-folder",
+            undisturbed,
+            "--dataset",
+            dataset,
+            "--output",
+            tmp_path / "held_out.json",
+        )
+    )
+    held_out = json.loads((tmp_path / "held_out.json").read_text())
+    micro.finish(
+        micro.start("export", "--run-folder", undisturbed, "--output", tmp_path / "export", processes=0)
+    )
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from modeling.data import Corpus, Samples
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    samples = Samples(Corpus.open(dataset, "validation"), 32, seed=None)
+    rows = torch.from_numpy(samples.batch(0, samples.windows))
+    with torch.no_grad():
+        logits = model(rows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), rows[:, 1:].flatten())
+    assert held_out["tokens"] == samples.windows * 32
+    assert held_out["validation_loss"] == pytest.approx(loss.item(), abs=1e-5)
+
+
+def test_training_finds_every_graph_that_was_compiled_ahead(dataset, tmp_path):
+    run = micro.run_folder(tmp_path / "compiled", "compile.enabled=true", "train.steps=6", "evaluate.every=3")
+    micro.finish(micro.start("compile", "--run-folder", run, "--output", tmp_path / "graphs", processes=0))
+    summary = json.loads((tmp_path / "graphs" / "summary.json").read_text())
+    assert summary["total"] >= 2
+    assert summary["failed"] == 0
+    micro.finish(
+        micro.start("train", "--run-folder", run, "--dataset", dataset, "--graphs", tmp_path / "graphs")
+    )
+    last = [line for line in micro.metrics(run) if "loss" in line][-1]
+    assert last["cold_compiles"] == 0
+    assert last["warm_graphs"] == summary["total"]
+
+    # The control: graphs of another shape are not taken for these.
+    other = micro.run_folder(
+        tmp_path / "other", "compile.enabled=true", "train.steps=1", "train.sequence_length=16"
+    )
+    micro.finish(
+        micro.start("train", "--run-folder", other, "--dataset", dataset, "--graphs", tmp_path / "graphs")
+    )
+    assert micro.metrics(other)[0]["cold_compiles"] > 0
+
+
+def test_the_training_program_needs_neither_prefect_nor_transformers():
+    code = (
+        "import sys, modeling.train; "
+        "print([name for name in ('prefect', 'transformers', 'datasets') if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"

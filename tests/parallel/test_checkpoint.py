@@ -1,0 +1,156 @@
+"""Checkpoints saved at one topology and loaded at another."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel import Mesh, RMSNorm, ZeRO1, checkpoint, initialize
+from tests.parity.harness import LOSS, NORM, Case, Results, train
+from tests.pool import Pool
+
+SAVED, STEPS = 6, 10
+TOPOLOGIES = {
+    "one process": Case(),
+    "tensor 2": Case(tensor=2),
+    "tensor 4": Case(tensor=4),  # KV heads replicated
+    "tensor 8": Case(tensor=8, sequence_parallel=False),  # and a padded vocabulary
+    "data 4": Case(data=4),
+    "data 2, whole optimizer": Case(data=2, zero1=False),
+    "tensor 2, data 2": Case(tensor=2, data=2),
+    "context 4": Case(context=4),
+    "pipeline 2": Case(pipeline=2),
+    "pipeline 2, tensor 4": Case(pipeline=2, tensor=4),
+    "tensor 2, context 2, data 2": Case(tensor=2, context=2, data=2),
+    "gpt, one process": Case("gpt dropout"),
+    "gpt, tensor 2, data 2": Case("gpt dropout", tensor=2, data=2),
+    "gpt, pipeline 2, tensor 2": Case("gpt dropout", pipeline=2, tensor=2),  # embedding tied over stages
+    "gpt, pipeline 2, context 2": Case("gpt dropout", pipeline=2, context=2),
+}
+PAIRS = [
+    ("one process", "tensor 4"),
+    ("one process", "data 4"),
+    ("tensor 2", "one process"),
+    ("tensor 4", "tensor 2"),
+    ("tensor 4", "data 2, whole optimizer"),
+    ("tensor 8", "tensor 2, data 2"),
+    ("data 4", "tensor 8"),
+    ("data 2, whole optimizer", "pipeline 2"),
+    ("tensor 2, data 2", "data 4"),
+    ("context 4", "pipeline 2, tensor 4"),
+    ("pipeline 2", "context 4"),
+    ("pipeline 2, tensor 4", "tensor 2, context 2, data 2"),
+    ("tensor 2, context 2, data 2", "one process"),
+    ("gpt, one process", "gpt, pipeline 2, tensor 2"),
+    ("gpt, tensor 2, data 2", "gpt, pipeline 2, context 2"),
+    ("gpt, pipeline 2, tensor 2", "gpt, tensor 2, data 2"),
+    ("gpt, pipeline 2, context 2", "gpt, one process"),
+]
+
+
+class Saved:
+    """Runs that were not interrupted, with a checkpoint of each from the middle; each is made when first asked for."""
+
+    def __init__(self, folder: Path, pool: Pool) -> None:
+        self.folder, self.pool = folder, pool
+        self.runs: dict[str, Results] = {}
+
+    def __call__(self, topology: str) -> tuple[Path, Results]:
+        path = self.folder / topology
+        if topology not in self.runs:
+            case = TOPOLOGIES[topology]
+            arguments = {"steps": range(STEPS), "save": {SAVED: path}}
+            self.runs[topology] = self.pool.run(train, case.world, case=case, **arguments)[0]
+        return path, self.runs[topology]
+
+    def resumed(self, source: str, target: str) -> Results:
+        """The remaining steps at another topology."""
+        case, arguments = TOPOLOGIES[target], {"steps": range(SAVED, STEPS), "resume": self(source)[0]}
+        return self.pool.run(train, case.world, case=case, **arguments)[0]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, pool) -> Saved:
+    return Saved(tmp_path_factory.mktemp("checkpoints"), pool)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=[" -> ".join(pair) for pair in PAIRS])
+def test_goes_on_at_another_topology(saved, source, target):
+    one = "gpt, one process" if source.startswith("gpt") else "one process"
+    _, exact = saved(one)
+    resumed = saved.resumed(source, target)
+    assert resumed.losses == pytest.approx(exact.losses[SAVED:], rel=LOSS)
+    assert resumed.norms == pytest.approx(exact.norms[SAVED:], rel=NORM)
+
+
+@pytest.mark.parametrize(
+    "topology",
+    ["one process", "tensor 4", "data 4", "tensor 2, context 2, data 2", "gpt, pipeline 2, tensor 2"],
+)
+def test_goes_on_at_the_same_topology_to_the_bit(saved, topology):
+    _, run = saved(topology)
+    resumed = saved.resumed(topology, topology)
+    assert (resumed.losses, resumed.norms) == (run.losses[SAVED:], run.norms[SAVED:])
+
+
+def test_holds_each_global_tensor_whole_and_unpadded(saved):
+    ours, exact = (checkpoint.read_global(saved(topology)[0]) for topology in ("tensor 8", "one process"))
+    assert ours.keys() == exact.keys()
+    assert ours["embedding.weight"].shape == (100, 64)
+    for name, tensor in exact.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def small(width: int = 4, steps: int = 1) -> ZeRO1:
+    """An optimizer over one weight, after some steps."""
+    layer = RMSNorm(width, Mesh().tensor)
+    initialize(layer, Mesh().tensor, 1)
+    optimizer = ZeRO1(layer.named_parameters(), Mesh())
+    for _ in range(steps):
+        optimizer.begin(1)
+        layer.weight.square().sum().backward()
+        optimizer.step(0.1)
+    return optimizer
+
+
+def test_weights_alone_leave_the_optimizer_anew(tmp_path):
+    checkpoint.save(tmp_path / "step_3", trained := small(steps=3), {"step": 3})
+    fresh = small(steps=0)
+    assert checkpoint.load(tmp_path / "step_3", fresh, weights_only=True)["step"] == 3
+    assert torch.equal(fresh.buckets[0].master, trained.buckets[0].master)
+    assert fresh.steps == 0
+    assert fresh.buckets[0].exp_avg.eq(0).all()
+
+
+def test_without_its_marker_it_does_not_count(tmp_path):
+    for step in (2, 10, 30):
+        checkpoint.save(tmp_path / f"step_{step}", small(), {"step": step})
+    (tmp_path / "step_30" / checkpoint.MARKER).unlink()
+    assert [step for step, _ in checkpoint.complete(tmp_path)] == [2, 10]
+    with pytest.raises(ValueError, match=r"step_30 is no complete checkpoint: complete.json is missing"):
+        checkpoint.load(tmp_path / "step_30", small())
+
+
+def test_saving_again_replaces_what_was_there(tmp_path):
+    checkpoint.save(tmp_path / "step_1", small(steps=1), {"step": 1})
+    checkpoint.save(tmp_path / "step_1", again := small(steps=2), {"step": 1})
+    loaded = small(steps=0)
+    checkpoint.load(tmp_path / "step_1", loaded)
+    assert torch.equal(loaded.buckets[0].exp_avg_sq, again.buckets[0].exp_avg_sq)
+    assert loaded.steps == 2
+
+
+def test_marker_says_what_it_was_told(tmp_path):
+    checkpoint.save(tmp_path / "step_1", small(), {"step": 1, "profile": {"name": "p"}})
+    marker = json.loads((tmp_path / "step_1" / checkpoint.MARKER).read_text())
+    assert marker == {"step": 1, "profile": {"name": "p"}, "optimizer_steps": 1, "torch": torch.__version__}
+
+
+def test_another_model_is_refused_with_the_first_difference(tmp_path):
+    checkpoint.save(tmp_path / "step_1", small(), {})
+    with pytest.raises(ValueError, match=r"step_1: weights.weight has shape \(4,\), the model needs \(5,\)"):
+        checkpoint.load(tmp_path / "step_1", small(width=5))
+    other = RMSNorm(4, Mesh().tensor)
+    with pytest.raises(ValueError, match=r"has no tensor weights.norm.weight: it is of a different model"):
+        checkpoint.load(tmp_path / "step_1", ZeRO1([("norm.weight", other.weight)], Mesh()))

@@ -1,0 +1,171 @@
+"""Layouts, initialization and buckets: every rank's pieces together are the global tensors, each element once."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from modeling.llama import Llama
+from parallel import Mesh, Normal, ZeRO1, initialize, parameter
+from parallel.buckets import Bucket, split_range
+from parallel.gqa import kv_replicas, valid_degrees
+from parallel.layout import Layout, Section, layout_of
+from profiles.model import Model
+
+degrees = st.sampled_from([1, 2, 4, 8])
+
+
+@st.composite
+def layouts(draw) -> Layout:
+    """One to three sections of the same trailing shape, split by rows, by columns or not."""
+    degree = draw(degrees)
+    shape = draw(st.lists(st.integers(1, 12), min_size=1, max_size=2))
+    count = draw(st.integers(1, 3))
+    if count > 1:
+        dim = 0
+    else:
+        dim = draw(st.sampled_from([None, *range(len(shape))]))
+        if dim == 1:
+            shape[1] *= degree  # only rows are padded
+    rows = [draw(st.integers(1, 12)) for _ in range(count)]
+    factors = [factor for factor in (1, 2, 4, 8) if degree % factor == 0]
+    sections = tuple(
+        Section(
+            f"part{i}" if count > 1 else "",
+            (row, *shape[1:]),
+            dim,
+            draw(st.sampled_from(factors)) if dim == 0 else 1,
+        )
+        for i, row in enumerate(rows)
+    )
+    return Layout(sections, degree, Normal(1.0))
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts())
+def test_pieces_of_all_ranks_cover_each_tensor_once(layout):
+    for section in layout.sections:
+        name = f"layer.{section.name}.weight" if section.name else "layer.weight"
+        seen = torch.zeros(section.shape, dtype=torch.int64)
+        copies = torch.zeros(section.shape, dtype=torch.int64)
+        for rank in range(layout.degree):
+            for box in layout.boxes("layer.weight", rank):
+                if box.name == name:
+                    assert box.replicas == layout.replicas(section)
+                    copies[box.index()] += 1
+                    seen[box.index()] += box.replica == 0
+        assert (seen == 1).all()
+        assert (copies == layout.replicas(section)).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(layouts(), st.integers(0, 2**31))
+def test_initialization_is_the_same_at_every_degree(layout, seed):
+    whole = nn.Module()
+    sections = tuple(
+        Section(s.name, s.shape, None if s.dim is None else 0 if len(layout.sections) > 1 else s.dim)
+        for s in layout.sections
+    )
+    whole.weight = parameter(Layout(sections, 1, layout.initializer))
+    initialize(whole, Mesh().tensor, seed)
+    expected = {box.name: box.of(whole.weight) for box in layout_of(whole.weight).boxes("weight", 0)}
+    for rank in range(layout.degree):
+        part = nn.Module()
+        part.weight = parameter(layout)
+        initialize(part, Mesh(tensor=layout.degree, rank=rank).tensor, seed)
+        covered = torch.zeros_like(part.weight)
+        for box in layout.boxes("weight", rank):
+            assert torch.equal(box.of(part.weight), expected[box.name][box.index()])
+            box.of(covered).fill_(1)
+        assert part.weight[covered == 0].eq(0).all(), "padding is zero"
+
+
+def test_seed_and_name_change_the_draws():
+    def draw(name: str, seed: int) -> torch.Tensor:
+        module = nn.ParameterDict({name: parameter(Layout((Section("", (8, 8), None),), 1, Normal(1.0)))})
+        initialize(module, Mesh().tensor, seed)
+        return module[name].detach()
+
+    assert torch.equal(draw("a", 1), draw("a", 1))
+    assert not torch.equal(draw("a", 1), draw("b", 1))
+    assert not torch.equal(draw("a", 1), draw("a", 2))
+    assert draw("a", 1).std() == pytest.approx(1, abs=0.3)
+
+
+def test_large_tensors_are_drawn_in_blocks_with_the_same_result(monkeypatch):
+    """A rank draws the blocks that it touches alone; where it begins in one changes nothing."""
+    monkeypatch.setattr("parallel.initialization.BLOCK", 32)
+
+    def draw(degree: int, rank: int) -> torch.Tensor:
+        module = nn.Module()
+        module.weight = parameter(Layout((Section("", (24, 6), 0),), degree, Normal(1.0)))
+        initialize(module, Mesh(tensor=degree, rank=rank).tensor, 1)
+        return module.weight.detach()
+
+    assert torch.equal(torch.cat([draw(4, rank) for rank in range(4)]), draw(1, 0))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.data())
+def test_ranges_are_cut_into_contiguous_boxes(shape, data):
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    low = data.draw(st.integers(0, numbers.numel()))
+    high = data.draw(st.integers(low, numbers.numel()))
+    found = []
+    for first, offsets, sizes in split_range(tuple(shape), low, high):
+        box = numbers[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        assert box.flatten().tolist() == list(range(first, first + box.numel()))
+        found += box.flatten().tolist()
+    assert found == list(range(low, high))
+
+
+HEADS = st.sampled_from([(4, 1), (4, 2), (8, 2), (8, 8)])
+
+
+@settings(max_examples=25, deadline=None)
+@given(HEADS, st.integers(1, 3), st.integers(1, 2), st.integers(1, 2), st.booleans(), st.data())
+def test_every_element_is_saved_once_and_counts_once_in_norms(heads, data, context, pipeline, shard, draws):
+    """Over a whole mesh, sharded or not, with KV replicas and a vocabulary that does not divide."""
+    n, k = heads
+    tensor = draws.draw(st.sampled_from([t for t in valid_degrees(n, k) if t <= 8]))
+    model = Model(
+        hidden_size=8 * n, intermediate_size=16, num_hidden_layers=2, num_attention_heads=n,
+        num_key_value_heads=k, vocab_size=13, max_position_embeddings=8, attention_bias=True,
+    )  # fmt: skip
+    size = data * context * tensor * pipeline
+    saved: dict[str, torch.Tensor] = {}
+    squares = total = 0.0
+    for rank in range(size):
+        mesh = Mesh(pipeline, data, context, tensor, kv_replicas(k, tensor), rank=rank)
+        stage = mesh.pipeline.rank
+        layers = range(2) if pipeline == 1 else range(stage, stage + 1)
+        built = Llama(model, mesh, layers)
+        initialize(built, mesh.tensor, 1)
+        kinds: dict[bool, list] = {}
+        for name, each in built.named_parameters():
+            kinds.setdefault(each.dim() > 1, []).append((name, each))
+        for named in kinds.values():
+            bucket = Bucket(named, mesh, 0.1, (), shard, torch.float32)
+            squares += bucket.square_weights().item()
+            for piece in bucket.pieces():
+                if piece.saved:
+                    whole = saved.setdefault(piece.name, torch.full(piece.shape, torch.nan))
+                    index = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+                    assert whole[index].isnan().all(), f"{piece.name} is saved twice"
+                    whole[index] = piece.of(bucket.master)
+    one = Llama(model, Mesh())
+    initialize(one, Mesh().tensor, 1)
+    for name, each in one.named_parameters():
+        for box in layout_of(each).boxes(name, 0):
+            assert torch.equal(saved.pop(box.name), box.of(each))
+            total += box.of(each).square().sum().item()
+    assert not saved
+    assert squares == pytest.approx(total, rel=1e-5)
+
+
+def test_parameter_without_layout_is_refused():
+    with pytest.raises(ValueError, match="carries no layout"):
+        ZeRO1([("weight", nn.Parameter(torch.zeros(2)))], Mesh())

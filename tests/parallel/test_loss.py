@@ -1,0 +1,171 @@
+"""Vocabulary-parallel cross-entropy, fused and not, against torch's on whole logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from parallel import linear_cross_entropy, vocab_parallel_cross_entropy
+from parallel.mesh import Axis
+from tests.parallel.replicated import check, piece
+from tests.pool import mesh
+
+ONE = Axis("tensor")
+FIRST = torch.tensor(0)
+IGNORED = 0.3  # share of targets
+
+
+def problem(tokens: int, width: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight and targets, of which some do not count."""
+    generator = torch.Generator().manual_seed(tokens)
+    x, weight = (
+        torch.randn(n, width, generator=generator, dtype=torch.float64) for n in (tokens, vocabulary)
+    )
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    ignored = torch.rand(tokens, generator=generator) < IGNORED
+    return x, weight, targets.masked_fill(ignored, -100)
+
+
+def exact(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """Loss and gradients by torch."""
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = F.cross_entropy(x @ weight.t(), targets, ignore_index=-100, reduction="sum")
+    loss.backward()
+    return loss.detach(), x.grad, weight.grad
+
+
+def padded(weight: Tensor, degree: int) -> Tensor:
+    """Rows filled up to a multiple of the degree, with numbers that would matter if they were read."""
+    missing = -len(weight) % degree
+    return torch.cat([weight, weight.new_full((missing, weight.shape[1]), 50.0)])
+
+
+def distances(tokens: int, width: int, vocabulary: int, sequence: bool, chunk: int | None) -> list[float]:
+    """Of loss and gradients from one process: of the fused loss, and of that from logits."""
+    degree = torch.distributed.get_world_size()
+    x, weight, targets = problem(tokens, width, vocabulary)
+    expected = exact(x, weight, targets)
+    with mesh(tensor=degree) as m:
+        axis = m.tensor
+        rows = -(-vocabulary // degree)
+        options = {"first": torch.tensor(axis.rank * rows), "vocabulary": vocabulary}
+
+        def results(fused: bool) -> tuple[Tensor, ...]:
+            ours = x.clone().requires_grad_()
+            every = padded(weight, degree).requires_grad_()
+            local = piece(every, axis)
+            if fused:
+                inputs = piece(ours, axis) if sequence else ours
+                loss = linear_cross_entropy(
+                    inputs, local, targets, axis, sequence_parallel=sequence, chunk=chunk, **options
+                )
+            else:
+                logits = (ours @ every.t()).unflatten(1, (degree, rows))[:, axis.rank]
+                loss = vocab_parallel_cross_entropy(logits, targets, axis, **options).sum()
+            loss.backward()
+            if not fused:  # each rank has the gradient of its own logits alone
+                torch.distributed.all_reduce(ours.grad)
+                torch.distributed.all_reduce(every.grad)
+            assert every.grad[vocabulary:].eq(0).all(), "padding has no gradient"
+            return loss.detach(), ours.grad, every.grad[:vocabulary]
+
+        both = [*zip(results(True), expected, strict=True), *zip(results(False), expected, strict=True)]
+        return [(ours - theirs).abs().max().item() for ours, theirs in both]
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_same_as_torch(pool, degree, data):
+    arguments = {
+        "tokens": data.draw(st.integers(1, 5)) * degree,
+        "width": data.draw(st.integers(1, 5)),
+        "vocabulary": data.draw(st.integers(3 * degree - 2, 17)),
+        "sequence": data.draw(st.booleans()) and degree > 1,
+        "chunk": data.draw(st.sampled_from([None, 1, 3])),
+    }
+    if degree == 1:
+        return one_process(**arguments)
+    for found in pool.run(distances, degree, **arguments):
+        assert max(found) < 1e-10, found
+    return None
+
+
+def one_process(tokens: int, width: int, vocabulary: int, sequence: bool, chunk: int | None) -> None:
+    x, weight, targets = problem(tokens, width, vocabulary)
+    ours, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = linear_cross_entropy(ours, w, targets, ONE, first=FIRST, vocabulary=vocabulary, chunk=chunk)
+    loss.backward()
+    for mine, theirs in zip((loss.detach(), ours.grad, w.grad), exact(x, weight, targets), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def gradients() -> bool:
+    """gradcheck of both Functions, 5 tokens of the vocabulary over 2 ranks."""
+    targets = torch.tensor([0, 4, -100, 3])
+    with mesh(tensor=2) as m:
+        axis = m.tensor
+        options = {"first": torch.tensor(3 * axis.rank), "vocabulary": 5}
+
+        def fused(x: Tensor, weight: Tensor) -> Tensor:
+            return linear_cross_entropy(x, piece(weight, axis), targets, axis, chunk=3, **options)
+
+        def sharded(x: Tensor, weight: Tensor) -> Tensor:
+            x, weight = piece(x, axis), piece(weight, axis)
+            return linear_cross_entropy(x, weight, targets, axis, sequence_parallel=True, **options)
+
+        def from_logits(logits: Tensor) -> Tensor:
+            return vocab_parallel_cross_entropy(piece(logits, axis, 1), targets, axis, **options)
+
+        matrices = (4, 3), (6, 3)
+        return check(fused, *matrices) and check(sharded, *matrices) and check(from_logits, (4, 6))
+
+
+def test_gradcheck(pool):
+    assert all(pool.run(gradients, 2))
+
+
+def test_large_logits_lose_nothing():
+    x = torch.tensor([[300.0], [-300.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]])
+    targets = torch.tensor([0, 0])
+    loss = linear_cross_entropy(x, weight, targets, ONE, first=FIRST, vocabulary=2)
+    assert loss.item() == 600
+    loss.backward()
+    assert x.grad.flatten().tolist() == [0, -2]
+
+
+def test_no_counted_token_gives_zero():
+    x = torch.randn(4, 3, requires_grad=True)
+    targets = torch.full((4,), -100)
+    loss = linear_cross_entropy(x, torch.randn(5, 3), targets, ONE, first=FIRST, vocabulary=5)
+    loss.backward()
+    assert loss.item() == 0
+    assert x.grad.eq(0).all()
+
+
+def test_whole_logits_never_exist():
+    tokens, vocabulary = 2048, 4096
+    x, weight = torch.randn(tokens, 16, requires_grad=True), torch.randn(vocabulary, 16, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (tokens,))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        linear_cross_entropy(
+            x, weight, targets, ONE, first=FIRST, vocabulary=vocabulary, chunk=256
+        ).backward()
+    events = record.profiler.kineto_results.events()
+    largest = max(event.nbytes() for event in events if event.name() == "[memory]")
+    assert largest <= 256 * vocabulary * 4
+
+
+def test_shapes_that_do_not_meet_are_refused():
+    with pytest.raises(ValueError, match=r"targets \(3,\) for 4 tokens"):
+        linear_cross_entropy(
+            torch.randn(4, 3), torch.randn(5, 3), torch.zeros(3).long(), ONE, first=FIRST, vocabulary=5
+        )
+    with pytest.raises(ValueError, match="x is 2 wide, the weight 3"):
+        linear_cross_entropy(
+            torch.randn(4, 2), torch.randn(5, 3), torch.zeros(4).long(), ONE, first=FIRST, vocabulary=5
+        )

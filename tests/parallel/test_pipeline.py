@@ -1,0 +1,229 @@
+"""Pipelines: every schedule gives the loss and the gradients of one process, and hooks see each microbatch once."""
+
+import gc
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel import (
+    ColumnParallelLinear,
+    Mesh,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    collectives,
+    initialize,
+    linear_cross_entropy,
+)
+from parallel.layout import layout_of
+from parallel.pipeline import Pipeline
+from parallel.stages import cut_layers
+from tests.pool import mesh
+
+HIDDEN, VOCABULARY, SEQUENCE, SAMPLES = 8, 11, 6, 2
+SCALE = 0.25
+
+
+class Block(nn.Module):
+    def __init__(self, on: Mesh, **options) -> None:
+        super().__init__()
+        self.norm = RMSNorm(HIDDEN, on.tensor, **options)
+        self.up = ColumnParallelLinear(HIDDEN, 4 * HIDDEN, on.tensor, bias=True, **options)
+        self.down = RowParallelLinear(4 * HIDDEN, HIDDEN, on.tensor, bias=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Net(nn.Module):
+    """Some layers of a small network with tied embeddings, whose tokens are weighted by a factor of their place and sample."""
+
+    def __init__(self, on: Mesh, layers: range, count: int) -> None:
+        super().__init__()
+        self.axis = on.tensor
+        self.options = {"sequence_parallel": on.tensor.size > 1, "dtype": torch.float64}
+        self.first, self.last = 0 in layers, count - 1 in layers
+        if self.first or self.last:
+            shared = ("ends",) if on.pipeline.size > 1 else ()
+            self.embedding = VocabParallelEmbedding(
+                VOCABULARY, HIDDEN, on.tensor, partial=shared, **self.options
+            )
+        self.layers = nn.ModuleDict({str(i): Block(on, **self.options) for i in layers})
+        initialize(self, on.tensor, seed=1)
+
+    def forward(self, x: Tensor, places: Tensor, samples: Tensor) -> Tensor:
+        if self.first:
+            x = self.embedding(x)
+        factors = (places * samples[:, None]).flatten()  # (b·s)
+        if self.axis.size > 1:
+            factors = factors.chunk(self.axis.size)[self.axis.rank]  # (b·s/t)
+        for layer in self.layers.values():
+            x = layer(x * factors[:, None])
+        return x
+
+    def loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
+        total = linear_cross_entropy(
+            x,
+            self.embedding.weight,
+            targets.flatten(),
+            self.axis,
+            first=self.embedding.first,
+            vocabulary=VOCABULARY,
+            sequence_parallel=self.axis.size > 1,
+        )
+        return total * scale
+
+
+def data(microbatches: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens and targets (m·b, s), factors of places (s) and of samples (m·b)."""
+    tokens = torch.randint(0, VOCABULARY, (microbatches * SAMPLES, SEQUENCE + 1))
+    places = torch.linspace(0.5, 1.5, SEQUENCE, dtype=torch.float64)
+    samples = torch.linspace(1, 2, len(tokens), dtype=torch.float64)
+    return tokens[:, :-1], tokens[:, 1:], places, samples
+
+
+def distances(
+    schedule: str,
+    pipeline: int,
+    tensor: int,
+    layers: int,
+    microbatches: int,
+    cuts: list[int] | None,
+    ahead: int,
+) -> tuple[dict[str, float], set[int]]:
+    """How far a pipeline is from one process after training, evaluating and training again on the same data.
+
+    Returns:
+        Largest differences by what differs; how often hooks on this rank's parameters were called.
+    """
+    tokens, targets, places, samples = data(microbatches)
+    dense = Net(Mesh(rank=0), range(layers), layers)
+    exact = dense.loss(dense(tokens, places, samples), targets, SCALE)
+    exact.backward()
+    gradients = {name: parameter.grad for name, parameter in dense.named_parameters()}
+    found, calls = {}, Counter()
+    with mesh(pipeline=pipeline, tensor=tensor) as m:
+        cut = cut_layers([1] * layers, pipeline, schedule, cuts)
+        stages = {i: Net(m, cut[i], layers) for i in range(m.pipeline.rank, len(cut), pipeline)}
+        built = Pipeline(
+            stages,
+            len(cut),
+            m,
+            schedule=schedule,
+            ahead=ahead,
+            microbatches=microbatches,
+            tokens=(SAMPLES, SEQUENCE),
+            hidden=(SAMPLES * SEQUENCE // tensor, HIDDEN),
+            dtype=torch.float64,
+            device=torch.device("cpu"),
+            loss=lambda x, y, scale: stages[len(cut) - 1].loss(x, y, scale),
+            constants={"places": places},
+        )
+        named = [pair for stage in stages.values() for pair in stage.named_parameters()]
+        for name, parameter in named:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.update([name]))
+        # A rank is handed what it needs and nothing else.
+        given = (tokens if built.first else None, targets if built.last else None)
+        losses = {"first": built.train(*given, SCALE, samples=samples)}
+        losses["evaluated"] = built.evaluate(*given, samples=samples) * SCALE
+        losses["second"] = built.train(*given, SCALE, samples=samples)
+        for name, loss in losses.items():
+            found[name] = abs(loss - (exact.detach() if built.last else 0)).item()
+        for name, parameter in named:
+            layout = layout_of(parameter)
+            gradient = parameter.grad / 2
+            for axis in layout.partial:
+                gradient = collectives.all_reduce(gradient, getattr(m, axis))
+            for box in layout.boxes(name, m.tensor.rank):
+                found[name] = (box.of(gradient) - gradients[name][box.index()]).abs().max().item()
+    return found, set(calls.values())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pipeline", "tensor", "layers", "microbatches", "cuts", "ahead"),
+    [
+        ("1f1b", 2, 1, 3, 5, None, 0),
+        ("1f1b", 2, 1, 3, 5, None, 1),
+        ("1f1b", 4, 1, 5, 4, [1, 2, 3], 0),
+        ("1f1b", 4, 1, 4, 7, None, 2),
+        ("1f1b", 2, 2, 2, 2, None, 0),
+        ("interleaved", 2, 1, 5, 4, None, 0),
+        ("interleaved", 2, 1, 6, 3, [1, 2, 3, 4, 5], 0),
+        ("interleaved", 4, 1, 8, 4, None, 0),
+        ("interleaved", 2, 4, 4, 4, None, 0),
+        ("zero_bubble", 2, 1, 3, 4, [1], 0),
+        ("zero_bubble", 4, 1, 4, 8, None, 0),
+        ("zero_bubble", 2, 2, 4, 3, None, 0),
+        ("zero_bubble", 2, 4, 2, 2, None, 0),
+    ],
+)
+def test_loss_and_gradients_are_those_of_one_process(
+    pool, schedule, pipeline, tensor, layers, microbatches, cuts, ahead
+):
+    arguments = {"schedule": schedule, "pipeline": pipeline, "tensor": tensor}
+    arguments |= {"layers": layers, "microbatches": microbatches, "cuts": cuts, "ahead": ahead}
+    for found, calls in pool.run(distances, ranks=pipeline * tensor, **arguments):
+        assert max(found.values()) < 1e-12, found
+        assert calls == {2 * microbatches}
+
+
+def alive_at_once(schedule: str, microbatches: int) -> int:
+    """Most tensors of the shape between stages that are alive when a loss is computed."""
+    alive = [0]
+
+    def loss(x: Tensor, targets: Tensor, scale: float) -> Tensor:
+        found = [o for o in gc.get_objects() if type(o) is Tensor and o.shape == (SEQUENCE, HIDDEN)]
+        alive.append(len(found))
+        return x.sum() * scale
+
+    with mesh(pipeline=2) as m:
+        built = Pipeline(
+            {
+                m.pipeline.rank: nn.Linear(HIDDEN, HIDDEN)
+                if m.pipeline.rank
+                else nn.Embedding(VOCABULARY, HIDDEN)
+            },
+            2,
+            m,
+            schedule=schedule,
+            microbatches=microbatches,
+            tokens=(SEQUENCE,),
+            hidden=(SEQUENCE, HIDDEN),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            loss=loss,
+        )
+        tokens = torch.zeros(microbatches * SEQUENCE, dtype=torch.int64)
+        built.train(tokens, tokens, SCALE)
+    return max(alive)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_memory_does_not_grow_with_the_microbatches(pool, schedule):
+    few, many = (
+        pool.run(alive_at_once, ranks=2, schedule=schedule, microbatches=count)[1] for count in (4, 24)
+    )
+    assert 0 < many == few
+
+
+def refusal(microbatches: int) -> str:
+    with mesh(pipeline=2) as m, pytest.raises(ValueError, match="microbatches") as caught:
+        Pipeline(
+            {},
+            2,
+            m,
+            schedule="1f1b",
+            microbatches=microbatches,
+            tokens=(1, 2),
+            hidden=(2, 2),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            loss=lambda *inputs: inputs[0],
+        )
+    return str(caught.value)
+
+
+def test_too_few_microbatches_are_refused_on_every_rank(pool):
+    assert all("nearest valid: 2" in message for message in pool.run(refusal, ranks=2, microbatches=1))

@@ -1,0 +1,344 @@
+"""Ring attention over real processes against the dense formula in float64, what it sends, its graphs, and refused inputs."""
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import Function
+
+from parallel import attention_kernels, collectives
+from parallel.mesh import Mesh
+from parallel.ring_attention import ring_attention, zigzag_positions, zigzag_split, zigzag_unsplit
+from tests.parallel.attention_reference import Case, error
+from tests.pool import mesh
+
+SIZES = [1, 2, 4, 8]
+
+
+def ring(case, axis, attend=ring_attention, kernel=None):
+    """This rank's part of out, dq, dk, dv."""
+    *inputs, grad = (zigzag_split(x, axis.size, axis.rank, 2) for x in case.tensors())
+    inputs = [x.requires_grad_() for x in inputs]
+    documents = case.document_numbers()
+    if documents is not None:
+        documents = zigzag_split(documents, axis.size, axis.rank, 1)
+    options = {"causal": case.causal, "scale": case.scale, "documents": documents, "kernel": kernel}
+    out = attend(*inputs, axis, **options)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def rings(cases, kernel=None, tensor=1):
+    """Of each case, this rank's part; the tensor axis only puts other ranks between those of the ring."""
+    with mesh(context=torch.distributed.get_world_size() // tensor, tensor=tensor) as made:
+        return [ring(case, made.context, kernel=kernel) for case in cases]
+
+
+def whole(parts):
+    """Each rank's out, dq, dk, dv to those of the whole sequence."""
+    return [zigzag_unsplit(list(shards), 2) for shards in zip(*parts, strict=True)]
+
+
+def worst(parts, case):
+    """The largest relative error of the four."""
+    return max(error(*pair) for pair in zip(whole(parts), case.expected(), strict=True))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_matches_the_dense_formula(pool, size):
+    s = 16 * size
+    documents = (s // 2 - 3, 1, s // 4, s // 4 + 2)
+    cases = [
+        Case(b=2, n=n, k=k, s=s, causal=causal, documents=lengths, dtype=dtype, scale=0.4)
+        for n, k in ((4, 4), (6, 2), (5, 1))
+        for causal in (True, False)
+        for lengths in (None, documents)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    ]
+    for case, parts in zip(cases, zip(*pool.run(rings, size, cases=cases), strict=True), strict=True):
+        assert worst(parts, case) < case.tolerance(), case
+
+
+def test_matches_with_plain_mathematics_as_the_kernel(pool):
+    cases = [Case(s=64, documents=lengths) for lengths in (None, (30, 34))]
+    for case, *parts in zip(cases, *pool.run(rings, 4, cases=cases, kernel="math"), strict=True):
+        assert worst(parts, case) < case.tolerance()
+
+
+def test_matches_where_blocks_are_cut_into_tiles(pool):
+    cases = [
+        Case(n=4, k=2, s=800, dtype=dtype, documents=lengths)
+        for dtype in (torch.float32, torch.bfloat16)
+        for lengths in (None, (300, 77, 423))
+    ]
+    for case, *parts in zip(cases, *pool.run(rings, 2, cases=cases), strict=True):
+        assert worst(parts, case) < case.tolerance()
+
+
+def test_ranks_of_a_ring_need_not_be_neighbours(pool):
+    case = Case(s=32)
+    parts = [part for (part,) in pool.run(rings, 4, cases=[case], tensor=2)]
+    assert worst(parts[0::2], case) < case.tolerance()
+    assert worst(parts[1::2], case) < case.tolerance()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.sampled_from(SIZES),
+    chunk=st.integers(1, 12),
+    k=st.integers(1, 3),
+    group=st.integers(1, 4),
+    b=st.integers(1, 2),
+    d=st.sampled_from([3, 8, 16]),
+    causal=st.booleans(),
+    cuts=st.lists(st.floats(0, 1), max_size=5),
+    seed=st.integers(0, 99),
+)
+def test_any_shape_matches(pool, size, chunk, k, group, b, d, causal, cuts, seed):
+    s = 2 * size * chunk
+    edges = sorted({0, s, *(int(cut * s) for cut in cuts)})
+    lengths = tuple(stop - start for start, stop in pairwise(edges)) if cuts else None
+    case = Case(b, k * group, k, s, d, causal, lengths, torch.float64, seed=seed)
+    found, expected = whole([part for (part,) in pool.run(rings, size, cases=[case])]), case.expected()
+    scale = max(x.norm() for x in expected)  # of a sequence of lone tokens dq and dk are 0
+    assert all((a - b).norm() < 1e-12 * scale for a, b in zip(found, expected, strict=True))
+
+
+def test_an_ignored_document_boundary_is_noticed(pool):
+    case = Case(s=64, documents=(20, 12, 32))
+    ignored = dataclasses.replace(case, documents=(32, 32))
+    parts = [part for (part,) in pool.run(rings, 4, cases=[ignored])]
+    assert worst(parts, case) > 100 * case.tolerance()
+
+
+def swapped(case):
+    """A layout that gives the second rank its chunks in the wrong order."""
+    with mesh(context=2) as made:
+        axis = made.context
+        q, k, v, _ = (zigzag_split(x, axis.size, axis.rank, 2) for x in case.tensors())
+        if axis.rank == 1:
+            q, k, v = (torch.cat(x.chunk(2, 2)[::-1], 2) for x in (q, k, v))
+        out = ring_attention(q, k, v, axis)
+        return torch.cat(out.chunk(2, 2)[::-1], 2) if axis.rank == 1 else out
+
+
+def test_swapped_chunks_are_noticed(pool):
+    case = Case(s=64)
+    out = zigzag_unsplit(pool.run(swapped, 2, case=case), 2)
+    assert error(out, case.expected()[0]) > 100 * case.tolerance()
+
+
+def everywhere(x, axis):
+    """The parts of all ranks as the whole."""
+    return zigzag_unsplit(list(collectives.all_gather(x[None].contiguous(), axis)), 2)
+
+
+class Part(Function):
+    """The whole, equal on all ranks, to this rank's part."""
+
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return zigzag_split(x, axis.size, axis.rank, 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return everywhere(grad, ctx.axis), None
+
+
+class Whole(Function):
+    """This rank's part to the whole, on all ranks alike."""
+
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return everywhere(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return zigzag_split(grad, ctx.axis.size, ctx.axis.rank, 2), None
+
+
+def gradcheck(case):
+    """All ranks vary the same element of the whole in step, so differences see what travels between them."""
+    with mesh(context=torch.distributed.get_world_size()) as made:
+        axis, documents = made.context, case.document_numbers()
+        if documents is not None:
+            documents = zigzag_split(documents, axis.size, axis.rank, 1)
+
+        def function(*inputs):
+            parts = (Part.apply(x, axis) for x in inputs)
+            return Whole.apply(ring_attention(*parts, axis, documents=documents), axis)
+
+        inputs = [x.contiguous().requires_grad_() for x in case.tensors()[:3]]
+        return torch.autograd.gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("documents", [None, (3, 5)])
+def test_gradcheck(pool, documents):
+    for size in (2, 4):
+        assert all(
+            pool.run(gradcheck, size, case=Case(1, 2, 1, 8, 2, documents=documents, dtype=torch.float64))
+        )
+
+
+def traffic(case):
+    """What happens in order, forward and backward: ("send", bytes) and ("compute",)."""
+    events = []
+    kernel = attention_kernels.kernel(attention_kernels.default(torch.empty(0)))
+
+    class Watched(attention_kernels.Kernel):
+        def forward(self, block):
+            events.append(("compute",))
+            return kernel.forward(block)
+
+        def backward(self, block, grad, out, lse):
+            events.append(("compute",))
+            return kernel.backward(block, grad, out, lse)
+
+    attention_kernels.register("watched", Watched())
+    start_shift = collectives.start_shift
+
+    def watched_shift(x, axis, by=1):
+        events.append(("send", x.nbytes))
+        return start_shift(x, axis, by)
+
+    collectives.start_shift = watched_shift
+    try:
+        with mesh(context=torch.distributed.get_world_size()) as made:
+            ring(case, made.context, kernel="watched")
+    finally:
+        collectives.start_shift = start_shift
+    return events
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sends_unreplicated_heads_beside_computing(pool, dtype):
+    size, case = 4, Case(b=2, n=8, k=2, s=64, dtype=dtype)
+    elements = 2 * case.b * case.k * case.s // size * case.d  # K and V of one rank
+    keys, gradients = ("send", elements * dtype.itemsize), ("send", elements * 4)
+    for events in pool.run(traffic, size, case=case):
+        assert events[:7] == [keys, ("compute",)] * 3 + [("compute",)]
+        assert events[7:] == [
+            *(keys, ("compute",)),
+            *(keys, ("compute",), gradients) * 2,
+            *(("compute",), gradients),
+        ]
+
+
+def work(s):
+    """How many scores this rank computes, forward."""
+    scores = []
+
+    class Counted(attention_kernels.Math):
+        def forward(self, block):
+            full = block.q.shape[2] * block.k.shape[2]
+            scores.append((full + block.q.shape[2]) // 2 if block.causal else full)
+            return super().forward(block)
+
+    attention_kernels.register("counted", Counted())
+    with mesh(context=torch.distributed.get_world_size()) as made:
+        ring(Case(s=s), made.context, kernel="counted")
+    return sum(scores)
+
+
+def test_causal_work_is_balanced_and_none_is_wasted(pool):
+    s = 64
+    done = pool.run(work, 4, s=s)
+    assert len(set(done)) == 1
+    assert sum(done) == s * (s + 1) // 2
+
+
+def graphs(documents, dtype):
+    """The text of every graph that compiling a layer around ring attention makes, and whether it computes what eager does."""
+    texts = []
+
+    def keep(graph, _):
+        texts.append(graph.print_readable(print_output=False))
+        return graph
+
+    def layer(q, k, v, axis, **options):
+        return ring_attention(q * 2, k + 1, v, axis, **options).transpose(1, 2).relu()
+
+    def same_shape(attend):
+        return lambda *inputs, **options: attend(*inputs, **options).transpose(1, 2)
+
+    compiled = torch.compile(
+        layer, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    )
+    case = Case(b=2, s=64, documents=documents, dtype=dtype)
+    with mesh(context=torch.distributed.get_world_size()) as made:
+        eager, traced = (ring(case, made.context, same_shape(attend)) for attend in (layer, compiled))
+    return texts, all(torch.equal(*pair) for pair in zip(eager, traced, strict=True))
+
+
+@pytest.mark.parametrize("documents", [None, (30, 34)])
+def test_compiles_whole_into_the_same_graphs_on_all_ranks(pool, documents):
+    results = pool.run(graphs, 4, documents=documents, dtype=torch.bfloat16)
+    texts = results[0][0]
+    assert len(texts) == 2
+    assert "trainshed.ring_attention." in texts[0]
+    assert "trainshed.ring_attention_backward." in texts[1]
+    assert all(other == texts and equal for other, equal in results)
+
+
+def refusals(cases):
+    """What the first rank alone is told; the others never call, so anything sent would hang."""
+    with mesh(context=torch.distributed.get_world_size()) as made:
+        messages = []
+        if made.context.rank == 0:
+            for shapes, dtypes in cases:
+                q, k, v = (
+                    torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
+                )
+                try:
+                    ring_attention(
+                        q, k, v, made.context, documents=torch.zeros(1, q.shape[2], dtype=torch.int64)
+                    )
+                except ValueError as error:
+                    messages.append(str(error))
+        return messages
+
+
+def test_refused_inputs_say_what_would_work_before_anything_is_sent(pool):
+    full = [torch.float32] * 3
+    q, k = (1, 6, 8, 4), (1, 2, 8, 4)
+    odd, odd_k = (1, 6, 7, 4), (1, 2, 7, 4)
+    four = (1, 4, 8, 4)
+    cases = [
+        ((odd, odd_k, odd_k), full),
+        ((q, four, four), full),
+        ((q, k, k), [torch.float32, torch.bfloat16, torch.float32]),
+        ((q, k, (1, 2, 8, 6)), full),
+    ]
+    odd, heads, dtype, size = pool.run(refusals, 4, cases=cases)[0]
+    assert odd == (
+        "ring_attention: dim 2 (sequence, over all ranks) is 28, which does not divide into 8 chunks; nearest: 24, 32"
+    )
+    assert heads == (
+        "ring_attention: dim 1 (heads) is 4 in k and v, which does not divide the 6 query heads; what would work: 1, 2, 3, 6"
+    )
+    assert dtype.startswith("ring_attention: k is torch.bfloat16, q is torch.float32")
+    assert size.startswith("ring_attention: v has shape (1, 2, 8, 6)")
+
+
+def test_positions_pair_early_and_late_chunks():
+    assert zigzag_positions(16, 4, 1).tolist() == [2, 3, 12, 13]
+    assert zigzag_positions(5, 1, 0).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"sequence is 20.*8 chunks; nearest: 16, 24"):
+        zigzag_positions(20, 4, 0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_unsplit_undoes_split(size):
+    x = torch.arange(3 * 16 * size).view(3, -1)
+    parts = [zigzag_split(x, size, rank, 1) for rank in range(size)]
+    assert torch.equal(zigzag_unsplit(parts, 1), x)
+
+
+def test_one_rank_needs_no_group():
+    case = Case(s=33)
+    assert worst([ring(case, Mesh().context)], case) < case.tolerance()

@@ -1,0 +1,56 @@
+"""Layers cut into stages."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel.stages import balance, cut_layers
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(1, 5))
+def test_no_other_cut_has_a_cheaper_costliest_stage(costs, stages):
+    if len(costs) < stages:
+        return
+    layers = balance(costs, stages)
+    assert [layer for stage in layers for layer in stage] == list(range(len(costs)))
+    assert len(layers) == stages
+    every = (
+        max(sum(costs[low:high]) for low, high in pairwise((0, *cuts, len(costs))))
+        for cuts in combinations(range(1, len(costs)), stages - 1)
+    )
+    assert max(sum(costs[layer] for layer in stage) for stage in layers) == min(every)
+
+
+def test_the_head_counts_and_equal_cuts_favour_later_stages():
+    assert cut_layers([1, 1, 1, 3], 2) == [range(3), range(3, 4)]
+    assert cut_layers([1] * 10, 4) == [range(2), range(2, 4), range(4, 7), range(7, 10)]
+    assert cut_layers([1] * 4, 2, "interleaved") == [range(i, i + 1) for i in range(4)]
+
+
+def test_cuts_are_kept_and_their_number_decides_the_stages():
+    assert cut_layers([1] * 4, 2, "1f1b", [3]) == [range(3), range(3, 4)]
+    assert len(cut_layers([1] * 6, 2, "interleaved", [1, 2, 3, 4, 5])) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((3, 4), ["pipeline = 4", "3 layers", "nearest valid: 3"]),
+        ((7, 4, "interleaved"), ["pipeline = 4", "4 x 2 stages", "nearest valid: 3"]),
+        ((4, 2, "1f1b", [4]), ["pipeline_cuts = [4]", "1 ... 3"]),
+        ((4, 2, "1f1b", [0]), ["pipeline_cuts = [0]", "1 ... 3"]),
+        ((6, 3, "zero_bubble", [3, 3]), ["pipeline_cuts = [3, 3]", "rise"]),
+        ((6, 3, "1f1b", [3]), ["pipeline_cuts = [3]", "takes 2 cuts"]),
+        ((6, 2, "interleaved", [3]), ["pipeline_cuts = [3]", "takes 3, 5, ... cuts"]),
+        ((4, 2, "gpipe"), ["schedule = 'gpipe'", "1f1b, interleaved, zero_bubble"]),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_what_can(arguments, words):
+    layers, *rest = arguments
+    with pytest.raises(ValueError, match="=") as caught:
+        cut_layers([1] * layers, *rest)
+    for word in words:
+        assert word in str(caught.value)

@@ -1,0 +1,220 @@
+"""ZeRO-1's AdamW against torch's on one process; what it keeps in memory; steps that are skipped."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from parallel import ColumnParallelLinear, Mesh, RMSNorm, VocabParallelEmbedding, ZeRO1, initialize
+from parallel.buckets import Bucket
+from parallel.mesh import Axis
+from tests.pool import mesh
+
+ONE = Axis("tensor")
+WIDTH = 7  # odd, so that shards end inside parameters and rows
+RATE = 1e-2
+
+
+def model(layers: int = 3, dtype: torch.dtype = torch.float32) -> nn.ModuleList:
+    """Matrices, biases and norms of uneven sizes."""
+    made: list[nn.Module] = []
+    for _ in range(layers):
+        made.append(ColumnParallelLinear(WIDTH, WIDTH + 2, ONE, bias=True, dtype=dtype))
+        made.append(RMSNorm(WIDTH, ONE, dtype=dtype))
+    built = nn.ModuleList(made)
+    initialize(built, ONE, 1)
+    return built
+
+
+def loss(built: nn.ModuleList, step: int, microbatch: int) -> Tensor:
+    """A linear function of all parameters, so that gradients are known numbers: of another size each step."""
+    generator = torch.Generator().manual_seed(1000 * step + microbatch)
+    directions = (torch.randn(p.shape, generator=generator) for p in built.parameters())
+    return 3**step * sum((p.float() * g).sum() for p, g in zip(built.parameters(), directions, strict=True))
+
+
+def exact(steps: int, microbatches: int, clip: float | None) -> tuple[list[Tensor], list[float]]:
+    """Weights and gradient norms of torch's AdamW and clipping."""
+    built = model()
+    matrices = [p for p in built.parameters() if p.dim() > 1]
+    others = [p for p in built.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for microbatch in range(microbatches):
+            loss(built, step, microbatch).backward()
+        norms.append(nn.utils.clip_grad_norm_(built.parameters(), clip or math.inf).item())
+        optimizer.step()
+    return [p.detach() for p in built.parameters()], norms
+
+
+def trained(
+    steps: int, microbatches: int, clip: float | None, shard: bool, bucket: int, fused: bool = True
+) -> tuple[list[Tensor], list[float]]:
+    """The same of ZeRO-1, the microbatches dealt out to the ranks of the data axis."""
+    with mesh(data=torch.distributed.get_world_size()) as m, pytest.MonkeyPatch.context() as patch:
+        if not fused:
+            patch.setattr("parallel.zero1.has_fused_adamw", lambda _: False)
+        built = model()
+        optimizer = ZeRO1(built.named_parameters(), m, clip=clip, shard=shard, bucket=bucket)
+        norms = []
+        for step in range(steps):
+            own = range(m.data.rank, microbatches, m.data.size)
+            optimizer.begin(len(own))
+            for microbatch in own:
+                loss(built, step, microbatch).backward()
+            norms.append(optimizer.step(RATE).gradient_norm)
+        return [p.detach().clone() for p in built.parameters()], norms
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_same_as_torch(pool, ranks, shard, clip):
+    weights, norms = exact(4, 4, clip)
+    for ours, our_norms in pool.run(
+        trained, ranks, steps=4, microbatches=4, clip=clip, shard=shard, bucket=50
+    ):
+        assert our_norms == pytest.approx(norms, rel=1e-5)
+        torch.testing.assert_close(ours, weights, rtol=1e-5, atol=1e-6)
+
+
+def test_update_without_a_fused_kernel(pool):
+    weights, _ = exact(4, 2, 1.0)
+    arguments = {"steps": 4, "microbatches": 2, "clip": 1.0, "shard": True, "bucket": 50, "fused": False}
+    for ours, _ in pool.run(trained, 2, **arguments):
+        torch.testing.assert_close(ours, weights, rtol=1e-5, atol=1e-6)
+
+
+def test_size_of_buckets_changes_nothing(pool):
+    arguments = {"steps": 3, "microbatches": 2, "clip": None, "shard": True}
+    small, large = (pool.run(trained, 2, bucket=bucket, **arguments)[0][0] for bucket in (20, 10_000))
+    torch.testing.assert_close(small, large, rtol=1e-6, atol=1e-7)
+
+
+def test_gradients_are_summed_in_the_type_asked_for():
+    """1 and 64 times 2⁻⁹: in bf16, which keeps 8 bits, each of the small ones is lost."""
+
+    def total(dtype: torch.dtype) -> float:
+        layer = RMSNorm(1, ONE, dtype=torch.bfloat16)
+        initialize(layer, ONE, 1)
+        optimizer = ZeRO1(layer.named_parameters(), Mesh(), gradient_dtype=dtype)
+        optimizer.begin(65)
+        for size in [1.0] + 64 * [2.0**-9]:
+            (layer.weight.sum() * size).backward()
+        return optimizer.step(0.0).gradient_norm
+
+    assert total(torch.float32) == 1.125
+    assert total(torch.bfloat16) == 1.0
+
+
+def test_parameters_outside_the_loss_have_no_gradient():
+    built = model()
+    optimizer = ZeRO1(built.named_parameters(), Mesh(), weight_decay=0.0)
+    before = [p.detach().clone() for p in built.parameters()]
+    optimizer.begin(1)
+    built[0].weight.sum().backward()
+    optimizer.step(RATE)
+    changed = [not torch.equal(p, old) for p, old in zip(built.parameters(), before, strict=True)]
+    assert changed == [True] + [False] * (len(before) - 1)
+
+
+def states(optimizer: ZeRO1) -> list[Tensor]:
+    """Everything that a step changes."""
+    kept = [(b.values, b.master, b.exp_avg, b.exp_avg_sq) for b in optimizer.buckets]
+    return [tensor.clone() for bucket in kept for tensor in bucket]
+
+
+def spoiled(value: float) -> tuple[bool, bool, bool]:
+    """One rank's gradient of one element is not a number that can be used.
+
+    Returns:
+        Whether the step was skipped, whether nothing changed, and whether training goes on as if it had not been.
+    """
+    with mesh(data=2) as m:
+        results = []
+        for interrupted in (False, True):
+            built = model()
+            optimizer = ZeRO1(built.named_parameters(), m, bucket=50)
+            for step in range(3):
+                if interrupted and step == 1:
+                    optimizer.begin(1)
+                    before = states(optimizer)
+                    factor = torch.ones(WIDTH + 2, WIDTH)
+                    if m.data.rank == 1:
+                        factor[3, 4] = value
+                    (built[2].weight * factor).sum().backward()
+                    skipped = optimizer.step(RATE).skipped
+                    same = all(torch.equal(a, b) for a, b in zip(before, states(optimizer), strict=True))
+                optimizer.begin(1)
+                loss(built, step, m.data.rank).backward()
+                optimizer.step(RATE)
+            results.append(states(optimizer))
+        return skipped, same, all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(pool, value):
+    assert pool.run(spoiled, 2, value=value) == [(True, True, True)] * 2
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all tensors that live, at every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, Tensor):
+                reference = StorageWeakRef(leaf.untyped_storage())
+                self.storages[reference.cdata] = (reference, leaf.untyped_storage().nbytes())
+        self.storages = {key: held for key, held in self.storages.items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
+        return result
+
+
+def bytes_a_parameter(gradient_dtype: torch.dtype) -> float:
+    """The most that live during two steps of two microbatches, each matrix by itself, in bf16."""
+    with mesh(data=torch.distributed.get_world_size()) as m, Live() as live:
+        layers = [ColumnParallelLinear(32, 31, ONE, dtype=torch.bfloat16) for _ in range(100)]
+        built = nn.ModuleList(layers)
+        count = sum(p.numel() for p in built.parameters())
+        optimizer = ZeRO1(built.named_parameters(), m, gradient_dtype=gradient_dtype, bucket=1000)
+        live.peak = 0  # before, weights exist twice for a moment
+        for _ in range(2):
+            optimizer.begin(2)
+            for layer in 2 * layers[::-1]:
+                layer.weight.sum().backward()
+            optimizer.step(RATE)
+        return live.peak / count
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "fixed"), [(torch.float32, 6), (torch.bfloat16, 4)], ids=["float32", "bf16"]
+)
+def test_memory(pool, ranks, dtype, fixed):
+    for found in pool.run(bytes_a_parameter, ranks, gradient_dtype=dtype):
+        assert fixed + 12 / ranks <= found <= 1.05 * (fixed + 12 / ranks)
+
+
+def test_padding_is_in_no_norm():
+    """5 rows over 2 tensor ranks are 6; each rank's 3 over 2 data ranks are 4."""
+    squares = 0.0
+    for rank in range(4):
+        planned = Mesh(data=2, tensor=2, rank=rank)
+        table = VocabParallelEmbedding(5, 1, planned.tensor)
+        bucket = Bucket([("weight", table.weight)], planned, 0.0, (), True, torch.float32)
+        bucket.master.fill_(3.0)
+        squares += bucket.square_weights().item()
+    assert squares == pytest.approx(5 * 3.0**2)

@@ -1,0 +1,52 @@
+"""What must not pass: a suite that cannot fail proves nothing."""
+
+import pytest
+import torch.nn.functional as F
+
+from modeling.program import Program
+from parallel import ZeRO1
+from parallel.layout import layout_of
+from tests.parity.harness import Case, differences, keep_within_documents, one_process, run
+
+
+def drop_an_all_reduce(program: Program, optimizer: ZeRO1) -> None:
+    """One row-parallel layer gives its own term for the sum."""
+    down = program.stages[0].layers["1"].mlp.down
+    down.forward = lambda x: F.linear(x, down.weight)
+
+
+def swap_kv_heads(program: Program, optimizer: ZeRO1) -> None:
+    """In one layer the first half of the tensor ranks has the other half's KV head."""
+    qkv, axis = program.stages[0].layers["0"].attention.qkv, program.mesh.tensor
+    layout = layout_of(qkv.weight)
+    other = (axis.rank + axis.size // 2) % axis.size
+    for box in layout.boxes("layers.0.attention.qkv.weight", other):
+        if ".q." not in box.name:
+            layout.initializer.fill(box.of(qkv.weight.detach()), box, program.profile.train.seed)
+
+
+def count_replicas_twice(program: Program, optimizer: ZeRO1) -> None:
+    """Each of the two ranks that share a KV head counts it whole in the norm."""
+    for bucket in optimizer.buckets:
+        bucket.segments = [(a, b, 1.0 if weight == 0.5 else weight) for a, b, weight in bucket.segments]
+
+
+def ignore_a_boundary(program: Program, optimizer: ZeRO1) -> None:
+    """One context rank sees two documents as one."""
+    if program.mesh.context.rank == 0:
+        keep_within_documents(program, (5,))
+
+
+FAULTS = {
+    drop_an_all_reduce: (Case(tensor=2, sequence_parallel=False), "losses, step 0"),
+    swap_kv_heads: (Case(tensor=4), "losses, step 0"),
+    count_replicas_twice: (Case(tensor=4), "norms, step 0"),
+    ignore_a_boundary: (Case(context=2, documents=True), "losses, step 0"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_fault_is_found(fault, pool):
+    case, where = FAULTS[fault]
+    found = differences(run(case, pool, fault), one_process(case.reference))
+    assert any(difference.startswith(where) for difference in found), found

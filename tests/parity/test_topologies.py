@@ -1,0 +1,76 @@
+"""Every topology trains like one process."""
+
+import pytest
+
+from tests.parity.harness import Case, differences, one_process, run
+
+CASES = {
+    "tensor 2": Case(tensor=2),
+    "tensor 4, KV replicated": Case(tensor=4),
+    "tensor 8, KV replicated, padded vocabulary": Case(tensor=8),
+    "tensor 2, whole sequences": Case(tensor=2, sequence_parallel=False),
+    "tensor 4, whole sequences": Case(tensor=4, sequence_parallel=False),
+    "tensor 4, tied, biases": Case("llama tied", tensor=4),
+    "tensor 2, tied, biases, whole sequences": Case("llama tied", tensor=2, sequence_parallel=False),
+    "tensor 2, gpt": Case("gpt", tensor=2),
+    "tensor 4, gpt, whole sequences": Case("gpt", tensor=4, sequence_parallel=False),
+    "data 2": Case(data=2),
+    "data 4": Case(data=4),
+    "data 2, whole optimizer": Case(data=2, zero1=False),
+    "data 4, whole optimizer, gpt": Case("gpt", data=4, zero1=False),
+    "tensor 4, data 2": Case(tensor=4, data=2),
+    "tensor 2, data 2, tied": Case("llama tied", tensor=2, data=2),
+    "context 2": Case(context=2),
+    "context 4": Case(context=4),
+    "context 2, gpt": Case("gpt", context=2),
+    "context 2, documents": Case(context=2, documents=True),
+    "tensor 2, documents": Case(tensor=2, documents=True),
+    "pipeline 2": Case(pipeline=2),
+    "pipeline 4": Case("llama 4 layers", pipeline=4),
+    "pipeline 2, interleaved": Case("llama 4 layers", pipeline=2, schedule="interleaved"),
+    "pipeline 2, zero bubble": Case(pipeline=2, schedule="zero_bubble"),
+    "pipeline 4, zero bubble": Case("llama 4 layers", pipeline=4, schedule="zero_bubble"),
+    "pipeline 2, gpt": Case("gpt", pipeline=2),
+    "pipeline 4, gpt": Case("gpt 4 layers", pipeline=4),
+    "pipeline 2, interleaved, tied": Case("gpt 4 layers", pipeline=2, schedule="interleaved"),
+    "tensor 2, pipeline 2, data 2": Case(tensor=2, pipeline=2, data=2),
+    "tensor 2, pipeline 2, data 2, gpt": Case("gpt", tensor=2, pipeline=2, data=2),
+    "tensor 2, context 2, data 2": Case(tensor=2, context=2, data=2),
+    "pipeline 2, context 2, tensor 2": Case(pipeline=2, context=2, tensor=2),
+    "pipeline 2, context 2, tensor 2, tied": Case("llama tied", pipeline=2, context=2, tensor=2),
+    "pipeline 2, tensor 4, KV replicated": Case(pipeline=2, tensor=4),
+    "native reductions, tensor 4, KV replicated": Case(tensor=4, native=True),
+    "native reductions, tensor 2, context 2, data 2": Case(tensor=2, context=2, data=2, native=True),
+    "native reductions, whole sequences": Case(
+        tensor=2, data=2, sequence_parallel=False, zero1=False, native=True, recompute="selective"
+    ),
+    "selective recomputation": Case(tensor=2, recompute="selective"),
+    "full recomputation of one layer": Case(tensor=2, recompute="full", recompute_layers=1),
+    "full recomputation": Case(tensor=2, data=2, recompute="full"),
+    "full recomputation, pipeline 2": Case(pipeline=2, recompute="full"),
+    "full recomputation, context 2, gpt": Case("gpt", context=2, recompute="full"),
+    "selective recomputation, context 2": Case(context=2, recompute="selective"),
+    "dropout, tensor 2": Case("gpt dropout", tensor=2, recompute="selective"),
+    "dropout, tensor 2, whole sequences": Case("gpt dropout", tensor=2, sequence_parallel=False),
+    "dropout, context 2": Case("gpt dropout", context=2),
+    "dropout, pipeline 2, full recomputation": Case("gpt dropout", pipeline=2, recompute="full"),
+    "dropout, tensor 2, data 2": Case("gpt dropout", tensor=2, data=2),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_trains_like_one_process(case, pool):
+    assert differences(run(case, pool), one_process(case.reference)) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tensor=2, data=2, precision="bf16"),
+        Case(tensor=4, context=2, precision="bf16"),
+        Case("gpt", pipeline=2, tensor=2, precision="bf16"),
+    ],
+    ids=["tensor 2, data 2", "tensor 4, context 2", "pipeline 2, tensor 2, gpt"],
+)
+def test_losses_in_bf16(case, pool):
+    assert run(case, pool).losses == pytest.approx(one_process(case.reference).losses, rel=2e-2)

@@ -1,0 +1,284 @@
+"""What no run can be is refused before it begins, with the nearest thing that can."""
+
+import re
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel.schedules import SCHEDULES, check_microbatches
+from parallel.stages import cut_layers
+from profiles import resolve
+from profiles.check import tensor_degrees
+from profiles.errors import ProfileError
+
+
+def refused(*overrides) -> ProfileError:
+    with pytest.raises(ProfileError) as caught:
+        resolve.check(resolve.load("tiny", overrides))
+    return caught.value
+
+
+def accepted(*overrides) -> None:
+    resolve.check(resolve.load("tiny", overrides))
+
+
+def test_tiny_is_accepted():
+    accepted()
+
+
+EIGHT_LAYERS = ("parallel.pipeline=2", "parallel.tensor=1", "model.num_hidden_layers=8")
+ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_size=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value", "reason", "choices"),
+    [
+        (["parallel.tensor=3"], "parallel.tensor", 3, "does not divide 8 query heads", (2, 4)),
+        (["parallel.tensor=16"], "parallel.tensor", 16, "does not divide 8 query heads", (8,)),
+        (
+            ["parallel.tensor=4", "model.num_attention_heads=24", "model.num_key_value_heads=6"],
+            *("parallel.tensor", 4, "neither divides 6 KV heads nor is a multiple of them", (3, 6)),
+        ),
+        (
+            ["parallel.tensor=4", "model.intermediate_size=510"],
+            *("parallel.tensor", 4, "does not divide model.intermediate_size 510", (2,)),
+        ),
+        (["parallel.kv_replication=2"], "parallel.kv_replication", 2, "makes it 1", (1,)),
+        (["parallel.pipeline=4"], "parallel.pipeline", 4, "more stages than the model's 3 layers", (3,)),
+        (["parallel.pipeline_cuts=[1]"], "parallel.pipeline_cuts", [1], "cut 0 times", ("null",)),
+        (
+            ["parallel.pipeline=3", "parallel.pipeline_cuts=[2, 1]", "cluster.devices_per_node=6"],
+            *("parallel.pipeline_cuts", [2, 1], "between 1 and 2", ("null",)),
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.tensor=1", "parallel.schedule=interleaved"],
+            *(
+                "parallel.schedule",
+                "interleaved",
+                "4 are more than the model's 3 layers",
+                ("1f1b", "zero_bubble"),
+            ),
+        ),
+        (
+            [*EIGHT_LAYERS, "parallel.schedule=interleaved", "parallel.pipeline_cuts=[2, 4]"],
+            *("parallel.pipeline_cuts", [2, 4], "cut 3, 5, ... times", ("null",)),
+        ),
+        (
+            [*EIGHT_LAYERS, "parallel.schedule=zero_bubble"],
+            *("compile.enabled", True, "zero_bubble", (False,)),
+        ),
+        (
+            [*EIGHT_LAYERS, "parallel.schedule=zero_bubble", "compile.enabled=false", "train.recompute=full"],
+            *("train.recompute", "full", "zero_bubble", ("none",)),
+        ),
+        (
+            [*EIGHT_LAYERS, "train.global_batch_size=4"],
+            *("train.global_batch_size", 4, "makes 1 microbatches a step", (8,)),
+        ),
+        (
+            [*EIGHT_LAYERS, "train.global_batch_size=20", "parallel.schedule=interleaved"],
+            *("train.global_batch_size", 20, "makes 5 microbatches a step", (16, 24)),
+        ),
+        (
+            ["parallel.context=2", "parallel.tensor=1", "train.sequence_length=250"],
+            *("train.sequence_length", 250, "2 of 4 equal parts", (248, 252)),
+        ),
+        (
+            ["train.sequence_length=255", "train.micro_batch_size=1"],
+            *("train.sequence_length", 255, "sequence parallelism", (254, 256)),
+        ),
+        (["cluster.devices_per_node=3"], "cluster.devices_per_node", 3, "tensor 2 × pipeline 1", (2, 4)),
+        (["cluster.devices_per_node=1"], "cluster.devices_per_node", 1, "= 2", (2,)),
+        (["train.global_batch_size=10"], "train.global_batch_size", 10, "micro_batch_size 4 ×", (8, 12)),
+        (
+            ["cluster.devices_per_node=6", "train.micro_batch_size=1"],
+            *("train.global_batch_size", 8, "data-parallel degree 3", (6, 9)),
+        ),
+        (["train.recompute_layers=2"], "train.recompute_layers", 2, "train.recompute is none", ("null",)),
+        (["train.warmup_steps=301"], "train.warmup_steps", 301, "train.steps 300", (300,)),
+        (["train.constant_steps=290"], "train.constant_steps", 290, "train.steps 300", (270,)),
+        (
+            ["train.minimum_learning_rate=1.0"],
+            *("train.minimum_learning_rate", 1.0, "above learning_rate 0.003", (0.003,)),
+        ),
+        (["tokenizer.vocabulary_size=5000"], "tokenizer.vocabulary_size", 5000, "vocab_size 4096", (4096,)),
+        (["tokenizer.vocabulary_size=null"], "tokenizer.vocabulary_size", None, "is missing", (4096,)),
+        (["cluster.nodes=2"], "cluster.nodes", 2, "one node", (1,)),
+        (["cluster.devices_per_node=18"], "cluster.devices_per_node", 18, "more than 16 processes", (16,)),
+        (["tokenizer.source=./nowhere"], "tokenizer.source", "./nowhere", "no such folder", ()),
+        (["tokenizer.source=gpt2"], "tokenizer.source", "gpt2", "org/name", ()),
+        (["init.from=/no/where"], "init.from", "/no/where", "no such folder", ()),
+        (
+            ["data.sources.0={kind: files, path: ./none.txt}"],
+            *("data.sources.0.path", "./none.txt", "no such file or folder", ()),
+        ),
+        (
+            ["data.sources.0={kind: files, path: './none-*.txt'}"],
+            *("data.sources.0.path", "./none-*.txt", "no file matches", ()),
+        ),
+        (["data.sources.0={kind: files}"], "data.sources.0.path", None, "is missing", ()),
+        (["data.sources.0.path=x.txt"], "data.sources.0.path", "x.txt", "has no path", ("null",)),
+        (
+            [
+                *("model.architecture=gpt", "model.num_key_value_heads=8", "model.hidden_act=gelu"),
+                "model.max_position_embeddings=128",
+            ],
+            *("train.sequence_length", 256, "128 learned positions", (128,)),
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_nearest_that_can(overrides, key, value, reason, choices):
+    error = refused(*overrides)
+    assert (error.key, error.value, error.choices) == (key, value, choices)
+    assert reason in error.reason
+
+
+def test_choices_that_are_named_work():
+    for degree in refused("parallel.tensor=3").choices:
+        accepted(f"parallel.tensor={degree}", f"cluster.devices_per_node={degree}")
+    for size in refused("train.global_batch_size=10").choices:
+        accepted(f"train.global_batch_size={size}")
+    pipeline = (*EIGHT_LAYERS, "parallel.schedule=interleaved")
+    for size in refused(*pipeline, "train.global_batch_size=20").choices:
+        accepted(*pipeline, f"train.global_batch_size={size}")
+    split = ("parallel.context=2", *ONE[:1])
+    for length in refused(*split, "train.sequence_length=250").choices:
+        accepted(*split, f"train.sequence_length={length}")
+
+
+def is_accepted(check: Callable[..., None], *arguments, error: type[Exception]) -> bool:
+    try:
+        check(*arguments)
+    except error:
+        return False
+    return True
+
+
+def test_pipelines_are_accepted_exactly_where_the_library_can_run_them():
+    found = set()
+    cuts = (None, [1], [2], [5], [2, 1, 4], [1, 2, 4], [1, 2, 3, 4, 5])
+    for schedule, ranks, layers, count, cut in product(SCHEDULES, (2, 3), (2, 5, 6), (1, 2, 3, 4, 5), cuts):
+
+        def library(schedule=schedule, ranks=ranks, layers=layers, count=count, cut=cut) -> None:
+            cut_layers([1.0] * layers, ranks, schedule, cut)
+            check_microbatches(schedule, ranks, count)
+
+        overrides = (
+            *(
+                f"parallel.schedule={schedule}",
+                f"parallel.pipeline={ranks}",
+                f"parallel.pipeline_cuts={cut or 'null'}",
+            ),
+            *("parallel.tensor=1", f"cluster.devices_per_node={ranks}", f"model.num_hidden_layers={layers}"),
+            *("compile.enabled=false", f"train.global_batch_size={4 * count}"),
+        )
+        possible = is_accepted(library, error=ValueError)
+        assert is_accepted(accepted, *overrides, error=ProfileError) == possible, overrides
+        found.add((schedule, possible))
+    assert len(found) == 2 * len(SCHEDULES)
+
+
+def test_slurm_needs_sbatch(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert refused("cluster.launcher=slurm").choices == ("local",)
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    assert "sbatch" not in refused("cluster.launcher=slurm", "cluster.nodes=2").reason
+
+
+def test_files_that_are_there_are_accepted(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    for path in (tmp_path, tmp_path / "a.txt", tmp_path / "*.txt"):
+        accepted(f"data.sources.0={{kind: files, path: '{path}'}}")
+    accepted(f"tokenizer.source={tmp_path}")
+
+
+@pytest.mark.parametrize("source", ["org/name", "s3://bucket/folder"])
+def test_what_lies_elsewhere_is_not_looked_for_here(source):
+    accepted(f"tokenizer.source={source}")
+    assert "folder" not in refused(f"init.from={source}").reason
+
+
+@pytest.mark.parametrize(
+    ("override", "choice"),
+    [
+        ("train.loss=mine:loss", "null"),
+        ("train.log_every=10", 1),
+        ("compile.backend=eager", "null"),
+        ("checkpoint.async=true", False),
+        ("checkpoint.weights=true", False),
+        ("evaluate.metrics=['mine:accuracy']", []),
+        ("cluster.partition=big", "null"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(override, choice):
+    error = refused(override)
+    assert error.key == override.partition("=")[0]
+    assert error.choices == (choice,)
+
+
+def test_kv_replication_is_derived():
+    profile = resolve.load("tiny", ["parallel.tensor=8", "cluster.devices_per_node=8"])
+    assert profile.kv_replication == 4
+    accepted("parallel.tensor=8", "cluster.devices_per_node=8", "parallel.kv_replication=4")
+    accepted("parallel.tensor=1")  # one key alone, as on the command line
+
+
+def test_degrees_follow_from_the_cluster():
+    overrides = ["cluster.devices_per_node=8", "train.micro_batch_size=1", "train.global_batch_size=16"]
+    profile = resolve.load("tiny", overrides)
+    assert (profile.world_size, profile.data_parallel, profile.accumulation_steps) == (8, 4, 4)
+
+
+def brute_force(heads: int, kv_heads: int, tensor: int) -> bool:
+    """Whether ranks can be given equal numbers of query heads, and each the KV heads of just its own, shared evenly.
+
+    Query head q reads KV head q // (heads / kv_heads).
+    """
+    if tensor > heads or heads % tensor:
+        return False
+    size, group = heads // tensor, heads // kv_heads
+    needs = [{q // group for q in range(rank * size, (rank + 1) * size)} for rank in range(tensor)]
+    holders = [sum(kv in need for need in needs) for kv in range(kv_heads)]
+    return (
+        len({len(need) for need in needs}) == 1
+        and len(set(holders)) == 1
+        and (max(holders) == 1 or size <= group)
+    )
+
+
+@settings(deadline=None)
+@given(st.integers(1, 16), st.integers(1, 12), st.integers(1, 200))
+def test_tensor_degrees_are_those_that_share_heads_evenly(kv_heads, group, tensor):
+    heads = kv_heads * group
+    valid = tensor_degrees(heads, kv_heads)
+    assert (tensor in valid) == brute_force(heads, kv_heads, tensor)
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 70))
+def test_a_refused_degree_names_both_neighbours(kv_heads, group, tensor):
+    heads = kv_heads * group
+    overrides = [
+        f"model.num_attention_heads={heads}",
+        f"model.num_key_value_heads={kv_heads}",
+        "model.head_dim=2",
+        "model.intermediate_size=5040",
+        f"parallel.tensor={tensor}",
+        "cluster.device=cuda",
+        f"cluster.devices_per_node={tensor}",
+        "parallel.sequence_parallel=false",
+    ]
+    valid = [t for t in range(1, heads + 1) if brute_force(heads, kv_heads, t)]
+    profile = resolve.load("tiny", overrides)
+    if tensor in valid:
+        if 5040 % tensor == 0:
+            resolve.check(profile)
+        return
+    with pytest.raises(ProfileError, match=re.escape(f"parallel.tensor = {tensor}")) as caught:
+        resolve.check(profile)
+    below, above = [t for t in valid if t < tensor], [t for t in valid if t > tensor]
+    assert caught.value.choices == tuple(below[-1:] + above[:1])

@@ -1,0 +1,199 @@
+"""The architecture's numbers: what no such network can be, and config.json in both directions against transformers."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from profiles import resolve
+from profiles.errors import ProfileError
+from profiles.model import Model, from_config_json, to_config_json
+
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "norm_eps": 1e-6,
+    "rope_theta": 500000.0,
+}
+GPT = {
+    "architecture": "gpt",
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.021,
+    "dropout": 0.1,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+MODELS = [
+    LLAMA,
+    {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    {**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    {**LLAMA, "rope_scaling": LLAMA3},
+    {**LLAMA, "head_dim": 32},
+    GPT,
+    {**GPT, "tie_word_embeddings": False, "hidden_act": "gelu_new"},
+]
+
+
+def refused(base: dict, **changes) -> str:
+    with pytest.raises(ProfileError) as caught:
+        resolve.load("tiny", [f"model={json.dumps({**base, **changes})}"])
+    return str(caught.value)
+
+
+def test_defaults_follow_the_architecture():
+    llama, gpt = Model(**LLAMA), Model(**GPT)
+    assert (llama.head_dim, llama.hidden_act, llama.tie_word_embeddings, llama.mlp_bias) == (
+        8,
+        "silu",
+        False,
+        False,
+    )
+    assert (gpt.num_key_value_heads, gpt.hidden_act, gpt.tie_word_embeddings, gpt.mlp_bias) == (
+        4,
+        "gelu",
+        True,
+        True,
+    )
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"])
+def test_the_norms_epsilon_is_known_by_all_its_names(name):
+    values = {key: value for key, value in LLAMA.items() if key != "norm_eps"}
+    assert Model(**values, **{name: 3e-6}).norm_eps == 3e-6
+    assert resolve.load("tiny", [f"model.{name}=3e-6"]).model.norm_eps == 3e-6
+    assert "means the same as norm_eps" in refused(LLAMA, **{name: 3e-6})
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (LLAMA, {"num_key_value_heads": 3}, "num_key_value_heads = 3: does not divide 8 query heads; nearest valid: 2, 4"),
+        (LLAMA, {"hidden_size": 68}, "hidden_size = 68: is no multiple of 8 query heads"),
+        (LLAMA, {"head_dim": 9}, "head_dim = 9: rotary positions turn pairs, so it must be even; nearest valid: 8, 10"),
+        (LLAMA, {"hidden_act": "gelu"}, "hidden_act = gelu: is not an activation of llama; nearest valid: silu"),
+        (LLAMA, {"dropout": 0.1}, "dropout = 0.1: llama has no dropout; nearest valid: 0.0"),
+        (LLAMA, {"architecture": "bert"}, "architecture = bert: is not one of the choices; nearest valid: llama, gpt"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "nearest valid: linear, llama3"),
+        (LLAMA, {"rope_scaling": {"factor": 2.0}}, "model.rope_scaling = a section: has no rope_type"),
+        (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": 5.0}}, "rope_scaling.high_freq_factor = 4.0: is not above"),
+        (LLAMA, {"rope_scaling": {"rope_type": "linear"}}, "model.rope_scaling.factor: is missing"),
+        (LLAMA, {"rope_scaling": {**LLAMA3, "facto": 1.0}}, "model.rope_scaling.facto = 1.0: there is no such key"),
+        (GPT, {"num_key_value_heads": 2}, "gpt has a KV head for each query head; nearest valid: 4"),
+        (GPT, {"head_dim": 32}, "as wide as hidden_size 64; nearest valid: 16"),
+        (GPT, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "gpt has no rotary positions"),
+        (GPT, {"dropout": 1.0}, "model.dropout = 1.0: is not below 1"),
+    ],
+)  # fmt: skip
+def test_impossible_models_are_refused(base, changes, message):
+    assert message in refused(base, **changes)
+
+
+@pytest.mark.parametrize("values", MODELS)
+def test_config_json_comes_back_the_same(values):
+    model = Model(**values)
+    assert Model(**from_config_json(json.loads(json.dumps(to_config_json(model))))) == model
+
+
+@pytest.mark.parametrize("values", MODELS)
+def test_transformers_builds_the_same_network_and_we_read_what_it_writes(values, tmp_path):
+    model = Model(**values)
+    (tmp_path / "config.json").write_text(json.dumps(to_config_json(model)))
+    config = AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    h, f, v = model.hidden_size, model.intermediate_size, model.vocab_size
+    if model.architecture == "llama":
+        assert shapes["model.layers.1.self_attn.k_proj.weight"] == (
+            model.num_key_value_heads * model.head_dim,
+            h,
+        )
+        assert shapes["model.layers.0.mlp.down_proj.weight"] == (h, f)
+        assert shapes["model.embed_tokens.weight"] == (v, h)
+        assert ("model.layers.0.mlp.up_proj.bias" in shapes) == model.mlp_bias
+        rope = config.rope_parameters
+        assert rope["rope_theta"] == model.rope_theta
+        scaling = model.rope_scaling.model_dump() if model.rope_scaling else {"rope_type": "default"}
+        assert scaling.items() <= rope.items()
+    else:
+        assert shapes["transformer.h.1.mlp.c_fc.weight"] == (h, f)
+        assert shapes["transformer.wpe.weight"] == (model.max_position_embeddings, h)
+    assert ("lm_head.weight" in shapes) != model.tie_word_embeddings
+    config.save_pretrained(tmp_path / "again")
+    assert Model(**from_config_json(json.loads((tmp_path / "again/config.json").read_text()))) == model
+
+
+def test_what_a_config_leaves_out_is_what_transformers_assumes():
+    small = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 32, "max_position_embeddings": 64}
+    full = LlamaConfig(**small, **sizes).to_dict()
+    bare = {"model_type": "llama", **small, **sizes}
+    assert Model(**from_config_json(full)) == Model(**from_config_json(bare))
+    sizes = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 32, "n_positions": 64}
+    full = GPT2Config(**sizes).to_dict()
+    assert Model(**from_config_json(full)) == Model(**from_config_json({"model_type": "gpt2", **sizes}))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type = mamba: is not an architecture that can be trained here"),
+        ({"model_type": "llama", "attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = dynamic"),
+        ({"model_type": "gpt2", "attn_pdrop": 0.2}, "attn_pdrop and resid_pdrop must be equal"),
+        (
+            {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx = true",
+        ),
+    ],
+)
+def test_a_config_of_what_is_not_built_here_is_refused(config, message):
+    with pytest.raises(ProfileError) as caught:
+        from_config_json(config)
+    assert message in str(caught.value)
+
+
+def test_a_profile_takes_a_config_json_and_overrides_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(to_config_json(Model(**LLAMA))))
+    profile = resolve.load("tiny").model_dump(mode="json")
+    sections = {name: section for name, section in profile.items() if name != "model"}
+    path = tmp_path / "mine.yaml"
+    # JSON is YAML; the config's path counts from the profile's file.
+    path.write_text(json.dumps({**sections, "model": {"config": "config.json", "num_hidden_layers": 5}}))
+    model = resolve.load(str(path)).model
+    assert model == Model(**{**LLAMA, "num_hidden_layers": 5})
+    assert resolve.load(str(path), [f"model.config={tmp_path}"]).model == model
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no file"),
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"model_type": "mamba"}', "is not an architecture that can be trained here"),
+    ],
+)
+def test_a_config_json_that_cannot_be_used_is_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ProfileError) as caught:
+        resolve.load("tiny", [f"model.config={tmp_path}"])
+    assert caught.value.key == "model.config"
+    assert message in str(caught.value)

@@ -1,0 +1,282 @@
+"""From a name and overrides to one resolved profile, and back to text without loss."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from profiles import resolve
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+
+MINIMAL = {
+    "model": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+    },
+    "tokenizer": {"source": "train", "vocabulary_size": 512},
+    "data": {"sources": [{"kind": "python-docs"}]},
+    "train": {"steps": 10, "global_batch_size": 4, "sequence_length": 32, "learning_rate": 0.001},
+    "cluster": {"device": "cpu"},
+}
+
+
+def write(path: Path, **sections) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def refused(*arguments, **more) -> ProfileError:
+    with pytest.raises(ProfileError) as caught:
+        resolve.load(*arguments, **more)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", resolve.names())
+def test_shipped_profiles_resolve(name):
+    profile = resolve.load(name)
+    assert profile.name == name
+    assert profile.description
+
+
+def test_a_minimal_file_gets_its_name_from_the_file_and_its_defaults_from_the_schema(tmp_path):
+    profile = resolve.load(str(write(tmp_path / "mine.yaml", **MINIMAL)))
+    assert profile.name == "mine"
+    assert (profile.model.head_dim, profile.model.num_key_value_heads) == (16, 4)
+    assert (profile.parallel.tensor, profile.train.seed) == (1, 1234)
+    resolve.check(profile)
+
+
+def test_a_child_changes_single_keys_of_what_it_extends_and_replaces_lists(tmp_path):
+    write(tmp_path / "base.yaml", **MINIMAL, description="the base", parallel={"tensor": 2, "zero1": False})
+    write(tmp_path / "middle.yaml", extends="./base.yaml", train={"steps": 20})
+    child = write(
+        tmp_path / "deep" / "child.yaml",
+        extends="../middle.yaml",
+        parallel={"tensor": 4},
+        data={"sources": [{"kind": "files", "path": "x"}]},
+    )
+    profile = resolve.load(str(child))
+    assert (profile.name, profile.description) == ("child", "")
+    assert (profile.parallel.tensor, profile.parallel.zero1) == (4, False)
+    assert (profile.train.steps, profile.train.sequence_length) == (20, 32)
+    assert [source.path for source in profile.data.sources] == ["x"]
+
+
+def test_a_file_may_extend_a_shipped_profile(tmp_path):
+    profile = resolve.load(str(write(tmp_path / "longer.yaml", extends="tiny", train={"steps": 999})))
+    assert (profile.name, profile.train.steps) == ("longer", 999)
+    assert profile.model == resolve.load("tiny").model
+
+
+def test_a_circle_of_extends_is_refused(tmp_path):
+    first = write(tmp_path / "first.yaml", extends="./second.yaml")
+    write(tmp_path / "second.yaml", extends="./first.yaml")
+    error = refused(str(first))
+    assert error.key == "extends"
+    assert "first → second → first" in error.reason
+
+
+def test_overrides_are_yaml_and_the_last_one_stands():
+    overrides = [
+        "train.steps=7",
+        "train.steps=8",
+        "train.learning_rate=3e-4",  # which PyYAML alone takes for text
+        "compile.enabled=false",
+        "checkpoint.async=true",
+        "init.from=org/weights",
+        "train.betas=[0.8, 0.9]",
+        "train.clip=null",
+        "data.sources.0={kind: files, path: 'a=b.txt'}",
+    ]
+    profile = resolve.load("tiny", overrides)
+    assert (profile.train.steps, profile.train.learning_rate) == (8, 3e-4)
+    assert (profile.compile.enabled, profile.checkpoint.async_, profile.init.from_) == (
+        False,
+        True,
+        "org/weights",
+    )
+    assert (profile.train.betas, profile.train.clip) == ((0.8, 0.9), None)
+    assert profile.data.sources[0].path == "a=b.txt"
+
+
+def test_a_run_may_have_its_own_name():
+    assert resolve.load("tiny", name="first-try").name == "first-try"
+    assert refused("tiny", name="../elsewhere").key == "name"
+    assert refused("tiny", name="tiny~1").key == "name"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value", "reason", "choices"),
+    [
+        ("parallel.tenser=2", "parallel.tenser", 2, "no such key in parallel", ("tensor",)),
+        (
+            "train.batch_size=2",
+            "train.batch_size",
+            2,
+            "no such key",
+            ("global_batch_size", "micro_batch_size"),
+        ),
+        ("trian.steps=2", "trian", None, "no such key", ("train",)),
+        ("checkpoint.async_=true", "checkpoint.async_", True, "no such key", ("async",)),
+        ("model.norm_epsilon=1", "model.norm_epsilon", 1, "no such key", ("norm_eps", "layer_norm_epsilon")),
+        ("data.sources.0.pth=x", "data.sources.0.pth", "x", "no such key", ("path",)),
+        ("train.steps=many", "train.steps", "many", "not a whole number", ()),
+        ("train.steps='3'", "train.steps", "3", "not a whole number", ()),
+        ("train.steps=1.5", "train.steps", 1.5, "not a whole number", ()),
+        ("train.steps=true", "train.steps", True, "not a whole number", ()),
+        ("train.steps=0", "train.steps", 0, "below 1", (1,)),
+        ("train.learning_rate=fast", "train.learning_rate", "fast", "not a number", ()),
+        ("train.learning_rate=.inf", "train.learning_rate", float("inf"), "not a finite number", ()),
+        ("compile.enabled=1", "compile.enabled", 1, "not true or false", ()),
+        ("tokenizer.source=5", "tokenizer.source", 5, "not text", ()),
+        ("tokenizer.source=''", "tokenizer.source", "", "empty", ()),
+        ("train.betas=[0.9]", "train.betas", [0.9], "too few", ()),
+        ("train.betas=[0.9, 1.5]", "train.betas.1", 1.5, "not below 1", ()),
+        ("data.sources=[]", "data.sources", [], "too few", ()),
+        ("parallel=4", "parallel", 4, "not a section", ()),
+        ("train.precision=fp16", "train.precision", "fp16", "choices", ("float32", "bf16")),
+        ("cluster.device=gpu", "cluster.device", "gpu", "choices", ("cpu", "cuda", "neuron")),
+        ("checkpoint.resume=latest", "checkpoint.resume", "latest", "whole number", ("newest", "none")),
+        ("train.loss=my_loss", "train.loss", "my_loss", "module:function", ()),
+        ("cluster.device=null", "cluster.device", None, "choices", ("cpu", "cuda", "neuron")),
+    ],
+)
+def test_a_bad_value_is_refused_by_key_value_reason_and_choices(override, key, value, reason, choices):
+    error = refused("tiny", [override])
+    assert (error.key, error.value) == (key, value)
+    assert reason in error.reason
+    assert set(choices) <= set(error.choices)
+
+
+def test_the_message_reads_as_one_line():
+    assert str(refused("tiny", ["train.precision=fp16"])) == (
+        "train.precision = fp16: is not one of the choices; nearest valid: float32, bf16"
+    )
+
+
+def test_one_mistake_is_told_and_the_others_counted():
+    error = refused("tiny", ["train.steps=x", "train.seed=y", "parallel.tenser=2", "train.clip=z"])
+    assert error.key == "parallel.tenser"  # a mistyped key first: it may be why another one is missing
+    assert "3 more: " in error.reason
+    assert "train.steps" in error.reason
+
+
+def test_a_missing_key_is_named(tmp_path):
+    sections = {**MINIMAL, "train": {"steps": 1}}
+    error = refused(str(write(tmp_path / "short.yaml", **sections)))
+    assert error.key == "train.global_batch_size"
+    assert "is missing" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("train.steps", "key.path=value"),
+        ("=3", "key.path=value"),
+        ("train..steps=3", "key.path=value"),
+        ("train.steps=[1", "not YAML"),
+        ("train={steps: 1, steps: 2}", "second time"),
+        ("train.steps.more=3", "no keys"),
+        ("data.sources.first.kind=files", "by number"),
+        ("data.sources.7.kind=files", "by number"),
+        ("extends=tiny", "file"),
+    ],
+)
+def test_a_malformed_override_is_refused(override, reason):
+    assert reason in str(refused("tiny", [override]))
+
+
+def test_an_unknown_profile_is_refused_with_close_names(tmp_path):
+    assert refused("tinny").choices == ("tiny",)
+    assert refused("no-such-thing").choices == tuple(resolve.names())
+    write(tmp_path / "mine.yaml", **MINIMAL)
+    assert refused(str(tmp_path / "mime.yaml")).choices == (str(tmp_path / "mine.yaml"),)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("train: [", "line 1, column 9"),
+        ("train: {}\ntrain: {}", "key train stands here a second time"),
+        ("- a list", "no mapping"),
+        ("", "no mapping"),
+        ("train: \x00", "not YAML"),
+        ("a: !!python/object/apply:os.getcwd []", "not YAML"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(tmp_path, content, reason):
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    error = refused(str(path))
+    assert error.value == str(path)
+    assert reason in error.reason
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(b"\xff\xfe\xfa")
+    assert "codec" in refused(str(path)).reason
+
+
+def test_a_resolved_profile_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        resolve.load("tiny").train.steps = 5
+
+
+TEXT = st.text(min_size=1, max_size=20)
+NUMBER = st.floats(min_value=0, max_value=0.5)
+CHANGES = {
+    "description": st.text(max_size=40),
+    "tokenizer": st.fixed_dictionaries({"source": TEXT, "revision": st.none() | TEXT}),
+    "data": st.fixed_dictionaries(
+        {
+            "sources": st.lists(
+                st.fixed_dictionaries({"kind": st.just("files"), "path": TEXT}), min_size=1, max_size=3
+            ),
+            "text": TEXT,
+            "validation_fraction": NUMBER,
+        }
+    ),
+    "init": st.fixed_dictionaries({"from": st.none() | TEXT}),
+    "checkpoint": st.fixed_dictionaries(
+        {"resume": st.sampled_from(["newest", "none"]) | st.integers(0), "async": st.booleans()}
+    ),
+    "train": st.fixed_dictionaries(
+        {
+            "steps": st.integers(1),
+            "global_batch_size": st.integers(1),
+            "sequence_length": st.integers(1),
+            "learning_rate": NUMBER,
+            "betas": st.lists(NUMBER, min_size=2, max_size=2),
+            "clip": st.none() | st.floats(min_value=1e-300, max_value=1e300),
+        }
+    ),
+}
+
+
+@settings(deadline=None, max_examples=50)  # a loaded machine is no failure
+@given(st.fixed_dictionaries({}, optional=CHANGES))
+def test_dumping_and_loading_gives_the_same_profile(tmp_path_factory, changes):
+    profile = Profile.model_validate({"name": "drawn", **MINIMAL, **changes})
+    path = tmp_path_factory.getbasetemp() / "dumped.yaml"
+    path.write_text(resolve.dump(profile))
+    assert resolve.load(str(path)) == profile
+    assert yaml.safe_load(path.read_text())["name"] == "drawn"  # by any other reader too
+
+
+@pytest.mark.parametrize(
+    "value", ["1e5", "3e-4", "-1E+2", "1_0e3", "yes", "null", "1:30", "0x10", "=", "~", "\x85"]
+)
+def test_text_that_looks_like_something_else_stays_text(tmp_path, value):
+    path = tmp_path / "text.yaml"
+    path.write_text(resolve.dump(resolve.load("tiny").model_copy(update={"description": value})))
+    assert resolve.load(str(path)).description == value

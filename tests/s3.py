@@ -1,0 +1,32 @@
+"""An S3 server on loopback (moto's), which s3fs reaches through the standard AWS environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.request import Request, urlopen
+
+import pytest
+
+
+@contextmanager
+def bucket(monkeypatch: pytest.MonkeyPatch, name: str = "bucket") -> Iterator[str]:
+    """A new bucket's `s3://` address, for as long as the block lasts."""
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        url = "http://{}:{}".format(*server.get_host_and_port())
+        urlopen(Request(f"{url}/moto-api/reset", method="POST")).close()  # moto's state is the process's
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3fs.S3FileSystem().mkdir(name)
+        yield f"s3://{name}"
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+        server.stop()

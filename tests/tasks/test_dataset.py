@@ -1,0 +1,255 @@
+"""From text to a corpus: every document, once, in the tokens of its tokenizer; damaged sources are refused by name."""
+
+import gzip
+import json
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from modeling.data import Corpus
+from modeling.indexed import IndexedDataset
+from profiles import resolve
+from profiles.errors import ProfileError
+from tasks import corpora, dataset, python_docs, tokenizer
+from tasks.artifacts import Store
+from tests import s3
+
+DOCUMENTS = [f"Document {i} " + "says words and more words. " * (i % 7) for i in range(200)] + [
+    "",
+    "naïve 日本",
+]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(str(tmp_path / "store"))
+
+
+def write(path, documents=DOCUMENTS, column="text"):
+    """Documents in the format of the path's ending."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps({column: text, "n": 1}) + "\n" for text in documents).encode()
+    if path.name.endswith(".parquet"):
+        parquet.write_table(pa.table({"n": [1] * len(documents), column: documents}), path, row_group_size=50)
+    elif path.name.endswith(".gz"):
+        path.write_bytes(gzip.compress(lines))
+    else:
+        path.write_bytes(lines)
+    return path
+
+
+def profile(path, *overrides):
+    """A profile that trains its tokenizer and model on files."""
+    own = [
+        f"data.sources=[{{kind: files, path: '{path}'}}]",
+        "tokenizer.vocabulary_size=300",
+        "train.sequence_length=16",
+    ]
+    return resolve.load("tiny", [*own, "data.validation_fraction=0.1", *overrides])
+
+
+def make(profile, store, **more):
+    return dataset.run(profile, store, tokenizer.run(profile, store), **more)
+
+
+def documents_of(artifact, store, split):
+    """Token lists of a corpus, document by document."""
+    corpus = json.loads((store.path(artifact) / "corpus.json").read_text())
+    artifacts = store.path(artifact).parent.parent
+    return [
+        document.tolist() for shard in corpus[split] for document in IndexedDataset(artifacts / shard["path"])
+    ]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet"])
+def test_every_document_is_there_once_in_order_and_ended(store, tmp_path, ending):
+    wanted = profile(write(tmp_path / f"source/a.{ending}"))
+    tokens = tokenizer.run(wanted, store)
+    artifact = dataset.run(wanted, store, tokens)
+    encoder, eos = tokenizer.load(store.path(tokens)), tokens.summary["eos"]
+    for split, held_out in ("train", False), ("validation", True):
+        texts = [text for text in DOCUMENTS if corpora.held_out(text, 0.1) is held_out]
+        assert documents_of(artifact, store, split) == [[*encoder.encode(text).ids, eos] for text in texts]
+    summary = artifact.summary
+    assert summary["documents"] + summary["validation_documents"] == len(DOCUMENTS)
+    assert summary["missing"] == 0
+    assert summary["bytes"] == sum(len(text.encode()) for text in DOCUMENTS)
+    assert 5 < summary["validation_documents"] < 40
+
+
+def test_the_corpus_reads_what_was_written(store, tmp_path):
+    write(tmp_path / "source/a.jsonl", DOCUMENTS[:90])
+    write(tmp_path / "source/b.jsonl", DOCUMENTS[90:])
+    artifact = make(profile(tmp_path / "source/*.jsonl"), store)
+    for split in "train", "validation":
+        corpus = Corpus.open(store.path(artifact), split)
+        flat = np.concatenate(documents_of(artifact, store, split))
+        assert np.array_equal(corpus.read(0, corpus.tokens), flat)
+    assert artifact.summary["shards"] == 2
+
+
+def test_plain_text_is_a_document_a_file(store, tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i:02}.txt").write_text(DOCUMENTS[i])
+    artifact = make(profile(tmp_path / "*.txt"), store)
+    assert artifact.summary["documents"] + artifact.summary["validation_documents"] == 40
+
+
+def test_without_eos_documents_are_joined_as_they_are(store, tmp_path):
+    wanted = profile(write(tmp_path / "a.jsonl"), "data.append_eos=false")
+    tokens = tokenizer.run(wanted, store)
+    documents = documents_of(dataset.run(wanted, store, tokens), store, "train")
+    assert not any(tokens.summary["eos"] in document for document in documents)
+    assert [] in documents
+
+
+def test_a_new_file_tokenizes_only_itself_and_moves_no_document_to_another_split(store, tmp_path):
+    write(tmp_path / "source/a.jsonl", DOCUMENTS[:100])
+    wanted = profile(tmp_path / "source/*.jsonl")
+    tokens = tokenizer.run(wanted, store)
+    first = dataset.run(wanted, store, tokens)
+    write(tmp_path / "source/b.jsonl", DOCUMENTS[100:])
+    messages = []
+    second = dataset.run(wanted, store, tokens, lambda message, _: messages.append(message))
+    assert first.key != second.key
+    assert any("b.jsonl" in message for message in messages)
+    assert not any("a.jsonl" in message for message in messages)
+    before, after = (documents_of(artifact, store, "validation") for artifact in (first, second))
+    assert after[: len(before)] == before
+
+
+def test_a_damaged_shard_is_made_again_and_only_that(store, tmp_path):
+    write(tmp_path / "source/a.jsonl", DOCUMENTS[:100])
+    write(tmp_path / "source/b.jsonl", DOCUMENTS[100:])
+    wanted = profile(tmp_path / "source/*.jsonl")
+    tokens = tokenizer.run(wanted, store)
+    artifact = dataset.run(wanted, store, tokens)
+    before = documents_of(artifact, store, "train")
+    shard = json.loads((store.path(artifact) / "corpus.json").read_text())["train"][0]["path"]
+    path = tmp_path / f"store/artifacts/{shard}.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    assert store.find(dataset.KIND, artifact.key) is None
+    messages = []
+    again = dataset.run(wanted, store, tokens, lambda message, _: messages.append(message))
+    assert again == artifact
+    assert documents_of(again, store, "train") == before
+    assert all("a.jsonl" in message for message in messages)
+    assert messages
+
+
+def test_sequence_length_makes_another_corpus_of_the_same_tokens(store, tmp_path):
+    write(tmp_path / "a.jsonl")
+    short, long = profile(tmp_path / "a.jsonl"), profile(tmp_path / "a.jsonl", "train.sequence_length=32")
+    tokens = tokenizer.run(short, store)
+    assert dataset.key(short, tokens) != dataset.key(long, tokens)
+    dataset.run(short, store, tokens)
+    messages = []
+    dataset.run(long, store, tokens, lambda message, _: messages.append(message))
+    assert not any("a.jsonl" in message for message in messages)
+
+
+def test_keys_are_of_contents_not_of_names(store, tmp_path):
+    path = write(tmp_path / "a.jsonl")
+    wanted = profile(path)
+    tokens = tokenizer.run(wanted, store)
+    before = dataset.key(wanted, tokens)
+    renamed = profile(path.rename(tmp_path / "b.jsonl"))
+    assert dataset.key(renamed, tokens) == before
+    write(tmp_path / "b.jsonl", DOCUMENTS[:-1])
+    assert dataset.key(renamed, tokens) != before
+
+
+def test_records_without_text_are_counted(store, tmp_path):
+    path = write(tmp_path / "a.jsonl")
+    with path.open("a") as file:
+        file.write('{"n": 1}\n\n{"text": null}\n{"text": 7}\n')
+    artifact = make(profile(path), store)
+    assert artifact.summary["missing"] == 3
+    assert artifact.summary["documents"] + artifact.summary["validation_documents"] == len(DOCUMENTS)
+
+
+def test_a_long_document_and_many_batches_change_nothing(store, tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", [*DOCUMENTS, DOCUMENTS[6] * 400])
+    wanted = profile(path)
+    tokens = tokenizer.run(wanted, store)
+    whole = documents_of(dataset.run(wanted, store, tokens), store, "train")
+    monkeypatch.setattr(dataset, "BATCH_BYTES", 500)
+    other = Store(str(tmp_path / "other"))
+    assert documents_of(make(wanted, other), other, "train") == whole
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_missing_text_column_is_refused_with_those_there_are(store, tmp_path, ending):
+    write(tmp_path / f"a.{ending}", column="content")
+    with pytest.raises(ProfileError, match=r"data\.text = text: .*no such column; nearest valid: .*content"):
+        make(profile(tmp_path / f"a.{ending}"), store)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', r"a\.jsonl, line 2: is not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a\.jsonl, line 2: is no JSON object"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: is not JSON"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-4], r"a\.jsonl\.gz, after line 1: damaged gzip"),
+        ("a.jsonl.gz", b'{"text": "a"}\n', r"a\.jsonl\.gz, after line 0: damaged gzip"),
+        ("a.parquet", b"PAR1 and no more", r"a\.parquet: damaged parquet"),
+        ("a.txt", b"good \xff", r"a\.txt, byte 5: is not UTF-8"),
+    ],
+)
+def test_damaged_source_is_refused_by_file_and_place_and_leaves_nothing(
+    store, tmp_path, name, content, message
+):
+    good = profile(write(tmp_path / "good.jsonl"))
+    tokens = tokenizer.run(good, store)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(corpora.SourceError, match=message):
+        dataset.run(profile(tmp_path / name), store, tokens)
+    assert not list((store.path(tokens).parent.parent / "tokens").glob("*/train.bin"))
+
+
+def test_source_that_lists_nothing_is_refused(store, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ProfileError, match=r"data\.sources\.0\.path = .*: no file matches"):
+        corpora.shards(profile(tmp_path / "empty/*.jsonl").data)
+
+
+def test_file_of_no_known_format_is_refused_with_those_known(tmp_path):
+    (tmp_path / "a.docx").write_bytes(b"")
+    with pytest.raises(ProfileError, match=r"a\.docx: is of no known format.*\.jsonl.*\.parquet"):
+        corpora.shards(profile(tmp_path / "a.docx").data)
+
+
+def test_corpus_too_short_for_a_window_is_refused(store, tmp_path):
+    path = write(tmp_path / "a.jsonl", ["few words"])
+    with pytest.raises(ProfileError, match=r"train\.sequence_length = 16: the sources hold \d+ tokens"):
+        make(profile(path, "data.validation_fraction=0"), store)
+    write(path)
+    with pytest.raises(ProfileError, match=r"data\.validation_fraction = 1e-09: holds out 0 tokens"):
+        make(profile(path, "data.validation_fraction=0.000000001"), store)
+
+
+def test_python_docs_are_much_english_text_in_a_fixed_order_without_repetition():
+    documents = list(python_docs.documents())
+    assert documents[:150] == list(islice(python_docs.documents(), 150))
+    assert len(set(documents)) == len(documents) > 500
+    assert sum(map(len, documents)) > 1.8e6
+    assert "\n".join(documents).count(" the ") > 10_000
+    assert python_docs.digest() == python_docs.digest()
+
+
+def test_files_on_s3(store, tmp_path, monkeypatch):
+    import fsspec
+
+    local = write(tmp_path / "a.jsonl.gz")
+    with s3.bucket(monkeypatch) as bucket:
+        with fsspec.open(f"{bucket}/texts/a.jsonl.gz", "wb") as file:
+            file.write(local.read_bytes())
+        there, here = profile(f"{bucket}/texts/*.gz"), profile(local)
+        tokens = tokenizer.run(there, store)
+        assert tokens.key == tokenizer.key(here)
+        documents = documents_of(dataset.run(there, store, tokens), store, "train")
+    assert len(documents) > 150

@@ -1,0 +1,196 @@
+"""What a changed profile makes again, and what it does not."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profiles import resolve
+from tasks import keys
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=4))
+def test_a_digest_does_not_depend_on_the_order_of_keys(value):
+    assert keys.digest(value) == keys.digest(dict(reversed(value.items())))
+
+
+@given(JSON, JSON)
+def test_different_values_have_different_digests(one, other):
+    assert keys.digest([one]) != keys.digest([other]) or one == other
+
+
+def test_digests_are_the_same_in_every_process():
+    code = "from tasks import keys; print(keys.digest({'a': [1, 2.5, None, 'ü'], 'b': {}}))"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert printed == keys.digest({"b": {}, "a": [1, 2.5, None, "ü"]})
+    assert len(printed) == 32
+
+
+def test_what_is_not_json_has_no_digest():
+    with pytest.raises(TypeError):
+        keys.digest({"path": object()})
+    with pytest.raises(ValueError, match="JSON"):
+        keys.digest(float("nan"))
+
+
+def test_a_files_digest_is_sha256(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    assert keys.file_digest(tmp_path / "file").startswith("ba7816bf8f01cfea")
+
+
+def identity(*overrides, name=None, inputs=("tokenizer", "dataset", None)) -> str:
+    return keys.run_identity(resolve.load("tiny", overrides, name), *inputs)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.learning_rate=1e-3",
+        "train.steps=301",
+        "train.seed=1",
+        "train.global_batch_size=16",
+        "train.sequence_length=128",
+        "train.precision=float32",
+        "train.weight_decay=0.2",
+        "train.schedule=linear",
+        "train.clip=null",
+        "model.num_hidden_layers=4",
+        "model.rope_theta=20000.0",
+    ],
+)
+def test_what_changes_the_mathematics_is_another_run(override):
+    assert identity(override) != identity()
+
+
+def test_other_data_or_weights_are_another_run():
+    runs = [("t", "d", None), ("u", "d", None), ("t", "e", None), ("t", "d", "w"), ("t", "d", "x")]
+    assert len({identity(inputs=inputs) for inputs in runs}) == len(runs)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "description=another",
+        "parallel.tensor=1",
+        "parallel.zero1=false",
+        "parallel.sequence_parallel=false",
+        "cluster.devices_per_node=4",
+        "cluster.retries=9",
+        "compile.enabled=false",
+        "checkpoint.every=7",
+        "checkpoint.resume=none",
+        "evaluate.every=9",
+        "train.micro_batch_size=2",
+        "train.recompute=full",
+        "train.log_every=10",
+        "tokenizer.source=some/where",  # the artifact's key stands for it
+        "data.text=body",
+    ],
+)
+def test_where_and_how_it_is_computed_is_the_same_run(override):
+    assert identity(override) == identity()
+
+
+def test_the_name_is_no_part_of_the_identity_but_of_what_is_cached_under_it():
+    assert identity(name="other") == identity()
+    for step in (keys.training, keys.evaluation, keys.export):
+        assert step("tiny", "i") != step("other", "i")
+        assert step("tiny", "i") != step("tiny", "j")
+    assert len({step("tiny", "i") for step in (keys.training, keys.evaluation, keys.export)}) == 3
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.hidden_size=256",
+        "parallel.tensor=1",
+        "parallel.sequence_parallel=false",
+        "train.sequence_length=128",
+        "train.micro_batch_size=2",
+        "train.precision=float32",
+        "train.recompute=full",
+        "compile.backend=eager",
+        "cluster.threads=3",
+        "cluster.device=cuda",
+    ],
+)
+def test_what_shapes_the_graphs_compiles_anew(override):
+    fixed = ["cluster.threads=1"]
+    assert keys.graphs(resolve.load("tiny", [*fixed, override])) != keys.graphs(resolve.load("tiny", fixed))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.learning_rate=1e-3",
+        "train.steps=999",
+        "train.global_batch_size=16",
+        "train.seed=7",
+        "data.sources.0={kind: files, path: some.txt}",
+        "tokenizer.source=some/where",
+        "checkpoint.every=1",
+        "evaluate.every=0",
+        "cluster.work_dir=/tmp/work",
+        "cluster.devices_per_node=4",
+        "name=other",
+    ],
+)
+def test_what_does_not_shape_the_graphs_compiles_nothing(override):
+    fixed = ["cluster.threads=1"]
+    assert keys.graphs(resolve.load("tiny", [*fixed, override])) == keys.graphs(resolve.load("tiny", fixed))
+
+
+def test_other_code_or_compilers_compile_anew(monkeypatch):
+    profile = resolve.load("tiny")
+    before = keys.graphs(profile)
+    monkeypatch.setattr(keys, "compiler_versions", lambda: {"torch": "99"})
+    other = keys.graphs(profile)
+    monkeypatch.undo()
+    monkeypatch.setattr(keys, "code_digest", lambda *packages: "changed")
+    assert len({before, other, keys.graphs(profile)}) == 3
+
+
+def test_the_code_digest_follows_any_file_of_a_package(tmp_path, monkeypatch):
+    package = tmp_path / "some_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "layers.py").write_text("x = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = keys.code_digest("some_package")
+    (package / "notes.txt").write_text("no code")
+    assert keys.code_digest("some_package") == before
+    (package / "layers.py").write_text("x = 2")
+    assert keys.code_digest("some_package") != before
+
+
+def test_the_sequence_length_is_the_datasets_affair_and_not_the_tokens():
+    assert keys.dataset(["a", "b"], 256) != keys.dataset(["a", "b"], 128)
+    assert keys.dataset(["a", "b"], 256) != keys.dataset(["b", "a"], 256)
+    shard = ("tokenizer", "source", 0.05, True)
+    changed = [
+        ("other", *shard[1:]),
+        (*shard[:1], "other", *shard[2:]),
+        (*shard[:2], 0.1, True),
+        (*shard[:3], False),
+    ]
+    assert len({keys.tokens(*each) for each in (shard, *changed)}) == 5
+
+
+def test_a_tokenizer_is_known_by_what_it_is_made_of():
+    made = [
+        {"contents": "a"},
+        {"contents": "b"},
+        {"repository": "a", "commit": "b"},
+        {"texts": ["a"], "size": 4},
+    ]
+    assert len({keys.tokenizer(**content) for content in made}) == len(made)

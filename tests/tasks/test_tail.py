@@ -1,0 +1,35 @@
+"""Following a file that another program writes, cuts and replaces."""
+
+from tasks.tail import Tail
+
+
+def test_only_whole_new_lines_are_read(tmp_path):
+    path = tmp_path / "file"
+    tail = Tail(path)
+    assert tail.lines() == []
+    path.write_text("one\ntw")
+    assert tail.lines() == ["one"]
+    assert tail.lines() == []
+    with path.open("a") as file:
+        file.write("o\nthree\n")
+    assert tail.lines() == ["two", "three"]
+
+
+def test_a_file_that_shrank_is_read_from_its_start(tmp_path):
+    path = tmp_path / "file"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    tail = Tail(path)
+    assert [row["step"] for row in tail.rows()] == [1, 2, 3]
+    path.write_text('{"step": 1}\n')
+    assert [row["step"] for row in tail.rows()] == [1]
+
+
+def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old\n")
+    tail = Tail(path)
+    tail.lines()
+    other = tmp_path / "other"
+    other.write_text("new, and longer\n")
+    other.replace(path)
+    assert tail.lines() == ["new, and longer"]

@@ -1,0 +1,328 @@
+"""Tokenizers from every source end as one kind of folder, with the source's own tokens."""
+
+import io
+import json
+import logging
+from itertools import islice
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from profiles import resolve
+from profiles.errors import ProfileError
+from tasks import python_docs, tokenizer
+from tasks.artifacts import Store
+from tasks.tokenizer_files import EOS, byte_level
+from tests import s3
+from tests.hub import TOKEN, Hub
+
+TEXT = [
+    "The quick brown fox",
+    "jumps  over\n\nthe lazy dog: 12345!",
+    " naïve 日本 🙂",
+    "",
+    "def f(x):\n\treturn x\n",
+]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A source of small text files; returns its overrides."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i, text in enumerate(islice(python_docs.documents(), 60)):
+        (folder / f"{i}.txt").write_text(text)
+    return [f"data.sources=[{{kind: files, path: '{folder}/*.txt'}}]"]
+
+
+def profile(*overrides):
+    return resolve.load("tiny", overrides)
+
+
+def from_source(source, *overrides):
+    return profile(f"tokenizer.source={source}", *overrides)
+
+
+@pytest.fixture(scope="module")
+def gpt2_files():
+    """tokenizer.json, vocab.json and merges.txt of one GPT-2-like tokenizer."""
+    from tokenizers import pre_tokenizers, trainers
+
+    made = byte_level(models.BPE())
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=alphabet, special_tokens=[EOS], show_progress=False
+    )
+    made.train_from_iterator(islice(python_docs.documents(), 60), trainer)
+    state = json.loads(made.to_str())
+    merges = "\n".join(" ".join(pair) for pair in state["model"]["merges"])
+    return {
+        "tokenizer.json": made.to_str().encode(),
+        "vocab.json": json.dumps(state["model"]["vocab"]).encode(),
+        "merges.txt": f"#version: 0.2\n{merges}\n".encode(),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes files into a folder and gives its path."""
+
+    def make(files, name="source"):
+        path = tmp_path / name
+        path.mkdir()
+        for file, content in files.items():
+            (path / file).write_bytes(content)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with Hub() as hub:
+        hub.patch(monkeypatch, tmp_path / "hub-cache")
+        yield hub
+
+
+def encode(encoder, text):
+    return encoder.encode(text, add_special_tokens=False).ids
+
+
+def test_trained_tokenizer_loads_everywhere_and_loses_nothing(store, texts):
+    from transformers import AutoTokenizer
+
+    artifact = tokenizer.run(profile("tokenizer.vocabulary_size=700", *texts), store)
+    assert artifact.summary["vocabulary_size"] == 700
+    own = tokenizer.load(store.path(artifact))
+    theirs = AutoTokenizer.from_pretrained(store.path(artifact))
+    assert artifact.summary["eos"] == own.token_to_id(EOS) == theirs.eos_token_id
+    for text in TEXT:
+        ids = encode(own, text)
+        assert own.decode(ids) == text
+        assert theirs(text, add_special_tokens=False).input_ids == ids
+
+
+def test_training_is_deterministic_and_sees_no_held_out_document(store, tmp_path, texts):
+    overrides = ["tokenizer.vocabulary_size=700", *texts]
+    first = store.path(tokenizer.run(profile(*overrides), store)) / "tokenizer.json"
+    other = Store(str(tmp_path / "other"))
+    second = other.path(tokenizer.run(profile(*overrides), other)) / "tokenizer.json"
+    assert first.read_bytes() == second.read_bytes()
+    nothing_left = profile(*overrides, "data.validation_fraction=0.999999")
+    artifact = tokenizer.run(nothing_left, store)
+    assert artifact.summary["vocabulary_size"] == 257  # the bytes and EOS: there was no text to learn from
+
+
+def test_key_is_of_contents_not_of_paths(texts, tmp_path):
+    size = "tokenizer.vocabulary_size=700"
+    key = tokenizer.key(profile(size, *texts))
+    assert tokenizer.key(profile(size, "train.seed=7", *texts)) == key
+    assert tokenizer.key(profile("tokenizer.vocabulary_size=701", *texts)) != key
+    (tmp_path / "texts").rename(tmp_path / "moved")
+    moved = f"data.sources=[{{kind: files, path: '{tmp_path}/moved/*.txt'}}]"
+    assert tokenizer.key(profile(size, moved)) == key
+
+
+def test_second_run_takes_the_first_ones_result(store, texts):
+    small = profile("tokenizer.vocabulary_size=700", *texts)
+    messages = []
+    first = tokenizer.run(small, store, progress=lambda message, fraction: messages.append(fraction))
+    assert messages[0] == 0.0
+    assert messages[-1] == 1.0
+    messages.clear()
+    assert tokenizer.run(small, store, progress=lambda message, fraction: messages.append(fraction)) == first
+    assert not messages
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"tokenizer.json": "tokenizer.json"},
+        {"vocab.json": "vocab.json", "merges.txt": "merges.txt"},
+        {"vocab.json": "gpt2-vocab.json", "merges.txt": "gpt2-merges.txt"},
+    ],
+)
+def test_folder_in_every_form_gives_the_same_tokens(store, folder, gpt2_files, names):
+    from transformers import AutoTokenizer
+
+    source = folder({new: gpt2_files[old] for old, new in names.items()})
+    artifact = tokenizer.run(from_source(source), store)
+    original = Tokenizer.from_str(gpt2_files["tokenizer.json"].decode())
+    made = tokenizer.load(store.path(artifact))
+    theirs = AutoTokenizer.from_pretrained(store.path(artifact))
+    for text in TEXT:
+        assert (
+            encode(made, text) == encode(original, text) == theirs(text, add_special_tokens=False).input_ids
+        )
+    assert theirs.eos_token == EOS
+    assert artifact.summary["eos"] == theirs.eos_token_id
+    assert artifact.summary["vocabulary_size"] == 600
+
+
+def test_sentencepiece_model_gives_sentencepieces_tokens(store, tmp_path):
+    import sentencepiece
+    from transformers import AutoTokenizer
+
+    model = io.BytesIO()
+    documents = list(islice(python_docs.documents(), 150))
+    sentencepiece.SentencePieceTrainer.train(  # with the settings of Llama 2's
+        sentence_iterator=iter(text.replace("\n", " ") for text in documents),
+        model_writer=model,
+        vocab_size=1000,
+        model_type="bpe",
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    source = tmp_path / "llama"
+    source.mkdir()
+    (source / "tokenizer.model").write_bytes(model.getvalue())
+    artifact = tokenizer.run(from_source(source), store)
+    reference = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    made = tokenizer.load(store.path(artifact))
+    for text in [*TEXT, " leading", "   ", *documents]:
+        assert encode(made, text) == reference.encode(text)
+        assert made.decode(reference.encode(text)) == text
+    theirs = AutoTokenizer.from_pretrained(store.path(artifact))
+    assert theirs("A fox").input_ids == [reference.bos_id(), *reference.encode("A fox")]
+    summary = artifact.summary
+    assert (summary["vocabulary_size"], summary["bos"], summary["eos"]) == (1000, 1, 2)
+
+
+def test_truncation_and_padding_of_a_source_cut_no_document(store, folder, gpt2_files):
+    cutting = Tokenizer.from_str(gpt2_files["tokenizer.json"].decode())
+    cutting.enable_truncation(4)
+    cutting.enable_padding(length=4)
+    source = folder({"tokenizer.json": cutting.to_str().encode()})
+    made = tokenizer.load(store.path(tokenizer.run(from_source(source), store)))
+    assert len(encode(made, TEXT[0] * 9)) > 4
+    assert len(encode(made, "a")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "tokenizer_config.json",
+            {"eos_token": {"content": "dog", "__type": "AddedToken"}, "auto_map": {"x": "y"}},
+        ),
+        ("special_tokens_map.json", {"eos_token": "dog"}),
+        ("config.json", {"eos_token_id": [300]}),
+    ],
+)
+def test_eos_is_the_one_that_the_source_names(store, folder, gpt2_files, name, content):
+    state = json.loads(gpt2_files["tokenizer.json"])
+    token = next(token for token, i in state["model"]["vocab"].items() if i == 300)
+    content = json.dumps(content).replace('"dog"', json.dumps(token))
+    source = folder({"tokenizer.json": gpt2_files["tokenizer.json"], name: content.encode()})
+    artifact = tokenizer.run(from_source(source), store)
+    assert artifact.summary["eos"] == 300
+    assert "auto_map" not in (store.path(artifact) / "tokenizer_config.json").read_text()
+
+
+def test_hub_repository_at_a_pinned_revision(store, hub, gpt2_files):
+    files = {
+        "tokenizer.json": gpt2_files["tokenizer.json"],
+        "model.safetensors": b"weights",
+        "code.py": b"raise",
+    }
+    pinned = hub.commit("org/name", files)
+    newest = hub.commit("org/name", {**files, "README.md": b"newer"})
+    artifact = tokenizer.run(from_source("org/name", f"tokenizer.revision={pinned}"), store)
+    assert artifact.summary["revision"] == pinned
+    assert (store.path(artifact) / "tokenizer.json").read_bytes() == files["tokenizer.json"]
+    read = {path.rpartition("/")[2] for _, path, _ in hub.requests if "/resolve/" in path}
+    assert read == {"tokenizer.json"}
+    latest = tokenizer.run(from_source("org/name"), store)  # no revision: the newest one, by its commit
+    assert latest.summary["revision"] == newest
+    assert latest.key != artifact.key
+
+
+def test_pinned_hub_tokenizer_in_the_store_needs_no_hub(store, hub, gpt2_files):
+    pinned = hub.commit("org/name", {"tokenizer.json": gpt2_files["tokenizer.json"]})
+    wanted = from_source("org/name", f"tokenizer.revision={pinned}")
+    first = tokenizer.run(wanted, store)
+    hub.requests.clear()
+    assert tokenizer.run(wanted, store) == first
+    assert not hub.requests
+
+
+def test_gated_repository_needs_the_token_which_is_never_shown(store, hub, gpt2_files, caplog, monkeypatch):
+    caplog.set_level(logging.DEBUG)
+    pinned = hub.commit("org/gated", {"tokenizer.json": gpt2_files["tokenizer.json"]}, gated=True)
+    wanted = from_source("org/gated", f"tokenizer.revision={pinned}")
+    with pytest.raises(ProfileError, match=r"tokenizer\.source = org/gated: is gated.*HF_TOKEN"):
+        tokenizer.run(wanted, store)
+    artifact = tokenizer.run(wanted, store, token=TOKEN)
+    assert {token for _, _, token in hub.requests if token} == {TOKEN}
+    shown = [caplog.text, str(artifact), *(f.read_text() for f in store.path(artifact).iterdir())]
+    assert not any(TOKEN in text for text in shown)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    again = hub.commit("org/gated", {"tokenizer.json": gpt2_files["tokenizer.json"], "a": b""}, gated=True)
+    assert (
+        tokenizer.run(from_source("org/gated", f"tokenizer.revision={again}"), store).summary["revision"]
+        == again
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "revision", "message"),
+    [
+        ("org/missing", None, r"tokenizer\.source = org/missing: is no folder here and no repository"),
+        (
+            "org/name",
+            "no-such-branch",
+            r"tokenizer\.revision = no-such-branch: org/name has no such revision",
+        ),
+        ("./missing", None, r"tokenizer\.source = \./missing: is no folder"),
+        ("org/weights", None, r"tokenizer\.source = org/weights: holds config\.json; a tokenizer is"),
+    ],
+)
+def test_source_without_a_tokenizer_is_refused(store, hub, gpt2_files, source, revision, message):
+    hub.commit("org/name", {"tokenizer.json": gpt2_files["tokenizer.json"]})
+    hub.commit("org/weights", {"config.json": b"{}"})
+    with pytest.raises(ProfileError, match=message):
+        tokenizer.run(from_source(source, f"tokenizer.revision={revision or 'null'}"), store)
+
+
+def test_damaged_tokenizer_is_refused_by_file(store, folder):
+    with pytest.raises(ProfileError, match=r"tokenizer\.json cannot be read"):
+        tokenizer.run(from_source(folder({"tokenizer.json": b'{"version": 1'})), store)
+    with pytest.raises(ProfileError, match=r"tokenizer\.model cannot be read"):
+        tokenizer.run(from_source(folder({"tokenizer.model": b"\xff\xff"}, "other")), store)
+
+
+def test_tokenizer_without_eos_is_refused_where_documents_are_to_be_ended(store, folder):
+    source = folder({"tokenizer.json": Tokenizer(models.WordLevel({"a": 0, "?": 1}, "?")).to_str().encode()})
+    with pytest.raises(ProfileError, match="names no EOS token"):
+        tokenizer.run(from_source(source), store)
+    assert tokenizer.run(from_source(source, "data.append_eos=false"), store).summary["eos"] is None
+
+
+def test_tokenizer_larger_than_the_model_is_refused(store, folder, gpt2_files):
+    source = folder({"tokenizer.json": gpt2_files["tokenizer.json"]})
+    small = from_source(source, "model.vocab_size=599")
+    artifact = tokenizer.run(small, store)
+    with pytest.raises(ProfileError, match=r"model\.vocab_size = 599: the tokenizer has 600 tokens.*600"):
+        tokenizer.check_fits(small, artifact)
+    tokenizer.check_fits(from_source(source, "model.vocab_size=600"), artifact)
+
+
+def test_folder_on_s3(store, gpt2_files, monkeypatch):
+    import fsspec
+
+    with s3.bucket(monkeypatch) as bucket:
+        for name in "vocab.json", "merges.txt":
+            with fsspec.open(f"{bucket}/tokenizers/ours/{name}", "wb") as file:
+                file.write(gpt2_files[name])
+        artifact = tokenizer.run(from_source(f"{bucket}/tokenizers/ours"), store)
+        with pytest.raises(ProfileError, match=r"tokenizers/none: is no folder"):
+            tokenizer.run(from_source(f"{bucket}/tokenizers/none"), store)
+    assert artifact.summary["vocabulary_size"] == 600
