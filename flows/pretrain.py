@@ -25,7 +25,10 @@ from tasks.artifacts import Store
 
 def run_name() -> str:
     """What the run is called in Prefect's UI: its own name, else its profile's."""
-    return flow_run.parameters["name"] or Path(flow_run.parameters["profile"]).stem
+    profile = Path(flow_run.parameters["profile"])
+    return flow_run.parameters["name"] or (
+        profile.stem if profile.suffix in (".yaml", ".yml") else profile.name
+    )
 
 
 @flow(name="pretrain", flow_run_name=run_name)
@@ -43,6 +46,7 @@ def pretrain(
     forward_logs()
     run = resolve.load(profile, overrides, name)
     resolve.check(run)
+    resolve.check_start(run)
     kept = Store(store, run.cluster.work_dir or "store")
     do = Runner(kept)
 

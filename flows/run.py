@@ -32,6 +32,7 @@ def run(profile: str, overrides: Sequence[str], name: str | None, store: str, *,
     """Run the flow and show what came of it; returns the exit code. ProfileError where the profile is refused."""
     resolved = resolve.load(profile, overrides, name)
     resolve.check(resolved)
+    resolve.check_start(resolved)
     logs = Path(resolved.cluster.work_dir or "store") if "://" in store else Path(store)
     log_file = logs / "logs" / f"{resolved.name}.log"
     terminal = console.Terminal(Console(stderr=as_json, highlight=False))

@@ -73,7 +73,7 @@ def plan(profile: Profile) -> Plan:
     fullest = max(stage.total for stage in stages) + RUNTIME_BYTES
     step_tokens = settings.global_batch_size * settings.sequence_length
     flops = flops_per_token(profile)
-    peak = devices.resolve(profile.cluster.device).peak(settings.precision)
+    peak = devices.resolve(profile.cluster.device, profile.cluster.accelerator).peak(settings.precision)
     seconds = None
     if peak:
         each = len(stages[0].layers)
@@ -193,5 +193,5 @@ def _activations(profile: Profile, own: list[range], index: int) -> int:
 
 
 def _device_bytes(profile: Profile) -> int:
-    memory = devices.resolve(profile.cluster.device).memory_bytes
+    memory = devices.resolve(profile.cluster.device, profile.cluster.accelerator).memory_bytes
     return memory or psutil.virtual_memory().total // profile.cluster.devices_per_node

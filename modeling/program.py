@@ -48,7 +48,7 @@ class Program:
 
     def __init__(self, profile: Profile, graphs: Path | None = None, *, start: bool = True) -> None:
         self.profile = profile
-        self.device = devices.resolve(profile.cluster.device)
+        self.device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.torch_device = self.device.local(local_rank)
         torch.set_num_threads(threads(profile))

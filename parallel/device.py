@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,9 @@ class Device:
         compile_backend: name that `torch.compile` knows its compiler by.
         reduces: whether the backend's own reducing collectives are the fastest way to reduce (see collectives.py).
         memory_bytes: memory of one device, None where it is the host's.
+        bandwidth: bytes a second between one device and its memory, None where unknown.
+        link: bytes a second that one device sends to others in its node, None where unknown.
+        network: bytes a second that are one device's share of its node's network, None where unknown.
         peak_flops: dense matrix FLOP/s of one device by precision, empty where unknown.
         attention: name of its attention kernel (attention_kernels.py).
     """
@@ -38,6 +41,9 @@ class Device:
     memory_bytes: int | None = None
     peak_flops: dict[str, float] | None = None
     attention: str = "math"
+    bandwidth: float | None = None
+    link: float | None = None
+    network: float | None = None
 
     def local(self, local_rank: int = 0) -> torch.device:
         """The torch device of the process with this rank on its node, made the current one."""
@@ -84,25 +90,74 @@ def _keep_freed_memory() -> None:
 
 
 CPU = Device("cpu", "gloo", "inductor", reduces=False, attention="cpu-flash")
-TRN1 = Device("neuron", "neuron", "neuron", True, 16 * GIB, {"bf16": 95e12}, "nki")
-TRN2 = Device("neuron", "neuron", "neuron", True, 24 * GIB, {"bf16": 166.8e12}, "nki")
-H200 = Device("cuda", "nccl", "inductor", True, 141 * 10**9, {"bf16": 989e12, "float32": 67e12}, "cuda-flash")
-CUDA = Device("cuda", "nccl", "inductor", True, attention="cuda-flash")
+CUDA = Device("cuda", "nccl", "inductor", reduces=True, attention="cuda-flash")
+NEURON = Device("neuron", "neuron", "neuron", reduces=True, attention="nki")
 
-KINDS = {"cpu": CPU, "cuda": CUDA, "neuron": TRN2}
+# AWS's figures are of chips and nodes: two devices share a chip of trn1, four one of trn2 and trn3 (logical cores of two).
+ACCELERATORS = {
+    "trn1": replace(
+        NEURON,
+        memory_bytes=16 * GIB,
+        peak_flops={"bf16": 95e12},
+        bandwidth=820 * GIB / 2,
+        link=384 * GIB / 2,
+        network=800e9 / 8 / 32,
+    ),
+    "trn2": replace(
+        NEURON,
+        memory_bytes=24 * GIB,
+        peak_flops={"bf16": 166.8e12},
+        bandwidth=2.9e12 / 4,
+        link=1.28e12 / 4,
+        network=3200e9 / 8 / 64,
+    ),
+    "trn3": replace(
+        NEURON,
+        memory_bytes=36 * GIB,
+        peak_flops={"bf16": 167.8e12},
+        bandwidth=4.9e12 / 4,
+        link=2.56e12 / 4,
+        network=12800e9 / 8 / 64,
+    ),
+    "h100": replace(
+        CUDA,
+        memory_bytes=80 * 10**9,
+        peak_flops={"bf16": 989e12, "float32": 67e12},
+        bandwidth=3.35e12,
+        link=450e9,
+        network=400e9 / 8,
+    ),
+    "h200": replace(
+        CUDA,
+        memory_bytes=141 * 10**9,
+        peak_flops={"bf16": 989e12, "float32": 67e12},
+        bandwidth=4.8e12,
+        link=450e9,
+        network=400e9 / 8,
+    ),
+}
+KINDS = {"cpu": CPU, "cuda": CUDA, "neuron": ACCELERATORS["trn2"]}  # the first that the native stack is for
 
 
-def resolve(kind: str) -> Device:
-    """The device of a profile's `cluster.device`, with figures where they are known.
+def resolve(kind: str, accelerator: str | None = None) -> Device:
+    """The device of a profile's `cluster.device`, with the figures of its `cluster.accelerator`, or of the card that is here.
 
     Raises:
-        ValueError: an unknown kind.
+        ValueError: an unknown kind or accelerator.
     """
     if kind not in KINDS:
         raise ValueError(f"device {kind!r} is not one of {', '.join(KINDS)}")
-    if kind == "cuda" and torch.cuda.is_available() and "H200" in torch.cuda.get_device_name():
-        return H200
-    return KINDS[kind]
+    if accelerator is None and kind == "cuda" and torch.cuda.is_available():
+        card = torch.cuda.get_device_name().lower()
+        accelerator = next((name for name in ACCELERATORS if name in card), None)
+        if accelerator is None:
+            return replace(CUDA, memory_bytes=torch.cuda.get_device_properties().total_memory)
+    if accelerator is None:
+        return KINDS[kind]
+    if accelerator not in ACCELERATORS or ACCELERATORS[accelerator].type != kind:
+        known = [name for name, device in ACCELERATORS.items() if device.type == kind]
+        raise ValueError(f"accelerator {accelerator!r} of device {kind!r} is not one of {', '.join(known)}")
+    return ACCELERATORS[accelerator]
 
 
 def has_fused_adamw(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from profiles.model import neighbours
 from profiles.schema import Profile
 
 CPU_PROCESSES = 16
+ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200"), "neuron": ("trn1", "trn2", "trn3")}
 # Keys of which the programs honour one value so far: another one is refused, since to ignore it would be to mislead.
 ONE_VALUE = {
     "init.from": None,
@@ -48,9 +49,19 @@ def check(profile: Profile) -> None:
         _schedule,
         _vocabulary,
         _files,
-        _honoured,
     ):
         rule(profile)
+
+
+def check_start(profile: Profile) -> None:
+    """Refuse what can be planned on this machine but not started from it.
+
+    Raises:
+        ProfileError: the first such thing.
+    """
+    if profile.cluster.launcher == "slurm" and shutil.which("sbatch") is None:
+        raise ProfileError("cluster.launcher", "slurm", "this machine has no sbatch", ["local"])
+    _honoured(profile)
 
 
 def tensor_degrees(heads: int, kv_heads: int) -> list[int]:
@@ -60,8 +71,10 @@ def tensor_degrees(heads: int, kv_heads: int) -> list[int]:
 
 def _cluster(profile: Profile) -> None:
     cluster = profile.cluster
-    if cluster.launcher == "slurm" and shutil.which("sbatch") is None:
-        raise ProfileError("cluster.launcher", "slurm", "this machine has no sbatch", ["local"])
+    if cluster.accelerator is not None and cluster.accelerator not in ACCELERATORS[cluster.device]:
+        reason = f"is no model of device {cluster.device}"
+        valid = ACCELERATORS[cluster.device] or ["null"]
+        raise ProfileError("cluster.accelerator", cluster.accelerator, reason, valid)
     if cluster.launcher == "local" and cluster.nodes > 1:
         raise ProfileError("cluster.nodes", cluster.nodes, "the local launcher is for one node", [1])
     if cluster.launcher == "local" and cluster.device == "cpu" and cluster.devices_per_node > CPU_PROCESSES:

@@ -17,13 +17,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from profiles import text
-from profiles.check import check
+from profiles.check import check, check_start
 from profiles.errors import ProfileError
 from profiles.model import canonical, from_config_json
 from profiles.refusals import refusal
 from profiles.schema import Profile
 
-__all__ = ["check", "dump", "load", "names"]
+__all__ = ["check", "check_start", "dump", "load", "names"]
 
 SHIPPED = Path(__file__).parent
 

@@ -187,6 +187,12 @@ class Cluster(Section):
     nodes: Count = Field(1, description="number of machines")
     devices_per_node: Count = Field(1, description="devices, and so processes, on each")
     device: Literal["cpu", "cuda", "neuron"] = Field(description="kind of device; never guessed")
+    accelerator: Literal["trn1", "trn2", "trn3", "h100", "h200"] | None = Field(
+        None, description="model of the device, whose memory and speed planning counts with"
+    )
+    node_price: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="price of a node an hour, in any currency, for planning"
+    )
     work_dir: str | None = Field(None, min_length=1, description="folder for runs where the store is on S3")
     threads: Count | None = Field(
         None, description="torch threads a process on CPUs; null: its share of the cores"

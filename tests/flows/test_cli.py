@@ -24,7 +24,6 @@ from tests.flows.micro import settings
             ("tokenizer.vocabulary_size = 999", "larger than model.vocab_size", "300"),
         ),
         ("train.steps=many", ("train.steps = many", "is not a whole number")),
-        ("init.from=some/repository", ("init.from = some/repository", "not")),
     ],
 )
 @pytest.mark.parametrize("subcommand", ["plan", "run"])

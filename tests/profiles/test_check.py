@@ -21,6 +21,14 @@ def refused(*overrides) -> ProfileError:
     return caught.value
 
 
+def not_started(*overrides) -> ProfileError:
+    """Of a profile that can be planned."""
+    accepted(*overrides)
+    with pytest.raises(ProfileError) as caught:
+        resolve.check_start(resolve.load("tiny", overrides))
+    return caught.value
+
+
 def accepted(*overrides) -> None:
     resolve.check(resolve.load("tiny", overrides))
 
@@ -181,12 +189,18 @@ def test_pipelines_are_accepted_exactly_where_the_library_can_run_them():
     assert len(found) == 2 * len(SCHEDULES)
 
 
-def test_slurm_needs_sbatch(monkeypatch, tmp_path):
+def test_slurm_needs_sbatch_to_start_but_not_to_plan(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert refused("cluster.launcher=slurm").choices == ("local",)
+    assert not_started("cluster.launcher=slurm", "cluster.nodes=2").choices == ("local",)
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
-    assert "sbatch" not in refused("cluster.launcher=slurm", "cluster.nodes=2").reason
+    assert "sbatch" not in not_started("cluster.launcher=slurm", "cluster.nodes=2").reason
+
+
+def test_an_accelerator_is_of_the_clusters_kind_of_device():
+    assert refused("cluster.accelerator=trn1").choices == ("null",)
+    assert refused("cluster.device=cuda", "cluster.accelerator=trn1").choices == ("h100", "h200")
+    accepted("cluster.device=neuron", "cluster.accelerator=trn1")
 
 
 def test_files_that_are_there_are_accepted(tmp_path):
@@ -215,7 +229,7 @@ def test_what_lies_elsewhere_is_not_looked_for_here(source):
     ],
 )
 def test_what_would_be_ignored_is_refused(override, choice):
-    error = refused(override)
+    error = not_started(override)
     assert error.key == override.partition("=")[0]
     assert error.choices == (choice,)
 
