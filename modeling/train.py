@@ -40,13 +40,20 @@ def main(arguments: list[str] | None = None) -> int:
         "--graphs", type=Path, help="folder of the graphs artifact; without it training is eager"
     )
     parser.add_argument("--weights", type=Path, help="checkpoint folder to start the weights from")
+    parser.add_argument(
+        "--attempt", type=int, help="this start's number; checkpoints count while RUN/attempt says the same"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
     stop = Interrupt()
     graphs = unpack(options.graphs, options.run_folder) if options.graphs else None
-    with Program(profile, graphs) as program:
-        return train(program, options, stop)
+    try:
+        with Program(profile, graphs) as program:
+            return train(program, options, stop)
+    except checkpoint.Superseded as reason:
+        log.error(reason)
+        return 1
 
 
 def train(program: Program, options: argparse.Namespace, stop: Interrupt) -> int:
@@ -114,7 +121,7 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt) -> int
             or step == settings.steps
             or (profile.checkpoint.every and step % profile.checkpoint.every == 0)
         ):
-            save(program, options.run_folder, optimizer, step)
+            save(program, options, optimizer, step)
         if stopping:
             log.info(f"interrupted: saved step {step}, to be resumed from there")
             break
@@ -165,12 +172,12 @@ def say(optimizer: ZeRO1, text: str) -> None:
         log.info(text)
 
 
-def save(program: Program, run: Path, optimizer: ZeRO1, step: int) -> None:
+def save(program: Program, options: argparse.Namespace, optimizer: ZeRO1, step: int) -> None:
     """Write checkpoints/step_<n>, then remove what retention does not keep."""
-    profile, folder = program.profile, run / "checkpoints"
+    profile, folder = program.profile, options.run_folder / "checkpoints"
     consumed = step * profile.train.global_batch_size
     about = {"step": step, "consumed_samples": consumed, "profile": profile.model_dump(mode="json")}
-    checkpoint.save(folder / f"step_{step}", optimizer, about)
+    checkpoint.save(folder / f"step_{step}", optimizer, about, lambda: require_current(options))
     if not program.leader:
         return
     saved = dict(checkpoint.complete(folder))
@@ -180,6 +187,17 @@ def save(program: Program, run: Path, optimizer: ZeRO1, step: int) -> None:
     for old in set(saved) - keep:
         (saved[old] / checkpoint.MARKER).unlink()  # first, so that half of it never counts
         shutil.rmtree(saved[old])
+
+
+def require_current(options: argparse.Namespace) -> None:
+    """Raise `Superseded` where a later attempt has begun: a rank cut off from its launcher may still be running."""
+    if options.attempt is None:
+        return
+    current = int((options.run_folder / "attempt").read_text())
+    if current != options.attempt:
+        raise checkpoint.Superseded(
+            f"attempt {options.attempt} ends: attempt {current} has taken over the run"
+        )
 
 
 class Interrupt:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +103,19 @@ def boxes_of(pieces: Iterable[tuple[Piece, dict[str, Tensor]]], states: Iterable
     return made
 
 
-def save(folder: Path, optimizer: ZeRO1, about: dict[str, Any]) -> None:
+class Superseded(RuntimeError):
+    """Another writer has taken over the run: this one must leave nothing behind that counts."""
+
+
+def save(
+    folder: Path, optimizer: ZeRO1, about: dict[str, Any], allowed: Callable[[], None] = lambda: None
+) -> None:
     """Write a checkpoint; all ranks call it. What was there without a marker is replaced.
 
     Args:
         folder: of this checkpoint; on a shared file system where there are several nodes.
         about: JSON values to go into the marker: step, samples consumed, the profile.
+        allowed: rank 0 calls it right before the marker is written; it raises `Superseded` where it may not be.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
@@ -127,6 +134,7 @@ def save(folder: Path, optimizer: ZeRO1, about: dict[str, Any]) -> None:
         about = {**about, "optimizer_steps": optimizer.steps, "torch": torch.__version__}
         temporary = folder / f".{MARKER}"
         temporary.write_text(json.dumps(about, indent=1))
+        allowed()
         os.replace(temporary, folder / MARKER)
     _barrier()
 

@@ -1,7 +1,7 @@
 """Training: runs `modeling.train` on the profile's cluster, in the run's folder, and sees it to its last step.
 
-An attempt that fails leaves its checkpoints, and the next one resumes from the newest complete one. The artifact points
-to the last checkpoint.
+An attempt that fails leaves its checkpoints, and the next one resumes from the newest complete one. Attempts are numbered,
+RUN/attempt says which one is current, and no other's checkpoints are completed. The artifact points to the last checkpoint.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ def run(
         found = runs.find(store, KIND, key, folder)
         if found:
             return found
-        execute(create(profile.cluster.launcher), job, watch_all)
+        launcher = create(profile.cluster.launcher)
+        numbered = job.extended("--attempt", str(runs.attempt(folder)))
+        if launcher.find(numbered) is None:
+            numbered = job.extended("--attempt", str(runs.next_attempt(folder)))
+        execute(launcher, numbered, watch_all)
         steps = profile.train.steps
         if steps not in runs.checkpoints(folder):
             raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")

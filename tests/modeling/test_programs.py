@@ -74,6 +74,17 @@ def test_sigterm_leaves_a_checkpoint_and_the_rest_is_the_same(undisturbed, datas
     assert micro.losses(run) == micro.losses(undisturbed)
 
 
+def test_an_attempt_that_another_has_followed_completes_no_checkpoint(dataset, tmp_path):
+    run = micro.run_folder(tmp_path / "superseded")
+    (run / "attempt").write_text("3")
+    arguments = ("train", "--run-folder", run, "--dataset", dataset, "--attempt")
+    log = micro.finish(micro.start(*arguments, "2"), code=1)
+    assert "attempt 2 ends: attempt 3 has taken over the run" in log
+    assert list((run / "checkpoints").glob("*/complete.json")) == []
+    micro.finish(micro.start(*arguments, "3"))
+    assert (run / "checkpoints/step_12/complete.json").exists()
+
+
 def test_another_topology_continues_the_run(undisturbed, dataset, tmp_path):
     run = micro.run_folder(tmp_path / "moved", "train.steps=12")
     (run / "checkpoints").mkdir()

@@ -132,6 +132,16 @@ def test_without_its_marker_it_does_not_count(tmp_path):
         checkpoint.load(tmp_path / "step_30", small())
 
 
+def test_a_writer_that_is_superseded_completes_nothing(tmp_path):
+    def refuse():
+        raise checkpoint.Superseded("attempt 2 has taken over")
+
+    checkpoint.save(tmp_path / "step_1", small(), {})
+    with pytest.raises(checkpoint.Superseded):
+        checkpoint.save(tmp_path / "step_2", small(), {}, refuse)
+    assert [step for step, _ in checkpoint.complete(tmp_path)] == [1]
+
+
 def test_saving_again_replaces_what_was_there(tmp_path):
     checkpoint.save(tmp_path / "step_1", small(steps=1), {"step": 1})
     checkpoint.save(tmp_path / "step_1", again := small(steps=2), {"step": 1})
