@@ -74,7 +74,7 @@ def line(rows: list[dict[str, Any]], steps: int) -> str:
     ]
     if row.get("mfu") is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
-    if row["step"] < steps:
+    if row["step"] < steps and len(rows) > 1:  # the first step warms up and tells nothing
         left = (steps - row["step"]) * median(entry["step_seconds"] for entry in rows)
         parts.append(f"{duration(left)} left")
     return "  ".join(parts)

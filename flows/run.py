@@ -21,7 +21,6 @@ from flows import console
 from flows.server import QUIET, serving
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.text import duration
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +87,7 @@ def prefect_api(log_file: Path) -> Iterator[None]:
 
 
 def show(terminal: Console, result: dict[str, Any]) -> None:
-    """The table at the end: the steps, then where things are."""
-    rows = [
-        (step["step"], step["how"], duration(step["seconds"]) if step["how"] == "done" else "")
-        for step in result["steps"]
-    ]
-    terminal.print()
-    terminal.print(console.table(("step", "", "took"), rows, numbers=("took",)))
+    """What it came to and where things are."""
     terminal.print()
     facts = {
         "validation loss": f"{result['validation_loss']:.4f}",

@@ -21,8 +21,9 @@ from pathlib import Path
 
 START_TIMEOUT = 120.0  # seconds; the first start on a slow disk makes a database
 
-# What Prefect reads at its import. No telemetry: it would also hold up the start where there is no network.
-QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+# What Prefect reads at its import, as server and as client. No telemetry: it would also hold up the start where there is
+# no network, and print a notice into the live line.
+QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 
 
 @contextlib.contextmanager
