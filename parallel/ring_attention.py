@@ -188,10 +188,10 @@ def _backward(
     causal: bool,
     scale: float,
     kernel: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     ring, block = mesh.registered(axis, size), attention_kernels.kernel(kernel)
     kv = torch.stack((k, v))  # (2, b, k, s/c, d)
-    dq = torch.zeros_like(out, dtype=lse.dtype)
+    dq = torch.empty_like(out, dtype=lse.dtype)
     arriving: Tensor | None = None
     for step, (source, rows, keys, square) in enumerate(_steps(ring, q.shape[2], causal)):
         if step + 1 < size:
@@ -204,7 +204,10 @@ def _backward(
         for part, columns, (part_q, part_k, part_v) in attention_tiles.backward(
             block, *known, *kv[:, :, :, keys].unbind(), *final, square, scale, seen
         ):
-            own_dq[:, :, part] += part_q
+            if step == 0:  # with itself, so every query is in a tile
+                own_dq[:, :, part] = part_q
+            else:
+                own_dq[:, :, part] += part_q
             dk[:, :, columns] += part_k
             dv[:, :, columns] += part_v
         if step == 0:
@@ -217,13 +220,12 @@ def _backward(
             kv = collectives.wait(following)
     if arriving is not None:
         own += collectives.wait(arriving)
-    dk, dv = (x.to(k.dtype, copy=True) for x in own)  # an operator's results share no memory
-    return dq.to(q.dtype), dk, dv
+    return dq.to(q.dtype), own.to(k.dtype)
 
 
 @_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(out), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(out), k.new_empty(2, *k.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -233,7 +235,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, documents = ctx.saved_tensors
-    return *_backward(grad, q, k, v, out, lse, documents, *ctx.settings), *(None,) * (1 + len(ctx.settings))
+    dq, dkv = _backward(grad, q, k, v, out, lse, documents, *ctx.settings)
+    return dq, *dkv.unbind(), *(None,) * (1 + len(ctx.settings))
 
 
 _ring.register_autograd(_differentiate, setup_context=_keep)
