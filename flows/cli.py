@@ -61,6 +61,15 @@ def parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--port", type=int, default=4200, help="of the UI and the API (default: 4200)")
 
+    convert = _command(
+        commands,
+        "convert",
+        _convert,
+        "convert a checkpoint to another kind, or compare two",
+        "trainshed convert ./nxd-shards ./model --to hf --config ./config.json --nxd-layout trn1",
+    )
+    _conversion(convert)
+
     profiles = _command(
         commands, "profiles", _profiles, "list the profiles that come with Trainshed", "trainshed profiles"
     )
@@ -90,6 +99,40 @@ def _profile(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _conversion(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "source",
+        help="a checkpoint: Hugging Face (folder, file, hub repository, s3://), NxD shards, Trainshed, or a run's folder",
+    )
+    command.add_argument("destination", help="the folder to write; with --verify alone, the other checkpoint")
+    command.add_argument("--to", choices=("hf", "nxd", "trainshed"), help="kind of checkpoint to write")
+    command.add_argument(
+        "--verify", action="store_true", help="compare source and destination tensor by tensor"
+    )
+    command.add_argument("--revision", help="commit, tag or branch of a hub repository")
+    command.add_argument(
+        "--config", metavar="FILE_OR_FOLDER", help="the model's config.json, which NxD shards lack"
+    )
+    for name, what in (("tensor", "tensor-parallel degree"), ("pipeline", "pipeline stages")):
+        command.add_argument(
+            f"--{name}", type=int, default=1, metavar="N", help=f"{what} to write for (default: 1)"
+        )
+    command.add_argument(
+        "--nxd-layout",
+        choices=("trn1", "trn2"),
+        help="of NxD shards; must be said where ranks share KV heads",
+    )
+    command.add_argument(
+        "--nxd-qkv",
+        choices=("separate", "fused", "coalesced"),
+        help="how Q, K and V lie in written NxD shards (default: coalesced where each query head has its KV head)",
+    )
+    command.add_argument(
+        "--budget", type=int, default=512, metavar="MB", help="memory for tensors under way (default: 512)"
+    )
+    _json(command)
+
+
 def _json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON document on standard output")
 
@@ -108,6 +151,12 @@ def _plan(options: argparse.Namespace) -> int:
     from flows.plan import show
 
     return show(profile, as_json=options.json)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from flows.convert import run
+
+    return run(options)
 
 
 def _up(options: argparse.Namespace) -> int:

@@ -32,8 +32,13 @@ def is_folder(source: str) -> bool:
     return "://" in source or source[:1] in "./~" or source.count("/") > 1 or Path(source).is_dir()
 
 
-def hub_commit(repository: str, revision: str | None, token: str | None) -> str:
+def hub_commit(
+    repository: str, revision: str | None, token: str | None, key: str = "tokenizer.source"
+) -> str:
     """The commit that a revision of a hub repository means now; a commit means itself, with no request.
+
+    Args:
+        key: what to call the repository where it is refused.
 
     Raises:
         ProfileError: no such repository or revision, or one that this token may not read.
@@ -42,7 +47,7 @@ def hub_commit(repository: str, revision: str | None, token: str | None) -> str:
         return revision
     from huggingface_hub import HfApi
 
-    with _hub_errors(repository, revision):
+    with hub_errors(key, repository, revision):
         return HfApi(token=token).model_info(repository, revision=revision).sha
 
 
@@ -55,7 +60,7 @@ def fetch_hub(repository: str, commit: str, token: str | None, into: Path) -> No
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
 
-    with _hub_errors(repository, commit):
+    with hub_errors("tokenizer.source", repository, commit):
         snapshot_download(
             repository,
             revision=commit,
@@ -100,17 +105,19 @@ def _list(source: str) -> tuple[Any, list[str]]:
 
 
 @contextmanager
-def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
-    """Turns the hub's refusals into the profile's."""
+def hub_errors(key: str, repository: str, revision: str | None) -> Iterator[None]:
+    """Turns the hub's refusals of what a key names into the profile's."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         yield
     except GatedRepoError:  # a kind of the next
         reason = "is gated: accept its terms on the hub, and set HF_TOKEN to a token of that account"
-        raise ProfileError("tokenizer.source", repository, reason) from None
+        raise ProfileError(key, repository, reason) from None
     except RepositoryNotFoundError:
         reason = "is no folder here and no repository on the hub, or a private one that needs HF_TOKEN"
-        raise ProfileError("tokenizer.source", repository, reason) from None
+        raise ProfileError(key, repository, reason) from None
     except RevisionNotFoundError:
-        raise ProfileError("tokenizer.revision", revision, f"{repository} has no such revision") from None
+        section = key.rpartition(".")[0]
+        where = f"{section}.revision" if section else "--revision"
+        raise ProfileError(where, revision, f"{repository} has no such revision") from None

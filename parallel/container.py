@@ -1,0 +1,201 @@
+"""The container of checkpoints, torch.distributed.checkpoint's (DCP's) folder, item by item: read in place, written in order.
+
+A folder holds `*.distcp` files of items one after another, each one torch.save of a box of a global tensor, and `.metadata`,
+a pickle that says what lies where. `Reader` takes from that pickle what DCP puts there and refuses all else. `views` maps items
+into memory: nothing is read until a slice is. `write_file` and `write_metadata` make a container from one process with as many
+files as wanted, so that what a rank will need can lie in one file, in its order.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
+
+# All that a `.metadata` of tensors is made of.
+_KNOWN = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )),
+    *(("torch", name) for name in ("Size", "float32", "bfloat16", "float16", "float64", "int64")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),  # of the folder it was written to
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # as Python 3.13 has it
+            module = "pathlib"
+        if (module, name) not in _KNOWN:
+            raise ValueError(f"{module}.{name} does not belong into a checkpoint's metadata")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The container's table of contents, unpickled from DCP's own classes alone.
+
+    Raises:
+        ValueError: it is missing or damaged, or holds anything else.
+    """
+    path = folder / ".metadata"
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file).load()
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is no checkpoint: .metadata is missing") from None
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise ValueError(f"{path} is refused: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise ValueError(f"{path} is refused: it is no metadata of a checkpoint")
+    return metadata
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader of a folder, with `read_metadata`."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+@dataclass(frozen=True)
+class View:
+    """One item: the box of a global tensor that it is, and how to map it into memory."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    open: Callable[[], Tensor]
+
+
+def views(folder: Path, prefix: str) -> dict[str, tuple[torch.dtype, tuple[int, ...], list[View]]]:
+    """Type, global shape and items of every global tensor that is stored as `<prefix>.<name>`.
+
+    Raises:
+        ValueError: the metadata is refused; an item that is not there.
+    """
+    metadata = read_metadata(folder)
+    found = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        if not key.startswith(f"{prefix}.") or not isinstance(stored, TensorStorageMetadata):
+            continue
+        items = []
+        for chunk in stored.chunks:
+            info = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
+            if info is None or Path(info.relative_path).name != info.relative_path:
+                raise ValueError(f"{folder}: no file holds {key} at {tuple(chunk.offsets)}")
+            path = folder / info.relative_path
+            items.append(
+                View(tuple(chunk.offsets), tuple(chunk.sizes), _opener(path, info, tuple(chunk.sizes)))
+            )
+        found[key.removeprefix(f"{prefix}.")] = (stored.properties.dtype, tuple(stored.size), items)
+    return found
+
+
+def _opener(path: Path, info: _StorageInfo, sizes: tuple[int, ...]) -> Callable[[], Tensor]:
+    def opened() -> Tensor:
+        try:
+            # In this mode torch.load gives the tensor's form and where its bytes lie, not the bytes.
+            with path.open("rb") as file, FakeTensorMode():
+                form = torch.load(_create_file_view(file, info.offset, info.length), weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} is damaged at byte {info.offset}: {error}") from error
+        if tuple(form.shape) != sizes:
+            raise ValueError(f"{path}: the item at byte {info.offset} is not of shape {sizes}")
+        start = info.offset + form.untyped_storage()._checkpoint_offset
+        whole = _mapped(path)
+        stop = start + form.untyped_storage().nbytes()
+        if stop > whole.nbytes():
+            raise ValueError(f"{path} ends within the item at byte {info.offset}")
+        flat = torch.empty(0, dtype=form.dtype).set_(whole[start:stop])
+        return flat.as_strided(form.shape, form.stride(), form.storage_offset())
+
+    return opened
+
+
+@lru_cache(maxsize=256)
+def _mapped(path: Path) -> torch.UntypedStorage:
+    return torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A box of a global tensor to be written.
+
+    Attributes:
+        name: of the global tensor, with its prefix.
+        shape: of the global tensor.
+        offsets, sizes: the box.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where an item lies; JSON values all."""
+
+    item: Item
+    dtype: str
+    file: str
+    offset: int
+    length: int
+
+
+def write_file(path: Path, items: Iterable[tuple[Item, Tensor]]) -> list[Written]:
+    """Write one file of items in their order; tensors are taken one at a time."""
+    written = []
+    with path.open("wb") as file:
+        for item, tensor in items:
+            assert tuple(tensor.shape) == item.sizes
+            offset = file.tell()
+            buffer = io.BytesIO()
+            torch.save(tensor.contiguous(), buffer)
+            file.write(buffer.getbuffer())
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            written.append(Written(item, dtype, path.name, offset, file.tell() - offset))
+    return written
+
+
+def write_metadata(folder: Path, written: Iterable[Written]) -> None:
+    """Write `.metadata` for the files that are there."""
+    state: dict[str, TensorStorageMetadata] = {}
+    results = []
+    for each in written:
+        item = each.item
+        properties = TensorProperties(dtype=getattr(torch, each.dtype))
+        known = state.setdefault(item.name, TensorStorageMetadata(properties, torch.Size(item.shape), []))
+        known.chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
+        info = _StorageInfo(each.file, each.offset, each.length)
+        results.append(WriteResult(MetadataIndex(item.name, item.offsets), each.length, info))
+    writer = dcp.FileSystemWriter(folder)
+    writer.set_up_storage_writer(True)
+    writer.finish(Metadata(state), [results])
