@@ -36,12 +36,11 @@ def run(given: argparse.Namespace) -> int:
                 record = convert(source, destination, options, given.source)
                 facts |= {name: value for name, value in record.items() if name != "job"}
             if given.verify:
-                one = sources.read(source, options.config, options.nxd_layout)
+                one = sources.read(sources.locate(source), options.config, options.nxd_layout)
                 # What we write is in the trn1 layout, whatever the source was in.
                 layout = "trn1" if given.to else options.nxd_layout
-                found = differences(
-                    one, sources.read(destination, options.config, layout), options.slice_bytes
-                )
+                other = sources.read(sources.locate(destination), options.config, layout)
+                found = differences(one, other, options.slice_bytes)
                 if found:
                     say(f"trainshed: {len(found)} of {len(one.shapes)} tensors differ")
                     say("\n".join(found))

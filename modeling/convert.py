@@ -77,7 +77,7 @@ def convert(source: Path, destination: Path, options: Options, name: str | None 
     """Convert a checkpoint; returns the record: kind, tensors, bytes, files with their sizes and hashes.
 
     Args:
-        source: file or folder.
+        source: file or folder; of a run's folder its newest complete checkpoint is taken.
         destination: folder; new, empty, or of the same conversion, which is gone on with.
         name: of the source, for the record.
 
@@ -85,6 +85,7 @@ def convert(source: Path, destination: Path, options: Options, name: str | None 
         ProfileError: an option that cannot be.
         ValueError: a source that is refused or damaged.
     """
+    source = sources.locate(source)
     weights = sources.read(source, options.config, options.nxd_layout, trained=options.to != "trainshed")
     files = files_of(weights, options)
     size = sum(file.nbytes for file in files)

@@ -19,6 +19,7 @@ from modeling import names, torch_files
 from modeling.files import Entry, FilledFile
 from modeling.torch_files import Stored
 from modeling.weights import Part, Weights, shapes
+from parallel.container import stamp
 from profiles.model import Model, to_config_json
 
 SHARD_BYTES = 5 * 10**9
@@ -99,7 +100,7 @@ def _ours(place: names.Stored, stored: Stored) -> Tensor:
 
 def _safetensors(path: Path) -> dict[str, Stored]:
     try:
-        opened = _open(path)
+        opened = _open(path, stamp(path))
         found = {}
         for name in opened.keys():  # noqa: SIM118  it is no mapping
             tensor = opened.get_tensor(name)  # a view of the mapped file
@@ -112,14 +113,14 @@ def _safetensors(path: Path) -> dict[str, Stored]:
 
 
 @lru_cache(maxsize=torch_files.OPEN_FILES)
-def _open(path: Path):  # noqa: ANN202  safetensors has no name for it
+def _open(path: Path, _: tuple[int, int, int]):  # noqa: ANN202  safetensors has no name for it
     from safetensors import safe_open
 
     return safe_open(path, "pt")
 
 
 def _tensor(path: Path, name: str) -> Tensor:
-    return _open(path).get_tensor(name)
+    return _open(path, stamp(path)).get_tensor(name)
 
 
 def entries(weights: Weights) -> Iterator[Entry]:

@@ -13,8 +13,14 @@ from profiles.errors import ProfileError
 from profiles.model import Model, from_config_json
 
 
+def locate(source: Path) -> Path:
+    """The checkpoint itself: of a run's folder its newest complete one, of anything else what was named."""
+    saved = list(checkpoint.complete(source / "checkpoints"))
+    return saved[-1][1] if saved else source
+
+
 def read(source: Path, config: Path | None, layout: Layout | None, trained: bool = True) -> Weights:
-    """The weights of a checkpoint of whatever kind; of a run's folder, its newest complete checkpoint's.
+    """The weights of a checkpoint of whatever kind, at a place that `locate` gave.
 
     Args:
         config: config.json of the model or its folder, in place of the source's own; needed where that has none.
@@ -26,11 +32,9 @@ def read(source: Path, config: Path | None, layout: Layout | None, trained: bool
         ValueError: it is refused or damaged.
     """
     model = read_config(config) if config else None
-    saved = list(checkpoint.complete(source / "checkpoints"))
-    folder = saved[-1][1] if saved else source
-    if (folder / checkpoint.MARKER).is_file():
-        own, dtype = native.describe(folder)
-        return native.read(folder, model or own, dtype if trained else None)
+    if (source / checkpoint.MARKER).is_file():
+        own, dtype = native.describe(source)
+        return native.read(source, model or own, dtype if trained else None)
     if shards := nxd_files.find(source):
         if model is None:
             reason = "is missing: NxD's shards do not say what model they are of; name its config.json or the folder of that"

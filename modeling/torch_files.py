@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.container import stamp
+
 OPEN_FILES = 256
 _ONE_AT_A_TIME = threading.Lock()  # which classes torch.load lets through is a setting of the process
 log = logging.getLogger("trainshed")
@@ -85,8 +87,15 @@ def _referred(path: Path, name: str, reference: TensorReference) -> Tensor:
     return tensor
 
 
-@lru_cache(maxsize=OPEN_FILES)
 def _load(path: Path) -> Any:
+    try:
+        return _loaded(path, stamp(path))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _loaded(path: Path, _: tuple[int, int, int]) -> Any:
     known = [(TensorReference, "torch_xla.utils.serialization.TensorReference")]
     try:
         with _ONE_AT_A_TIME, torch.serialization.safe_globals(known):
@@ -101,8 +110,6 @@ def _load(path: Path) -> Any:
                 path.stat().st_size >> 20,
             )
             return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         what = f"it would run {found[1]}" if found else "it is no plain pickle of tensors"

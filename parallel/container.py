@@ -12,7 +12,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -111,36 +111,46 @@ def views(folder: Path, prefix: str) -> dict[str, tuple[torch.dtype, tuple[int, 
                 raise ValueError(f"{folder}: no file holds {key} at {tuple(chunk.offsets)}")
             path = folder / info.relative_path
             items.append(
-                View(tuple(chunk.offsets), tuple(chunk.sizes), _opener(path, info, tuple(chunk.sizes)))
+                View(
+                    tuple(chunk.offsets),
+                    tuple(chunk.sizes),
+                    partial(_open, path=path, info=info, sizes=tuple(chunk.sizes)),
+                )
             )
         found[key.removeprefix(f"{prefix}.")] = (stored.properties.dtype, tuple(stored.size), items)
     return found
 
 
-def _opener(path: Path, info: _StorageInfo, sizes: tuple[int, ...]) -> Callable[[], Tensor]:
-    def opened() -> Tensor:
-        try:
-            # In this mode torch.load gives the tensor's form and where its bytes lie, not the bytes.
-            with path.open("rb") as file, FakeTensorMode():
-                form = torch.load(_create_file_view(file, info.offset, info.length), weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{path} is damaged at byte {info.offset}: {error}") from error
-        if tuple(form.shape) != sizes:
-            raise ValueError(f"{path}: the item at byte {info.offset} is not of shape {sizes}")
-        start = info.offset + form.untyped_storage()._checkpoint_offset
-        whole = _mapped(path)
-        stop = start + form.untyped_storage().nbytes()
-        if stop > whole.nbytes():
-            raise ValueError(f"{path} ends within the item at byte {info.offset}")
-        flat = torch.empty(0, dtype=form.dtype).set_(whole[start:stop])
-        return flat.as_strided(form.shape, form.stride(), form.storage_offset())
+def _open(path: Path, info: _StorageInfo, sizes: tuple[int, ...]) -> Tensor:
+    """An item in its file, mapped."""
+    try:
+        # In this mode torch.load gives the tensor's form and where its bytes lie, not the bytes.
+        with path.open("rb") as file, FakeTensorMode():
+            form = torch.load(_create_file_view(file, info.offset, info.length), weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is damaged at byte {info.offset}: {error}") from error
+    if tuple(form.shape) != sizes:
+        raise ValueError(f"{path}: the item at byte {info.offset} is not of shape {sizes}")
+    start = info.offset + form.untyped_storage()._checkpoint_offset
+    whole = _mapped(path, stamp(path))
+    stop = start + form.untyped_storage().nbytes()
+    if stop > whole.nbytes():
+        raise ValueError(f"{path} ends within the item at byte {info.offset}")
+    flat = torch.empty(0, dtype=form.dtype).set_(whole[start:stop])
+    return flat.as_strided(form.shape, form.stride(), form.storage_offset())
 
-    return opened
+
+def stamp(path: Path) -> tuple[int, int, int]:
+    """What changes when a file does: its number, size and time."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 @lru_cache(maxsize=256)
-def _mapped(path: Path) -> torch.UntypedStorage:
-    return torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+def _mapped(path: Path, stamp: tuple[int, int, int]) -> torch.UntypedStorage:
+    return torch.UntypedStorage.from_file(str(path), False, stamp[1])
 
 
 @dataclass(frozen=True)

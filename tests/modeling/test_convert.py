@@ -1,0 +1,281 @@
+"""Conversion of whole checkpoints: every form of Hugging Face's, interruption, damage, memory."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from modeling import convert as program
+from modeling import huggingface, journal, native, sources
+from modeling.compare import differences
+from modeling.convert import Options, convert
+from parallel import container
+from profiles.errors import ProfileError
+from tests.modeling import nxd_shards as by_hand
+
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": 101}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
+    "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+    "llama, biases": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True)),
+    "gpt": lambda: GPT2LMHeadModel(GPT2Config(**GPT)),
+    "gpt, untied": lambda: GPT2LMHeadModel(GPT2Config(**GPT, tie_word_embeddings=False)),
+}
+
+
+def save(model, folder: Path, **options) -> Path:
+    """A Hugging Face folder with random weights, biases too."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+@pytest.fixture
+def llama(tmp_path) -> Path:
+    return save(MODELS["llama"](), tmp_path / "hf")
+
+
+def same(one: Path, other: Path) -> bool:
+    return not differences(sources.read(one, None, None), sources.read(other, None, None), 1 << 20)
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_from_hugging_face_to_a_topology_and_back(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)  # so that there are several files, with an index
+    monkeypatch.setattr(native, "FILE_BYTES", 20_000)
+    source = save(make(), tmp_path / "hf", max_shard_size="20KB")
+    expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    for name, degrees in {"whole": {}, "split": {"tensor": 4, "pipeline": 2}}.items():
+        convert(source, tmp_path / name, Options("trainshed", **degrees))
+        convert(tmp_path / name, tmp_path / f"back-{name}", Options("hf"))
+        assert (tmp_path / f"back-{name}" / "model.safetensors.index.json").exists()
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / f"back-{name}").state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_checkpoint_split_for_a_topology_has_each_ranks_pieces_in_one_file(llama, tmp_path):
+    convert(llama, tmp_path / "split", Options("trainshed", tensor=4, cuts=(2,)))
+    for name, (_, shape, views) in container.views(tmp_path / "split", "weights").items():
+        files = {view.open.keywords["info"].relative_path for view in views}
+        if "layers.0" in name and name.endswith("gate.weight"):
+            assert len(views) == len(files) == 4
+            assert {view.sizes for view in views} == {(shape[0] // 4, shape[1])}
+            assert files == {f"__{rank}_0.distcp" for rank in range(4)}
+        if (
+            "layers.2" in name and ".qkv.k." in name
+        ):  # two KV heads on four ranks: the first of each pair has it
+            assert files == {"__4_0.distcp", "__6_0.distcp"}
+
+
+BIN_FORMS = {
+    "one file": lambda state, folder: torch.save(state, folder / "pytorch_model.bin"),
+    "torch's oldest format": lambda state, folder: torch.save(
+        state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    ),
+    "the network without its head": lambda state, folder: torch.save(
+        {
+            name.removeprefix("transformer."): tensor
+            for name, tensor in state.items()
+            if "lm_head" not in name
+        },
+        folder / "pytorch_model.bin",
+    ),
+    "with masks of old versions": lambda state, folder: torch.save(
+        state | {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16)}, folder / "pytorch_model.bin"
+    ),
+    "a single file named model": lambda state, folder: save_file(
+        {name: tensor.clone() for name, tensor in state.items()}, folder / "model.safetensors"
+    ),
+}
+
+
+@pytest.mark.parametrize("write", BIN_FORMS.values(), ids=BIN_FORMS.keys())
+def test_other_forms_of_hugging_face(write, tmp_path):
+    source = save(MODELS["gpt"](), tmp_path / "hf")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((source / "config.json").read_text())
+    write(AutoModelForCausalLM.from_pretrained(source).state_dict(), other)
+    assert same(source, other)
+
+
+def test_bin_with_an_index(llama, tmp_path):
+    state = load_file(llama / "model.safetensors")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((llama / "config.json").read_text())
+    index = {}
+    for number, names in enumerate((list(state)[:9], list(state)[9:])):
+        file = f"pytorch_model-{number + 1:05}-of-00002.bin"
+        torch.save({name: state[name] for name in names}, other / file)
+        index |= dict.fromkeys(names, file)
+    (other / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    assert same(llama, other)
+    (other / file).unlink()
+    with pytest.raises(ValueError, match=f"{file} is missing"):
+        sources.read(other, None, None)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda s: s.pop("model.layers.1.mlp.up_proj.weight"),
+            r"missing: layers\.1\.mlp\.gate_up\.up\.weight",
+        ),
+        (lambda s: s.update(extra=torch.ones(2)), "does not have: extra"),
+        (
+            lambda s: s.update({"lm_head.weight": torch.ones(101, 31)}),
+            r"lm_head\.weight is of shape \(101, 31\)",
+        ),
+        (lambda s: s.update({"model.norm.weight": torch.ones(32).int()}), r"norm\.weight is of type int32"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused_by_the_tensors_name(damage, message, llama):
+    state = load_file(llama / "model.safetensors")
+    damage(state)
+    save_file(state, llama / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        sources.read(llama, None, None)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_damaged_file_is_named(name, llama):
+    (llama / "model.safetensors").unlink()
+    (llama / name).write_bytes(b"\x80\x02}q\x00")
+    with pytest.raises(ValueError, match=rf"{name} is damaged|{name} is refused"):
+        sources.read(llama, None, None)
+
+
+def test_a_hostile_bin_and_a_hostile_table_of_contents_are_refused(llama, tmp_path):
+    convert(llama, tmp_path / "trainshed", Options("trainshed"))
+    import pickle
+
+    (tmp_path / "trainshed" / ".metadata").write_bytes(pickle.dumps(by_hand.Hostile(tmp_path / "ran")))
+    with pytest.raises(ValueError, match=r"\.metadata is refused: .* does not belong"):
+        sources.read(tmp_path / "trainshed", None, None)
+    (llama / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": by_hand.Hostile(tmp_path / "ran")}, llama / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is refused: it would run"):
+        sources.read(llama, None, None)
+    assert not (tmp_path / "ran").exists()
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_conversion_goes_on_where_it_stopped(llama, tmp_path, monkeypatch):
+    options = Options("nxd", tensor=4, pipeline=2)
+    convert(llama, tmp_path / "undisturbed", options)
+    target = tmp_path / "nxd"
+    monkeypatch.setattr(program, "WORKERS", 1)
+    noted = journal.Journal.note
+
+    def note(self, name, path, about):
+        if len(self.files) == 3:
+            raise Interrupted
+        noted(self, name, path, about)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal.Journal, "note", note)
+        with pytest.raises(Interrupted):
+            convert(llama, target, options)
+    done = {path: path.stat().st_mtime_ns for path in sorted((target / "model").glob("*.pt"))}
+    assert len(done) == 3
+    damaged = min(done)
+    content = bytearray(damaged.read_bytes())
+    content[-400] ^= 1
+    damaged.write_bytes(content)
+    assert not (target / "conversion.json").exists()
+
+    record = convert(llama, target, options)
+    kept = [path for path in done if path != damaged]
+    assert [path.stat().st_mtime_ns for path in kept] == [done[path] for path in kept]
+    for name, about in record["files"].items():
+        assert (target / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+        assert journal.digest(target / name) == about["sha256"]
+    assert not list(target.rglob("*.partial"))
+    assert convert(llama, target, options) == record  # and a third time there is nothing to do
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(llama, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ProfileError, match=r"DESTINATION = .*something else in it"):
+        convert(llama, tmp_path / "mine", Options("trainshed"))
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options("nxd", tensor=3), "--tensor = 3: does not split 4 query heads.*: 2, 4"),
+        (Options("nxd", pipeline=4), "--pipeline = 4: the model has 3 layers; nearest valid: 3"),
+        (Options("nxd", nxd_qkv="coalesced"), "--nxd-qkv = coalesced.*: separate, fused"),
+    ],
+)
+def test_impossible_destinations_are_refused(options, message, llama, tmp_path):
+    with pytest.raises(ProfileError, match=message):
+        convert(llama, tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()
+
+
+PEAK = """
+import re, sys, threading, time
+from pathlib import Path
+from modeling.convert import Options, convert
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+before, peak, ended = anonymous(), [0.0], threading.Event()
+def watch():
+    while not ended.wait(0.002):
+        peak[0] = max(peak[0], anonymous())
+thread = threading.Thread(target=watch)
+thread.start()
+convert(Path(sys.argv[1]), Path(sys.argv[2]), Options(sys.argv[3], tensor=2, budget=32))
+ended.set()
+thread.join()
+print(peak[0] - before)
+"""
+
+
+def test_memory_is_the_budgets_whatever_the_models_size(tmp_path):
+    """400 MB of bf16, most of it in two tensors that are larger than the budget."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 200_000}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    shapes = LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "vocab_size": 8})).state_dict()
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    config.save_pretrained(folder)
+    rows = {name: 200_000 if len(t) == 8 else len(t) for name, t in shapes.items()}
+    save_file(
+        {n: torch.zeros(rows[n], *t.shape[1:], dtype=torch.bfloat16) for n, t in shapes.items()},
+        folder / "model.safetensors",
+    )
+    source = folder
+    for kind in ("trainshed", "nxd", "hf"):
+        target = tmp_path / kind
+        command = [sys.executable, "-c", PEAK, source, target, kind]
+        if kind == "hf":
+            command[3] = tmp_path / "trainshed"
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert float(re.findall(r"[\d.]+", printed)[-1]) < 120, kind  # MB, of 400
