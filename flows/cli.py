@@ -40,9 +40,7 @@ def parser() -> argparse.ArgumentParser:
         commands, "run", _run, "run the whole pipeline of a profile", "trainshed run tiny --name first"
     )
     _profile(run)
-    run.add_argument(
-        "--store", default="./store", metavar="URI", help="folder or s3:// prefix (default: ./store)"
-    )
+    _store(run)
     run.add_argument("--name", help="the run's name (default: its profile's)")
     _json(run)
 
@@ -74,6 +72,31 @@ def parser() -> argparse.ArgumentParser:
         commands, "profiles", _profiles, "list the profiles that come with Trainshed", "trainshed profiles"
     )
     _json(profiles)
+
+    compare = _command(
+        commands,
+        "compare",
+        _compare,
+        "put runs side by side: figures, what differs in their profiles, loss curves",
+        "trainshed compare first second --output compare.html",
+    )
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="a run's name, or the path of its folder")
+    _store(compare)
+    compare.add_argument(
+        "--output", default="compare.html", metavar="FILE", help="the page (default: compare.html)"
+    )
+    _json(compare)
+
+    tensorboard = _command(
+        commands,
+        "tensorboard",
+        _tensorboard,
+        "start TensorBoard over a run, or over all runs of the store",
+        "trainshed tensorboard tiny",
+    )
+    tensorboard.add_argument("run", nargs="?", metavar="RUN", help="a run's name, or the path of its folder")
+    _store(tensorboard)
+    tensorboard.add_argument("--port", type=int, default=6006, help="on loopback (default: 6006)")
     return root
 
 
@@ -133,6 +156,12 @@ def _conversion(command: argparse.ArgumentParser) -> None:
     _json(command)
 
 
+def _store(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--store", default="./store", metavar="URI", help="folder or s3:// prefix (default: ./store)"
+    )
+
+
 def _json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON document on standard output")
 
@@ -177,6 +206,18 @@ def _profiles(options: argparse.Namespace) -> int:
         width = max(map(len, described))
         print("\n".join(f"{name:<{width}}  {description}" for name, description in described.items()))
     return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from flows.compare import compare
+
+    return compare(options.runs, options.store, options.output, as_json=options.json)
+
+
+def _tensorboard(options: argparse.Namespace) -> int:
+    from flows.tensorboard import tensorboard
+
+    return tensorboard(options.run, options.store, options.port)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def from_here(path: str) -> str:
+    """A path as short as it can be typed here."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()) -> Table:
     """A table without frames; the columns named in `numbers` are aligned right."""
     result = Table(box=None, pad_edge=False, header_style="dim", show_header=any(columns))

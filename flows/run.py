@@ -92,18 +92,12 @@ def show(terminal: Console, result: dict[str, Any]) -> None:
     facts = {
         "validation loss": f"{result['validation_loss']:.4f}",
         "perplexity": f"{result['perplexity']:.1f}",
-        "model": _from_here(result["export"]),
-        "metrics": _from_here(result["metrics"]),
-        "report": _from_here(result["report"]),
+        "model": console.from_here(result["export"]),
+        "metrics": console.from_here(result["metrics"]),
+        "report": console.from_here(result["report"]),
     }
     for name, value in facts.items():
         terminal.print(f"{name:<15}  {value}", soft_wrap=True, markup=False)
-
-
-def _from_here(path: str) -> str:
-    """A path as short as it can be typed here."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def in_one_line(error: Exception) -> str:

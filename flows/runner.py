@@ -72,20 +72,22 @@ class Runner:
         state = step(*arguments, return_state=True)
         seconds = time.monotonic() - begun
         if not state.is_completed():
-            self._note(step.name, "failed", seconds)
+            self._note(Outcome(step.name, "failed", seconds))
         # Prefect's record may be from a time when the store lay elsewhere: what the store says now counts.
         result = known or state.result()  # which raises what made the step fail
         if state.name == "Skipped":
-            self._note(step.name, "skipped", 0, state.message or "")
+            self._note(Outcome(step.name, "skipped", None, state.message or ""))
+        elif isinstance(result, Artifact):
+            how, took = ("done", seconds) if known is None else ("cached", known.seconds)
+            self._note(Outcome(step.name, how, took, describe(result), result.summary))
         else:
-            how = "done" if known is None else "cached"
-            self._note(step.name, how, seconds, describe(result) if isinstance(result, Artifact) else "")
+            self._note(Outcome(step.name, "done", seconds))
         return result
 
-    def _note(self, step: str, how: str, seconds: float, note: str = "") -> None:
-        self.outcomes.append(Outcome(step, how, seconds, note))
-        took = duration(seconds) if how in ("done", "failed") else ""
-        log.info("%s", f"{step:<10}  {how:<7}  {took:>7}  {note}".rstrip())
+    def _note(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        took = duration(outcome.seconds) if outcome.how in ("done", "failed") and outcome.seconds else ""
+        log.info("%s", f"{outcome.step:<10}  {outcome.how:<7}  {took:>7}  {outcome.note}".rstrip())
 
 
 @task

@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,14 @@ class Artifact:
         key: hash of what determines it.
         location: path or URI of its folder.
         summary: small facts about it, JSON.
+        seconds: that it took to make; None where that is not known.
     """
 
     kind: str
     key: str
     location: str
     summary: dict[str, Any]
+    seconds: float | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,6 +75,7 @@ class Store:
         self._local = Folder(path.expanduser().absolute())
         self._remote = Objects(uri) if remote else None
         self._storage: Storage = self._remote or self._local
+        self._begun: dict[tuple[str, str], float] = {}  # when work on an artifact began, by its kind and key
 
     def find(self, kind: str, key: str) -> Artifact | None:
         """The artifact, if it is there and whole, and all that it requires too.
@@ -116,25 +120,34 @@ class Store:
             ValueError: something other than plain files in the folder.
         """
         _name(kind, key)  # refused before the work, not after it
+        begun = self._begun.get((kind, key), time.monotonic())
         with self._staging(kind, key) as folder:
             yield folder
-            manifest = Manifest.of(folder, kind, key, summary or {}, requires)
+            seconds = round(time.monotonic() - begun, 3)
+            manifest = Manifest.of(folder, kind, key, summary or {}, requires, seconds)
             (folder / MANIFEST).write_bytes(manifest.to_bytes())
             self._place(folder, kind, key)
         if self._remote:
             with locks.held(self._remote, f"locks/{kind}-{key}-upload"):
                 self._upload(self._remote, kind, key)
 
-    def lock(self, kind: str, key: str, expiry: float = locks.EXPIRY) -> AbstractContextManager[None]:
+    @contextmanager
+    def lock(self, kind: str, key: str, expiry: float = locks.EXPIRY) -> Iterator[None]:
         """Wait until nobody else works on this artifact, and keep others waiting for the block; not reentrant.
 
-        Whoever has waited looks with `find` whether there is anything left to do.
+        Whoever has waited looks with `find` whether there is anything left to do. What is published within counts as having
+        taken the time since the lock was had.
 
         Args:
             expiry: seconds after which the lock of a process that gives no sign of life is taken over. One that ended on
                 this host is known to have ended at once.
         """
-        return locks.held(self._storage, f"locks/{kind}-{key}", expiry)
+        with locks.held(self._storage, f"locks/{kind}-{key}", expiry):
+            self._begun[kind, key] = time.monotonic()
+            try:
+                yield
+            finally:
+                del self._begun[kind, key]
 
     def path(self, artifact: Artifact) -> Path:
         """The artifact's folder on this machine; fetched, with what it requires, where the store is remote.
@@ -178,7 +191,8 @@ class Store:
         manifest = self._verify_all(kind, key, [limit])
         if manifest is None:
             return None
-        return Artifact(kind, key, self._storage.location(_name(kind, key)), manifest.summary)
+        location = self._storage.location(_name(kind, key))
+        return Artifact(kind, key, location, manifest.summary, manifest.seconds)
 
     def _verify_all(self, kind: str, key: str, limit: list[int]) -> Manifest | None:
         """`_verify` for an artifact and everything that it requires; `limit` is of bytes to hash, counted down."""

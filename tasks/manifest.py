@@ -34,7 +34,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is said of an artifact; `requires` are other artifacts' kinds and keys, `created` is in UTC."""
+    """What is said of an artifact; `requires` are other artifacts' kinds and keys, `created` is in UTC, `seconds` it took."""
 
     kind: str
     key: str
@@ -42,6 +42,7 @@ class Manifest:
     files: tuple[File, ...]
     requires: tuple[tuple[str, str], ...]
     summary: dict[str, Any]
+    seconds: float | None = None
 
     @classmethod
     def of(
@@ -51,6 +52,7 @@ class Manifest:
         key: str,
         summary: Mapping[str, Any],
         requires: Iterable[Mapping[str, str]],
+        seconds: float | None = None,
     ) -> Manifest:
         """The manifest of the files in a folder, which it hashes.
 
@@ -68,7 +70,8 @@ class Manifest:
         names = [path.relative_to(folder).as_posix() for path in paths]
         described = map(File, names, (path.stat().st_size for path in paths), _digests(paths))
         needed = tuple((other["kind"], other["key"]) for other in requires)
-        return cls(kind, key, datetime.now(UTC).isoformat(), tuple(described), needed, dict(summary))
+        created = datetime.now(UTC).isoformat()
+        return cls(kind, key, created, tuple(described), needed, dict(summary), seconds)
 
     def to_bytes(self) -> bytes:
         values = {

@@ -1,38 +1,53 @@
-"""The report of a run: one HTML file that needs no network, light or dark as the reader's system is.
+"""The report of a run: `report.html`, one file that needs no network, and `report.json`, the same facts for programs.
 
-What ran, what became of each step, the loss curves, the evaluation, and how to load the exported model.
+What ran, what became of each step, the curves, plan against measurement, graphs, data, incidents, evaluation, samples of
+what the model writes, and how to load it.
 """
 
 from __future__ import annotations
 
-import math
+import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from profiles.schema import Profile
+from tasks import page
 from tasks.chart import Series, line_chart
-from tasks.runs import read_metrics
-from tasks.text import duration
+from tasks.history import History, read_events
+from tasks.text import duration, in_bytes, in_words, number
 
-SMOOTHING = 10  # steps before and after each that the drawn mean takes in
+FACTS = "report.json"
+PARTS = {  # of a step's time, by their keys in the metrics
+    "data_wait_seconds": "waiting for data",
+    "forward_backward_seconds": "forward and backward",
+    "optimizer_seconds": "optimizer",
+    "communication_seconds": "of these, waiting for other ranks",
+}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step: `how` is done, cached, skipped or failed; `note` is what to know about it."""
+    """What became of a step.
+
+    Attributes:
+        how: done, cached, skipped or failed.
+        seconds: that it took; of a cached one, when it was made.
+        note: what to know about it.
+        summary: of its artifact.
+    """
 
     step: str
     how: str
-    seconds: float
+    seconds: float | None
     note: str = ""
+    summary: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(
@@ -42,35 +57,78 @@ def run(
     evaluation: Mapping[str, Any],
     outcomes: Sequence[Outcome],
 ) -> Path:
-    """Write `<run>/report.html`, whole or not at all, from what lies in the run's folder and what the steps say.
+    """Write `<run>/report.html` and `report.json`, whole or not at all, from the run's folder and what the steps say.
 
     Args:
-        plan: of it, parameters and mesh are shown.
-        evaluation: names and numbers, among them validation_loss and perplexity.
+        plan: `Plan.to_json()`.
+        evaluation: the evaluation artifact's summary.
     """
-    text = (folder / "profile.yaml").read_text()
-    figures = {
-        "validation loss": f"{evaluation['validation_loss']:.4f}",
-        "perplexity": f"{evaluation['perplexity']:.1f}",
-        "parameters": f"{plan['parameters']:,}",
-        "tokens trained on": f"{profile.train.steps * profile.train.global_batch_size * profile.train.sequence_length:,}",
-        "processes": f"{profile.world_size}",
+    history = History.read(folder)
+    facts = {
+        "run": profile.name,
+        "description": profile.description,
+        "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "versions": versions(),
+        "plan": dict(plan),
+        "measured": measured(profile, history),
+        "evaluation": {key: value for key, value in evaluation.items() if key != "samples"},
+        "samples": evaluation.get("samples", []),
+        "steps": [asdict(outcome) for outcome in outcomes],
+        "events": read_events(folder),
+        "export": str(folder / "export"),
     }
-    page = Template(Path(__file__).with_name("report.html").read_text()).substitute(
-        title=escape(profile.name),
-        description=escape(profile.description),
-        figures="".join(f"<div><b>{escape(v)}</b><span>{escape(k)}</span></div>" for k, v in figures.items()),
-        steps="".join(map(_step, outcomes)),
-        chart=_losses(read_metrics(folder)),
-        evaluation=_table({name.replace("_", " "): _number(value) for name, value in evaluation.items()}),
-        model=_model(folder / "export"),
-        facts=_table({"mesh": _mesh(plan["mesh"]), "written": _now(), **versions()}),
-        profile=escape(text),
+    _write(folder / FACTS, json.dumps(facts, indent=1))
+    return _write(
+        folder / "report.html", html(profile, facts, history, (folder / "profile.yaml").read_text())
     )
-    path = folder / "report.html"
-    partial = path.with_suffix(".partial")
-    partial.write_text(page)
-    return partial.replace(path)
+
+
+def measured(profile: Profile, history: History) -> dict[str, Any]:
+    """What training came to, in figures; None where a figure was not measured."""
+    return {
+        "steps": len(history.steps),
+        "loss": history.steps[-1]["loss"] if history.steps else None,
+        "tokens": len(history.steps) * profile.train.global_batch_size * profile.train.sequence_length,
+        "training_seconds": sum(row.get("step_seconds", 0.0) for row in history.steps),
+        "step_seconds": history.usual("step_seconds"),
+        "tokens_per_second": history.usual("tokens_per_second"),
+        "mfu": history.usual("mfu"),
+        "memory_bytes": history.highest("memory_bytes"),
+        "skipped": history.skipped,
+        "cold_compiles": history.highest("cold_compiles"),
+    }
+
+
+def html(profile: Profile, facts: Mapping[str, Any], history: History, resolved: str) -> str:
+    """The page of a report's facts."""
+    summaries = {step["step"]: step["summary"] for step in facts["steps"]}
+    return page.page(
+        profile.name,
+        profile.description,
+        [
+            page.section("", page.figures(_figures(profile, facts))),
+            page.section("Steps", f'<ol class="dag">{"".join(map(_step, facts["steps"]))}</ol>'),
+            page.section("Loss", line_chart(history.losses(), x_label="step", y_label="loss")),
+            page.section("Speed and memory", *_speed(history)),
+            page.section("Plan and measurement", _plan(facts["plan"], facts["measured"])),
+            page.section("Incidents", *_incidents(facts, summaries)),
+            page.section(
+                "Evaluation",
+                page.facts({k.replace("_", " "): number(v) for k, v in facts["evaluation"].items()}),
+            ),
+            page.section("What it writes", *_samples(facts["samples"])),
+            page.section("The model", _model(facts["export"])),
+            page.section(
+                "Data", _data(profile, summaries.get("dataset", {}), summaries.get("tokenizer", {}))
+            ),
+            page.section("Graphs", *_graphs(summaries.get("graphs", {}), facts)),
+            page.section(
+                "What ran",
+                page.facts({**facts["versions"], "report written": facts["written"]}),
+                page.unfold("The resolved profile", page.code(resolved)),
+            ),
+        ],
+    )
 
 
 def versions() -> dict[str, str]:
@@ -84,85 +142,167 @@ def versions() -> dict[str, str]:
     }
 
 
-def _mesh(mesh: Mapping[str, int]) -> str:
-    return " × ".join(f"{axis} {size}" for axis, size in mesh.items())
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
 def _commit() -> str:
     home = Path(__file__).parents[1]
     if not (home / ".git").exists():
         return ""
+    describe = ["git", "-C", str(home), "describe", "--always", "--dirty"]
     try:
-        found = subprocess.run(
-            ["git", "-C", str(home), "describe", "--always", "--dirty"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
+        found = subprocess.run(describe, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return f", commit {found.stdout.strip()}" if found.returncode == 0 else ""
 
 
-def _step(outcome: Outcome) -> str:
-    took = f" · {duration(outcome.seconds)}" if outcome.how == "done" else ""
-    note = f"<small>{escape(outcome.note)}</small>" if outcome.note else ""
+def _figures(profile: Profile, facts: Mapping[str, Any]) -> dict[str, str]:
+    real = facts["measured"]
+    shown = {
+        "validation loss": f"{facts['evaluation']['validation_loss']:.4f}",
+        "perplexity": f"{facts['evaluation']['perplexity']:,.1f}",
+        "parameters": in_words(facts["plan"]["parameters"]),
+        "tokens trained on": in_words(real["tokens"]),
+        "training time": duration(real["training_seconds"]),
+        "processes": f"{profile.world_size}",
+    }
+    if real["tokens_per_second"]:
+        shown["tokens a second"] = f"{real['tokens_per_second']:,.0f}"
+    if real["mfu"]:
+        shown["model FLOPs utilization"] = f"{real['mfu']:.1%}"
+    return shown
+
+
+def _step(outcome: Mapping[str, Any]) -> str:
+    how, seconds = outcome["how"], outcome["seconds"]
+    took = ""
+    if seconds is not None and how != "skipped":
+        took = f" · took {duration(seconds)} when made" if how == "cached" else f" · {duration(seconds)}"
+    note = f"<small>{escape(outcome['note'])}</small>" if outcome["note"] else ""
     return (
-        f'<li class="{escape(outcome.how)}"><b>{escape(outcome.step)}</b>'
-        f"<small>{escape(outcome.how)}{took}</small>{note}</li>"
+        f'<li class="{escape(how)}"><b>{escape(outcome["step"])}</b>'
+        f"<small>{escape(how)}{took}</small>{note}</li>"
     )
 
 
-def _losses(metrics: Sequence[Mapping[str, Any]]) -> str:
-    losses = [(row["step"], row["loss"]) for row in metrics if "loss" in row]
-    held_out = [(row["step"], row["validation_loss"]) for row in metrics if "validation_loss" in row]
-    return line_chart(
-        [
-            Series("training", "training", losses),
-            Series(f"training, mean of {2 * SMOOTHING + 1} steps", "smooth", _smoothed(losses)),
-            Series("validation", "validation", held_out, dots=True),
-        ],
-        x_label="step",
-        y_label="loss",
-    )
+def _speed(history: History) -> list[str]:
+    speed = Series("tokens a second", "smooth", history.curve("tokens_per_second"))
+    peak = Series("memory of rank 0, GiB", "validation", history.curve("memory_bytes", 2.0**-30))
+    charts = [
+        line_chart([line], x_label="step", y_label=line.label, from_zero=True)
+        for line in (speed, peak)
+        if line.points
+    ]
+    whole = history.usual("step_seconds")
+    parts = {"a step, median": f"{whole:.3f} s"} if whole else {}
+    for key, name in PARTS.items():
+        part = history.usual(key)
+        if part is not None and whole:
+            parts[name] = f"{part:.3f} s ({part / whole:.0%})"
+    return [page.beside(*charts), page.facts(parts)]
 
 
-def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Means over the steps around each, so that the curve does not lag."""
-    finite = [point for point in points if math.isfinite(point[1])]
-    means = []
-    for index, (step, _) in enumerate(finite):
-        around = finite[max(0, index - SMOOTHING) : index + SMOOTHING + 1]
-        means.append((step, sum(loss for _, loss in around) / len(around)))
-    return means
+def _plan(plan: Mapping[str, Any], real: Mapping[str, Any]) -> str:
+    """What was expected beside what came."""
+
+    def row(name: str, expected: Any, came: Any, show: Any) -> tuple[str, ...]:
+        cells = [show(value) if value else "unknown" for value in (expected, came)]
+        share = f"{came / expected:.0%}" if expected and came else ""
+        return name, *cells, share
+
+    fullest = max((sum(stage["bytes"].values()) for stage in plan.get("stages", ())), default=None)
+    rows = [
+        row("time a step", plan.get("step_seconds"), real["step_seconds"], lambda value: f"{value:.3g} s"),
+        row(
+            "tokens a second",
+            plan.get("tokens_per_second"),
+            real["tokens_per_second"],
+            lambda value: f"{value:,.0f}",
+        ),
+        row("model FLOPs utilization", plan.get("mfu"), real["mfu"], lambda value: f"{value:.1%}"),
+        row("memory of the fullest rank", fullest, real["memory_bytes"], in_bytes),
+    ]
+    rows = [row for row in rows if set(row[1:3]) != {"unknown"}]
+    mesh = " × ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
+    parameters = page.facts({"mesh": mesh, "parameters": f"{plan['parameters']:,}"})
+    return parameters + page.grid(("", "planned", "measured", "of the plan"), rows)
 
 
-def _model(export: Path) -> str:
-    code = (
+def _incidents(facts: Mapping[str, Any], summaries: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (
+            datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M:%S"),
+            str(event.get("step", "")),
+            event["event"],
+            event.get("reason")
+            or ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("time", "step", "event")),
+        )
+        for event in facts["events"]
+    ]
+    found = [page.grid(("time (UTC)", "step", "what", "why"), rows)] if rows else []
+    if facts["measured"]["skipped"]:
+        found.append(page.paragraph(f"Steps skipped: {facts['measured']['skipped']}."))
+    return found or [page.paragraph("None: no retry, no skipped step.", quiet=True)]
+
+
+def _samples(samples: Sequence[Mapping[str, str]]) -> list[str]:
+    return [
+        f'<blockquote><span class="quiet">{escape(sample["prompt"])}</span>{escape(sample["text"])}</blockquote>'
+        for sample in samples
+    ]
+
+
+def _model(export: str) -> str:
+    program = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"folder = {str(export)!r}\n"
+        f"folder = {export!r}\n"
         "model = AutoModelForCausalLM.from_pretrained(folder)\n"
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
         'tokens = tokenizer("The function returns", return_tensors="pt").input_ids\n'
         "print(tokenizer.decode(model.generate(tokens, max_new_tokens=40)[0]))\n"
     )
-    return f"<p>In Hugging Face's format: <code>{escape(str(export))}</code></p><pre>{escape(code)}</pre>"
+    return f"<p>In Hugging Face's format: <code>{escape(export)}</code></p>{page.code(program)}"
 
 
-def _table(rows: Mapping[str, str]) -> str:
-    if not rows:
-        return "<p>Nothing yet.</p>"
-    cells = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows.items()
-    )
-    return f"<table>{cells}</table>"
+def _data(profile: Profile, corpus: Mapping[str, Any], vocabulary: Mapping[str, Any]) -> str:
+    shown = {}
+    if "vocabulary_size" in vocabulary:
+        source = "trained on the text" if vocabulary.get("source") == "train" else vocabulary.get("source")
+        shown["tokenizer"] = f"{vocabulary['vocabulary_size']:,} tokens, {source}"
+    if "tokens" in corpus:
+        shown["to train on"] = f"{corpus['tokens']:,} tokens in {corpus['documents']:,} documents"
+        shown["held out"] = (
+            f"{corpus['validation_tokens']:,} tokens in {corpus['validation_documents']:,} documents"
+        )
+        used = profile.train.steps * profile.train.global_batch_size * profile.train.sequence_length
+        shown["passes over it"] = f"{used / max(1, corpus['tokens']):.2f}"
+        known = {"tokens", "documents", "validation_tokens", "validation_documents"}
+        shown |= {
+            k.replace("_", " "): number(v)
+            for k, v in corpus.items()
+            if k not in known and isinstance(v, int | float | str)
+        }
+    return page.facts(shown)
 
 
-def _number(value: Any) -> str:
-    return (
-        f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    )
+def _graphs(summary: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    if not summary:
+        return [page.paragraph("Training ran eager.", quiet=True)]
+    shown = {k.replace("_", " "): number(v) for k, v in summary.items() if isinstance(v, int | float | str)}
+    cold = facts["measured"]["cold_compiles"]
+    if cold is not None:
+        shown["compiled again while training"] = f"{cold:.0f}"
+    graphs = [
+        (
+            str(graph.get("name", "")),
+            str(graph.get("status", "")),
+            f"{graph['seconds']:.1f} s" if graph.get("seconds") is not None else "",
+            in_bytes(graph["peak_bytes"]) if graph.get("peak_bytes") else "",
+        )
+        for graph in summary.get("graphs", ())
+    ]
+    return [page.facts(shown), page.grid(("graph", "", "time", "memory"), graphs)]
+
+
+def _write(path: Path, text: str) -> Path:
+    partial = path.with_suffix(f"{path.suffix}.partial")
+    partial.write_text(text)
+    return partial.replace(path)

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from flows.cli import main
 from profiles import resolve
 from tasks.chart import MAX_POINTS, Series, line_chart, thinned, ticks
 from tasks.report import Outcome, run
@@ -38,23 +39,57 @@ class Wellformed(HTMLParser):
         self.text.append(data)
 
 
-@pytest.fixture
-def page(tmp_path):
-    profile = resolve.load("tiny").model_copy(update={"description": "<script>alert(1)</script> & more"})
-    folder = tmp_path / "it's a run"
-    folder.mkdir()
-    rows = [{"step": step, "loss": 8.3 - step / 100} for step in range(1, 101)]
+def write_run(folder, *overrides, losses=100):
+    """A run's folder: metrics of so many steps, two evaluations, one incident."""
+    folder.mkdir(parents=True)
+    (folder / "profile.yaml").write_text(resolve.dump(resolve.load("tiny", overrides, folder.name)))
+    rows = [
+        {"step": step, "loss": 8.3 - step / 100, "step_seconds": 0.5, "tokens_per_second": 4096.0}
+        | {"forward_backward_seconds": 0.3, "optimizer_seconds": 0.1, "memory_bytes": 3 << 28}
+        | {"skipped": step == 7}
+        for step in range(1, losses + 1)
+    ]
     rows += [{"step": 50, "validation_loss": 7.9}, {"step": 100, "validation_loss": 7.4}]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (folder / "profile.yaml").write_text("name: <tiny>")
+    event = {"event": "skipped", "time": 1.8e9, "step": 7, "reason": "loss is <nan>"}
+    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+
+
+def report(folder):
+    profile = resolve.load(str(folder / "profile.yaml")).model_copy(
+        update={"description": "<script>alert(1)</script> & more"}
+    )
+    corpus = {"tokens": 604605, "documents": 681, "validation_tokens": 22816, "validation_documents": 38}
+    compiled = {
+        "total": 3,
+        "failed": 0,
+        "graphs": [{"name": "block", "status": "compiled", "seconds": 21.27}],
+    }
     outcomes = [
-        Outcome("tokenizer", "cached", 0.1),
-        Outcome("checkpoint", "skipped", 0, "from <scratch>"),
+        Outcome("tokenizer", "cached", 4.0),
+        Outcome("dataset", "done", 4.2, summary=corpus),
+        Outcome("checkpoint", "skipped", None, "from <scratch>"),
+        Outcome("graphs", "done", 30.1, summary=compiled),
         Outcome("train", "done", 75),
     ]
-    plan = {"parameters": 2735424, "mesh": {"data": 1, "tensor": 2}}
-    evaluation = {"validation_loss": 7.4, "perplexity": 1635.98, "tokens": 12345, "step": 100}
-    return run(profile, folder, plan, evaluation, outcomes).read_text()
+    stage = {"bytes": {"parameters": 1 << 29, "optimizer": 1 << 29}}
+    plan = {"parameters": 2735424, "mesh": {"data": 1, "tensor": 2}, "step_seconds": 0.25, "stages": [stage]}
+    samples = [{"prompt": "To be", "text": " or <b>not</b>"}]
+    evaluation = {
+        "validation_loss": 7.4,
+        "perplexity": 1635.98,
+        "tokens": 12345,
+        "step": 100,
+        "samples": samples,
+    }
+    return run(profile, folder, plan, evaluation, outcomes)
+
+
+@pytest.fixture
+def page(tmp_path):
+    folder = tmp_path / "it's here" / "first"
+    write_run(folder)
+    return report(folder).read_text()
 
 
 def test_the_report_is_well_formed_and_says_everything(page):
@@ -63,17 +98,46 @@ def test_the_report_is_well_formed_and_says_everything(page):
     assert parser.open == []
     text = "".join(parser.text)
     expected = (
-        "tokenizer",
-        "cached",
-        "skipped",
-        "from <scratch>",
-        "done · 1:15",
-        "7.4000",
-        "12,345",
-        "2,735,424",
+        *("tokenizer", "cached · took 4.0 s when made", "skipped", "from <scratch>", "done · 1:15"),
+        *("7.4000", "12,345", "2,735,424", "data 1 × tensor 2", "& more"),
+        *("0.300 s (60%)", "200%", "768 MiB", "75%"),  # parts of a step, and planned against measured
+        *("604,605 tokens in 681 documents", "1.02", "21.3 s"),  # data and graphs
+        *("2027-01-15", "loss is <nan>", "Steps skipped: 1.", "To be or <b>not</b>"),
     )
-    for part in (*expected, "data 1 × tensor 2", "name: <tiny>", "& more"):
+    for part in expected:
         assert part in text, part
+    assert "name: first" in text
+
+
+def test_the_same_facts_are_there_for_programs(page, tmp_path):
+    facts = json.loads((tmp_path / "it's here/first/report.json").read_text())
+    assert facts["evaluation"]["validation_loss"] == 7.4
+    assert facts["measured"]["training_seconds"] == 50
+    assert {step["step"]: step["how"] for step in facts["steps"]}["checkpoint"] == "skipped"
+
+
+def test_runs_are_compared_by_figures_curves_and_what_differs_in_their_profiles(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "store/runs/first")
+    report(tmp_path / "store/runs/first")
+    write_run(tmp_path / "store/runs/second", "train.learning_rate=1e-3", losses=50)
+    assert main(["compare", "first", "second", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["differences"] == {"train.learning_rate": [0.003, 0.001]}
+    assert [each["state"] for each in told["runs"]] == ["finished", "at step 50 of 300"]
+    assert [each["loss"] for each in told["runs"]] == pytest.approx([7.3, 7.8])
+    page = (tmp_path / "compare.html").read_text()
+    parser = Wellformed()
+    parser.feed(page)
+    assert parser.open == []
+    assert page.count('class="line line-2"') == 2
+
+    assert main(["compare", "first", "second"]) == 0
+    assert "train.learning_rate  0.003" in capsys.readouterr().out
+    assert main(["compare", "first", "secund"]) == 2
+    assert "nearest valid: second" in capsys.readouterr().err
 
 
 def test_what_users_wrote_is_escaped(page):
