@@ -5,13 +5,16 @@ BIN := .venv/bin
 # System programs that tests need, as Debian names them: g++ is what torch.compile calls on a CPU.
 SYSTEM_PACKAGES := g++
 
-.PHONY: run up test test-system
+.PHONY: run up check-device test test-system
 
 run: .venv/installed
 	@$(BIN)/trainshed run tiny
 
 up: .venv/installed
 	@$(BIN)/trainshed up
+
+check-device: .venv/installed
+	@$(BIN)/python -m modeling.check_device
 
 test: .venv/installed-for-tests
 	$(BIN)/ruff check

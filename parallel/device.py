@@ -11,6 +11,7 @@ import ctypes
 import os
 import platform
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -64,6 +65,7 @@ class Device:
             return os.cpu_count() or 1
         if self.type == "cuda":
             return torch.cuda.device_count()
+        neuron_software()
         accelerator = torch.accelerator.current_accelerator()
         return torch.accelerator.device_count() if accelerator and accelerator.type == self.type else 0
 
@@ -158,6 +160,33 @@ def resolve(kind: str, accelerator: str | None = None) -> Device:
         known = [name for name, device in ACCELERATORS.items() if device.type == kind]
         raise ValueError(f"accelerator {accelerator!r} of device {kind!r} is not one of {', '.join(known)}")
     return ACCELERATORS[accelerator]
+
+
+def present() -> str:
+    """The kind of the accelerator that this machine has, else "cpu"; for tools that look, never for a run."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator and accelerator.type in KINDS else "cpu"
+
+
+def neuron_software() -> str:
+    """The version of TorchNeuron, whose package is torch-neuronx.
+
+    Raises:
+        RuntimeError: it is missing, or only the public index's placeholder of that name (1.0), or made for another torch.
+    """
+    source = "it comes from AWS's own package index"
+    try:
+        found = version("torch-neuronx")
+    except PackageNotFoundError:
+        raise RuntimeError(f"torch-neuronx is not installed; {source}") from None
+    if found.startswith("1."):
+        raise RuntimeError(
+            f"torch-neuronx {found} is the public index's placeholder, without any code; {source}"
+        )
+    release = torch.__version__.split("+")[0]
+    if found.split(".")[:2] != release.split(".")[:2]:
+        raise RuntimeError(f"torch-neuronx {found} is not made for torch {release}; {source}")
+    return found
 
 
 def has_fused_adamw(tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel import collectives
@@ -173,15 +174,15 @@ class ZeRO1:
             return StepResult(norm, skipped=True)
         scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
         self.steps += 1
-        gathering: deque[Tensor] = deque()
+        gathering: deque[dist.Work] = deque()
         for bucket in self.buckets:
             self._update(bucket, learning_rate, scale)
             if len(gathering) == IN_FLIGHT:
-                collectives.wait(gathering.popleft())
+                gathering.popleft().wait()
             if bucket.axis.size > 1:
                 gathering.append(collectives.start_all_gather_into(bucket.values, bucket.axis))
         for gathered in gathering:
-            collectives.wait(gathered)
+            gathered.wait()
         self.begin(1)
         return StepResult(norm, skipped=False)
 
@@ -226,7 +227,7 @@ class ZeRO1:
         for bucket in self.buckets:
             bucket.own(bucket.values).copy_(bucket.master)
             if bucket.axis.size > 1:
-                collectives.wait(collectives.start_all_gather_into(bucket.values, bucket.axis))
+                collectives.start_all_gather_into(bucket.values, bucket.axis).wait()
 
 
 def adamw(
