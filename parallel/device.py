@@ -33,6 +33,8 @@ class Device:
         network: bytes a second that are one device's share of its node's network, None where unknown.
         peak_flops: dense matrix FLOP/s of one device by precision, empty where unknown.
         attention: name of its attention kernel (attention_kernels.py).
+        environment: what a launcher sets for processes that span nodes.
+        communicator: variable that tells the device's runtime where its collectives meet, as host:port; None: none does.
     """
 
     type: str
@@ -45,6 +47,8 @@ class Device:
     bandwidth: float | None = None
     link: float | None = None
     network: float | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+    communicator: str | None = None
 
     def local(self, local_rank: int = 0) -> torch.device:
         """The torch device of the process with this rank on its node, made the current one."""
@@ -92,8 +96,25 @@ def _keep_freed_memory() -> None:
 
 
 CPU = Device("cpu", "gloo", "inductor", reduces=False, attention="cpu-flash")
-CUDA = Device("cuda", "nccl", "inductor", reduces=True, attention="cuda-flash")
-NEURON = Device("neuron", "neuron", "neuron", reduces=True, attention="nki")
+# A ring of the last collectives of each process, for when one of them hangs.
+CUDA = Device(
+    "cuda", "nccl", "inductor", True, attention="cuda-flash", environment=(("TORCH_FR_BUFFER_SIZE", "2000"),)
+)
+# EFA is the nodes' network. Without an address to meet at, the runtime hangs at its start.
+NEURON = Device(
+    "neuron",
+    "neuron",
+    "neuron",
+    True,
+    attention="nki",
+    environment=(
+        ("FI_PROVIDER", "efa"),
+        ("FI_EFA_USE_DEVICE_RDMA", "1"),
+        ("FI_EFA_FORK_SAFE", "1"),
+        ("MALLOC_ARENA_MAX", "64"),
+    ),
+    communicator="NEURON_RT_ROOT_COMM_ID",
+)
 
 # AWS's figures are of chips and nodes: two devices share a chip of trn1, four one of trn2 and trn3 (logical cores of two).
 ACCELERATORS = {

@@ -25,8 +25,23 @@ ONE_VALUE = {
     "checkpoint.async": False,
     "checkpoint.weights": False,
     "evaluate.metrics": [],
-    "cluster.launcher": "local",
-    "cluster.partition": None,
+}
+# Options of sbatch that the launcher sets itself, or that have a key of their own.
+OWN_OPTIONS = {
+    *(
+        "array",
+        "chdir",
+        "comment",
+        "dependency",
+        "error",
+        "export",
+        "input",
+        "job-name",
+        "no-requeue",
+        "nodes",
+    ),
+    *("ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "requeue", "signal", "wait", "wrap"),
+    *("account", "constraint", "exclusive", "partition", "time"),
 }
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -80,6 +95,11 @@ def _cluster(profile: Profile) -> None:
     if cluster.launcher == "local" and cluster.device == "cpu" and cluster.devices_per_node > CPU_PROCESSES:
         reason = f"more than {CPU_PROCESSES} processes on one machine's CPU"
         raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason, [CPU_PROCESSES])
+    for number, option in enumerate(cluster.slurm):
+        name = option.removeprefix("--").partition("=")[0]
+        if name in OWN_OPTIONS:
+            keys = [f"cluster.{name}"] if hasattr(cluster, name) else []
+            raise ProfileError(f"cluster.slurm.{number}", option, f"the launcher sets --{name} itself", keys)
 
 
 def _tensor(profile: Profile) -> None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from profiles.errors import ProfileError
 from profiles.model import NORM_EPS_ALIASES, Model
+from profiles.schema import FUNCTION, LINE, OPTION, TIME, WORD
 
 NO_SECTION = "is not a section with keys of its own"
 NAMING = "is not made of letters, digits, '.', '_' and '-' alone, at most 100, the first a letter or digit"
@@ -28,6 +29,13 @@ WORDS = {  # by pydantic's type of error
     "too_short": "has too few entries",
     "too_long": "has too many entries",
     "union_tag_not_found": "has no rope_type",
+}
+FORMS = {  # by the pattern that a value does not match
+    FUNCTION: "is not of the form module:function",
+    LINE: "is not one line of text",
+    OPTION: "is not an option of sbatch of the form --name or --name=value",
+    TIME: "is not a time as Slurm writes it, such as 90, 12:00:00 or 1-12:00:00",
+    WORD: "is not made of letters, digits and @ . , + - _ alone",
 }
 LIMITS = {
     "greater_than_equal": ("ge", "is below {}"),
@@ -93,7 +101,7 @@ def _translate(key: str, complaints: list[dict[str, Any]], root: type[BaseModel]
         bound = context[limit]
         return ProfileError(key, value, words.format(bound), [bound] if limit in ("ge", "le") else [])
     if kind == "string_pattern_mismatch":
-        return ProfileError(key, value, NAMING if key == "name" else "is not of the form module:function")
+        return ProfileError(key, value, FORMS.get(context["pattern"], NAMING))
     message = complaint["msg"]
     return ProfileError(key, _brief(value), WORDS.get(kind, message[:1].lower() + message[1:]))
 

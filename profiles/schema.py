@@ -31,6 +31,10 @@ Natural = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+WORD = r"^[\w@.,+-]+$"
+LINE = r"^[^\x00-\x1f\x7f]+$"
+OPTION = r"^--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?$"
+TIME = r"^(\d+-)?\d+(:\d+){0,2}$"
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
@@ -201,7 +205,23 @@ class Cluster(Section):
         2, description="further attempts after a failure, each from the newest checkpoint"
     )
     partition: str | None = Field(
-        None, min_length=1, description="Slurm partition; null: the cluster's default"
+        None, pattern=WORD, description="Slurm partition; null: the cluster's default"
+    )
+    account: str | None = Field(None, pattern=WORD, description="Slurm account; null: the user's default")
+    time: str | None = Field(
+        None,
+        pattern=TIME,
+        description="Slurm time limit of a job, as in 1-12:00:00; a run goes on in the next one",
+    )
+    time_left: Count = Field(
+        120, description="seconds before the time limit at which training is saved and queued again"
+    )
+    constraint: str | None = Field(
+        None, pattern=LINE, description="features that Slurm's nodes must have, as in trn2&efa"
+    )
+    exclusive: bool = Field(True, description="whether Slurm gives whole nodes")
+    slurm: list[Annotated[str, Field(pattern=OPTION)]] = Field(
+        [], description="further options of sbatch, as in --reservation=name"
     )
 
 

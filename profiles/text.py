@@ -1,7 +1,7 @@
-"""YAML as profiles are written in it: safe loading, with two traps of PyYAML closed.
+"""YAML as profiles are written in it: safe loading, with three traps of PyYAML closed.
 
-PyYAML follows YAML 1.1, where 3e-4 is text for want of a dot; here it is a number. And a key that stands twice in one
-mapping is refused, where PyYAML lets the last one win without a word.
+PyYAML follows YAML 1.1, where 3e-4 is text for want of a dot, and 12:30:00 a number to the base of 60; here it is the other
+way round. And a key that stands twice in one mapping is refused, where PyYAML lets the last one win without a word.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import yaml
 
 EXPONENT = re.compile(r"[-+]?\d[\d_]*(?:\.[\d_]*)?[eE][-+]?\d+")
 
+CLOCK = re.compile(r"\d+(:\d+)+")
+
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, with the two traps closed."""
+    """PyYAML's safe loader, with the traps closed."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -34,6 +36,8 @@ class Dumper(yaml.SafeDumper):
 
 for _class in (Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+0123456789"))
+for _first in "123456789":
+    Loader.yaml_implicit_resolvers[_first].insert(0, ("tag:yaml.org,2002:str", CLOCK))
 
 
 def parse(text: str) -> Any:

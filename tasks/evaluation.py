@@ -23,7 +23,7 @@ def run(
 
     The artifact's summary: step, validation_loss (nats a token), perplexity and tokens.
     """
-    job = cluster_job("evaluate", profile, store, folder, dataset, graphs)
+    job = cluster_job("evaluate", profile, store, folder, key, dataset, graphs)
     with store.lock(KIND, key):
         found = store.find(KIND, key)
         if found:
@@ -31,7 +31,11 @@ def run(
         summary: dict[str, Any] = {}
         with store.publish(KIND, key, summary) as staging:
             output = staging / FILE
-            execute(create(profile.cluster.launcher), job.extended("--output", str(output)), timeout=TIMEOUT)
+            execute(
+                create(profile.cluster.launcher, profile.cluster),
+                job.extended("--output", str(output)),
+                timeout=TIMEOUT,
+            )
             result = json.loads(output.read_text())
             summary.update(
                 {name: result[name] for name in ("validation_loss", "perplexity", "tokens", "step")}

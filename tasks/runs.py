@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 MARKER = "complete.json"
 POINTER = "points-to.json"
-ATTEMPT = "attempt"
+ATTEMPT = "attempt"  # file with the number of the start that may complete checkpoints
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
@@ -30,19 +30,6 @@ def checkpoints(folder: Path) -> dict[int, Path]:
         for marker in folder.glob(f"checkpoints/step_*/{MARKER}")
     }
     return dict(sorted(found.items()))
-
-
-def attempt(folder: Path) -> int:
-    """The number of the attempt that may write the run's checkpoints; 0 before the first."""
-    path = folder / ATTEMPT
-    return int(path.read_text()) if path.exists() else 0
-
-
-def next_attempt(folder: Path) -> int:
-    """Begin another attempt: checkpoints that an earlier one, perhaps out of reach, goes on to write no longer count."""
-    number = attempt(folder) + 1
-    Folder(folder).write(ATTEMPT, str(number).encode())
-    return number
 
 
 def publish(

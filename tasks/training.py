@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from profiles.schema import Profile
@@ -39,7 +40,8 @@ def run(
     Raises:
         JobFailed: the attempt failed; another one goes on from its newest checkpoint.
     """
-    job = cluster_job("train", profile, store, folder, dataset, graphs)
+    job = cluster_job("train", profile, store, folder, key, dataset, graphs)
+    job = replace(job, attempts=folder / runs.ATTEMPT)
     if weights is not None:
         job = job.extended("--weights", str(store.path(weights)))
     words = Words(job.log_file)
@@ -52,11 +54,7 @@ def run(
         found = runs.find(store, KIND, key, folder)
         if found:
             return found
-        launcher = create(profile.cluster.launcher)
-        numbered = job.extended("--attempt", str(runs.attempt(folder)))
-        if launcher.find(numbered) is None:
-            numbered = job.extended("--attempt", str(runs.next_attempt(folder)))
-        execute(launcher, numbered, watch_all)
+        execute(create(profile.cluster.launcher, profile.cluster), job, watch_all)
         steps = profile.train.steps
         if steps not in runs.checkpoints(folder):
             raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")
@@ -66,7 +64,13 @@ def run(
 
 
 def cluster_job(
-    name: str, profile: Profile, store: Store, folder: Path, dataset: Artifact, graphs: Artifact | None
+    name: str,
+    profile: Profile,
+    store: Store,
+    folder: Path,
+    key: str,
+    dataset: Artifact,
+    graphs: Artifact | None,
 ) -> Job:
     """`modeling.<name>` on every device of the profile's cluster, as training and evaluation need it."""
     arguments = ["--run-folder", str(folder), "--dataset", str(store.path(dataset))]
@@ -81,6 +85,7 @@ def cluster_job(
         nodes=cluster.nodes,
         processes=cluster.devices_per_node,
         threads=cluster.threads,
+        key=key,
     )
 
 

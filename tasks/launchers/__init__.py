@@ -1,14 +1,21 @@
 """How programs get onto devices: one interface (`base`), one module a kind of cluster, one function to choose."""
 
+from __future__ import annotations
+
+from profiles.schema import Cluster
 from tasks.launchers.base import Handle, Job, JobFailed, Launcher, Status, execute
 
 __all__ = ["Handle", "Job", "JobFailed", "Launcher", "Status", "create", "execute"]
 
 
-def create(kind: str) -> Launcher:
-    """The launcher that a profile's `cluster.launcher` names."""
+def create(kind: str, cluster: Cluster | None = None) -> Launcher:
+    """The launcher that a profile's `cluster.launcher` names; `slurm` needs the whole section."""
     if kind == "local":
         from tasks.launchers.local import LocalLauncher
 
         return LocalLauncher()
-    raise ValueError(f"cluster.launcher = {kind}: there is no such launcher; valid: local")
+    if kind == "slurm" and cluster is not None:
+        from tasks.launchers.slurm import SlurmLauncher
+
+        return SlurmLauncher(cluster)
+    raise ValueError(f"cluster.launcher = {kind}: there is no such launcher; valid: local, slurm")

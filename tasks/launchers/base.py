@@ -27,6 +27,12 @@ class Job:
     nodes: int = 1
     processes: int = 0
     threads: int | None = None  # of torch, a process
+    key: str = (
+        ""  # of what the job is for: where many share a cluster, it tells one run's jobs from another's
+    )
+    attempts: Path | None = (
+        None  # file that counts the job's starts; the program is told the count as --attempt
+    )
 
     def extended(self, *arguments: str) -> Job:
         return replace(self, arguments=(*self.arguments, *arguments))
@@ -38,6 +44,11 @@ class Job:
     @property
     def note_file(self) -> Path:
         return self.folder / f"{self.name}.job.json"
+
+    @property
+    def essence(self) -> list[object]:
+        """What makes two jobs the same, as JSON has it."""
+        return [self.program, list(self.arguments), self.nodes, self.processes]
 
 
 @dataclass(frozen=True)
@@ -51,18 +62,25 @@ class Handle:
 
 @dataclass(frozen=True)
 class Status:
-    """`exit_code` is None while the job runs, and where it ended with nobody watching."""
+    """`exit_code` is None while the job runs, and where it ended with nobody watching; `note` says how it ended else."""
 
     running: bool
     exit_code: int | None = None
+    note: str = ""
 
 
 class JobFailed(RuntimeError):
-    """A job ended badly; the message says how, and where its log is. `detail` holds its last lines."""
+    """A job ended badly; the message says how, and where its log is.
 
-    def __init__(self, message: str, detail: str = "") -> None:
+    Attributes:
+        detail: its last lines that matter.
+        exit_code: of the rank that failed first, where that is known, else of the job.
+    """
+
+    def __init__(self, message: str, detail: str = "", exit_code: int | None = None) -> None:
         super().__init__(message)
         self.detail = detail
+        self.exit_code = exit_code
 
 
 class Launcher(Protocol):
@@ -81,8 +99,8 @@ class Launcher(Protocol):
     def cancel(self, handle: Handle, grace: float) -> None:
         """End the job: a signal, then `grace` seconds for a last checkpoint, then by force. Nothing is left running."""
 
-    def explain(self, handle: Handle, status: Status) -> str:
-        """How the job ended, in a few words: 'rank 1 was killed by SIGKILL'."""
+    def failure(self, handle: Handle, status: Status) -> JobFailed:
+        """How a job ended that did not end well: 'rank 1 on n2 was killed by SIGKILL', and its last lines."""
 
 
 def execute(
@@ -120,6 +138,5 @@ def execute(
             log.warning("stopping %s; it may take a moment to save where it is", job.name)
         launcher.cancel(handle, grace)
         raise
-    if status.exit_code not in (0, None):
-        lines = "\n".join(launcher.tail(handle, 20))
-        raise JobFailed(f"{job.name}: {launcher.explain(handle, status)}; its log: {job.log_file}", lines)
+    if status.exit_code not in (0, None) or status.note:
+        raise launcher.failure(handle, status)

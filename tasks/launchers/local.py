@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -23,11 +22,10 @@ from pathlib import Path
 
 import psutil
 
-from tasks.launchers.base import Handle, Job, Status
+from tasks.launchers import causes
+from tasks.launchers.base import Handle, Job, JobFailed, Status
 
 MARKER = "TRAINSHED_JOB"
-LOG_TAIL = 256 * 1024  # bytes of a log that are looked through for the cause of a failure
-ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 
 
 class LocalLauncher:
@@ -43,10 +41,13 @@ class LocalLauncher:
         if other is not None:  # of the same name, but not the same: two must not write into one folder
             self.cancel(other, grace=30)
         identifier = uuid.uuid4().hex
+        command = _command(
+            job if job.attempts is None else job.extended("--attempt", str(_next(job.attempts)))
+        )
         with job.log_file.open("ab") as output:
             start = output.tell()
             child = subprocess.Popen(
-                _command(job),
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -55,7 +56,7 @@ class LocalLauncher:
             )
         self._children[identifier] = child
         handle = Handle(job, identifier, start)
-        note = {"identifier": identifier, "log_start": start, "job": _essence(job)}
+        note = {"identifier": identifier, "log_start": start, "job": job.essence}
         try:
             _write_atomically(job.note_file, json.dumps(note, indent=1))
         except BaseException:
@@ -65,7 +66,7 @@ class LocalLauncher:
 
     def find(self, job: Job) -> Handle | None:
         handle = _noted(job)
-        if handle is None or json.loads(job.note_file.read_text()).get("job") != _essence(job):
+        if handle is None or json.loads(job.note_file.read_text()).get("job") != job.essence:
             return None
         return handle if _processes(handle.identifier) else None
 
@@ -80,19 +81,10 @@ class LocalLauncher:
         return Status(running=False, exit_code=code)
 
     def tail(self, handle: Handle, lines: int) -> Sequence[str]:
-        text = _attempt_log(handle)
-        cause = ROOT_CAUSE.search(text)
-        found = text.splitlines()
-        if cause is not None:
-            prefix = f"[rank {cause[1]}] "
-            found = [line for line in found if line.startswith(prefix)] or found
-        return found[-lines:]
+        return causes.last_lines(causes.attempt_log(handle), lines)
 
-    def explain(self, handle: Handle, status: Status) -> str:
-        cause = ROOT_CAUSE.search(_attempt_log(handle))
-        if cause is not None:
-            return f"rank {cause[1]} {_how_it_ended(int(cause[2]))}"
-        return _how_it_ended(status.exit_code or 0)
+    def failure(self, handle: Handle, status: Status) -> JobFailed:
+        return causes.failure(handle, status)
 
     def cancel(self, handle: Handle, grace: float) -> None:
         child = self._children.get(handle.identifier)
@@ -121,11 +113,6 @@ def _noted(job: Job) -> Handle | None:
     return Handle(job, note["identifier"], note["log_start"])
 
 
-def _essence(job: Job) -> list[object]:
-    """What makes two jobs the same, as JSON has it."""
-    return [job.program, list(job.arguments), job.processes]
-
-
 def _command(job: Job) -> list[str]:
     program = ["-m", job.program, *job.arguments]
     if job.processes == 0:
@@ -142,13 +129,20 @@ def _command(job: Job) -> list[str]:
     return [*torchrun, *program]
 
 
+def _next(attempts: Path) -> int:
+    """Count one start more; an earlier one that lives on somewhere is told from it by its number."""
+    number = int(attempts.read_text()) + 1 if attempts.exists() else 1
+    _write_atomically(attempts, str(number))
+    return number
+
+
 def _environment(job: Job, identifier: str) -> dict[str, str]:
     # The programs never speak to Prefect, so its address and its secrets stay here.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment |= {
         MARKER: identifier,
         "PYTHONUNBUFFERED": "1",
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ",
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": causes.PREFIX,
     }
     if job.threads is not None:
         environment["OMP_NUM_THREADS"] = str(job.threads)
@@ -169,22 +163,6 @@ def _end(identifier: str, number: signal.Signals) -> None:
     for process in _processes(identifier):
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)
-
-
-def _attempt_log(handle: Handle) -> str:
-    with handle.job.log_file.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(handle.log_start, end - LOG_TAIL))
-        return file.read().decode(errors="replace")
-
-
-def _how_it_ended(code: int) -> str:
-    if code < 0:
-        name = signal.Signals(-code).name
-        return f"was killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
-    if code - 128 in set(signal.Signals):
-        return f"was stopped by {signal.Signals(code - 128).name}"
-    return f"ended with exit code {code}"
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -194,13 +194,19 @@ def test_slurm_needs_sbatch_to_start_but_not_to_plan(monkeypatch, tmp_path):
     assert not_started("cluster.launcher=slurm", "cluster.nodes=2").choices == ("local",)
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
-    assert "sbatch" not in not_started("cluster.launcher=slurm", "cluster.nodes=2").reason
+    resolve.check_start(resolve.load("tiny", ["cluster.launcher=slurm", "cluster.nodes=2"]))
 
 
 def test_an_accelerator_is_of_the_clusters_kind_of_device():
     assert refused("cluster.accelerator=trn1").choices == ("null",)
     assert refused("cluster.device=cuda", "cluster.accelerator=trn1").choices == ("h100", "h200")
     accepted("cluster.device=neuron", "cluster.accelerator=trn1")
+
+
+def test_options_of_sbatch_are_options_that_the_launcher_does_not_set():
+    accepted("cluster.slurm=[--gres=gpu:8, '--comment-file=a b', --overcommit]", "cluster.time=12:30:00")
+    assert refused("cluster.slurm=[--time=5]").choices == ("cluster.time",)
+    assert refused("cluster.slurm=[--wrap=id]").key == "cluster.slurm.0"
 
 
 def test_files_that_are_there_are_accepted(tmp_path):
@@ -225,7 +231,6 @@ def test_what_lies_elsewhere_is_not_looked_for_here(source):
         ("checkpoint.async=true", False),
         ("checkpoint.weights=true", False),
         ("evaluate.metrics=['mine:accuracy']", []),
-        ("cluster.partition=big", "null"),
     ],
 )
 def test_what_would_be_ignored_is_refused(override, choice):

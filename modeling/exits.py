@@ -1,0 +1,13 @@
+"""Exit codes of the programs on the devices, by which whoever watches tells why one ended and what helps."""
+
+from __future__ import annotations
+
+REFUSED = 2
+"""The profile and the data do not go together: another attempt would end alike."""
+OUT_OF_MEMORY = 71
+DIVERGED = 72
+"""Bad losses went on after a rollback."""
+HUNG = 75
+"""No step for too long; every rank's stacks are in the run's folder."""
+INTERRUPTED = 143
+"""A signal asked for the end; the last step is saved, if the profile says so."""

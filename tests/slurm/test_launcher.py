@@ -1,0 +1,168 @@
+"""The Slurm launcher against a real cluster: what runs where, under which names, how it is found again and ended."""
+
+import json
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from profiles import resolve
+from profiles.errors import ProfileError
+from tasks.launchers import Job, JobFailed, create, execute
+
+RANKS = """
+import os, pathlib, signal, sys, time
+rank, folder = os.environ.get("RANK", "alone"), pathlib.Path(sys.argv[1])
+def save(*_):
+    (folder / f"saved-{rank}").touch()
+    sys.exit(143)
+signal.signal(signal.SIGUSR1, save)
+print("rank", rank, "of", os.environ.get("WORLD_SIZE"), "on", os.environ["SLURMD_NODENAME"], "in", os.getcwd())
+print("secret", os.environ.get("PREFECT_API_KEY"), "arguments", sys.argv[2:])
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+while not (folder / "go-on").exists():
+    time.sleep(0.05)
+if "fail" in sys.argv and rank == "3":
+    raise ValueError("what went wrong")
+"""
+HOSTILE = """it's "a" $(touch hit) `touch hit` ; touch hit # $HOME & é"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, cluster):
+    """A folder with a hostile name, in which the launcher is called."""
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    (folder / "ranks.py").write_text(RANKS)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PREFECT_API_KEY", "planted")
+    return folder
+
+
+@pytest.fixture
+def launcher():
+    return launcher_of()
+
+
+def launcher_of(*overrides: str):
+    overrides = ("cluster.launcher=slurm", "cluster.nodes=2", "cluster.exclusive=false", *overrides)
+    profile = resolve.load("tiny", overrides)
+    return create("slurm", profile.cluster)
+
+
+def job(folder: Path, *arguments: str, nodes: int = 2, processes: int = 2) -> Job:
+    arguments = (str(folder), *arguments)
+    return Job(
+        "work", "ranks", arguments, folder / "logs", nodes=nodes, processes=processes, threads=1, key="k"
+    )
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"{paths} did not appear"
+        time.sleep(0.05)
+
+
+def test_every_rank_runs_and_nothing_in_a_name_is_taken_for_shell(place, launcher, cluster):
+    (place / "go-on").touch()
+    argument = HOSTILE + " %j \\"
+    execute(launcher, job(place, argument))
+    log = (place / "logs/work.log").read_text()
+    for rank in range(4):
+        assert f"[rank {rank}] rank {rank} of 4 on n{1 + rank // 2} in {place}\n" in log
+        assert f"[rank {rank}] secret None arguments {[argument]!r}\n" in log
+    assert not list(place.rglob("hit"))
+    assert cluster.jobs() == []
+
+
+@pytest.mark.parametrize("character", ["%", "\\", "\n"])
+def test_a_folder_that_slurm_would_misread_is_refused(place, launcher, character):
+    with pytest.raises(ProfileError, match="Slurm cannot keep a log"):
+        launcher.submit(job(place / f"a{character}j"))
+
+
+def test_options_reach_slurm_as_they_are(place, cluster):
+    comment = """a 'b' "c" \\ # $(touch hit)"""
+    launcher = launcher_of(
+        "cluster.partition=spot",
+        "cluster.time=1:30:00",
+        f"cluster.slurm=[{json.dumps('--mcs-label=' + comment)}, --nice=7]",
+    )
+    handle = launcher.submit(job(place))
+    shown = cluster.command("scontrol", "show", "job", handle.identifier)
+    assert "Partition=spot" in shown
+    assert "TimeLimit=01:30:00" in shown
+    assert "Nice=7" in shown
+    assert f"MCS_label={comment}" in shown
+    launcher.cancel(handle, grace=0)
+
+
+def test_the_script_that_is_kept_can_be_submitted_by_hand(place, launcher, cluster):
+    handle = launcher.submit(job(place))
+    launcher.cancel(handle, grace=0)
+    script = (place / "logs/work.sbatch").read_text()
+    by_hand = next(line for line in script.splitlines() if "by hand" in line).partition(": ")[2]
+    (place / "go-on").touch()
+    cluster.command("bash", "-c", by_hand)
+    wait_for(place / "logs/work.exit.json")
+    assert json.loads((place / "logs/work.exit.json").read_text())["exit_code"] == 0
+    assert shlex.quote(str(place)) in script
+
+
+def test_a_failure_names_the_rank_its_node_and_its_last_lines(place, launcher):
+    (place / "go-on").touch()
+    with pytest.raises(JobFailed, match="rank 3 on n2 ended with exit code 1") as failure:
+        execute(launcher, job(place, "fail"))
+    assert "ValueError: what went wrong" in failure.value.detail
+    assert failure.value.exit_code == 1
+
+
+def test_whoever_comes_later_joins_the_job_that_runs(place, launcher, cluster):
+    first = launcher.submit(job(place))
+    wait_for(place / "pid-0")
+    later = launcher_of()
+    assert later.find(job(place)).identifier == first.identifier
+    assert later.submit(job(place)).identifier == first.identifier
+    assert len(cluster.jobs()) == 1
+    (place / "go-on").touch()
+    execute(later, job(place))
+    assert (place / "logs/work.log").read_text().count("rank 0 of 4") == 1
+
+
+def test_another_job_of_the_same_name_takes_its_place_after_it_has_saved(place, launcher, cluster):
+    first = launcher.submit(job(place))
+    wait_for(*(place / f"pid-{rank}" for rank in range(4)))
+    second = launcher_of()
+    other = second.submit(job(place, nodes=1))
+    assert (place / "saved-0").exists()
+    assert not launcher.poll(first).running
+    assert [number for number, *_ in cluster.jobs()] == [other.identifier]
+    second.cancel(other, grace=0)
+    assert cluster.jobs() == []
+
+
+def test_a_controller_that_is_gone_for_a_while_changes_nothing(place, launcher, cluster):
+    handle = launcher.submit(job(place))
+    wait_for(place / "pid-0")
+    cluster.kill_controller()
+    try:
+        until = time.monotonic() + 5
+        while time.monotonic() < until:
+            assert launcher.poll(handle).running
+            time.sleep(0.2)
+    finally:
+        cluster.start_controller()
+    (place / "go-on").touch()
+    execute(launcher, job(place))
+
+
+def test_what_slurm_ends_without_a_record_is_said_to_be_so(place, launcher, cluster):
+    handle = launcher.submit(job(place, nodes=1))
+    wait_for(place / "pid-0")
+    cluster.command("scancel", "--full", "--signal=KILL", handle.identifier)
+    while (status := launcher.poll(handle)).running:
+        time.sleep(0.2)
+    assert f"Slurm ended job {handle.identifier}" in str(launcher.failure(handle, status))
