@@ -22,6 +22,7 @@ from flows.console import OURS
 from profiles.errors import ProfileError
 from tasks import keys, runs
 from tasks.artifacts import Artifact, Store
+from tasks.failures import Hopeless
 from tasks.report import Outcome
 from tasks.text import duration
 
@@ -96,10 +97,10 @@ def _nothing(reason: str) -> State:
 
 
 def worth_retrying(step: Task[..., Any], run: TaskRun, state: State) -> bool:
-    """Whether another attempt could end better: not where the user's input was refused."""
+    """Whether another attempt could end better: not where the user's input was refused, or memory was too small."""
     try:
         state.result()
-    except ProfileError:
+    except (ProfileError, Hopeless):
         return False
     except Exception:
         return True

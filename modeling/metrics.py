@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("trainshed")
 
 
 class Metrics:
     """Writes metrics of a run, on the leading rank alone.
+
+    A disk that is full for a while costs nothing: lines are kept and written later, whole ones only. What an earlier attempt
+    that lives on somewhere goes on to write is lost with the file that it has open.
 
     Args:
         run: the run's folder.
@@ -23,16 +31,36 @@ class Metrics:
         path = run / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_text().splitlines() if _step(line) <= last]
-            path.write_text("".join(f"{line}\n" for line in kept))
-        self.file = path.open("a", buffering=1)
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(f"{line}\n" for line in kept))
+            partial.replace(path)
+        self.file = path.open("ab", buffering=0)
+        self._waiting: list[bytes] = []
         self.board = SummaryWriter(str(run / "tensorboard"), purge_step=last + 1 if last else None)
 
     def write(self, values: dict[str, Any]) -> None:
         """One object, with its `step`."""
-        self.file.write(json.dumps(values) + "\n")
-        for name, value in values.items():
-            if name != "step" and isinstance(value, int | float):
-                self.board.add_scalar(name, value, values["step"])
+        self._waiting.append(json.dumps(values).encode() + b"\n")
+        try:
+            while self._waiting:
+                self._append(self._waiting[0])
+                del self._waiting[0]
+        except OSError as error:
+            if len(self._waiting) == 1:
+                log.warning(f"WARNING metrics cannot be written, and wait until they can: {error}")
+        try:
+            for name, value in values.items():
+                if name != "step" and isinstance(value, int | float):
+                    self.board.add_scalar(name, value, values["step"])
+        except OSError as error:  # as which a full disk comes back from the board's thread
+            log.debug(f"TensorBoard's file is behind: {error}")
+
+    def _append(self, line: bytes) -> None:
+        """The whole line, or none of it."""
+        size = self.file.seek(0, 2)
+        if self.file.write(line) < len(line):
+            self.file.truncate(size)
+            raise OSError(errno.ENOSPC, "no space left on the device")
 
     def line(self, values: dict[str, Any], seconds_left: float) -> str:
         """What users of these systems read: loss, rate, norms, step, samples, seconds an iteration, time left."""
@@ -46,7 +74,8 @@ class Metrics:
 
     def close(self) -> None:
         self.file.close()
-        self.board.close()
+        with contextlib.suppress(OSError):
+            self.board.close()
 
 
 def clock(seconds: float) -> str:

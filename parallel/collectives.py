@@ -20,6 +20,7 @@ The differentiable pairs (Megatron-LM, arXiv 1909.08053; sequence parallelism, a
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -32,9 +33,23 @@ from parallel.mesh import Axis
 _ops = torch.ops._c10d_functional
 
 
+class Waited:
+    """Seconds that this process has waited for others so far, outside of compiled graphs: what it did not work itself."""
+
+    seconds = 0.0
+
+
+waited = Waited()
+
+
 def wait(tensor: Tensor) -> Tensor:
     """Wait for the result of a `start_*`."""
-    return _ops.wait_tensor(tensor)
+    if torch.compiler.is_compiling():
+        return _ops.wait_tensor(tensor)
+    begun = time.perf_counter()
+    result = _ops.wait_tensor(tensor)
+    waited.seconds += time.perf_counter() - begun
+    return result
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:

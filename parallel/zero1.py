@@ -160,8 +160,8 @@ class ZeRO1:
                     shard.copy_(collectives.all_reduce(shard, axis))
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> StepResult:
-        """Reduce what is left, clip, update, gather. A norm that is not finite changes nothing, on any rank."""
+    def step(self, learning_rate: float, skip: bool = False) -> StepResult:
+        """Reduce what is left, clip, update, gather. A norm that is not finite changes nothing, on any rank, nor does `skip`."""
         self.reduce()
         squares = torch.stack([bucket.square_norm() for bucket in self.buckets]).sum()
         norm = (
@@ -169,7 +169,7 @@ class ZeRO1:
             if (value := collectives.all_reduce(squares, self.mesh.world).item()) >= 0
             else math.nan
         )
-        if not math.isfinite(norm):
+        if skip or not math.isfinite(norm):
             self.begin(1)
             return StepResult(norm, skipped=True)
         scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))

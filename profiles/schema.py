@@ -146,6 +146,15 @@ class Train(Section):
         None, pattern=FUNCTION, description="module:function of the user's; null: cross-entropy"
     )
     log_every: Count = Field(1, description="steps between lines in the log")
+    spike_factor: Annotated[float, Field(gt=1)] | None = Field(
+        None,
+        description="a step whose loss is so many times the usual one is skipped; null: only where it is not finite",
+    )
+    bad_steps: Count = Field(
+        10,
+        description="steps skipped in a row after which the run goes back to a checkpoint, without their samples",
+    )
+    rollbacks: Natural = Field(2, description="times that a run goes back before it stops")
 
 
 class Compile(Section):
@@ -169,6 +178,7 @@ class Checkpoint(Section):
     resume: Literal["newest", "none"] | Natural = Field(
         "newest", description='"newest", "none", or the number of a step'
     )
+    on_stop: bool = Field(True, description="save when it is asked to stop, before it ends")
     weights: bool = Field(False, description="resume the weights alone, with a new optimizer and schedule")
 
 
@@ -204,6 +214,10 @@ class Cluster(Section):
     retries: Natural = Field(
         2, description="further attempts after a failure, each from the newest checkpoint"
     )
+    hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
+        20.0, description="a step may take so long beyond hang_factor median steps; null: it is not watched"
+    )
+    hang_factor: Annotated[float, Field(ge=1)] = Field(5.0, description="median steps that a step may take")
     partition: str | None = Field(
         None, pattern=WORD, description="Slurm partition; null: the cluster's default"
     )

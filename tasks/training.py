@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from profiles.schema import Profile
-from tasks import runs
+from tasks import failures, runs
 from tasks.artifacts import Artifact, Store
 from tasks.launchers import Job, JobFailed, create, execute
 from tasks.tail import Tail
@@ -39,6 +39,7 @@ def run(
 
     Raises:
         JobFailed: the attempt failed; another one goes on from its newest checkpoint.
+        Hopeless: it failed for a reason that another one would meet again.
     """
     job = cluster_job("train", profile, store, folder, key, dataset, graphs)
     job = replace(job, attempts=folder / runs.ATTEMPT)
@@ -54,8 +55,13 @@ def run(
         found = runs.find(store, KIND, key, folder)
         if found:
             return found
-        execute(create(profile.cluster.launcher, profile.cluster), job, watch_all)
         steps = profile.train.steps
+        if steps not in runs.checkpoints(folder):  # else it ended while nobody watched
+            try:
+                execute(create(profile.cluster.launcher, profile.cluster), job, watch_all)
+            except JobFailed as failure:
+                log.warning("%s\n%s", failure, failure.detail)
+                raise failures.classified(profile, failure) from failure
         if steps not in runs.checkpoints(folder):
             raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")
         last = next(row for row in reversed(runs.read_metrics(folder)) if "loss" in row)

@@ -58,8 +58,8 @@ srun --kill-on-bad-exit=1 --export=ALL bash -c 'trap "" USR1; exec env PET_NODE_
 ranks=$$!
 
 stopping=
-trap 'stopping=requeue' USR1
-trap 'stopping=end' USR2
+trap 'stopping=requeue; kill -USR1 "$$ranks"' USR1
+trap 'stopping=end; kill -USR1 "$$ranks"' USR2
 trap 'stopping=killed' TERM
 while kill -0 "$$ranks" 2> /dev/null; do
   if [ -z "$$stopping" ]; then

@@ -148,6 +148,10 @@ class Cluster:
                 continue
         return found
 
+    def tasks(self) -> list[psutil.Process]:
+        """What jobs have running."""
+        return [process for process in self.processes() if "SLURM_JOB_ID" in process.environ()]
+
     def start_node(self, node: str) -> None:
         self._start(node, "slurmd", "-D", "-N", node, **{NODE: node})
 

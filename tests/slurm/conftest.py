@@ -1,8 +1,24 @@
-"""One cluster for all tests of this folder, whole again and empty before each."""
+"""One cluster for all tests of this folder, whole again and empty before each, and what a run needs made once."""
 
+import json
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 import pytest
 
+from profiles import resolve
+from profiles.schema import Profile
+from tests.flows.conftest import command, pretrain, profile  # noqa: F401
+from tests.flows.micro import losses, wait_for_step
 from tests.slurm.cluster import Cluster, missing
+
+SLURM = ("cluster.launcher=slurm", "cluster.exclusive=false", "cluster.nodes=2", "parallel.tensor=2")
+STEPS = ("train.steps=200", "checkpoint.every=40", "evaluate.every=0")
+INTERRUPTED_AT = 50
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +34,103 @@ def cluster(_cluster):
     _cluster.heal()
     yield _cluster
     _cluster.heal()
+    assert _cluster.tasks() == []
+
+
+@dataclass
+class Run:
+    """A run's training, without the flow around it."""
+
+    profile: Profile
+    folder: Path
+    lab: "Lab"
+
+    def train(self, watch=lambda: None):
+        """One attempt, as the flow's step makes it."""
+        from tasks import training
+
+        key = f"key-of-{self.profile.name}"
+        return training.run(self.profile, self.lab.store, self.folder, key, self.lab.dataset, watch=watch)
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "logs/train.log").read_text()
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return losses(self.folder)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The training processes, in the order of their ranks."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                if str(self.folder) in process.cmdline() and "RANK" in process.environ():
+                    found[int(process.environ()["RANK"])] = process
+            except psutil.Error:
+                continue
+        return [found[rank] for rank in sorted(found)]
+
+    def at_step(self, step: int, act) -> threading.Thread:
+        """Do something once training has got so far; a watch for `train` is too slow for short runs."""
+
+        def wait():
+            wait_for_step(self.folder, step)
+            act()
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        return thread
+
+
+class Lab:
+    """A store with the tokens of the profile `micro` in it."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        from tasks import dataset, tokenizer
+        from tasks.artifacts import Store
+
+        self.path, self.store = path, Store(str(folder))
+        micro = resolve.load(str(path))
+        self.dataset = dataset.run(micro, self.store, tokenizer.run(micro, self.store))
+
+    def run(self, name: str, *overrides: str) -> Run:
+        """A run of this name, on the cluster unless the overrides say otherwise."""
+        own = resolve.load(str(self.path), [*STEPS, *SLURM, *overrides], name)
+        resolve.check(own)
+        folder = self.store.run(name, "identity")
+        (folder / "profile.yaml").write_text(resolve.dump(own))
+        return Run(own, folder, self)
+
+
+@pytest.fixture(scope="session")
+def lab(profile, tmp_path_factory):  # noqa: F811
+    return Lab(profile, tmp_path_factory.mktemp("lab") / "store")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(_cluster, lab):
+    """Losses of a run over two nodes that nothing happens to."""
+    run = lab.run("undisturbed")
+    run.train()
+    return run.losses
+
+
+def events(folder: Path) -> list[dict]:
+    """What a run's events.jsonl says."""
+    path = folder / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def until(true, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.1)
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,0 +1,159 @@
+"""What a run on a cluster survives, each made to happen for real; it ends with the losses of an undisturbed one."""
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tasks.launchers import JobFailed
+from tests.slurm.conftest import INTERRUPTED_AT, STEPS, alive, until
+
+
+def test_two_nodes_of_two_processes_train_like_one_process(cluster, lab):
+    one = lab.run("one", "cluster.launcher=local", "cluster.nodes=1", "parallel.tensor=1", "train.steps=20")
+    one.train()
+    four = lab.run("four", "cluster.devices_per_node=2", "train.steps=20", "train.micro_batch_size=2")
+    four.train()
+    assert "on n1 n2" in four.log
+    assert four.losses.keys() == one.losses.keys()
+    for step, loss in one.losses.items():
+        assert four.losses[step] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_killed_rank_fails_the_attempt_by_name_and_the_next_one_ends_alike(cluster, lab, undisturbed):
+    run = lab.run("killed")
+    run.at_step(INTERRUPTED_AT, lambda: os.kill(run.ranks()[1].pid, signal.SIGKILL))
+    with pytest.raises(JobFailed, match="rank 1 on n2 was killed by SIGKILL"):
+        run.train()
+    run.train()
+    assert "resumed from step 40" in run.log
+    assert run.losses == undisturbed
+
+
+def test_a_dead_node_is_left_out_and_the_job_goes_on_by_itself(cluster, lab, undisturbed):
+    run = lab.run("dead-node")
+    run.at_step(INTERRUPTED_AT, lambda: cluster.kill_node("n2"))
+    run.train(watch=cluster.start_requeued)
+    assert run.log.count("they meet at") == 2
+    assert "start 2, on n1 n3" in run.log
+    assert run.losses == undisturbed
+
+
+def test_an_attempt_that_lives_on_without_its_slurmd_publishes_nothing(cluster, lab, undisturbed):
+    """Slurm thinks that the node is gone, starts the job elsewhere, and the old ranks still compute."""
+    run = lab.run("fenced")
+    old: list[psutil.Process] = []
+
+    def cut_off():
+        old.extend(run.ranks())
+        for process in old:
+            process.suspend()
+        for node in ("n1", "n2"):
+            cluster.kill_slurmd(node)
+            cluster.down(node)
+
+    run.at_step(INTERRUPTED_AT, cut_off)
+
+    def watch():
+        cluster.start_requeued()
+        if "start 2" in run.log and len(run.losses) >= 100 and alive(old):
+            for process in alive(old):
+                process.resume()
+
+    run.train(watch=watch)
+    until(lambda: not alive(old))
+    assert "attempt 1 ends: attempt 2 has taken over the run" in run.log
+    assert run.losses == undisturbed
+    assert (run.folder / "attempt").read_text() == "2"
+
+
+def test_before_the_time_limit_it_saves_and_is_queued_again(cluster, lab, undisturbed):
+    run = lab.run("limited", "cluster.time=10", "cluster.time_left=60")
+
+    def shorten():
+        # To a minute, of which the job has used some seconds: less than time_left is left.
+        number = cluster.jobs()[0][0]
+        cluster.command("scontrol", "update", f"JobId={number}", "TimeLimit=1")
+
+    run.at_step(INTERRUPTED_AT, shorten)
+    run.train(watch=cluster.start_requeued)
+    assert "interrupted: saved step" in run.log
+    assert "saved; queued again" in run.log
+    assert "start 2" in run.log
+    assert run.losses == undisturbed
+
+
+def test_a_preempted_job_saves_and_goes_on_when_there_is_room_again(cluster, lab, undisturbed):
+    run = lab.run("preempted", "cluster.partition=spot", "cluster.slurm=[--nodelist=n[1-2]]")
+    other: list[str] = []
+
+    def push_aside():
+        told = cluster.command(
+            "sbatch",
+            "--parsable",
+            "-N4",
+            "--exclusive",
+            "-p",
+            "train",
+            "-o",
+            "/dev/null",
+            "--wrap",
+            "sleep 3",
+        )
+        other.append(told.strip())
+
+    run.at_step(INTERRUPTED_AT, push_aside)
+    run.train(watch=cluster.start_requeued)
+    assert "start 2" in run.log
+    assert "interrupted: saved step" in run.log
+    assert run.losses == undisturbed
+
+
+def test_a_rank_that_hangs_leaves_every_ranks_stacks_and_is_retried(cluster, lab, undisturbed):
+    run = lab.run("hung", "cluster.hang_seconds=3")
+    run.at_step(INTERRUPTED_AT, lambda: run.ranks()[1].suspend())
+    begun = time.monotonic()
+    with pytest.raises(JobFailed, match="stood still"):
+        run.train()
+    assert time.monotonic() - begun < 120
+    stacks = (run.folder / "logs/stacks/rank_0.txt").read_text()
+    assert "no step for" in stacks
+    assert "train.py" in stacks
+    run.train()
+    assert run.losses == undisturbed
+
+
+def test_the_run_goes_on_on_other_numbers_of_nodes(cluster, lab, undisturbed):
+    overrides = ("parallel.tensor=1", "train.micro_batch_size=1")
+    run = lab.run("elastic", *overrides, "cluster.nodes=4")
+    run.at_step(INTERRUPTED_AT, lambda: os.kill(run.ranks()[0].pid, signal.SIGKILL))
+    with pytest.raises(JobFailed):
+        run.train()
+    fewer = lab.run("elastic", *overrides, "cluster.nodes=2")
+    fewer.train()
+    assert "resumed from step 40" in fewer.log
+    for step, loss in undisturbed.items():
+        assert fewer.losses[step] == pytest.approx(loss, rel=1e-5 if step <= 20 else 1e-3)
+
+
+def test_cancelled_it_saves_and_nothing_is_left(cluster, lab):
+    run = lab.run("cancelled")
+    stop: list[float] = []
+
+    def watch():
+        if stop:
+            raise KeyboardInterrupt
+
+    run.at_step(INTERRUPTED_AT, lambda: stop.append(time.monotonic()))
+    with pytest.raises(KeyboardInterrupt):
+        run.train(watch=watch)
+    assert time.monotonic() - stop[0] < 20
+    done = max(run.losses)
+    assert INTERRUPTED_AT <= done < int(STEPS[0].partition("=")[2])
+    assert (run.folder / f"checkpoints/step_{done}/complete.json").exists()
+    assert cluster.jobs() == []
+    assert cluster.tasks() == []
+    assert json.loads((run.folder / "logs/train.exit.json").read_text())["exit_code"] != 0
