@@ -2,8 +2,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# System programs that tests need, as Debian names them: g++ is what torch.compile calls on a CPU.
-SYSTEM_PACKAGES := g++
+# System programs that tests need, as Debian names them: g++ is what torch.compile calls on a CPU, slurm-wlm and munge make a
+# cluster of several nodes on this machine, postgresql is the database of a server that a team shares.
+SYSTEM_PACKAGES := g++ slurm-wlm munge postgresql
 
 .PHONY: run up check-device test test-system
 

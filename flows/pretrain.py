@@ -16,11 +16,22 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows import steps
+from flows.hooks import end_jobs
 from flows.runner import Runner, forward_logs
 from flows.secrets import hub_token
 from profiles import resolve
-from tasks import checkpoint, dataset, evaluation, export, graphs, keys, tokenizer, training
-from tasks.artifacts import Store
+from profiles.schema import Profile
+from tasks import checkpoint, dataset, evaluation, export, graphs, keys, runs, tokenizer, training
+from tasks.artifacts import Artifact, Store
+
+
+def compile_graphs(do: Runner, run: Profile, kept: Store, folder: Path) -> Artifact | None:
+    """The step `graphs`, which a profile may do without."""
+    if not run.compile.enabled:
+        do.skip("graphs", "compile.enabled is false")
+        return None
+    key = keys.graphs(run)
+    return do.once(steps.graphs, graphs.KIND, key, run, kept, folder, key)
 
 
 def run_name() -> str:
@@ -31,7 +42,7 @@ def run_name() -> str:
     )
 
 
-@flow(name="pretrain", flow_run_name=run_name)
+@flow(name="pretrain", flow_run_name=run_name, on_cancellation=[end_jobs])
 def pretrain(
     profile: str, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
 ) -> dict[str, Any]:
@@ -62,12 +73,8 @@ def pretrain(
     identity = keys.run_identity(run, vocabulary.key, corpus.key)
     folder = kept.run(run.name, identity)
     (folder / "profile.yaml").write_text(resolve.dump(run))
-    compiled = None
-    if run.compile.enabled:
-        key = keys.graphs(run)
-        compiled = do.once(steps.graphs, graphs.KIND, key, run, kept, folder, key)
-    else:
-        do.skip("graphs", "compile.enabled is false")
+    runs.note_inputs(folder, identity, vocabulary, corpus)
+    compiled = compile_graphs(do, run, kept, folder)
 
     key = keys.training(run.name, identity)
     train = steps.train.with_options(retries=run.cluster.retries, retry_delay_seconds=steps.DELAYS)

@@ -22,8 +22,12 @@ from pathlib import Path
 START_TIMEOUT = 120.0  # seconds; the first start on a slow disk makes a database
 
 # What Prefect reads at its import, as server and as client. No telemetry: it would also hold up the start where there is
-# no network, and print a notice into the live line.
-QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+# no network, and print a notice into the live line. A server that is gone is waited for: 2, 4, ... 128 seconds.
+QUIET = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_CLIENT_MAX_RETRIES": "7",
+}
 
 
 @contextlib.contextmanager

@@ -66,11 +66,17 @@ def graphs(profile: Profile, store: Store, folder: Path, key: str) -> Artifact:
 
 @task(task_run_name="train {profile.name}, {profile.train.steps} steps", **RETRIED)
 def train(
-    profile: Profile, store: Store, folder: Path, key: str, dataset: Artifact, graphs: Artifact | None
+    profile: Profile,
+    store: Store,
+    folder: Path,
+    key: str,
+    dataset: Artifact,
+    graphs: Artifact | None,
+    weights: Artifact | Path | None = None,
 ) -> Artifact:
     """Train on the cluster; a retry goes on from the newest complete checkpoint."""
     progress = Progress(folder / "metrics.jsonl", profile.train.steps)
-    return training.run(profile, store, folder, key, dataset, graphs, watch=progress.watch)
+    return training.run(profile, store, folder, key, dataset, graphs, weights, watch=progress.watch)
 
 
 @task(task_run_name="evaluate {profile.name}", **RETRIED)
@@ -81,7 +87,7 @@ def evaluate(
     key: str,
     dataset: Artifact,
     graphs: Artifact | None,
-    trained: Artifact,
+    trained: Artifact | None,
 ) -> Artifact:
     """Held-out loss and perplexity."""
     return evaluation.run(profile, store, folder, key, dataset, graphs)
@@ -89,7 +95,7 @@ def evaluate(
 
 @task(task_run_name="export {profile.name}", **RETRIED)
 def export(
-    profile: Profile, store: Store, folder: Path, key: str, tokenizer: Artifact, trained: Artifact
+    profile: Profile, store: Store, folder: Path, key: str, tokenizer: Artifact, trained: Artifact | None
 ) -> Artifact:
     """Write the model and its tokenizer in Hugging Face's format."""
     return exports.run(profile, store, folder, key, tokenizer)

@@ -24,6 +24,7 @@ from flows.console import say
 from flows.server import QUIET, START_TIMEOUT
 
 POOL = "trainshed"
+HEARTBEAT_SECONDS = 30  # registration.py waits for three of them
 GRACE = 60.0  # seconds for flow runs to stop their training, which saves a checkpoint first
 
 
@@ -36,6 +37,9 @@ def up(port: int) -> int:
         )
         return 1
     if _taken(port):
+        if _answers(f"http://127.0.0.1:{port}/api/health", seconds=5):
+            say(f"Prefect's UI: http://127.0.0.1:{port}\nit is up already, and was left as it is")
+            return 0
         say(f"trainshed: port {port} is taken, perhaps by another `trainshed up`; choose one with --port")
         return 1
     for number in (
@@ -51,19 +55,21 @@ def up(port: int) -> int:
         **QUIET,
         "PREFECT_API_URL": f"{address}/api",
         "TRAINSHED_FOLDER": str(Path.cwd()),
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
     }
     children: list[subprocess.Popen[bytes]] = []
     try:
-        server = ["server", "start", "--host", "127.0.0.1", "--port", str(port)]
-        children.append(_prefect(server, environment, logs / "server.log"))
-        if not _answers(f"{address}/api/health", children[0]):
+        server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+        children.append(_python(server, environment, logs / "server.log"))
+        if not _answers(f"{address}/api/health", server=children[0]):
             say(f"trainshed: the Prefect server did not start; its log: {logs / 'server.log'}")
             return 1
-        for setup in (["work-pool", "create", POOL, "--type", "process", "--overwrite"], ["deploy", "--all"]):
-            if _prefect(["--no-prompt", *setup], environment, logs / "deploy.log", home).wait() != 0:
-                say(f"trainshed: `prefect {' '.join(setup)}` failed; its log: {logs / 'deploy.log'}")
+        for setup in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--all"]):
+            if _python(setup, environment, logs / "deploy.log", home).wait() != 0:
+                say(f"trainshed: `python -m {' '.join(setup)}` failed; its log: {logs / 'deploy.log'}")
                 return 1
-        children.append(_prefect(["worker", "start", "--pool", POOL], environment, logs / "worker.log"))
+        worker = ["prefect", "worker", "start", "--pool", POOL]
+        children.append(_python(worker, environment, logs / "worker.log"))
         say(f"Prefect's UI: {address}\nstart a run there, or in another terminal:")
         say(
             f"  PREFECT_API_URL={address}/api .venv/bin/prefect deployment run pretrain/tiny\nCtrl-C stops all of it."
@@ -79,12 +85,12 @@ def up(port: int) -> int:
         _stop(children)
 
 
-def _prefect(
+def _python(
     arguments: list[str], environment: dict[str, str], log_file: Path, folder: Path | None = None
 ) -> subprocess.Popen[bytes]:
     with log_file.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "prefect", *arguments],
+            [sys.executable, "-m", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -94,12 +100,15 @@ def _prefect(
         )
 
 
-def _answers(address: str, server: subprocess.Popen[bytes]) -> bool:
-    deadline = time.monotonic() + START_TIMEOUT
-    while time.monotonic() < deadline and server.poll() is None:
+def _answers(
+    address: str, seconds: float = START_TIMEOUT, server: subprocess.Popen[bytes] | None = None
+) -> bool:
+    """Whether it says that it is well, within so many seconds or before this server ends."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and (server is None or server.poll() is None):
         with (
             contextlib.suppress(urllib.error.URLError, ConnectionError),
-            urllib.request.urlopen(address, timeout=5),
+            urllib.request.urlopen(address, timeout=min(5, seconds)),
         ):
             return True
         time.sleep(0.1)

@@ -10,7 +10,7 @@ the traceback of each of its threads, and rank_<n>.collectives, torch's flight r
 backend keeps one), and ends with the exit code HUNG. The launcher then ends the others. A rank stuck in compiled code that
 never gives Python's lock back is ended by faulthandler's own thread, some seconds later.
 
-Costs a lock and a timer a step.
+Costs a lock a step, and a thread every few seconds.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Watchdog:
         self._seconds: deque[float] = deque(maxlen=50)
         self._step = 0
         self._limit, self._deadline = PATIENCE, time.monotonic() + PATIENCE
+        self._last = 0.0  # when faulthandler would end the process
         self._changed = threading.Condition()
         self._ended = grace is None
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
@@ -78,7 +79,10 @@ class Watchdog:
         with self._changed:
             self._limit, self._deadline = seconds, time.monotonic() + seconds
             self._changed.notify()
-        faulthandler.dump_traceback_later(seconds + LATER, exit=True)
+        last = time.monotonic() + seconds + LATER
+        if abs(last - self._last) > LATER / 2:  # a thread is started each time
+            self._last = last
+            faulthandler.dump_traceback_later(seconds + LATER, exit=True)
 
     def _watch(self) -> None:
         with self._changed:

@@ -6,9 +6,9 @@ profile is frozen: every step sees the same one, and it is what is stored with t
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from profiles.model import Count, Model, Section
 
@@ -36,6 +36,11 @@ LINE = r"^[^\x00-\x1f\x7f]+$"
 OPTION = r"^--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?$"
 TIME = r"^(\d+-)?\d+(:\d+){0,2}$"
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+
+
+def _as_text(value: Any) -> Any:
+    """Minutes, which YAML takes for a number."""
+    return str(value) if type(value) is int else value
 
 
 class Tokenizer(Section):
@@ -189,6 +194,10 @@ class Evaluate(Section):
     batches: Count | None = Field(
         None, description="microbatches a data rank, of each during training; null: all held-out text"
     )
+    tolerance: Rate = Field(
+        0.0,
+        description="rise of held-out loss, in nats a token, at which continual pretraining still promotes a model",
+    )
     metrics: list[Annotated[str, Field(pattern=FUNCTION)]] = Field(
         [], description="module:function of the user's, each"
     )
@@ -222,9 +231,8 @@ class Cluster(Section):
         None, pattern=WORD, description="Slurm partition; null: the cluster's default"
     )
     account: str | None = Field(None, pattern=WORD, description="Slurm account; null: the user's default")
-    time: str | None = Field(
+    time: Annotated[str, Field(pattern=TIME), BeforeValidator(_as_text)] | None = Field(
         None,
-        pattern=TIME,
         description="Slurm time limit of a job, as in 1-12:00:00; a run goes on in the next one",
     )
     time_left: Count = Field(

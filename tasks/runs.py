@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 MARKER = "complete.json"
 POINTER = "points-to.json"
+INPUTS = "inputs.json"
 ATTEMPT = "attempt"  # file with the number of the start that may complete checkpoints
 
 
@@ -30,6 +31,17 @@ def checkpoints(folder: Path) -> dict[int, Path]:
         for marker in folder.glob(f"checkpoints/step_*/{MARKER}")
     }
     return dict(sorted(found.items()))
+
+
+def note_inputs(folder: Path, identity: str, tokenizer: Artifact, dataset: Artifact) -> None:
+    """Keep with a run what it was made from, for those who go on from it."""
+    inputs = {"identity": identity, "tokenizer": tokenizer.key, "dataset": dataset.key}
+    Folder(folder).write(INPUTS, json.dumps(inputs, indent=1).encode())
+
+
+def inputs(folder: Path) -> dict[str, str]:
+    """Identity of a run, and keys of its tokenizer and its dataset. Raises FileNotFoundError where there is no such run."""
+    return json.loads((folder / INPUTS).read_text())
 
 
 def publish(

@@ -30,7 +30,7 @@ def run(
     key: str,
     dataset: Artifact,
     graphs: Artifact | None = None,
-    weights: Artifact | None = None,
+    weights: Artifact | Path | None = None,
     watch: Callable[[], None] = lambda: None,
 ) -> Artifact:
     """Train to the last step; `watch` is called several times a second.
@@ -44,7 +44,7 @@ def run(
     job = cluster_job("train", profile, store, folder, key, dataset, graphs)
     job = replace(job, attempts=folder / runs.ATTEMPT)
     if weights is not None:
-        job = job.extended("--weights", str(store.path(weights)))
+        job = job.extended("--weights", str(weights if isinstance(weights, Path) else store.path(weights)))
     words = Words(job.log_file)
 
     def watch_all() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 from profiles.schema import Cluster
 from tasks.launchers.base import Handle, Job, JobFailed, Launcher, Status, execute
 
-__all__ = ["Handle", "Job", "JobFailed", "Launcher", "Status", "create", "execute"]
+__all__ = ["Handle", "Job", "JobFailed", "Launcher", "Status", "create", "execute", "noted"]
 
 
 def create(kind: str, cluster: Cluster | None = None) -> Launcher:
@@ -19,3 +23,10 @@ def create(kind: str, cluster: Cluster | None = None) -> Launcher:
 
         return SlurmLauncher(cluster)
     raise ValueError(f"cluster.launcher = {kind}: there is no such launcher; valid: local, slurm")
+
+
+def noted(folder: Path) -> Iterator[Handle]:
+    """The jobs that were started last in a folder, under each name; they may long be over."""
+    for path in sorted(folder.glob("*.job.json")):
+        job = Job(path.name.removesuffix(".job.json"), "", (), folder)
+        yield Handle(job, json.loads(path.read_text())["identifier"])

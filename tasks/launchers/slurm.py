@@ -98,11 +98,10 @@ class SlurmLauncher:
             return Status(running=True)
         self._asked[handle.identifier] = now
         try:
-            lines = self._queue(handle.job, patience=0)
+            line = self._line(handle, patience=0)
         except SlurmSilent as error:
             log.debug("%s", error)
             return Status(running=True)
-        line = next((line for line in lines if line.identifier == handle.identifier), None)
         if line is not None:
             self._gone.pop(handle.identifier, None)
             self._tell(handle, line)
@@ -144,12 +143,17 @@ class SlurmLauncher:
             time.sleep(0.3)
         return True
 
-    def _line(self, handle: Handle) -> Line | None:
-        return next((line for line in self._queue(handle.job) if line.identifier == handle.identifier), None)
+    def _line(self, handle: Handle, patience: float = PATIENCE) -> Line | None:
+        """The job as it waits, runs or ends just now; None where it is gone. Raises SlurmSilent."""
+        return next(
+            (line for line in self._queue(None, patience) if line.identifier == handle.identifier), None
+        )
 
-    def _queue(self, job: Job, patience: float = PATIENCE) -> list[Line]:
-        """The jobs of this one's name that wait, run or end just now, oldest first. Raises SlurmSilent."""
-        arguments = ["squeue", "--noheader", "--me", f"--name={batch.job_name(job)}", "--format=%A|%T|%k|%r"]
+    def _queue(self, job: Job | None, patience: float = PATIENCE) -> list[Line]:
+        """Our own jobs that wait, run or end just now, of this one's name or all, oldest first. Raises SlurmSilent."""
+        arguments = ["squeue", "--noheader", "--me", "--format=%A|%T|%k|%r"]
+        if job is not None:
+            arguments.append(f"--name={batch.job_name(job)}")
         deadline = time.monotonic() + patience
         while True:
             try:

@@ -9,7 +9,7 @@ import pytest
 
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.launchers import Job, JobFailed, create, execute
+from tasks.launchers import Job, JobFailed, create, execute, slurm
 
 RANKS = """
 import os, pathlib, signal, sys, time
@@ -159,7 +159,8 @@ def test_a_controller_that_is_gone_for_a_while_changes_nothing(place, launcher, 
     execute(launcher, job(place))
 
 
-def test_what_slurm_ends_without_a_record_is_said_to_be_so(place, launcher, cluster):
+def test_what_slurm_ends_without_a_record_is_said_to_be_so(place, launcher, cluster, monkeypatch):
+    monkeypatch.setattr(slurm, "GONE_SECONDS", 1.0)
     handle = launcher.submit(job(place, nodes=1))
     wait_for(place / "pid-0")
     cluster.command("scancel", "--full", "--signal=KILL", handle.identifier)

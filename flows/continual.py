@@ -1,0 +1,93 @@
+"""Continual pretraining: a finished model is trained further on what is new, and replaced only by one that is no worse.
+
+    new data -> graphs -> evaluate before -> train -> evaluate after -> export and promote -> report
+
+The weights are those of the newest checkpoint; the optimizer is new, so the learning rate warms up and decays once more
+(arXiv 2403.08763). Meant for a schedule: where nothing is new the run is done at once, and says so by its state's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
+
+from flows import steps
+from flows.hooks import end_jobs
+from flows.pretrain import compile_graphs, run_name
+from flows.runner import Runner, forward_logs
+from profiles import resolve
+from profiles.schema import Profile
+from tasks import continual as series
+from tasks import dataset, evaluation, export, keys, runs, tokenizer, training
+from tasks.artifacts import Store
+
+
+@flow(name="continual", flow_run_name=run_name, on_cancellation=[end_jobs])
+def continual(
+    profile: str, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
+) -> State[Any]:
+    """Train a run's newest model further on new data, and promote what came of it if it is no worse.
+
+    Args:
+        profile: A shipped profile's name, or the path of a YAML file.
+        overrides: Keys to override, each as in train.steps=100.
+        name: The name of the pretraining run that is continued; left empty, its profile's.
+        store: Where artifacts and runs are kept: a folder or an s3:// prefix.
+    """
+    forward_logs()
+    run = resolve.load(profile, overrides, name)
+    resolve.check(run)
+    resolve.check_start(run)
+    kept = Store(store, run.cluster.work_dir or "store")
+    # Two schedules, or one that overtakes itself: the later waits, and then finds nothing new.
+    with kept.lock("continual", run.name):
+        return _round(run, kept)
+
+
+def _round(run: Profile, kept: Store) -> State[Any]:
+    do = Runner(kept)
+    stands = series.standing(kept, run.name)
+    if stands is None:
+        return Completed(name="NothingYet", message=f"run {run.name} has no finished model to go on from")
+    vocabulary = kept.expect(tokenizer.KIND, stands.tokenizer)
+    key = dataset.key(run, vocabulary)
+    corpus = do.once(steps.dataset, dataset.KIND, key, run, kept, vocabulary)
+    new = series.fresh(kept, stands, corpus, run.train.sequence_length)
+    if new is None:
+        return Completed(name="NothingNew", message=f"no data that {stands.run} was not trained on")
+
+    base = kept.run_directory(stands.run)
+    start = series.newest(kept, stands)
+    before = runs.inputs(base)["identity"]
+    mine = run.model_copy(update={"name": f"{run.name}-round-{stands.round + 1}"})
+    planned = do.always(steps.plan, mine)
+    identity = keys.run_identity(mine, vocabulary.key, new.key, weights=keys.digest([before, start.name]))
+    folder = kept.run(mine.name, identity)
+    (folder / "profile.yaml").write_text(resolve.dump(mine))
+    runs.note_inputs(folder, identity, vocabulary, new)
+    compiled = compile_graphs(do, mine, kept, folder)
+
+    held_out = kept.expect(dataset.KIND, stands.dataset)
+    own = resolve.load(str(base / "profile.yaml"))
+    key = keys.evaluation(stands.run, keys.digest([before, start.name, held_out.key]))
+    old = do.once(steps.evaluate, evaluation.KIND, key, own, kept, base, key, held_out, None, None)
+    key = keys.training(mine.name, identity)
+    train = steps.train.with_options(retries=mine.cluster.retries, retry_delay_seconds=steps.DELAYS)
+    trained = do.once(
+        train, training.KIND, key, mine, kept, folder, key, new, compiled, start, run_folder=folder
+    )
+    key = keys.evaluation(mine.name, keys.digest([identity, held_out.key]))
+    now = do.once(steps.evaluate, evaluation.KIND, key, mine, kept, folder, key, held_out, compiled, trained)
+    do.always(steps.report, mine, folder, planned, now, do.outcomes)
+
+    losses = f"held-out loss {old.summary['validation_loss']:.4f} before, {now.summary['validation_loss']:.4f} after"
+    if now.summary["validation_loss"] > old.summary["validation_loss"] + run.evaluate.tolerance:
+        return Completed(name="NotPromoted", message=f"{stands.run} stands: {losses}")
+    key = keys.export(mine.name, identity)
+    do.once(steps.export, export.KIND, key, mine, kept, folder, key, vocabulary, trained, run_folder=folder)
+    series.promote(kept, run.name, stands, mine.name, new)
+    return Completed(name="Promoted", message=f"{mine.name} takes the place of {stands.run}: {losses}")

@@ -1,0 +1,44 @@
+"""Export alone: a run's newest checkpoint in Hugging Face's format, also of a run that is not finished."""
+
+from __future__ import annotations
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from flows import steps
+from flows.runner import Runner, forward_logs
+from profiles import resolve
+from profiles.errors import ProfileError
+from tasks import export as exports
+from tasks import keys, runs, tokenizer
+from tasks.artifacts import Store
+
+
+def run_name() -> str:
+    """The run's own."""
+    return str(flow_run.parameters["run"])
+
+
+@flow(name="export", flow_run_name=run_name)
+def export(run: str, store: str = "./store") -> str:
+    """Write a run's newest checkpoint as a Hugging Face model; returns its folder.
+
+    Args:
+        run: Name of the run.
+        store: Where artifacts and runs are kept: a folder or an s3:// prefix.
+    """
+    forward_logs()
+    folder = Store(store).run_directory(run)
+    if not runs.checkpoints(folder):
+        raise ProfileError("run", run, f"has no complete checkpoint in {folder}")
+    profile = resolve.load(str(folder / "profile.yaml"))
+    kept = Store(store, profile.cluster.work_dir or "store")
+    inputs = runs.inputs(folder)
+    step = max(runs.checkpoints(folder))
+    key = keys.export(
+        run, inputs["identity"] if step == profile.train.steps else f"{inputs['identity']} {step}"
+    )
+    vocabulary = kept.expect(tokenizer.KIND, inputs["tokenizer"])
+    arguments = (profile, kept, folder, key, vocabulary, None)
+    made = Runner(kept).once(steps.export, exports.KIND, key, *arguments, run_folder=folder)
+    return str(folder / made.summary["part"])

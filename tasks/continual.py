@@ -1,0 +1,93 @@
+"""Continual pretraining: which model of a series stands, what data is new to it, and what takes its place.
+
+A series is named like the run that began it. `runs/<name>/standing.json` says which of its models was promoted last, what that
+one and its forerunners were trained on, shard by shard, and which dataset holds the held-out text that all are measured on. It is
+written whole and last, so a round that fails changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tasks import dataset as datasets
+from tasks import keys, runs
+from tasks.artifacts import Artifact, Store
+from tasks.storage import Folder
+
+FILE = "standing.json"
+CORPUS = "corpus.json"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The promoted model of a series: its run, how many rounds it took, paths of all shards seen, the first run's inputs."""
+
+    run: str
+    round: int
+    seen: tuple[str, ...]
+    tokenizer: str
+    dataset: str
+
+
+def standing(store: Store, name: str) -> Standing | None:
+    """What stands; None where nothing was trained to its end yet."""
+    folder = store.run_directory(name)
+    path = folder / FILE
+    if path.exists():
+        values = json.loads(path.read_text())
+        return Standing(**{**values, "seen": tuple(values["seen"])})
+    if not runs.checkpoints(folder) or not (folder / "export").exists():
+        return None
+    inputs = runs.inputs(folder)
+    first = store.expect(datasets.KIND, inputs["dataset"])
+    seen = tuple(entry["path"] for entry in _corpus(store, first)["train"])
+    return Standing(name, 0, seen, inputs["tokenizer"], first.key)
+
+
+def newest(store: Store, stands: Standing) -> Path:
+    """The newest checkpoint of the model that stands."""
+    return max(runs.checkpoints(store.run_directory(stands.run)).items())[1]
+
+
+def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int) -> Artifact | None:
+    """A dataset of what a corpus has beyond what was seen; None where that is less than one window.
+
+    Its held-out text is that of the series.
+    """
+    whole = _corpus(store, corpus)
+    held_out = _corpus(store, store.expect(datasets.KIND, stands.dataset))["validation"]
+    train = [entry for entry in whole["train"] if entry["path"] not in stands.seen]
+    if sum(entry["tokens"] for entry in train) <= sequence_length:
+        return None
+    made = {**whole, "train": train, "validation": held_out, "blend": None}
+    key = keys.digest({"step": "fresh", "corpus": made})
+    with store.lock(datasets.KIND, key):
+        found = store.find(datasets.KIND, key)
+        if found:
+            return found
+        used = {
+            entry["path"].split("/")[1] for entry in train + held_out if entry["path"].startswith("tokens/")
+        }
+        requires = [{"kind": "tokens", "key": shard} for shard in sorted(used)]
+        summary = {
+            "tokens": sum(entry["tokens"] for entry in train),
+            "validation_tokens": sum(entry["tokens"] for entry in held_out),
+            "shards": len(train),
+        }
+        with store.publish(datasets.KIND, key, summary, requires) as folder:
+            (folder / CORPUS).write_text(json.dumps(made))
+    return store.expect(datasets.KIND, key)
+
+
+def promote(store: Store, name: str, stands: Standing, run: str, new: Artifact) -> Standing:
+    """Let a run's model take the place of the one that stands."""
+    seen = (*stands.seen, *(entry["path"] for entry in _corpus(store, new)["train"]))
+    after = Standing(run, stands.round + 1, seen, stands.tokenizer, stands.dataset)
+    Folder(store.run_directory(name)).write(FILE, json.dumps(asdict(after), indent=1).encode())
+    return after
+
+
+def _corpus(store: Store, artifact: Artifact) -> dict:
+    return json.loads((store.path(artifact) / CORPUS).read_text())

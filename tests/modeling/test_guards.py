@@ -1,0 +1,161 @@
+"""What training guards itself against: losses that would spoil it, ranks that hold others up, a disk that is full."""
+
+import json
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from modeling import exits
+from modeling.anomalies import sample
+from modeling.data import Samples
+from modeling.indexed import IndexedDatasetBuilder, token_dtype
+from modeling.stragglers import Stragglers
+from tests.modeling import micro
+
+STEPS, BATCH = 60, 4
+BAD = (33, 34, 35, 36)  # steps whose samples are of another language
+SETTINGS = (
+    *("parallel.tensor=1", "cluster.devices_per_node=1", f"train.steps={STEPS}", "evaluate.every=0"),
+    *("checkpoint.every=10", "train.spike_factor=1.4"),
+)
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory):
+    """The learnable corpus, but what the steps BAD read is drawn from the rarest of its tokens at random."""
+    folder = micro.dataset(tmp_path_factory.mktemp("data"), tokens=12000)
+    corpus = json.loads((folder / "corpus.json").read_text())
+    from modeling.data import Corpus
+
+    samples = Samples(Corpus.open(folder, "train"), 32, 1234)
+    stream = samples.corpus.read(0, samples.corpus.tokens)
+    chance = np.random.default_rng(1)
+    for step in BAD:
+        for window in samples.order(np.arange((step - 1) * BATCH, step * BATCH)):
+            stream[window * 32 : window * 32 + 33] = chance.integers(micro.VOCABULARY, size=33)
+    prefix = folder.parent.parent / corpus["train"][0]["path"]
+    with IndexedDatasetBuilder(prefix, token_dtype(micro.VOCABULARY)) as builder:
+        builder.add_document(stream.tolist())
+    return folder
+
+
+def train(run, dataset, code=0, processes=0):
+    return micro.finish(
+        micro.start("train", "--run-folder", run, "--dataset", dataset, processes=processes), code
+    )
+
+
+def events(run):
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def rows(run):
+    return {row["step"]: row for row in micro.metrics(run) if "loss" in row}
+
+
+def test_a_spike_is_skipped_and_counted_and_changes_no_weight(poisoned, tmp_path):
+    run = micro.run_folder(tmp_path / "run", *SETTINGS, "train.bad_steps=10")
+    train(run, poisoned)
+    found = rows(run)
+    assert list(found) == list(range(1, STEPS + 1))
+    assert tuple(step for step, row in found.items() if row["skipped"]) == BAD
+    assert {found[step]["parameter_norm"] for step in BAD} == {found[BAD[0] - 1]["parameter_norm"]}
+    assert [event["step"] for event in events(run)] == list(BAD)
+    assert "times the median" in events(run)[0]["reason"]
+
+
+def test_after_some_in_a_row_it_goes_back_and_leaves_their_samples_out(poisoned, tmp_path):
+    run = micro.run_folder(tmp_path / "run", *SETTINGS, "train.bad_steps=4", "checkpoint.keep=0")
+    log = train(run, poisoned)
+    assert "went back to step 30: steps 33 to 36 were bad" in log
+    assert [event["event"] for event in events(run)] == ["skipped"] * 4 + ["rollback"]
+    assert events(run)[-1]["samples"] == [(BAD[0] - 1) * BATCH, BAD[-1] * BATCH]
+    found = rows(run)
+    assert list(found) == list(range(1, STEPS + 1))
+    assert not any(row["skipped"] for row in found.values())
+
+    # What is left out is part of the checkpoint: the run resumes into the same losses.
+    for later in (50, 60):
+        for path in sorted((run / f"checkpoints/step_{later}").iterdir()):
+            path.unlink()
+    log = train(run, poisoned)
+    assert "resumed from step 40" in log
+    assert {step: row["loss"] for step, row in rows(run).items()} == {
+        step: row["loss"] for step, row in found.items()
+    }
+
+
+def test_it_stops_for_good_where_going_back_does_not_help(poisoned, tmp_path):
+    run = micro.run_folder(
+        *(tmp_path / "run", *SETTINGS, "train.learning_rate=1e30", "train.clip=null", "train.warmup_steps=0"),
+        *("checkpoint.every=1", "train.bad_steps=3", "train.rollbacks=1"),
+    )
+    log = train(run, poisoned, code=exits.DIVERGED)
+    assert [event["event"] for event in events(run)] == ["skipped"] * 3 + ["rollback"] + ["skipped"] * 3 + [
+        "stopped"
+    ]
+    assert "went back 1 times" in log
+
+
+def test_samples_that_are_left_out_are_the_only_ones():
+    left_out = [(40, 48), (8, 12)]
+    read = [sample(position, left_out) for position in range(60)]
+    assert read == [number for number in range(72) if not (8 <= number < 12 or 40 <= number < 48)]
+
+
+def test_a_slow_rank_is_named(poisoned, tmp_path):
+    run = micro.run_folder(
+        *(tmp_path / "run", "train.steps=150", "evaluate.every=0", "parallel.tensor=1", "checkpoint.every=0")
+    )
+    process = micro.start("train", "--run-folder", run, "--dataset", poisoned)
+    lines = iter(process.stdout)
+    for line in lines:
+        if line.startswith("step 5/"):
+            break
+    slow = next(
+        each
+        for each in psutil.Process(process.pid).children(recursive=True)
+        if each.environ().get("RANK") == "1"
+    )
+    while process.poll() is None and not (run / "events.jsonl").exists():
+        try:
+            slow.suspend()
+            time.sleep(0.05)
+            slow.resume()
+            time.sleep(0.01)
+        except psutil.NoSuchProcess:
+            break
+    for _ in lines:
+        pass
+    micro.finish(process)
+    (event,) = [event for event in events(run) if event["event"] == "straggler"][:1]
+    assert event["reason"].startswith("rank 1 on ")
+    assert all(len(row["rank_seconds"]) == 2 for row in rows(run).values())
+
+
+def test_equal_ranks_are_no_stragglers():
+    stragglers = Stragglers(["n1", "n1", "n2", "n2"])
+    assert not any(stragglers.watch(step, [0.1, 0.1, 0.13, 0.1]) for step in range(1, 100))
+    said = [stragglers.watch(step, [0.1, 0.1, 0.2, 0.1]) for step in range(100, 400)]
+    assert next(line for line in said if line).startswith("rank 2 on n2 holds the others up: 0.200 s")
+    assert sum(map(bool, said)) == 2
+
+
+def test_metrics_wait_for_a_full_disk_and_are_written_whole(tmp_path, monkeypatch):
+    from modeling.metrics import Metrics
+
+    run = tmp_path / "run"
+    run.mkdir()
+    metrics = Metrics(run, 0, 10)
+    metrics.write({"step": 1, "loss": 1.0})
+    ours = metrics.file
+    with open("/dev/full", "ab", buffering=0) as full:
+        metrics.file = full
+        metrics.write({"step": 2, "loss": 2.0})
+        metrics.write({"step": 3, "loss": 3.0})
+    metrics.file = ours
+    metrics.write({"step": 4, "loss": 4.0})
+    metrics.close()
+    assert [row["step"] for row in micro.metrics(run)] == [1, 2, 3, 4]
