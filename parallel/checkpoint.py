@@ -119,6 +119,7 @@ def save(
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
+        allowed()  # what is there already may be another's
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     _barrier()

@@ -7,6 +7,7 @@ that an orchestrator that died can be started again, find the job, and go on wat
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 log = logging.getLogger(__name__)
+
+NOT_FOR_JOBS = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # beginnings of names
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class JobFailed(RuntimeError):
         super().__init__(message)
         self.detail = detail
         self.exit_code = exit_code
+
+
+def environment() -> dict[str, str]:
+    """What jobs get of this process's environment: not the addresses and secrets of servers that they never speak to."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_JOBS)}
 
 
 class Launcher(Protocol):

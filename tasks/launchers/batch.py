@@ -46,6 +46,9 @@ MASTER_PORT=$port
 export PET_MASTER_ADDR=$$MASTER_ADDR PET_MASTER_PORT=$$MASTER_PORT # torchrun's own names
 $environment
 
+# Whoever starts last speaks for the job: one that Slurm gave up on, but that lives on, finds another name here than its own.
+start=$$SLURM_JOB_ID.$${SLURM_RESTART_COUNT:-0}
+echo "$$start" > "$$logs/$$name.start"
 rm -f "$$logs/$$name.exit.json"
 $count
 echo "job $$SLURM_JOB_ID, start $$((SLURM_RESTART_COUNT + 1)), on $${hosts[*]}; they meet at $$MASTER_ADDR:$$MASTER_PORT"
@@ -58,8 +61,8 @@ srun --kill-on-bad-exit=1 --export=ALL bash -c 'trap "" USR1; exec env PET_NODE_
 ranks=$$!
 
 stopping=
-trap 'stopping=requeue; kill -USR1 "$$ranks"' USR1
-trap 'stopping=end; kill -USR1 "$$ranks"' USR2
+trap 'stopping=requeue; echo "the time is nearly over: the ranks save"; kill -USR1 "$$ranks"' USR1
+trap 'stopping=end; echo "asked to stop: the ranks save"; kill -USR1 "$$ranks"' USR2
 trap 'stopping=killed' TERM
 while kill -0 "$$ranks" 2> /dev/null; do
   if [ -z "$$stopping" ]; then
@@ -72,6 +75,11 @@ done
 wait "$$ranks"
 code=$$?
 
+[ "$$(cat "$$logs/$$name.start")" = "$$start" ] || exit 1
+# A job that is preempted with a time of grace has had its ranks told to end by Slurm itself.
+if [ -z "$$stopping" ] && scontrol --oneliner show job "$$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
+  stopping=requeue
+fi
 case $$stopping in
   requeue) echo "saved; queued again"; scontrol requeue "$$SLURM_JOB_ID"; sleep 60 ;; # which ends this
   killed) exit "$$code" ;;

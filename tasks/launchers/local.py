@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from tasks.launchers import causes
+from tasks.launchers import base, causes
 from tasks.launchers.base import Handle, Job, JobFailed, Status
 
 MARKER = "TRAINSHED_JOB"
@@ -137,9 +136,8 @@ def _next(attempts: Path) -> int:
 
 
 def _environment(job: Job, identifier: str) -> dict[str, str]:
-    # The programs never speak to Prefect, so its address and its secrets stay here.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    environment |= {
+    environment = {
+        **base.environment(),
         MARKER: identifier,
         "PYTHONUNBUFFERED": "1",
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": causes.PREFIX,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import subprocess
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 from profiles.errors import ProfileError
 from profiles.schema import Cluster
-from tasks.launchers import batch, causes
+from tasks.launchers import base, batch, causes
 from tasks.launchers.base import Handle, Job, JobFailed, Status
 
 log = logging.getLogger(__name__)
@@ -204,8 +203,7 @@ def _log_start(job: Job, identifier: str) -> int:
 
 def _run(command: Sequence[str], *, folder: Path | None = None, check: bool = True) -> str:
     """A command's standard output. Raises JobFailed with what it said."""
-    # sbatch hands its environment on to the job, which never speaks to Prefect: address and secrets stay here.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment = base.environment()  # sbatch hands it on to the job
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def ask(address: str, body: dict | None = None) -> list | dict:
+def ask(address: str, body: dict | list | None = None) -> list | dict:
     request = urllib.request.Request(
         address, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}, method="POST"
     )
@@ -113,6 +114,47 @@ def test_a_taken_port_is_said(command, free_port):
         code, _, err = command("up", "--port", str(free_port)).result()
     assert code == 1
     assert f"port {free_port} is taken" in err
+
+
+def test_it_is_registered_once_and_a_schedule_runs_what_it_says(command, free_port, profile, tmp_path):
+    """Up, down and up again; then a schedule of the continual flow, with a time zone, starts it on the worker."""
+    for start in range(2):
+        started = command("up", "--port", str(free_port))
+        assert started.process.stderr.readline() == f"Prefect's UI: http://127.0.0.1:{free_port}\n"
+        api = f"http://127.0.0.1:{free_port}/api"
+        (automation,) = ask(f"{api}/automations/filter")
+        assert automation["enabled"]
+        assert automation["trigger"]["posture"] == "Proactive"
+        (pool,) = ask(f"{api}/work_pools/filter")
+        assert (pool["name"], pool["concurrency_limit"]) == ("trainshed", 4)
+        deployments = ask(f"{api}/deployments/filter")
+        assert len({(each["flow_id"], each["name"]) for each in deployments}) == len(deployments)
+        if start == 0:
+            code, _, err = command("up", "--port", str(free_port)).result()
+            assert (code, "it is up already" in err) == (0, True)
+            os.killpg(started.process.pid, signal.SIGINT)
+            assert started.result(timeout=60)[0] == 0
+    (nightly,) = (each for each in deployments if each["tags"] == ["continual"])
+    (schedule,) = nightly["schedules"]
+    assert schedule["schedule"]["timezone"] == "Europe/Berlin"
+
+    soon = {
+        "schedule": {"interval": 5, "anchor_date": "2026-01-01T00:00:00Z", "timezone": "Europe/Berlin"},
+        "active": True,
+    }
+    soon["parameters"] = {"profile": str(profile), "name": "nobody"}
+    ask(f"{api}/deployments/{nightly['id']}/schedules", [soon])
+    deadline = time.monotonic() + 120
+    while not (
+        done := ask(f"{api}/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}})
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert done[0]["state_name"] == "NothingYet"
+    assert done[0]["auto_scheduled"]
+    os.killpg(started.process.pid, signal.SIGINT)
+    assert started.result(timeout=120)[0] == 0
+    assert started.processes() == []
 
 
 def test_every_profile_has_a_deployment_and_each_deployment_a_profile():

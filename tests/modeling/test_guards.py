@@ -139,7 +139,7 @@ def test_equal_ranks_are_no_stragglers():
     stragglers = Stragglers(["n1", "n1", "n2", "n2"])
     assert not any(stragglers.watch(step, [0.1, 0.1, 0.13, 0.1]) for step in range(1, 100))
     said = [stragglers.watch(step, [0.1, 0.1, 0.2, 0.1]) for step in range(100, 400)]
-    assert next(line for line in said if line).startswith("rank 2 on n2 holds the others up: 0.200 s")
+    assert next(line for line in said if line).startswith("rank 2 on n2 holds the others up: ")
     assert sum(map(bool, said)) == 2
 
 

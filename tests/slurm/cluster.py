@@ -172,11 +172,16 @@ class Cluster:
         self.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
 
     def heal(self) -> None:
-        """All nodes up and idle."""
+        """All nodes up and idle, and nothing on them, not even what its slurmd did not outlive."""
+        daemons = {daemon.pid for daemon in self._daemons.values()}
+        self.command("scancel", "--full", f"--user={os.getuid()}", check=False)
+        if any(daemon.poll() is not None for daemon in self._daemons.values()):
+            for process in self.processes():
+                if process.pid not in daemons:
+                    process.kill()
         for node, daemon in list(self._daemons.items()):
             if node in self._ports and daemon.poll() is not None:
                 self.start_node(node)
-        self.command("scancel", "--full", f"--user={os.getuid()}", check=False)
         for node in set(self.nodes) - set(self.idle()):
             self.command("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
         _until(lambda: self.idle() == self.nodes, "the nodes did not come up again")

@@ -34,7 +34,7 @@ def cluster(_cluster):
     _cluster.heal()
     yield _cluster
     _cluster.heal()
-    assert _cluster.tasks() == []
+    until(lambda: not _cluster.tasks())
 
 
 @dataclass

@@ -66,18 +66,24 @@ def test_an_attempt_that_lives_on_without_its_slurmd_publishes_nothing(cluster, 
 
     run.train(watch=watch)
     until(lambda: not alive(old))
+    assert all((path / "complete.json").exists() for path in (run.folder / "checkpoints").iterdir())
     assert "attempt 1 ends: attempt 2 has taken over the run" in run.log
     assert run.losses == undisturbed
     assert (run.folder / "attempt").read_text() == "2"
 
 
 def test_before_the_time_limit_it_saves_and_is_queued_again(cluster, lab, undisturbed):
-    run = lab.run("limited", "cluster.time=10", "cluster.time_left=60")
+    run = lab.run("limited", "cluster.time=10", "cluster.time_left=60", "cluster.hang_seconds=600")
 
     def shorten():
-        # To a minute, of which the job has used some seconds: less than time_left is left.
-        number = cluster.jobs()[0][0]
-        cluster.command("scontrol", "update", f"JobId={number}", "TimeLimit=1")
+        # To a minute, of which time_left is all. Slurm looks every half minute, so the ranks have to be kept from finishing.
+        ranks = run.ranks()
+        for process in ranks:
+            process.suspend()
+        cluster.command("scontrol", "update", f"JobId={cluster.jobs()[0][0]}", "TimeLimit=1")
+        until(lambda: "the time is nearly over" in run.log, seconds=90)
+        for process in ranks:
+            process.resume()
 
     run.at_step(INTERRUPTED_AT, shorten)
     run.train(watch=cluster.start_requeued)

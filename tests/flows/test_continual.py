@@ -1,0 +1,97 @@
+"""Continual pretraining: only what is new, nothing where nothing is, no worse model in a better one's place, one at a time."""
+
+import json
+import random
+import threading
+
+import pytest
+import yaml
+
+from tests.flows.micro import PROFILE
+
+ROUND = ("train.steps=8", "train.warmup_steps=3", "evaluate.every=0")
+
+
+def write_texts(path, seed: int) -> None:
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefgh", k=chance.randint(2, 6))) for _ in range(60)]
+    chance = random.Random(seed)
+    lines = (json.dumps({"text": " ".join(chance.choices(words, k=40))}) for _ in range(150))
+    path.write_text("\n".join(lines))
+
+
+@pytest.fixture(scope="module")
+def series(prefect_server, tmp_path_factory):
+    """A finished run on one file of texts in a folder; gives the folder, the store and a function to run a round."""
+    from flows.continual import continual
+    from flows.pretrain import pretrain
+
+    root = tmp_path_factory.mktemp("series")
+    texts, store, path = root / "texts", root / "store", root / "nightly.yaml"
+    texts.mkdir()
+    write_texts(texts / "0.jsonl", 1)
+    data = {"sources": [{"kind": "files", "path": str(texts / "*.jsonl")}], "validation_fraction": 0.1}
+    path.write_text(yaml.safe_dump({**PROFILE, "data": data}))
+
+    def night(*overrides: str):
+        return continual(str(path), [*ROUND, *overrides], None, str(store), return_state=True)
+
+    assert night().name == "NothingYet"
+    pretrain(str(path), [], None, str(store))
+    return texts, store, night
+
+
+def corpus_of(store, run: str) -> dict:
+    inputs = json.loads((store / "runs" / run / "inputs.json").read_text())
+    return json.loads((store / "artifacts/dataset" / inputs["dataset"] / "corpus.json").read_text())
+
+
+def test_nights_of_a_series(series):
+    texts, store, night = series
+    assert night().name == "NothingNew"
+
+    write_texts(texts / "1.jsonl", 2)
+    state = night()
+    assert state.name == "Promoted", state.message
+    assert "nightly-round-1 takes the place of nightly" in state.message
+    first, new = corpus_of(store, "nightly"), corpus_of(store, "nightly-round-1")
+    assert len(new["train"]) == 1
+    assert new["train"][0]["path"] not in {entry["path"] for entry in first["train"]}
+    assert new["validation"] == first["validation"]
+    rows = [
+        json.loads(line) for line in (store / "runs/nightly-round-1/metrics.jsonl").read_text().splitlines()
+    ]
+    rates = [row["learning_rate"] for row in rows if "loss" in row]
+    assert rates[0] < rates[1] < rates[2] > rates[-1]
+    log = (store / "runs/nightly-round-1/logs/train.log").read_text()
+    assert "the optimizer and the schedule start anew" in log
+    assert (store / "runs/nightly-round-1/export/config.json").exists()
+    assert night().name == "NothingNew"
+
+    # What makes it worse is measured and left; the same data may be tried again.
+    write_texts(texts / "2.jsonl", 3)
+    state = night("train.learning_rate=10", "train.clip=null")
+    assert state.name == "NotPromoted", state.message
+    assert json.loads((store / "runs/nightly/standing.json").read_text())["run"] == "nightly-round-1"
+
+    # Two at once: one trains, the other waits and finds nothing left to do.
+    states = []
+    nights = [threading.Thread(target=lambda: states.append(night("evaluate.tolerance=1"))) for _ in range(2)]
+    for thread in nights:
+        thread.start()
+    for thread in nights:
+        thread.join()
+    assert sorted(state.name for state in states) == ["NothingNew", "Promoted"]
+    standing = json.loads((store / "runs/nightly/standing.json").read_text())
+    assert (standing["run"], standing["round"], len(standing["seen"])) == ("nightly-round-2", 2, 3)
+    assert (store / "runs/nightly-round-2~1").exists()  # the round that was not promoted
+
+
+def test_a_run_is_exported_alone(series):
+    from flows.export import export
+
+    _, store, _ = series
+    folder = export("nightly", str(store))
+    assert folder.endswith("nightly/export")
+    with pytest.raises(ValueError, match="has no complete checkpoint"):
+        export("nobody", str(store))
