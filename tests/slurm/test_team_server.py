@@ -104,6 +104,7 @@ def team_server(database, tmp_path_factory):
         "PREFECT_SERVER_API_AUTH_STRING": PASSWORD,
         "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "true",
+        "PREFECT_EVENTS_RETENTION_PERIOD": "P7D",
     }
     with log.open("wb") as output:
         server = subprocess.Popen(
