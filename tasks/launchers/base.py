@@ -33,6 +33,7 @@ class Job:
     key: str = (
         ""  # of what the job is for: where many share a cluster, it tells one run's jobs from another's
     )
+    array: int = 0  # so many jobs of their own, each told its number as --index; 0: one job
     attempts: Path | None = (
         None  # file that counts the job's starts; the program is told the count as --attempt
     )
@@ -51,7 +52,7 @@ class Job:
     @property
     def essence(self) -> list[object]:
         """What makes two jobs the same, as JSON has it."""
-        return [self.program, list(self.arguments), self.nodes, self.processes]
+        return [self.program, list(self.arguments), self.nodes, self.processes, self.array]
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ SCRIPT = Template(r"""#!/bin/bash
 $options
 
 logs=$logs
-name=$name
+name=$name$${SLURM_ARRAY_TASK_ID:+.$$SLURM_ARRAY_TASK_ID}
 
 # Sixty-five thousand open files where the machine allows it, else as many as it does.
 ulimit -n 65535 2> /dev/null || ulimit -n "$$(ulimit -Hn)"
@@ -85,7 +85,7 @@ case $$stopping in
   killed) exit "$$code" ;;
 esac
 nodes=$$(IFS=,; echo "$${hosts[*]}")
-printf '{"job": "%s", "exit_code": %d, "nodes": "%s"}\n' "$$SLURM_JOB_ID" "$$code" "$$nodes" \
+printf '{"job": "%s", "exit_code": %d, "nodes": "%s"}\n' "$${SLURM_ARRAY_JOB_ID:-$$SLURM_JOB_ID}" "$$code" "$$nodes" \
   > "$$logs/$$name.exit.partial" && mv "$$logs/$$name.exit.partial" "$$logs/$$name.exit.json"
 exit "$$code"
 """)
@@ -119,7 +119,8 @@ def script(job: Job, cluster: Cluster) -> str:
         environment="\n".join(lines),
         count=COUNT.substitute(file=quote(str(job.attempts))) if job.attempts else "",
         command="\n".join(f"  {' '.join(map(quote, words))}" for words in _command(job))
-        + ('\n  --attempt "$attempt"' if job.attempts else ""),
+        + ('\n  --attempt "$attempt"' if job.attempts else "")
+        + ('\n  --index "$SLURM_ARRAY_TASK_ID"' if job.array else ""),
     )
 
 
@@ -144,7 +145,8 @@ def options(job: Job, cluster: Cluster) -> list[str]:
         f"--output={job.name}.log",
         "--open-mode=append",
         "--requeue",
-        "--dependency=singleton",
+        # Of an array, it would keep all but one waiting.
+        f"--array=0-{job.array - 1}" if job.array else "--dependency=singleton",
         f"--signal=B:USR1@{cluster.time_left}",
     ]
     found += [

@@ -35,6 +35,8 @@ class LocalLauncher:
         """Start the job with no terminal, its output appended to its log; ValueError for more than one node."""
         if job.nodes != 1:
             raise ValueError(f"cluster.nodes = {job.nodes}: the local launcher has one node; valid: 1")
+        if job.array:
+            raise ValueError(f"{job.name}: the local launcher runs no arrays of jobs")
         job.folder.mkdir(parents=True, exist_ok=True)
         other = _noted(job)
         if other is not None:  # of the same name, but not the same: two must not write into one folder

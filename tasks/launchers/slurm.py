@@ -150,7 +150,7 @@ class SlurmLauncher:
 
     def _queue(self, job: Job | None, patience: float = PATIENCE) -> list[Line]:
         """Our own jobs that wait, run or end just now, of this one's name or all, oldest first. Raises SlurmSilent."""
-        arguments = ["squeue", "--noheader", "--me", "--format=%A|%T|%k|%r"]
+        arguments = ["squeue", "--noheader", "--me", "--format=%F|%T|%k|%r"]
         if job is not None:
             arguments.append(f"--name={batch.job_name(job)}")
         deadline = time.monotonic() + patience
@@ -166,12 +166,18 @@ class SlurmLauncher:
         return sorted(lines, key=lambda line: int(line.identifier))
 
     def _record(self, job: Job, identifier: str) -> dict[str, Any] | None:
-        """How the job ended, if its script has said so."""
-        try:
-            record = json.loads((job.folder / f"{job.name}.exit.json").read_text())
-        except (FileNotFoundError, ValueError):
-            return None
-        return record if record["job"] == identifier else None
+        """How the job ended, if its script has said so; of an array, how the one that ended worst did."""
+        parts = [f".{index}" for index in range(job.array)] or [""]
+        records = []
+        for part in parts:
+            try:
+                record = json.loads((job.folder / f"{job.name}{part}.exit.json").read_text())
+            except (FileNotFoundError, ValueError):
+                return None
+            if record["job"] != identifier:
+                return None
+            records.append(record)
+        return max(records, key=lambda record: record["exit_code"])
 
     def _tell(self, handle: Handle, line: Line) -> None:
         """Say once why a job waits."""

@@ -144,6 +144,23 @@ def test_another_job_of_the_same_name_takes_its_place_after_it_has_saved(place, 
     assert cluster.jobs() == []
 
 
+def test_an_array_runs_each_of_its_jobs_and_fails_where_one_does(place, launcher):
+    def array(*arguments: str) -> Job:
+        return Job("parts", "part", arguments, place / "logs", array=5, key="k")
+
+    # argparse is not what is tried here: the number comes last, as --index NUMBER.
+    (place / "part.py").write_text(
+        "import sys\nnumber = sys.argv[sys.argv.index('--index') + 1]\nprint('part', number)\nsys.exit(number in sys.argv[1:2])"
+    )
+    execute(launcher, array("none"))
+    log = (place / "logs/parts.log").read_text()
+    assert sorted(line for line in log.splitlines() if line.startswith("part ")) == [
+        f"part {n}" for n in range(5)
+    ]
+    with pytest.raises(JobFailed, match="exit code 1"):
+        execute(launcher, array("3"))
+
+
 def test_a_controller_that_is_gone_for_a_while_changes_nothing(place, launcher, cluster):
     handle = launcher.submit(job(place))
     wait_for(place / "pid-0")
