@@ -302,13 +302,17 @@ def require_current(options: argparse.Namespace) -> None:
 class Interrupt:
     """Remembers that a signal came; the loop asks after each step."""
 
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
     def __init__(self) -> None:
         self.asked = False
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in self.SIGNALS:
             signal.signal(number, self._ask)
 
     def _ask(self, *_: object) -> None:
         self.asked = True
+        for number in self.SIGNALS:  # another one must not end it while it saves, or as it ends
+            signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ if [ -z "$$stopping" ] && scontrol --oneliner show job "$$SLURM_JOB_ID" | grep -
   stopping=requeue
 fi
 case $$stopping in
-  requeue) echo "saved; queued again"; scontrol requeue "$$SLURM_JOB_ID"; sleep 60 ;; # which ends this
+  requeue) echo "saved; queued again"; scontrol requeue "$$SLURM_JOB_ID" && exec sleep 60 ;; # which ends this
   killed) exit "$$code" ;;
 esac
 nodes=$$(IFS=,; echo "$${hosts[*]}")
