@@ -35,7 +35,7 @@ from tests.slurm.cluster import Cluster, missing
 
 DEVICE_HOURS = 46_000
 EVERY = 250  # steps between checkpoints
-STEPS = 6000
+STEPS = 3000
 OVERRIDES = (
     *("cluster.launcher=slurm", "cluster.nodes=2", "cluster.devices_per_node=1", "cluster.exclusive=false"),
     *("parallel.tensor=2", f"train.steps={STEPS}", f"checkpoint.every={EVERY}", "evaluate.every=0"),
@@ -97,7 +97,7 @@ class Bench:
             self.cluster.start_requeued()
             if time.monotonic() > deadline:
                 raise TimeoutError((self.folder / f"{self.name}.out").read_text()[-3000:])
-            time.sleep(0.1)
+            time.sleep(0.3)
 
     def fault(self, do: Callable[[], None], *, ended: bool = False) -> dict[str, float]:
         """Let it happen some steps after a checkpoint; seconds until a later attempt has trained a step, and steps repeated."""
@@ -130,7 +130,7 @@ def measure(folder: Path, cluster: Cluster) -> dict:
     process = bench.start()
     found: dict = {}
     found["process killed"] = bench.fault(lambda: os.kill(bench.ranks()[1].pid, signal.SIGKILL))
-    victim = cluster.jobs("RUNNING")[0][3].replace("n[", "n").split("-")[0].split(",")[0]
+    victim = cluster.command("scontrol", "show", "hostnames", cluster.jobs("RUNNING")[0][3]).split()[1]
     found["node killed"] = bench.fault(lambda: cluster.kill_node(victim))
     median = statistics.median(row["step_seconds"] for row in bench.rows()[-100:])
     found["rank hung"] = bench.fault(lambda: bench.ranks()[1].suspend(), ended=True)

@@ -23,6 +23,8 @@ def end_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     run = resolve.load(given["profile"], given.get("overrides") or (), given.get("name"))
     kept = Store(given.get("store") or "./store", run.cluster.work_dir or "store")
     launcher = create(run.cluster.launcher, run.cluster)
-    for folder in kept.run_directory(run.name).parent.glob(f"{run.name}*/logs"):
-        for handle in noted(folder):
-            launcher.cancel(handle, GRACE)
+    runs = kept.run_directory(run.name).parent
+    for pattern in (run.name, f"{run.name}~*", f"{run.name}-round-*"):  # moved aside, and of a series
+        for folder in runs.glob(f"{pattern}/logs"):
+            for handle in noted(folder):
+                launcher.cancel(handle, GRACE)
