@@ -19,6 +19,7 @@ import psutil
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "srun")
 NODES, CPUS, MEMORY = 4, 2, 4000  # MiB
+CREDENTIAL = 3  # seconds that one is good for
 NODE = "TRAINSHED_TEST_NODE"  # in the environment of a slurmd and of the daemons of its steps
 CONFIGURATION = Template("""
 ClusterName=trainshed-tests
@@ -27,7 +28,7 @@ SlurmctldPort=$port
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$folder/munge.socket,cred_expire=3
+AuthInfo=socket=$folder/munge.socket,cred_expire=$credential
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -78,6 +79,7 @@ class Cluster:
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self._ports = dict(zip(self.nodes, _free_ports(nodes), strict=True))
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._requeued: dict[str, float] = {}  # when each waiting job was first seen
         (self.folder / "state").mkdir()
         host = socket.gethostname().partition(".")[0]
         lines = (
@@ -87,7 +89,11 @@ class Cluster:
         self.configuration = self.folder / "slurm.conf"
         self.configuration.write_text(
             CONFIGURATION.substitute(
-                host=host, port=_free_ports(1)[0], folder=self.folder, nodes="\n".join(lines)
+                host=host,
+                port=_free_ports(1)[0],
+                folder=self.folder,
+                credential=CREDENTIAL,
+                nodes="\n".join(lines),
             )
         )
 
@@ -203,9 +209,11 @@ class Cluster:
         return [line.split("|") for line in shown.splitlines()]
 
     def start_requeued(self) -> None:
-        """Do not wait the minutes that Slurm leaves a job which was queued again."""
+        """Do not wait the minutes that Slurm leaves a job which was queued again; its old credential is to expire, though."""
         for number, *_ in self.jobs("PENDING"):
-            self.command("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+            since = self._requeued.setdefault(number, time.monotonic())
+            if time.monotonic() - since > CREDENTIAL + 2:
+                self.command("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
 
     def command(self, *arguments: str, check: bool = True) -> str:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
