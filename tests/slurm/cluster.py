@@ -79,7 +79,7 @@ class Cluster:
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self._ports = dict(zip(self.nodes, _free_ports(nodes), strict=True))
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self._requeued: dict[str, float] = {}  # when each waiting job was first seen
+        self._requeued: dict[str, float] = {}  # when each waiting job was first seen waiting
         (self.folder / "state").mkdir()
         host = socket.gethostname().partition(".")[0]
         lines = (
@@ -210,7 +210,8 @@ class Cluster:
 
     def start_requeued(self) -> None:
         """Do not wait the minutes that Slurm leaves a job which was queued again; its old credential is to expire, though."""
-        for number, *_ in self.jobs("PENDING"):
+        waiting = self.command("squeue", "-h", "-t", "PENDING", "-o", "%A|%r").splitlines()
+        for number in (line.partition("|")[0] for line in waiting if line.endswith("|BeginTime")):
             since = self._requeued.setdefault(number, time.monotonic())
             if time.monotonic() - since > CREDENTIAL + 2:
                 self.command("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
