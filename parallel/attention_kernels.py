@@ -227,6 +227,8 @@ def kernel(name: str) -> Kernel:
 
 def default(x: Tensor) -> str:
     """Name of the kernel of the device that x lies on."""
+    if x.is_meta:
+        return "cpu-flash"  # nothing is computed there; what is kept is the same with every flash kernel
     kind = device.KINDS.get(x.device.type)
     return kind.attention if kind else "math"
 
