@@ -1,7 +1,7 @@
 """The plan's bytes against those of real runs: `python -m benchmarks.memory`, about a minute on two cores.
 
-Each case trains two steps on this machine's CPU. Parameters, gradients and optimizer states must be the plan's to the byte; of all
-tensors that are alive when most are, on the fullest rank of each stage, the script prints planned over measured.
+Each case trains two steps on this machine's CPU. Parameters, gradients and optimizer states must be the plan's to the byte; of
+all tensors that are alive when most are, on the fullest rank of each stage, the script prints planned over measured.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as record
 
@@ -23,7 +26,12 @@ from profiles.schema import Profile
 
 STEPS = 2
 SMALL = (
-    *("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4", "model.vocab_size=2048"),
+    *(
+        "model.hidden_size=256",
+        "model.intermediate_size=704",
+        "model.num_hidden_layers=4",
+        "model.vocab_size=2048",
+    ),
     *("tokenizer.vocabulary_size=2048", "train.sequence_length=256", "compile.enabled=false"),
 )
 GPT = (
@@ -75,14 +83,36 @@ def measure(overrides: tuple[str, ...]) -> tuple[int, dict[str, int], int]:
                 optimizer.begin(profile.accumulation_steps)
                 program.forward_backward(samples, 1.0, step)
                 optimizer.step(1e-3)
-        events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-        alive = most = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            alive += event.nbytes()
-            most = max(most, alive)
+        most = _most(recorded)
         return program.mesh.pipeline.rank, states, sum(states.values()) + most
     finally:
         program.mesh.close()
+
+
+def _most(recorded: record) -> int:
+    """The most bytes that were alive at a time.
+
+    What one of gloo's threads gives back goes unseen, until its address is given out again.
+    """
+    alive: dict[int, int] = {}
+    total = most = 0
+    events = _leaves(recorded.profiler.kineto_results.experimental_event_tree())
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        where, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        total -= alive.pop(where, 0)
+        if size > 0:
+            alive[where] = size
+            total += size
+            most = max(most, total)
+    return most
+
+
+def _leaves(events: Iterable[Any]) -> Iterator[Any]:
+    """Allocations among events and what is within them."""
+    for event in events:
+        if event.tag == _EventType.Allocation:
+            yield event
+        yield from _leaves(event.children)
 
 
 def case(overrides: tuple[str, ...]) -> Profile:
@@ -102,7 +132,14 @@ def main() -> None:
     ratios = []
     for name, overrides in CASES.items():
         profile = case(overrides)
-        processes = ["-m", "torch.distributed.run", "--nproc-per-node", str(profile.world_size), "-m"]
+        processes = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(profile.world_size),
+            "-m",
+        ]
         command = [sys.executable, *processes, "benchmarks.memory", json.dumps(overrides)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
@@ -110,7 +147,10 @@ def main() -> None:
             states = {kind: size for kind, size in stage.bytes.items() if kind != "activations"}
             measured = max(most for at, found, most in ranks if at == place and found == states)
             ratios.append(stage.total / measured)
-            print(f"{name:28} stage {place}: {measured / 2**20:6.1f} MiB, planned {ratios[-1]:.2f} of it", flush=True)
+            print(
+                f"{name:28} stage {place}: {measured / 2**20:6.1f} MiB, planned {ratios[-1]:.2f} of it",
+                flush=True,
+            )
     print(f"planned / measured: {min(ratios):.2f} to {max(ratios):.2f}; states equal to the byte")
 
 

@@ -19,6 +19,8 @@ from prefect.logging.handlers import APILogHandler
 from prefect.states import Completed
 
 from flows.console import OURS
+from flows.plan import sentence
+from modeling.planner import Plan
 from profiles.errors import ProfileError
 from tasks import keys, runs
 from tasks.artifacts import Artifact, Store
@@ -82,7 +84,7 @@ class Runner:
             how, took = ("done", seconds) if known is None else ("cached", known.seconds)
             self._note(Outcome(step.name, how, took, describe(result), result.summary))
         else:
-            self._note(Outcome(step.name, "done", seconds))
+            self._note(Outcome(step.name, "done", seconds, describe(result)))
         return result
 
     def _note(self, outcome: Outcome) -> None:
@@ -107,10 +109,14 @@ def worth_retrying(step: Task[..., Any], run: TaskRun, state: State) -> bool:
     return False
 
 
-def describe(artifact: Artifact) -> str:
-    """What a step's artifact came to, in a line."""
-    facts = artifact.summary
-    match artifact.kind:
+def describe(result: Any) -> str:
+    """What a step came to, in a line."""
+    if isinstance(result, Plan):
+        return sentence(result)
+    if not isinstance(result, Artifact):
+        return ""
+    facts = result.summary
+    match result.kind:
         case "tokenizer":
             return f"{facts['vocabulary_size']:,} tokens, from {facts['source']}"
         case "dataset":

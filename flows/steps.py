@@ -13,7 +13,6 @@ from typing import Any
 from prefect import task
 from prefect.tasks import exponential_backoff
 
-from flows.plan import sentence
 from flows.progress import Progress, tell
 from flows.runner import worth_retrying
 from flows.secrets import hub_token
@@ -42,7 +41,6 @@ def plan(profile: Profile) -> planner.Plan:
     """Validity, parameters and bytes on each rank; refuses what cannot fit."""
     planned = planner.plan(profile)
     planner.require_fit(profile, planned)
-    tell(sentence(planned))
     return planned
 
 

@@ -67,6 +67,7 @@ def estimate(profile: Profile, ranks: Sequence[Work], each: int) -> Estimate:
     step = work * (1 + waiting) + max(sending["data"] for sending in seconds)
     tokens = train.global_batch_size * train.sequence_length
     hours = step * train.steps / 3600 * cluster.nodes
+    link, network = device.link / 1e9, device.network / 1e9
     return Estimate(
         waiting,
         step,
@@ -77,7 +78,7 @@ def estimate(profile: Profile, ranks: Sequence[Work], each: int) -> Estimate:
         cluster.node_price and hours * cluster.node_price,
         (
             f"matrix products at {MATRIX:.0%} of {peak / 1e12:g} TFLOP/s a device",
-            f"exchanges at {WIRE:.0%} of {device.link / 1e9:.0f} GB/s inside a node, of {device.network / 1e9:.1f} GB/s between nodes",
+            f"exchanges at {WIRE:.0%} of {link:.0f} GB/s inside a node, of {network:.1f} GB/s between nodes",
             "pipeline messages are hidden behind work, exchanges of gradients and weights are not",
             "evaluations, checkpoints and restarts are left out",
         ),

@@ -10,7 +10,6 @@ from torch import nn
 from modeling.pieces import Piece, Pieces
 from modeling.program import DTYPES
 from parallel import device as devices
-from parallel.pipeline import SENDING
 from parallel.zero1 import IN_FLIGHT, fill_buckets
 from profiles.schema import Profile
 
@@ -65,6 +64,8 @@ def activation_bytes(
         most += exchanged
     alive = max(most, exchanged)
     if profile.parallel.pipeline > 1:
+        from parallel.pipeline import SENDING  # half a second that only pipelines need
+
         # Inputs of what is in flight, and messages under way: one received and some sent, each way.
         alive += math.ceil(in_flight + 2 + SENDING) * pieces.hidden_bytes
     # Token ids: samples of the step, and tokens and targets cut out of them.

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parallel.attention_kernels import Kernel
+
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 BACKWARD = 2.5  # products in attention's backward for each in forward: scores again, dv, dp, dq, dk
 
@@ -33,23 +35,28 @@ class Meter(TorchDispatchMode):
     Args:
         known: tensors that are there already and are not counted.
         sizes: of the mesh's axes by name.
+        kernel: of attention, whose scratch memory is counted.
     """
 
-    def __init__(self, known: Iterable[Tensor], sizes: Mapping[str, int]) -> None:
+    def __init__(self, known: Iterable[Tensor], sizes: Mapping[str, int], kernel: Kernel | None) -> None:
         super().__init__()
         self.live = self.peak = 0
         self.flops = 0.0
         self.sent: Counter[str] = Counter()
-        self._sizes = sizes
+        self._sizes, self._kernel = sizes, kernel
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._counted: set[int] = set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, inputs: tuple = (), named: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, inputs: tuple = (), named: dict | None = None
+    ) -> Any:
+        packet = function._overloadpacket
+        if packet is torch.ops.trainshed.attention_backward and self._kernel is not None:
+            self.peak = max(self.peak, self.live + self._kernel.scratch(inputs[1], inputs[2], causal=True))
         results = function(*inputs, **(named or {}))
         for result in tree_leaves(results):
             if isinstance(result, Tensor):
                 self._see(result)
-        packet = function._overloadpacket
         self.flops += _flops(packet, inputs, results, self._sizes)
         sent = _sent(packet, inputs, self._sizes)
         if sent:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from modeling.meter import Meter
 from modeling.program import DTYPES, MODELS
-from parallel import Mesh
+from parallel import Mesh, attention_kernels
 from parallel import device as devices
+from parallel.device import Device
 from parallel.mesh import AXES
 from parallel.recompute import recompute
 from profiles.schema import Profile
@@ -43,28 +44,31 @@ class Piece:
     sent: Mapping[str, int]
 
 
-Counted = dict[tuple[Any, ...], Piece]
+Counted = dict[tuple[Any, ...], Any]
 
 
 class Pieces:
     """A profile's pieces, each counted when it is first asked for.
 
     Args:
-        counted: pieces of the same model under other profiles, to which these are added.
+        counted: what was counted of the same model under other profiles, to which this is added.
     """
 
     def __init__(self, profile: Profile, counted: Counted | None = None) -> None:
         self.profile = profile
         self._counted: Counted = {} if counted is None else counted
-        self._stages: dict[tuple[bool, bool, int], nn.Module] = {}
+
+    @cached_property
+    def device(self) -> Device:
+        cluster = self.profile.cluster
+        return devices.resolve(cluster.device, cluster.accelerator)
 
     @cached_property
     def mesh(self) -> Mesh:
         """As the first rank sees it."""
         profile, parallel = self.profile, self.profile.parallel
-        device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
         degrees = (parallel.pipeline, profile.data_parallel, parallel.context, parallel.tensor)
-        return Mesh(*degrees, profile.kv_replication, rank=0, reduces=device.reduces)
+        return Mesh(*degrees, profile.kv_replication, rank=0, reduces=self.device.reduces)
 
     @property
     def hidden_bytes(self) -> int:
@@ -83,13 +87,19 @@ class Pieces:
             for place, layer in enumerate(layers)
         ]
 
+    @property
+    def _degrees(self) -> tuple[Any, ...]:
+        """What of the mesh shapes a layer; a pipeline does where its ends share a weight."""
+        parallel = self.profile.parallel
+        return (parallel.tensor, parallel.context, parallel.sequence_parallel, parallel.pipeline > 1)
+
     def stage(self, layers: range) -> nn.Module:
         """A stage of as many layers as these, at the same end of the model, on the meta device."""
         count = self.profile.model.num_hidden_layers
-        key = (0 in layers, count - 1 in layers, len(layers))
-        if key not in self._stages:
-            self._stages[key] = self._build(layers)
-        return self._stages[key]
+        key = (*self._degrees, 0 in layers, count - 1 in layers, len(layers))
+        if key not in self._counted:
+            self._counted[key] = self._build(layers)
+        return self._counted[key]
 
     def _build(self, layers: range) -> nn.Module:
         train, model = self.profile.train, self.profile.model
@@ -103,10 +113,9 @@ class Pieces:
         )
 
     def _piece(self, first: bool, last: bool, mode: str) -> Piece:
-        train, parallel = self.profile.train, self.profile.parallel
-        shape = (train.micro_batch_size, train.sequence_length, train.precision)
-        degrees = (parallel.tensor, parallel.context, parallel.sequence_parallel, parallel.pipeline > 1)
-        key = (*shape, *degrees, first, last, mode)
+        train = self.profile.train
+        shape = (train.micro_batch_size, train.sequence_length // self.profile.parallel.context)
+        key = (*self._degrees, *shape, first, last, mode)
         if key not in self._counted:
             count = self.profile.model.num_hidden_layers
             layer = 0 if first else count - 1 if last else 1
@@ -117,14 +126,17 @@ class Pieces:
         """One microbatch forward and backward, as the training program runs it."""
         recompute(stage.layers.values(), mode)
         for parameter in stage.parameters():
-            parameter.register_post_accumulate_grad_hook(_release)  # ZeRO-1 takes it over, and no longer needs it
+            parameter.register_post_accumulate_grad_hook(
+                _release
+            )  # ZeRO-1 takes it over, and no longer needs it
         train = self.profile.train
         b, s = train.micro_batch_size, train.sequence_length // self.mesh.context.size
         tokens = torch.empty(b, s, dtype=torch.int64, device=META)
         positions, keys = tokens[0], tokens[:, 0]
         x = tokens if stage.first else self._hidden()
         sizes = {name: getattr(self.mesh, name).size for name in (*AXES, "kv_replica", "zero", "ends")}
-        with Meter([*stage.parameters(), *stage.buffers(), tokens, x], sizes) as meter:
+        known = [*stage.parameters(), *stage.buffers(), tokens, x]
+        with Meter(known, sizes, attention_kernels.present(self.device.attention)) as meter:
             y = stage(x, positions, samples=keys)
             if stage.last:
                 y = stage.loss(y, tokens)

@@ -1,0 +1,113 @@
+"""The preflight against what is: real runs on this machine, published throughputs, the layers themselves."""
+
+import pytest
+
+from benchmarks.memory import CASES, case, measure
+from modeling.planner import plan, require_fit
+from modeling.search import search
+from profiles import resolve
+from profiles.errors import ProfileError
+
+
+@pytest.mark.parametrize("name", ["one process", "tensor 2, full", "data 2", "pipeline 2 x tensor 2"])
+def test_bytes_are_those_of_a_real_run(pool, name):
+    profile = case(CASES[name])
+    planned = plan(profile).stages
+    ranks = pool.run(measure, profile.world_size, overrides=CASES[name])
+    for place, stage in enumerate(planned):
+        mine = [(states, most) for at, states, most in ranks if at == place]
+        states = {kind: size for kind, size in stage.bytes.items() if kind != "activations"}
+        assert all(found == states for found, _ in mine)  # to the byte
+        assert stage.total == pytest.approx(max(most for _, most in mine), rel=0.15)
+
+
+# AWS's figures for trn1.32xlarge: nodes, tensor, pipeline, tokens a second.
+PUBLISHED = {
+    "gpt3-23b": (32, 8, 4, 219.5e3),
+    "gpt3-46b": (32, 8, 8, 98.8e3),
+    "gpt3-175b": (32, 32, 8, 29.9e3),
+    "llama2-7b": (16, 8, 1, 402e3),
+    "llama2-13b": (32, 8, 4, 358e3),
+    "llama2-70b": (32, 32, 4, 73e3),
+    "llama3-8b-trn1": (32, 32, 1, 438e3),
+    "llama3.1-70b-trn1": (32, 32, 8, 65e3),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_throughput_is_near_what_was_published(name):
+    nodes, tensor, pipeline, published = PUBLISHED[name]
+    degrees = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", f"cluster.nodes={nodes}")
+    planned = plan(resolve.load(name, [*degrees, "train.global_batch_size=1024"]))
+    assert planned.tokens_per_second == pytest.approx(published, rel=0.2)
+    assert planned.mfu == pytest.approx(
+        planned.tokens_per_second * planned.flops_per_token / (nodes * 32 * 95e12)
+    )
+
+
+def test_times_and_prices_add_up():
+    planned = plan(resolve.load("llama3-70b", ["cluster.node_price=40"]))
+    assert planned.days == pytest.approx(planned.step_seconds * 10000 / 86400)
+    assert planned.node_hours == pytest.approx(planned.days * 24 * 8)
+    assert planned.price == pytest.approx(planned.node_hours * 40)
+    assert planned.bubble == pytest.approx(3 / 256)
+    assert plan(resolve.load("llama3-70b")).price is None
+
+
+def test_what_is_sent_follows_from_the_degrees():
+    sent = plan(resolve.load("llama3-70b-cp")).sent
+    assert all(sent[axis] > 0 for axis in ("tensor", "context", "pipeline", "data"))
+    sent = plan(resolve.load("tiny", ["parallel.tensor=1", "cluster.devices_per_node=1"])).sent
+    assert set(sent.values()) == {0}
+    # Gradients in float32 are scattered and weights in bf16 gathered, a half of each on two ranks.
+    both = plan(resolve.load("tiny", ["parallel.tensor=1", "train.micro_batch_size=1"]))
+    assert (
+        both.sent["data"] == both.stages[0].bytes["gradients"] // 2 + both.stages[0].bytes["parameters"] // 2
+    )
+
+
+def test_recomputation_takes_memory_for_work():
+    plans = [
+        plan(resolve.load("llama3-70b-trn1", [f"train.recompute={mode}"]))
+        for mode in ("none", "selective", "full")
+    ]
+    memory = [planned.stages[0].bytes["activations"] for planned in plans]
+    assert memory[0] > 1.5 * memory[1] > 1.5 * memory[2]
+    assert plans[0].step_seconds < plans[1].step_seconds < plans[2].step_seconds
+
+
+def test_what_does_not_fit_is_refused_with_its_bytes():
+    profile = resolve.load("llama3-70b-trn1", ["parallel.pipeline=1", "cluster.nodes=2"])
+    planned = plan(profile)
+    assert not planned.fits
+    with pytest.raises(
+        ProfileError, match=r"stage 0 needs \d+\.\d GiB a device .* of which 16\.0 GiB are there"
+    ):
+        require_fit(profile, planned)
+
+
+def test_a_gpu_that_is_neither_here_nor_named_is_asked_for():
+    overrides = ["cluster.device=cuda", "parallel.tensor=1", "cluster.devices_per_node=1"]
+    with pytest.raises(ProfileError, match=r"cluster\.accelerator.*h100, h200"):
+        plan(resolve.load("tiny", overrides))
+
+
+def test_the_search_ranks_what_fits_and_says_why_the_rest_cannot():
+    profile = resolve.load("deepseek-coder-6.7b")
+    found, rejected = search(profile)
+    speeds = [topology.plan.tokens_per_second for topology in found]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[0] >= plan(profile).tokens_per_second
+    assert all(topology.plan.fits for topology in found)
+    reasons = {tuple(each.degrees.values()): each for each in rejected}
+    assert reasons[1, 1, 1].reason == "memory"
+    assert reasons[1, 1, 1].needs > 0.95 * 16 * 2**30
+    for topology in found[:2]:
+        again = resolve.load(profile.name, [f"{key}={value}" for key, value in topology.overrides.items()])
+        assert plan(again).step_seconds == topology.plan.step_seconds
+
+
+def test_a_tensor_degree_that_the_heads_do_not_take_is_a_family_with_its_reason():
+    _, rejected = search(resolve.load("deepseek-coder-33b", ["cluster.nodes=1"]))
+    refused = {each.degrees["tensor"]: each.reason for each in rejected if len(each.degrees) == 1}
+    assert "does not divide 56 query heads" in refused[16]
