@@ -20,19 +20,25 @@ def show(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps({profile.name: _describe(profile) for profile in found}, indent=1))
         return 0
+    rows = [
+        (profile.name, in_words(profile.model.parameters), _cluster(profile), _status(profile)[0])
+        for profile in found
+    ]
     listed = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("profile", "parameters", "cluster", "status"):
-        listed.add_column(column, no_wrap=True)
+    for column, cells in zip(
+        ("profile", "parameters", "cluster", "status"), zip(*rows, strict=True), strict=True
+    ):
+        listed.add_column(column, no_wrap=True, min_width=max(map(len, cells)))
     listed.add_column("", style="dim", no_wrap=True, overflow="ellipsis")
-    for profile in found:
-        size = in_words(profile.model.parameters)
-        listed.add_row(profile.name, size, _cluster(profile), _status(profile), profile.description)
+    for row, profile in zip(rows, found, strict=True):
+        listed.add_row(*row, profile.description)
     Console(highlight=False).print(listed)
     return 0
 
 
 def _describe(profile: Profile) -> dict[str, Any]:
     cluster = profile.cluster
+    status, reason = _status(profile)
     return {
         "description": profile.description,
         "parameters": profile.model.parameters,
@@ -42,7 +48,8 @@ def _describe(profile: Profile) -> dict[str, Any]:
             "devices_per_node": cluster.devices_per_node,
             "device": cluster.accelerator or cluster.device,
         },
-        "status": _status(profile),
+        "status": status,
+        "reason": reason,
     }
 
 
@@ -51,11 +58,11 @@ def _cluster(profile: Profile) -> str:
     return f"{cluster.nodes} × {cluster.devices_per_node} {cluster.accelerator or cluster.device}"
 
 
-def _status(profile: Profile) -> str:
-    """Whether this machine could start it, or what keeps it from that."""
+def _status(profile: Profile) -> tuple[str, str]:
+    """Whether this machine could start it, and what keeps it from that."""
     try:
         resolve.check(profile)
         resolve.check_start(profile)
     except ProfileError as error:
-        return f"{error.key}: {error.reason}"
-    return "starts here"
+        return "plan only", str(error)
+    return "starts here", ""
