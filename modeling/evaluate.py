@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from modeling import exits
 from modeling.compile import counts, unpack
 from modeling.data import Corpus, Samples
 from modeling.program import Program
@@ -95,4 +96,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exits.leave(main())

@@ -316,4 +316,4 @@ class Interrupt:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exits.leave(main())
