@@ -8,7 +8,6 @@ files as wanted, so that what a rank will need can lie in one file, in its order
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -124,22 +123,48 @@ def views(folder: Path, prefix: str) -> dict[str, tuple[torch.dtype, tuple[int, 
 def _open(path: Path, info: _StorageInfo, sizes: tuple[int, ...]) -> Tensor:
     """An item in its file, mapped."""
     try:
-        # In this mode torch.load gives the tensor's form and where its bytes lie, not the bytes.
-        with path.open("rb") as file, FakeTensorMode():
-            form = torch.load(_create_file_view(file, info.offset, info.length), weights_only=True)
+        now = stamp(path)
+        form = _form(path, now, info.offset, info.length)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} is damaged at byte {info.offset}: {error}") from error
-    if tuple(form.shape) != sizes:
+    if form.shape != sizes:
         raise ValueError(f"{path}: the item at byte {info.offset} is not of shape {sizes}")
-    start = info.offset + form.untyped_storage()._checkpoint_offset
-    whole = _mapped(path, stamp(path))
-    stop = start + form.untyped_storage().nbytes()
-    if stop > whole.nbytes():
+    whole = _mapped(path, now)
+    if form.stop > whole.nbytes():
         raise ValueError(f"{path} ends within the item at byte {info.offset}")
-    flat = torch.empty(0, dtype=form.dtype).set_(whole[start:stop])
-    return flat.as_strided(form.shape, form.stride(), form.storage_offset())
+    flat = torch.empty(0, dtype=form.dtype).set_(whole[form.start : form.stop])
+    return flat.as_strided(form.shape, form.stride, form.first)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tensor in a file: its memory is the bytes [start, stop), in which it begins at element `first`."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+@lru_cache(maxsize=100_000)
+def _form(path: Path, _: tuple[int, int, int], offset: int, length: int) -> _Form:
+    # In this mode torch.load gives a tensor's form and the place of its bytes, and reads none of them.
+    with path.open("rb") as file, FakeTensorMode():
+        item = torch.load(_create_file_view(file, offset, length), weights_only=True)
+        memory = item.untyped_storage()
+        start = offset + memory._checkpoint_offset
+        return _Form(
+            tuple(item.shape),
+            item.stride(),
+            item.storage_offset(),
+            item.dtype,
+            start,
+            start + memory.nbytes(),
+        )
 
 
 def stamp(path: Path) -> tuple[int, int, int]:
@@ -187,9 +212,8 @@ def write_file(path: Path, items: Iterable[tuple[Item, Tensor]]) -> list[Written
         for item, tensor in items:
             assert tuple(tensor.shape) == item.sizes
             offset = file.tell()
-            buffer = io.BytesIO()
-            torch.save(tensor.contiguous(), buffer)
-            file.write(buffer.getbuffer())
+            # torch.save writes the whole memory behind a view, which may be all of the source's file.
+            torch.save(tensor.clone(memory_format=torch.contiguous_format), file)
             dtype = str(tensor.dtype).removeprefix("torch.")
             written.append(Written(item, dtype, path.name, offset, file.tell() - offset))
     return written
