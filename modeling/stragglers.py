@@ -5,7 +5,7 @@ Each tells the seconds of its own work (the step but for the time in collectives
 compiled graphs and on accelerators, whose queues run on, only waits of the host count), in the one sum at the end of a step
 that the loss needs anyway: 8 bytes a rank. Rank r is a straggler where over WINDOW steps
 
-    median of its work > FACTOR · median of all ranks' medians
+    median of its work > FACTOR · median of all ranks' medians,  and by more than MARGIN
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 FACTOR = 1.5
+MARGIN = 0.02  # seconds, below which it is noise
 WINDOW = 20
 AGAIN = 200  # steps before a straggler is named again
 LONGEST = 64  # bytes of a node's name
@@ -40,7 +41,7 @@ class Stragglers:
             return ""
         medians = [statistics.median(kept) for kept in self._seconds]
         usual, worst = statistics.median_low(medians), max(medians)
-        if worst <= FACTOR * usual:
+        if worst <= max(FACTOR * usual, usual + MARGIN):
             return ""
         self._quiet_until = step + AGAIN
         rank = medians.index(worst)

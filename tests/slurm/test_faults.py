@@ -45,7 +45,7 @@ def test_a_dead_node_is_left_out_and_the_job_goes_on_by_itself(cluster, lab, und
 
 def test_an_attempt_that_lives_on_without_its_slurmd_publishes_nothing(cluster, lab, undisturbed):
     """Slurm thinks that the node is gone, starts the job elsewhere, and the old ranks still compute."""
-    run = lab.run("fenced")
+    run = lab.run("fenced", "cluster.hang_seconds=600")
     old: list[psutil.Process] = []
 
     def cut_off():
