@@ -94,7 +94,8 @@ def test_a_deployment_runs_from_another_terminal_and_ctrl_c_ends_everything(up, 
 
 def test_ctrl_c_while_a_deployment_trains_saves_it_and_leaves_nothing(up, profile, tmp_path):
     started, api = up
-    (deployment,) = (each for each in ask(f"{api}/deployments/filter") if each["name"] == "tiny")
+    found = ask(f"{api}/deployments/filter")
+    (deployment,) = (each for each in found if (each["name"], each["tags"]) == ("tiny", ["pretrain"]))
     parameters = {"profile": str(profile), "overrides": list(LONGER), "name": "deployed"}
     ask(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
     folder = tmp_path / "store/runs/deployed"
