@@ -230,6 +230,11 @@ class Cluster(Section):
     partition: str | None = Field(
         None, pattern=WORD, description="Slurm partition; null: the cluster's default"
     )
+    shards_partition: str | None = Field(
+        None,
+        pattern=WORD,
+        description="Slurm partition that tokenizes shards, side by side; null: this machine does",
+    )
     account: str | None = Field(None, pattern=WORD, description="Slurm account; null: the user's default")
     time: Annotated[str, Field(pattern=TIME), BeforeValidator(_as_text)] | None = Field(
         None,

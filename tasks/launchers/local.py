@@ -140,6 +140,7 @@ def _next(attempts: Path) -> int:
 def _environment(job: Job, identifier: str) -> dict[str, str]:
     environment = {
         **base.environment(),
+        **dict(job.secrets),
         MARKER: identifier,
         "PYTHONUNBUFFERED": "1",
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": causes.PREFIX,

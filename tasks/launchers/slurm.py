@@ -12,7 +12,7 @@ import logging
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,8 @@ class SlurmLauncher:
         path = job.folder / f"{job.name}.sbatch"
         path.write_text(batch.script(job, self._cluster))
         start = job.log_file.stat().st_size if job.log_file.exists() else 0
-        identifier = _run(["sbatch", "--parsable", path.name], folder=job.folder).strip().partition(";")[0]
+        told = _run(["sbatch", "--parsable", path.name], folder=job.folder, secrets=dict(job.secrets))
+        identifier = told.strip().partition(";")[0]
         first = min(self._queue(job), key=lambda line: int(line.identifier), default=None)
         if first and first.identifier != identifier:  # somebody else was as quick
             _run(["scancel", identifier])
@@ -207,9 +208,15 @@ def _log_start(job: Job, identifier: str) -> int:
     return note["log_start"] if note["identifier"] == identifier else 0
 
 
-def _run(command: Sequence[str], *, folder: Path | None = None, check: bool = True) -> str:
+def _run(
+    command: Sequence[str],
+    *,
+    folder: Path | None = None,
+    check: bool = True,
+    secrets: Mapping[str, str] | None = None,
+) -> str:
     """A command's standard output. Raises JobFailed with what it said."""
-    environment = base.environment()  # sbatch hands it on to the job
+    environment = {**base.environment(), **(secrets or {})}  # sbatch hands it on to the job
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
