@@ -95,7 +95,7 @@ def _run(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
         ("step", f"{train.global_batch_size:,} × {train.sequence_length:,} = {in_words(step_tokens)} tokens, "
                  f"{profile.accumulation_steps:,} microbatches"),
         ("recompute", train.recompute),
-        ("run", f"{train.steps:,} steps, {in_words(planned.tokens)} tokens"),
+        ("run", f"{train.steps:,} steps, {in_words(planned.tokens)} tokens" if planned.tokens else "as long as its data"),
     ]  # fmt: skip
 
 
@@ -144,28 +144,21 @@ def _verdict(planned: Plan) -> Text:
 
 
 def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
-    sent = ", ".join(f"{axis} {in_bytes(size)}" for axis, size in planned.sent.items() if size)
-    rows = [
-        (
-            "FLOPs",
-            f"{planned.flops_per_token:.3g} a token, {planned.flops_per_token * planned.tokens:.3g} in all",
-        )
-    ]
-    if sent:
+    flops = f"{planned.flops_per_token:.3g} a token"
+    if planned.tokens:
+        flops += f", {planned.flops_per_token * planned.tokens:.3g} in all"
+    rows = [("FLOPs", flops)]
+    if sent := ", ".join(f"{axis} {in_bytes(size)}" for axis, size in planned.sent.items() if size):
         rows.append(("sent", f"{sent} by a rank in a step"))
     if profile.parallel.pipeline > 1:
         rows.append(("bubble", f"{planned.bubble:.1%} of the working time"))
-    if planned.step_seconds is None or planned.days is None:
+    if planned.step_seconds is None:
         return [*rows, ("time", f"not known for {profile.cluster.device}")]
-    rows += [
-        (
-            "speed",
-            f"{duration(planned.step_seconds)} a step, {planned.tokens_per_second:,.0f} tokens/s, MFU {planned.mfu:.0%}",
-        ),
-        ("in all", f"{in_days(planned.days)}, {planned.node_hours:,.0f} node-hours"),
-        ("assuming", "\n".join(planned.assumptions)),
-    ]
-    if planned.price is not None:
-        price = f", {planned.price:,.0f} at {profile.cluster.node_price:g} a node-hour"
-        rows[-2] = ("in all", rows[-2][1] + price)
-    return rows
+    speed = f"{planned.tokens_per_second:,.0f} tokens/s, MFU {planned.mfu:.0%}"
+    rows.append(("speed", f"{duration(planned.step_seconds)} a step, {speed}"))
+    if planned.days is not None:
+        whole = f"{in_days(planned.days)}, {planned.node_hours:,.0f} node-hours"
+        if planned.price is not None:
+            whole += f", {planned.price:,.0f} at {profile.cluster.node_price:g} a node-hour"
+        rows.append(("in all", whole))
+    return [*rows, ("assuming", "\n".join(planned.assumptions))]

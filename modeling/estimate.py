@@ -66,16 +66,17 @@ def estimate(profile: Profile, ranks: Sequence[Work], each: int) -> Estimate:
     )
     step = work * (1 + waiting) + max(sending["data"] for sending in seconds)
     tokens = train.global_batch_size * train.sequence_length
-    hours = step * train.steps / 3600 * cluster.nodes
+    seconds_in_all = step * train.steps if train.steps else None
+    hours = seconds_in_all and seconds_in_all / 3600 * cluster.nodes
     link, network = device.link / 1e9, device.network / 1e9
     return Estimate(
         waiting,
         step,
         tokens / step,
         tokens / step * flops_per_token(profile) / (peak * profile.world_size),
-        step * train.steps / DAY,
+        seconds_in_all and seconds_in_all / DAY,
         hours,
-        cluster.node_price and hours * cluster.node_price,
+        hours and cluster.node_price and hours * cluster.node_price,
         (
             f"matrix products at {MATRIX:.0%} of {peak / 1e12:g} TFLOP/s a device",
             f"exchanges at {WIRE:.0%} of {link:.0f} GB/s inside a node, of {network:.1f} GB/s between nodes",

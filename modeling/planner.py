@@ -70,12 +70,12 @@ class Plan:
         device_bytes: one device's memory; on CPUs a process's share of the host's.
         fits: whether the fullest rank leaves 5 % of it free.
         flops_per_token: of the model in training, 6 a multiply-add of the forward pass.
-        tokens: of the whole run.
+        tokens: of the whole run, None where the data decides.
         sent: bytes that the busiest rank sends in a step, by dimension.
         kv_replication: tensor ranks that hold the same KV head.
         bubble: share of the working time that a rank waits for others of its pipeline.
-        step_seconds, tokens_per_second, mfu, days, node_hours, price: None where the device's speed is not known; the price
-            also where the profile has none.
+        step_seconds, tokens_per_second, mfu, days, node_hours, price: None where the device's speed is not known; the last
+            three also where the data decides how long the run is, the price where the profile has none.
         assumptions: what the times rest on, a sentence each.
     """
 
@@ -85,7 +85,7 @@ class Plan:
     device_bytes: int
     fits: bool
     flops_per_token: float
-    tokens: int
+    tokens: int | None
     sent: dict[str, int]
     kv_replication: int
     bubble: float
@@ -133,7 +133,7 @@ def plan(profile: Profile, counted: Counted | None = None) -> Plan:
         device_bytes=device_bytes,
         fits=max(stage.total for stage in stages) + host_bytes <= MARGIN * device_bytes,
         flops_per_token=flops_per_token(profile),
-        tokens=step_tokens * settings.steps,
+        tokens=step_tokens * settings.steps if settings.steps else None,
         sent={axis: max(stage.sent[axis] for stage in stages) for axis in stages[0].sent},
         kv_replication=profile.kv_replication,
         **asdict(times),

@@ -1,7 +1,7 @@
 """NxD Training's configs as profiles: what each of their keys becomes here, or why it is dropped.
 
-Their files are YAML read through OmegaConf: `${a.b}` stands for another key's value and `${multiply:x, y}` for a product; both
-are resolved first. Every key of the file gets one line in the result, known or not.
+Their files are YAML read through OmegaConf: `${a.b}` stands for another key's value, `${.b}` for one of the same section and
+`${multiply:x, y}` for a product; all are resolved first. Every key of the file gets one line in the result, known or not.
 """
 
 from __future__ import annotations
@@ -152,9 +152,13 @@ def _target(key: str, reference: str, flat: Mapping[str, Any]) -> Any:
     name, colon, arguments = reference.partition(":")
     if colon and name.strip() == "multiply":
         return math.prod(text.parse(argument) for argument in arguments.split(","))
-    if reference.strip() not in flat:
+    name = reference.strip()
+    up = len(name) - len(name.lstrip("."))  # dots lead from the key's own section upwards
+    if up:
+        name = ".".join([*key.split(".")[:-up], name.lstrip(".")])
+    if name not in flat:
         raise ProfileError(key, f"${{{reference}}}", "refers to nothing in this file")
-    return flat[reference.strip()]
+    return flat[name]
 
 
 def _to(ours: str, note: str = "") -> Rule:

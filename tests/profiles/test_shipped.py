@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from functools import cache
+from typing import get_args
 
 import pytest
 import torch.distributed as dist
@@ -11,9 +12,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from modeling.planner import plan
 from modeling.program import MODELS, stage_layers
 from parallel import Mesh
+from parallel import device as devices
 from parallel.layout import layout_of
 from profiles import resolve
-from profiles.schema import Profile
+from profiles.check import ACCELERATORS
+from profiles.schema import Cluster, Profile
 
 # Exact numbers of parameters; GPT-3's with a vocabulary of 50257, tied.
 PARAMETERS = {
@@ -50,8 +53,8 @@ RUNS = {
     "deepseek-coder-1.3b": ("trn1", 1, (8, 1, 1, 4), 1, (4096, 256), 1000),
     "deepseek-coder-6.7b": ("trn1", 1, (8, 1, 1, 4), 1, (4096, 256), 1000),
     "deepseek-coder-33b": ("trn1", 4, (8, 4, 1, 4), 1, (4096, 256), 1000),
-    "llama3-8b-h200": ("h200", 1, (2, 1, 1, 4), 1, (8192, 1024), 10000),
-    "llama3-70b-h200": ("h200", 8, (8, 2, 1, 4), 1, (8192, 1024), 10000),
+    "llama3-8b-h200": ("h200", 1, (1, 1, 1, 8), 1, (8192, 1024), 10000),
+    "llama3-70b-h200": ("h200", 8, (4, 4, 1, 4), 1, (8192, 1024), 10000),
 }
 
 
@@ -81,6 +84,13 @@ def degrees_of(profile: Profile) -> tuple[int, ...]:
 
 def test_every_shipped_profile_is_in_the_table():
     assert {*RUNS, "tiny"} == set(resolve.names())
+
+
+def test_accelerators_that_profiles_may_name_are_those_with_figures():
+    field = Cluster.model_fields["accelerator"].annotation
+    assert {*get_args(get_args(field)[0])} == devices.ACCELERATORS.keys()
+    kinds = {name: kind for kind, names in ACCELERATORS.items() for name in names}
+    assert {name: device.type for name, device in devices.ACCELERATORS.items()} == kinds
 
 
 @pytest.mark.parametrize("name", RUNS)
