@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _command(commands, name: str, call, about: str, example: str) -> argparse.ArgumentParser:  # noqa: ANN001
     command = commands.add_parser(
-        name, help=about, description=f"{about.capitalize()}.", epilog=f"example: {example}"
+        name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=f"example: {example}"
     )
     command.set_defaults(command=call)
     return command
