@@ -41,6 +41,7 @@ def plan(profile: Profile) -> planner.Plan:
     """Validity, parameters and bytes on each rank; refuses what cannot fit."""
     planned = planner.plan(profile)
     planner.require_fit(profile, planned)
+    planner.require_devices(profile)
     return planned
 
 

@@ -164,6 +164,26 @@ def require_fit(profile: Profile, planned: Plan) -> None:
     )
 
 
+def require_devices(profile: Profile) -> None:
+    """Refuse a run that starts more processes on this machine than it has devices of that kind.
+
+    Raises:
+        ProfileError: with how many there are, or which software is missing.
+    """
+    cluster = profile.cluster
+    if cluster.launcher != "local" or cluster.device == "cpu":
+        return
+    try:
+        there = devices.resolve(cluster.device, cluster.accelerator).available()
+    except RuntimeError as error:
+        raise ProfileError("cluster.device", cluster.device, str(error), ["cpu"]) from None
+    if there == 0:
+        raise ProfileError("cluster.device", cluster.device, "this machine has none", ["cpu"])
+    if cluster.devices_per_node > there:
+        reason = f"this machine has {there} {cluster.device} devices"
+        raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason, [there])
+
+
 def _stages(profile: Profile, pieces: Pieces) -> tuple[Stage, ...]:
     """What the ranks at each place of the pipeline hold: one stage, or several where schedules interleave."""
     parallel, count = profile.parallel, profile.accumulation_steps

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 import yaml
 
 from flows.cli import main
@@ -48,6 +49,25 @@ def test_a_profile_that_does_not_fit_is_refused(capsys, profile):
     huge = ("model.hidden_size=65536", "model.intermediate_size=262144", "model.num_hidden_layers=100")
     assert main(["plan", str(profile), *settings(*huge)]) == 2
     assert "GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "card", "says"),
+    [("cuda", "h200", "this machine has none"), ("neuron", "trn2", "torch-neuronx")],
+)
+def test_devices_that_are_not_here_are_refused_at_run_and_planned_for(
+    prefect_server, capsys, monkeypatch, tmp_path, profile, device, card, says
+):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("an accelerator is here")
+    monkeypatch.chdir(tmp_path)
+    there = settings(f"cluster.device={device}", f"cluster.accelerator={card}")
+    assert main(["plan", str(profile), *there]) == 0
+    capsys.readouterr()
+    assert main(["run", str(profile), *there]) == 2
+    err = capsys.readouterr().err
+    assert f"cluster.device = {device}" in err
+    assert says in err
 
 
 def test_the_plan_as_json_is_one_document_with_the_keys_that_tools_rely_on(capsys):
