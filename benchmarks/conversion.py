@@ -31,6 +31,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary
     "8b": (4096, 14336, 32, 32, 8, 128256),
 }
 TENSOR = 8
+ROOM = 3.5  # times the model's size: source, checkpoint and what is made of it, and some more
 BLOCK = 64 << 20  # elements of randomness, repeated
 CONVERT = (
     "import sys, time; from pathlib import Path; from modeling.convert import Options, convert; begun = time.time(); "
@@ -58,6 +59,13 @@ def main() -> int:
     parser.add_argument("--make-only", action="store_true", help="write the source, and stop")
     options = parser.parse_args()
     source = options.folder / f"source-{options.shape}"
+    room = shutil.disk_usage(options.folder).free
+    needed = ROOM * weights_of(SHAPES[options.shape])
+    if room < needed:
+        print(
+            f"{options.folder} has {room / 1e9:.0f} GB left, {needed / 1e9:.0f} are needed", file=sys.stderr
+        )
+        return 1
     if not (source / "conversion.json").exists():
         make(source, SHAPES[options.shape])
     if options.make_only:
@@ -105,6 +113,13 @@ def main() -> int:
 
 def program(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code.format(ENDED), *arguments]
+
+
+def weights_of(shape: tuple[int, ...]) -> int:
+    """Bytes in bf16."""
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = shape
+    attention = hidden * hidden * (2 * heads + 2 * kv_heads) // heads
+    return 2 * (2 * vocabulary * hidden + layers * (attention + 3 * hidden * intermediate))
 
 
 def make(folder: Path, shape: tuple[int, ...]) -> None:
