@@ -33,7 +33,7 @@ def run(given: argparse.Namespace) -> int:
     try:
         with weights.fetched(given.source, given.revision, near=destination) as source:
             if given.to:
-                record = convert(source, destination, options, given.source)
+                record = convert(source, destination, options, name=given.source)
                 facts |= {name: value for name, value in record.items() if name != "job"}
             if given.verify:
                 one = sources.read(sources.locate(source), options.config, options.nxd_layout)

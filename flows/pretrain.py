@@ -67,10 +67,14 @@ def pretrain(
     tokenizer.check_fits(run, vocabulary)
     key = dataset.key(run, vocabulary)
     corpus = do.once(steps.dataset, dataset.KIND, key, run, kept, vocabulary)
-    if not checkpoint.needed(run):
+    weights = None
+    if checkpoint.needed(run):
+        key = checkpoint.key(run, kept, hub_token(run))
+        weights = do.once(steps.checkpoint, checkpoint.KIND, key, run, kept, key)
+    else:
         do.skip("checkpoint", "from scratch")
 
-    identity = keys.run_identity(run, vocabulary.key, corpus.key)
+    identity = keys.run_identity(run, vocabulary.key, corpus.key, weights and weights.key)
     folder = kept.run(run.name, identity)
     (folder / "profile.yaml").write_text(resolve.dump(run))
     runs.note_inputs(folder, identity, vocabulary, corpus)
@@ -78,7 +82,9 @@ def pretrain(
 
     key = keys.training(run.name, identity)
     train = steps.train.with_options(retries=run.cluster.retries, retry_delay_seconds=steps.DELAYS)
-    trained = do.once(train, training.KIND, key, run, kept, folder, key, corpus, compiled, run_folder=folder)
+    trained = do.once(
+        train, training.KIND, key, run, kept, folder, key, corpus, compiled, weights, run_folder=folder
+    )
     key = keys.evaluation(run.name, identity)
     evaluated = do.once(
         steps.evaluate, evaluation.KIND, key, run, kept, folder, key, corpus, compiled, trained

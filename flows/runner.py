@@ -121,6 +121,8 @@ def describe(result: Any) -> str:
             return f"{facts['vocabulary_size']:,} tokens, from {facts['source']}"
         case "dataset":
             return f"{facts['tokens']:,} tokens to train on, {facts['validation_tokens']:,} held out"
+        case "checkpoint":
+            return f"{facts['bytes'] / 1e6:,.1f} MB of weights, from {facts['source']}"
         case "graphs":
             return facts.get("note") or f"{facts['total']} graphs"
         case "training":

@@ -18,6 +18,7 @@ from flows.runner import worth_retrying
 from flows.secrets import hub_token
 from modeling import planner
 from profiles.schema import Profile
+from tasks import checkpoint as checkpoints
 from tasks import dataset as datasets
 from tasks import evaluation, training
 from tasks import export as exports
@@ -55,6 +56,12 @@ def tokenizer(profile: Profile, store: Store) -> Artifact:
 def dataset(profile: Profile, store: Store, tokenizer: Artifact) -> Artifact:
     """Tokenize the data into Megatron's indexed format."""
     return datasets.run(profile, store, tokenizer, progress=tell)
+
+
+@task(task_run_name="weights from {profile.init.from_}", **RETRIED)
+def checkpoint(profile: Profile, store: Store, key: str) -> Artifact:
+    """Make pretrained weights ready for training."""
+    return checkpoints.run(profile, store, key, hub_token(profile))
 
 
 @task(task_run_name="graphs of {profile.name}", **RETRIED)

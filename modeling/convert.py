@@ -73,13 +73,16 @@ class Options:
         return {"source": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats], **how}
 
 
-def convert(source: Path, destination: Path, options: Options, name: str | None = None) -> dict[str, Any]:
+def convert(
+    source: Path, destination: Path, options: Options, *, name: str | None = None, replace: bool = False
+) -> dict[str, Any]:
     """Convert a checkpoint; returns the record: kind, tensors, bytes, files with their sizes and hashes.
 
     Args:
         source: file or folder; of a run's folder its newest complete checkpoint is taken.
         destination: folder; new, empty, or of the same conversion, which is gone on with.
-        name: of the source, for the record.
+        name: of the source, to be told to whoever loads the result.
+        replace: whether the destination may be emptied, where something else is in it.
 
     Raises:
         ProfileError: an option that cannot be.
@@ -89,7 +92,7 @@ def convert(source: Path, destination: Path, options: Options, name: str | None 
     weights = sources.read(source, options.config, options.nxd_layout, trained=options.to != "trainshed")
     files = files_of(weights, options)
     size = sum(file.nbytes for file in files)
-    with journal.opened(destination, options.job(source), size) as done:
+    with journal.opened(destination, options.job(source), size, replace) as done:
         if done.finished:
             return done.finished
         notes = write_all(files, destination, options.slice_bytes, done)

@@ -28,10 +28,11 @@ log = logging.getLogger("trainshed")
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Mean cross-entropy in nats a token, over so many tokens."""
+    """Mean loss a token (cross-entropy in nats, unless train.loss is the user's), of so many tokens, and mean metrics."""
 
     loss: float
     tokens: int
+    metrics: dict[str, float]
 
     @property
     def perplexity(self) -> float:
@@ -47,7 +48,7 @@ def validation_loss(program: Program, samples: Samples, batches: int | None = No
     data = program.mesh.data
     size = program.profile.train.global_batch_size // data.size
     passes = math.ceil(samples.windows / (size * data.size))
-    total = torch.zeros(2, dtype=torch.float64)
+    total = torch.zeros(2 + len(program.metrics), dtype=torch.float64)
     for index in range(passes if batches is None else min(passes, batches)):
         first = (index * data.size + data.rank) * size
         rows = None
@@ -55,8 +56,9 @@ def validation_loss(program: Program, samples: Samples, batches: int | None = No
             rows = torch.from_numpy(samples.batch(first, size))  # (size, s + 1); past the end it begins again
         counted = torch.arange(first, first + size) < samples.windows
         total += program.evaluate(rows, counted).cpu()
-    loss, tokens = program.sum(total)
-    return HeldOut(loss / max(tokens, 1), round(tokens))
+    tokens, *sums = program.sum(total)
+    loss, *metrics = (each / max(tokens, 1) for each in sums)
+    return HeldOut(loss, round(tokens), dict(zip(program.metrics, metrics, strict=True)))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -86,6 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "validation_loss": held_out.loss,
                 "perplexity": held_out.perplexity,
                 "tokens": held_out.tokens,
+                **held_out.metrics,
                 **counts(),
             }
             options.output.write_text(json.dumps(result, indent=1))

@@ -32,6 +32,7 @@ from parallel import (
     linear_cross_entropy,
 )
 from parallel.dropout_attention import dropout_attention
+from parallel.logits import full_logits
 from parallel.random import Keys, dropout, token_keys
 from profiles.model import Model
 
@@ -158,7 +159,7 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy of the last stage's hidden states against token ids (b, s/c); -100 counts nothing."""
-        head = self.embedding if self.model.tie_word_embeddings else self.head
+        head = self._head()
         return linear_cross_entropy(
             x,
             head.weight,
@@ -168,3 +169,13 @@ class GPT(nn.Module):
             vocabulary=self.model.vocab_size,
             sequence_parallel=self.sequence,
         )
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The last stage's hidden states to logits (b·s/c, v), float32, whole on every tensor rank."""
+        vocabulary = self.model.vocab_size
+        return full_logits(
+            x, self._head().weight, self.axis, vocabulary=vocabulary, sequence_parallel=self.sequence
+        )
+
+    def _head(self) -> VocabParallelEmbedding:
+        return self.embedding if self.model.tie_word_embeddings else self.head

@@ -31,7 +31,7 @@ class Journal:
         finished: the record, once there is one.
     """
 
-    def __init__(self, folder: Path, job: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, job: dict[str, Any], replace: bool) -> None:
         self.folder, self.job = folder, job
         self.files: dict[str, dict[str, Any]] = {}
         self.finished: dict[str, Any] | None = None
@@ -43,8 +43,12 @@ class Journal:
             return
         lines = _lines(folder / JOURNAL)
         if any(folder.iterdir()) and (not lines or lines[0] != {"job": job}):
-            reason = "has something else in it; name a new folder, or an empty one"
-            raise ProfileError("DESTINATION", str(folder), reason)
+            if not replace:
+                reason = "has something else in it; name a new folder, or an empty one"
+                raise ProfileError("DESTINATION", str(folder), reason)
+            shutil.rmtree(folder)
+            folder.mkdir()
+            lines = []
         for line in lines[1:]:
             name = line["file"]
             if self._there((name, line)) and digest(folder / name) == line["sha256"]:
@@ -77,11 +81,12 @@ class Journal:
 
 
 @contextmanager
-def opened(folder: Path, job: dict[str, Any], size: int) -> Iterator[Journal]:
+def opened(folder: Path, job: dict[str, Any], size: int, replace: bool = False) -> Iterator[Journal]:
     """The journal of a job in a folder, made where there is none; leaves no empty folder behind.
 
     Args:
         size: bytes that the job writes.
+        replace: remove something else that is in the folder, rather than refuse it.
 
     Raises:
         ProfileError: something else is in the folder, or its disk is too full.
@@ -91,7 +96,7 @@ def opened(folder: Path, job: dict[str, Any], size: int) -> Iterator[Journal]:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise ProfileError("DESTINATION", str(folder), "is a file; name a folder") from None
-    done = Journal(folder, job)
+    done = Journal(folder, job, replace)
     left = 0 if done.finished else size - sum(line["size"] for line in done.files.values())
     free = shutil.disk_usage(folder).free
     if left > free:

@@ -28,6 +28,7 @@ from parallel import (
     attention,
     linear_cross_entropy,
 )
+from parallel.logits import full_logits
 from profiles.model import Model
 
 
@@ -141,7 +142,7 @@ class Llama(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy of the last stage's hidden states against token ids (b, s/c); -100 counts nothing."""
-        head = self.embedding if self.model.tie_word_embeddings else self.head
+        head = self._head()
         return linear_cross_entropy(
             x,
             head.weight,
@@ -151,3 +152,13 @@ class Llama(nn.Module):
             vocabulary=self.model.vocab_size,
             sequence_parallel=self.sequence,
         )
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The last stage's hidden states to logits (b·s/c, v), float32, whole on every tensor rank."""
+        vocabulary = self.model.vocab_size
+        return full_logits(
+            x, self._head().weight, self.axis, vocabulary=vocabulary, sequence_parallel=self.sequence
+        )
+
+    def _head(self) -> VocabParallelEmbedding:
+        return self.embedding if self.model.tie_word_embeddings else self.head

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from modeling import functions
 from modeling.gpt import GPT
 from modeling.llama import Llama
 from parallel import Mesh, initialize
@@ -66,6 +67,9 @@ class Program:
         layers = stage_layers(profile)
         own = range(self.mesh.pipeline.rank, len(layers), self.mesh.pipeline.size)
         self.stages = {number: self._build(layers[number], graphs) for number in own}
+        self._own_loss = functions.load(profile.train.loss) if profile.train.loss else None
+        self._metrics = {name.partition(":")[2]: functions.load(name) for name in profile.evaluate.metrics}
+        self._evaluating = False
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
         s, c = profile.train.sequence_length, self.mesh.context
         self.positions = zigzag_positions(s, c.size, c.rank).to(self.torch_device)  # (s/c)
@@ -112,8 +116,22 @@ class Program:
         )
 
     def _loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
-        """Of the last stage's hidden states."""
-        return self.stages[max(self.stages)].loss(x, targets) * scale
+        """Of the last stage's hidden states: the summed loss, in evaluation with the summed metrics after it."""
+        stage = self.stages[max(self.stages)]
+        if self._own_loss is None and not (self._evaluating and self._metrics):
+            return stage.loss(x, targets) * scale
+        logits, flat = stage.logits(x), targets.flatten()
+        own = self._own_loss
+        loss = functions.call(own, logits, flat) if own else stage.loss(x, targets)
+        if not self._evaluating:
+            return loss * scale
+        metrics = [functions.call(metric, logits, flat).float() for metric in self._metrics.values()]
+        return torch.stack([loss.float(), *metrics])
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the user's metrics."""
+        return list(self._metrics)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their global names."""
@@ -167,22 +185,29 @@ class Program:
 
     @torch.no_grad()
     def evaluate(self, samples: Tensor | None, counted: Tensor) -> Tensor:
-        """Summed loss of samples (m·b, s + 1), as for training, of which `counted` (m·b) says which count.
+        """Summed loss and metrics of samples (m·b, s + 1), as for training, of which `counted` (m·b) says which count.
 
         Returns:
-            [loss, tokens] of this rank, float64; zeros without the last stage.
+            [tokens, loss, *metrics] of this rank, float64; zeros without the last stage.
         """
         tokens, targets = self._split(samples)
         if targets is not None:
             targets = targets.where(counted[:, None].to(targets.device), IGNORE)
-        if self.pipeline:
-            loss = self.pipeline.evaluate(tokens, targets)
-        else:
-            size = self.profile.train.micro_batch_size
-            parts = zip(tokens.split(size), targets.split(size), strict=True)
-            loss = sum(self._loss(self.stages[0](x, self.positions), y) for x, y in parts)
-        number = (targets != IGNORE).sum() if self.last else torch.zeros_like(loss)
-        return torch.stack((loss.double(), number.double()))
+        self._evaluating = True
+        try:
+            if self.pipeline:
+                sums = self.pipeline.evaluate(tokens, targets)
+            else:
+                size = self.profile.train.micro_batch_size
+                parts = zip(tokens.split(size), targets.split(size), strict=True)
+                sums = sum(self._loss(self.stages[0](x, self.positions), y) for x, y in parts)
+        finally:
+            self._evaluating = False
+        result = torch.zeros(2 + len(self._metrics), dtype=torch.float64, device=self.torch_device)
+        if self.last:
+            result[0] = (targets != IGNORE).sum()
+            result[1:] = sums
+        return result
 
     def sum(self, numbers: Tensor) -> list[float]:
         """Sums over all ranks of numbers that are equal along the tensor axis."""

@@ -159,7 +159,7 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
             with watchdog.patience():
                 held_out = validation_loss(program, validation, profile.evaluate.batches)
             if metrics:
-                metrics.write({"step": step, "validation_loss": held_out.loss})
+                metrics.write({"step": step, "validation_loss": held_out.loss, **held_out.metrics})
                 log.info(f"step {step}/{settings.steps}  validation loss {held_out.loss:.4f}")
         if (
             (stopping and profile.checkpoint.on_stop)

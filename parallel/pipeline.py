@@ -133,7 +133,7 @@ class Pipeline:
             stage.finish_sending()
         if not self.last:
             return torch.zeros((), device=self.device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        return torch.stack([loss.detach() for loss in losses]).sum(0)
 
 
 class _OneForwardOneBackward(_PipelineScheduleRuntime):

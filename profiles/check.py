@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
+from profiles import functions
 from profiles.errors import ProfileError
 from profiles.model import neighbours
 from profiles.schema import Profile
@@ -18,13 +19,10 @@ CPU_PROCESSES = 16
 ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200"), "neuron": ("trn1", "trn2", "trn3")}
 # Keys of which the programs honour one value so far: another one is refused, since to ignore it would be to mislead.
 ONE_VALUE = {
-    "init.from": None,
-    "train.loss": None,
     "train.log_every": 1,
     "compile.backend": None,
     "checkpoint.async": False,
     "checkpoint.weights": False,
-    "evaluate.metrics": [],
 }
 # Options of sbatch that the launcher sets itself, or that have a key of their own.
 OWN_OPTIONS = {
@@ -77,6 +75,7 @@ def check_start(profile: Profile) -> None:
     if profile.cluster.launcher == "slurm" and shutil.which("sbatch") is None:
         raise ProfileError("cluster.launcher", "slurm", "this machine has no sbatch", ["local"])
     _honoured(profile)
+    functions.check(profile)
 
 
 def tensor_degrees(heads: int, kv_heads: int) -> list[int]:

@@ -3,7 +3,8 @@
     shipped or user's file, and what it `extends`  →  overrides  →  model.config's defaults  →  Profile
 
 Sections merge key by key, lists are replaced whole. A relative path of `extends` or `model.config` counts from the file
-that says so; one of an override, and all other paths, from the working directory.
+that says so; one of an override, and all other paths, from the working directory. `model.config` may be a hub repository,
+org/name or org/name@revision, whose config.json is fetched.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pydantic import ValidationError
 from profiles import text
 from profiles.check import check, check_start
 from profiles.errors import ProfileError
+from profiles.hub import REPOSITORY, config_json
 from profiles.model import canonical, from_config_json
 from profiles.refusals import refusal
 from profiles.schema import Profile
@@ -89,7 +91,7 @@ def _chain(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
     if isinstance(model, Mapping):
         values["model"] = model = _canonical(model)
         if isinstance(model.get("config"), str):
-            model["config"] = str(path.parent / Path(model["config"]).expanduser())
+            model["config"] = _config_place(model["config"], path.parent)
     base = values.pop("extends", None)
     if base is not None:
         if not isinstance(base, str):
@@ -161,6 +163,16 @@ def _entry(target: Any, path: Sequence[str], override: str) -> Any:
     return target[int(path[-1])]
 
 
+def _config_place(config: str, folder: Path) -> str:
+    """A path as seen from a folder; a hub repository (org/name, or org/name@revision) as it stands."""
+    path = folder / Path(config).expanduser()
+    return config if not path.exists() and _repository(config) else str(path)
+
+
+def _repository(config: str) -> bool:
+    return bool(REPOSITORY.fullmatch(config.partition("@")[0])) and not config.endswith(".json")
+
+
 def _with_config(model: Mapping[str, Any]) -> dict[str, Any]:
     """A model section over the config.json that it names."""
     model = dict(model)
@@ -168,9 +180,11 @@ def _with_config(model: Mapping[str, Any]) -> dict[str, Any]:
     if config is None:
         return model
     if not isinstance(config, str):
-        raise ProfileError("model.config", config, "is not the path of a config.json")
+        raise ProfileError("model.config", config, "is no path of a config.json and no hub repository")
     path = Path(config).expanduser()
-    if path.is_dir():
+    if not path.exists() and _repository(config):
+        path = config_json(config, "model.config")
+    elif path.is_dir():
         path /= "config.json"
     try:
         values = json.loads(path.read_text())

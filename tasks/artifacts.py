@@ -2,7 +2,7 @@
 
     <store>/artifacts/<kind>/<key>/    the files, and manifest.json, which is written last
     <store>/runs/<run>/                what is mutable
-    <store>/locks/, <store>/staging/   work under way
+    <store>/locks/, staging/, work/    work under way
 
 An artifact is made in a staging folder and moved into place whole, so half of one is never seen; what a killed process
 left is removed by the next one that publishes. It is verified whenever it is found: names and sizes of all files, and the
@@ -166,6 +166,16 @@ class Store:
     def run_directory(self, name: str) -> Path:
         """Where a run's folder is, or will be."""
         return self._local.path(f"runs/{_part(name)}")
+
+    def scratch(self, name: str) -> Path:
+        """A folder on this machine for work that goes on where it stopped, made where there is none."""
+        folder = self._local.path(f"work/{_part(name)}")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def forget(self, name: str) -> None:
+        """Remove such a folder."""
+        self._local.remove(f"work/{_part(name)}")
 
     def run(self, name: str, identity: str) -> Path:
         """The folder of the run of this name and identity, made where there is none.

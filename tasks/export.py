@@ -5,19 +5,19 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from modeling.convert import Options, convert
+from modeling.journal import RECORD
 from profiles.schema import Profile
 from tasks import runs
 from tasks.artifacts import Artifact, Store
-from tasks.launchers import Job, create, execute
 from tasks.manifest import NAME as MANIFEST
 
 KIND = "export"
 PART = "export"
-TIMEOUT = 2 * 3600.0  # seconds
 
 
 def run(profile: Profile, store: Store, folder: Path, key: str, tokenizer: Artifact) -> Artifact:
-    """Write model.safetensors, config.json and the tokenizer's files; the folder appears whole.
+    """Write the weights in the type of training, config.json and the tokenizer's files; the folder appears whole.
 
     The artifact's summary: part (of the run's folder) and bytes.
     """
@@ -26,14 +26,11 @@ def run(profile: Profile, store: Store, folder: Path, key: str, tokenizer: Artif
         if found:
             return found
         partial, final = folder / f"{PART}.partial", folder / PART
-        shutil.rmtree(partial, ignore_errors=True)
-        arguments = ("--run-folder", str(folder), "--output", str(partial))
-        execute(
-            create("local"), Job("export", "modeling.export", arguments, folder / "logs"), timeout=TIMEOUT
-        )
+        convert(folder, partial, Options("hf"), replace=True)
         for file in store.path(tokenizer).iterdir():
             if file.name != MANIFEST:
                 shutil.copy2(file, partial)
+        (partial / RECORD).unlink()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         size = sum(path.stat().st_size for path in final.iterdir())

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from profiles import functions
 from profiles.schema import Profile
 
 # Keys of `train` that change how the same mathematics is computed or shown.
@@ -102,6 +103,9 @@ def run_identity(profile: Profile, tokenizer: str, dataset: str, weights: str | 
     Never its name, nor where and how it is spread, compiled or saved.
     """
     train = profile.train.model_dump(mode="json", exclude=NOT_MATHEMATICS)
+    if profile.train.loss:
+        path = functions.source(profile.train.loss.partition(":")[0])
+        train["loss"] = [profile.train.loss, file_digest(path) if path else None]
     inputs = {"tokenizer": tokenizer, "dataset": dataset, "weights": weights}
     return digest({"model": _model(profile), "train": train, **inputs})
 

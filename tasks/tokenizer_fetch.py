@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from profiles.errors import ProfileError
+from profiles.hub import hub_errors
 
 NAMES = (
     "tokenizer.json",
@@ -102,22 +101,3 @@ def _list(source: str) -> tuple[Any, list[str]]:
     endings = ("vocab.json", "merges.txt")
     paths = sorted(path for path in filesystem.ls(folder, detail=False) if filesystem.isfile(path))
     return filesystem, [path for path in paths if path.rpartition("/")[2] in NAMES or path.endswith(endings)]
-
-
-@contextmanager
-def hub_errors(key: str, repository: str, revision: str | None) -> Iterator[None]:
-    """Turns the hub's refusals of what a key names into the profile's."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    try:
-        yield
-    except GatedRepoError:  # a kind of the next
-        reason = "is gated: accept its terms on the hub, and set HF_TOKEN to a token of that account"
-        raise ProfileError(key, repository, reason) from None
-    except RepositoryNotFoundError:
-        reason = "is no folder here and no repository on the hub, or a private one that needs HF_TOKEN"
-        raise ProfileError(key, repository, reason) from None
-    except RevisionNotFoundError:
-        section = key.rpartition(".")[0]
-        where = f"{section}.revision" if section else "--revision"
-        raise ProfileError(where, revision, f"{repository} has no such revision") from None

@@ -9,9 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from profiles.check import REPOSITORY
+from modeling import sources
+from parallel.container import stamp
 from profiles.errors import ProfileError
-from tasks.tokenizer_fetch import hub_commit, hub_errors
+from profiles.hub import REPOSITORY, hub_errors
+from tasks import keys
+from tasks.tokenizer_fetch import hub_commit
 
 ENDINGS = (".safetensors", ".bin", ".json")
 TRANSFERS = 4  # files at a time
@@ -37,7 +40,7 @@ def fetched(
     if "://" not in source:
         if path.exists():
             yield path
-        elif REPOSITORY.fullmatch(source) and source[0] != ".":
+        elif REPOSITORY.fullmatch(source):
             yield from_hub(source, hub_commit(source, revision, token, key), token, key)
         else:
             raise ProfileError(
@@ -48,6 +51,39 @@ def fetched(
     from_bucket(source, folder, key)
     yield folder
     shutil.rmtree(folder)
+
+
+def identity(source: str, revision: str | None, token: str | None, key: str, memory: Path) -> str:
+    """What determines the weights at a source: their files' contents, or the commit of a hub repository.
+
+    Contents of files here are hashed once and remembered until a file's number, size or time changes; of those in a bucket the
+    bucket's own tags are taken.
+
+    Args:
+        memory: folder of what is remembered.
+
+    Raises:
+        ProfileError: there is no such thing.
+    """
+    path = Path(source).expanduser()
+    if "://" in source:
+        from fsspec.core import url_to_fs
+
+        filesystem, root = url_to_fs(source)
+        found = filesystem.find(root, detail=True)
+        return keys.digest([[name, info["size"], info.get("ETag")] for name, info in sorted(found.items())])
+    if not path.exists():
+        return keys.digest([source, hub_commit(source, revision, token, key)])
+    path = sources.locate(path)
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    stats = [[each.relative_to(path).as_posix(), *stamp(each)] for each in files]
+    remembered = memory / f"{keys.digest(stats)}.txt"
+    if not remembered.exists():
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            contents = [*pool.map(keys.file_digest, files)]
+        names = [name for name, *_ in stats]
+        remembered.write_text(keys.digest([*zip(names, contents, strict=True)]))
+    return remembered.read_text()
 
 
 def from_hub(repository: str, commit: str, token: str | None, key: str) -> Path:

@@ -162,6 +162,20 @@ def test_what_leaves_the_mathematics_alone_redoes_nothing(pretrain, store, overr
     assert done(pretrain(store, override)) == []
 
 
+def test_a_run_starts_from_pretrained_weights(pretrain, store, finished):
+    source = f"init.from={finished[1]['export']}"
+    result = pretrain(store, source, name="continued")
+    assert done(result) == ["checkpoint", "train", "evaluate", "export"]
+    former, continued = (losses(store / "runs" / name) for name in ("micro", "continued"))
+    assert continued[1] == pytest.approx(former[6], abs=0.15)  # where the first run ended, not where it began
+    assert continued[1] < former[1] - 0.3
+    assert done(pretrain(store, source, name="continued")) == []
+    (path,) = store.glob("artifacts/checkpoint/*/__0_0.distcp")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert done(pretrain(store, source, name="continued")) == ["checkpoint"]
+    assert not list((store / "work").glob("checkpoint-*"))
+
+
 def test_records_of_prefect_without_artifacts_count_for_nothing(pretrain, store):
     shutil.rmtree(store / "artifacts/tokenizer")
     assert done(pretrain(store)) == ["tokenizer"]

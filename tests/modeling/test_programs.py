@@ -111,9 +111,7 @@ def test_evaluation_and_export_agree_with_transformers(undisturbed, dataset, tmp
         )
     )
     held_out = json.loads((tmp_path / "held_out.json").read_text())
-    micro.finish(
-        micro.start("export", "--run-folder", undisturbed, "--output", tmp_path / "export", processes=0)
-    )
+    micro.finish(micro.start("convert", undisturbed, tmp_path / "export", "--to", "hf", processes=0))
 
     import torch
     from transformers import AutoModelForCausalLM
@@ -128,6 +126,36 @@ def test_evaluation_and_export_agree_with_transformers(undisturbed, dataset, tmp
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), rows[:, 1:].flatten())
     assert held_out["tokens"] == samples.windows * 32
     assert held_out["validation_loss"] == pytest.approx(loss.item(), abs=1e-5)
+
+
+OWN = """
+import torch.nn.functional as F
+
+def doubled(logits, targets):
+    return 2 * F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+
+def accuracy(logits, targets):
+    return (logits.argmax(-1) == targets).sum().float()
+"""
+
+
+@pytest.mark.parametrize("topology", [("parallel.tensor=2",), ("parallel.tensor=1", "parallel.pipeline=2")])
+def test_loss_and_metrics_of_the_users_own(undisturbed, dataset, tmp_path, monkeypatch, topology):
+    """Twice the cross-entropy with half the clipping trains alike, so every number says whether it ran."""
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    functions = ("train.loss=own:doubled", "evaluate.metrics=[own:accuracy]")
+    run = micro.run_folder(tmp_path / "run", *functions, *topology, "train.clip=2.0", "train.steps=6")
+    usual = micro.run_folder(tmp_path / "usual", "train.steps=6")
+    for each in (run, usual):
+        micro.finish(micro.start("train", "--run-folder", each, "--dataset", dataset))
+    expected = micro.losses(usual)
+    for step, loss in micro.losses(run).items():
+        assert loss == pytest.approx(2 * expected[step], rel=1e-4)
+    (evaluated,) = (line for line in micro.metrics(run) if "validation_loss" in line)
+    (other,) = (line for line in micro.metrics(usual) if "validation_loss" in line)
+    assert evaluated["validation_loss"] == pytest.approx(2 * other["validation_loss"], rel=1e-4)
+    assert 0 < evaluated["accuracy"] < 1
 
 
 def test_training_finds_every_graph_that_was_compiled_ahead(dataset, tmp_path):

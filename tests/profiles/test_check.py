@@ -225,18 +225,44 @@ def test_what_lies_elsewhere_is_not_looked_for_here(source):
 @pytest.mark.parametrize(
     ("override", "choice"),
     [
-        ("train.loss=mine:loss", "null"),
         ("train.log_every=10", 1),
         ("compile.backend=eager", "null"),
         ("checkpoint.async=true", False),
         ("checkpoint.weights=true", False),
-        ("evaluate.metrics=['mine:accuracy']", []),
     ],
 )
 def test_what_would_be_ignored_is_refused(override, choice):
     error = not_started(override)
     assert error.key == override.partition("=")[0]
     assert error.choices == (choice,)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A folder to start runs in, with a module of the user's."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("raise RuntimeError('no code is run')")
+    (tmp_path / "package" / "mine.py").write_text("from math import exp\ndef loss(logits, targets): ...\n")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_functions_of_the_users_are_found_without_running_them(mine):
+    profile = resolve.load("tiny", ["train.loss=package.mine:loss", "evaluate.metrics=['package.mine:exp']"])
+    resolve.check_start(profile)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason", "choices"),
+    [
+        ("train.loss=package.none:loss", "there is no module package.none", ()),
+        ("train.loss=package.mine:los", "mine.py has no los", ("package.mine:loss",)),
+        ("evaluate.metrics=['package.mine:exp', 'package.mine:exp']", "another number", ()),
+    ],
+)
+def test_functions_of_the_users_that_are_not_there_are_refused(mine, override, reason, choices):
+    error = not_started(override)
+    assert reason in error.reason
+    assert error.choices == choices
 
 
 def test_kv_replication_is_derived():

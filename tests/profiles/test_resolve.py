@@ -1,5 +1,6 @@
 """From a name and overrides to one resolved profile, and back to text without loss."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
+from tests.hub import Hub
 
 MINIMAL = {
     "model": {
@@ -280,3 +282,57 @@ def test_text_that_looks_like_something_else_stays_text(tmp_path, value):
     path = tmp_path / "text.yaml"
     path.write_text(resolve.dump(resolve.load("tiny").model_copy(update={"description": value})))
     assert resolve.load(str(path)).description == value
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+    "rope_theta": 500000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("place", ["config.json", ".", "org/name"])
+def test_the_models_own_configuration_comes_from_a_file_a_folder_or_a_repository(
+    place, tmp_path, monkeypatch
+):
+    text = json.dumps(CONFIG)
+    with Hub() as hub:
+        hub.patch(monkeypatch, tmp_path / "hub-cache")
+        hub.commit("org/name", {"config.json": text.encode()})
+        if place != "org/name":
+            (tmp_path / "config.json").write_text(text)
+        rest = {name: section for name, section in MINIMAL.items() if name != "model"}
+        base = write(tmp_path / "base.yaml", **rest, model={"config": place, "num_hidden_layers": 5})
+        below = write(tmp_path / "sub" / "below.yaml", extends="../base.yaml", model={"rope_theta": 1e4})
+        assert resolve.load(str(base)).model.num_hidden_layers == 5
+        resolved = resolve.load(str(below), ["model.vocab_size=600"])
+    model = resolved.model
+    numbers = (model.hidden_size, model.num_hidden_layers, model.rope_theta, model.vocab_size)
+    assert numbers == (64, 5, 1e4, 600)
+    assert model.rope_scaling.factor == 4
+    (tmp_path / "config.json").unlink(missing_ok=True)  # once resolved, nobody asks for it again
+    (tmp_path / "resolved.yaml").write_text(resolve.dump(resolved))
+    assert resolve.load(str(tmp_path / "resolved.yaml")) == resolved
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("org/none", "no repository on the hub"),
+        ("org/empty", "has no config.json"),
+        ("org/empty@0123", "no such revision"),
+    ],
+)
+def test_a_repository_without_a_configuration_is_refused(config, reason, tmp_path, monkeypatch):
+    with Hub() as hub:
+        hub.patch(monkeypatch, tmp_path / "hub-cache")
+        hub.commit("org/empty", {"README.md": b""})
+        error = refused("tiny", [f"model.config={config}"])
+    assert (error.key, reason in str(error)) == ("model.config", True)

@@ -1,0 +1,54 @@
+"""`trainshed convert` as a user meets it: exit codes, one line for a mistake, JSON for scripts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from flows.cli import main
+
+CASE = Path(__file__).parents[1] / "fixtures" / "nxd" / "gqa-tp4-pp2-kv2"
+SOURCE, CONFIG = str(CASE / "nxd"), ("--config", str(CASE / "hf"), "--nxd-layout", "trn1")
+
+
+def test_convert_and_verify(capsys, tmp_path):
+    target = str(tmp_path / "model")
+    assert main(["convert", SOURCE, target, "--to", "hf", *CONFIG, "--verify", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["equal"] == told["tensors"] == 39
+    assert list(told["files"]) == ["model.safetensors"]
+    assert main(["convert", target, str(CASE / "hf"), "--verify"]) == 0
+    assert "all 39 tensors are equal" in capsys.readouterr().out
+    assert main(["convert", SOURCE, target, "--to", "hf", *CONFIG]) == 0  # done before
+
+
+def test_a_difference_is_found_and_named(capsys, tmp_path):
+    shards = shutil.copytree(SOURCE, tmp_path / "nxd")
+    path = shards / "model" / "dp_rank_00_tp_rank_02_pp_rank_01.pt"
+    state = torch.load(path, weights_only=True)
+    state["model.layers.3.mlp.down_proj.weight"][5, 7] += 1
+    torch.save(state, path)
+    assert main(["convert", str(shards), str(CASE / "hf"), "--verify", *CONFIG]) == 1
+    assert "layers.3.mlp.down.weight differs, first at (5, 55)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([SOURCE, "--to", "hf"], "--config: is missing"),
+        ([SOURCE, "--to", "hf", "--config", str(CASE / "hf")], "--nxd-layout: is missing"),
+        ([SOURCE, *CONFIG], "--to: is missing"),
+        (["/no/where", "--to", "hf"], "SOURCE = /no/where: there is no such file or folder"),
+        ([str(CASE), "--to", "hf"], "is no checkpoint"),
+        ([str(CASE / "hf"), "--to", "nxd", "--tensor", "3"], "--tensor = 3"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line_and_leave_nothing(arguments, message, capsys, tmp_path):
+    assert main(["convert", arguments[0], str(tmp_path / "out"), *arguments[1:]]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()

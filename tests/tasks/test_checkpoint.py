@@ -1,0 +1,86 @@
+"""Pretrained weights made ready for training: what the artifact holds, what is refused, what is said."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from modeling import sources
+from modeling.compare import differences
+from profiles import resolve
+from profiles.errors import ProfileError
+from tasks import checkpoint
+from tasks.artifacts import Store
+from tests.modeling import nxd_shards as by_hand
+
+HEADS = {"num_attention_heads": by_hand.HEADS, "num_key_value_heads": by_hand.KV_HEADS}
+MODEL = {
+    "hidden_size": by_hand.HIDDEN,
+    "intermediate_size": by_hand.FFN,
+    "num_hidden_layers": by_hand.LAYERS,
+    **HEADS,
+    "head_dim": by_hand.D,
+    "vocab_size": by_hand.VOCABULARY,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def weights(tmp_path) -> Path:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(by_hand.CONFIG))
+    save_file(by_hand.model(), folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+def profile(source: Path, *overrides: str):
+    fields = [f"model.{name}={value}" for name, value in MODEL.items()]
+    return resolve.load("tiny", [*fields, f"init.from={source}", "tokenizer.vocabulary_size=100", *overrides])
+
+
+def same(one: Path, other: Path) -> bool:
+    return not differences(sources.read(one, None, None), sources.read(other, None, None), 1 << 20)
+
+
+def test_the_artifact_is_the_weights_split_as_the_profile_spreads_its_model(weights, store):
+    run = profile(weights, "parallel.tensor=4", "parallel.pipeline=2", "cluster.devices_per_node=8")
+    key = checkpoint.key(run, store)
+    made = checkpoint.run(run, store, key)
+    assert same(weights, store.path(made))
+    assert len(list(store.path(made).glob("*.distcp"))) == 8
+    assert checkpoint.run(run, store, key) == made
+    # neither the place nor the topology is part of what it is
+    other = weights.rename(weights.with_name("elsewhere"))
+    assert checkpoint.key(profile(other, "parallel.tensor=1"), store) == key
+    state = load_file(other / "model.safetensors")
+    save_file(state | {"lm_head.weight": state["lm_head.weight"] + 1}, other / "model.safetensors")
+    assert checkpoint.key(profile(other), store) != key
+
+
+def test_weights_of_nxd_take_the_profiles_model(tmp_path, weights, store):
+    shards = by_hand.shards(by_hand.model(), 2, [range(4)])
+    folder = by_hand.save(shards, "model/dp_rank_00_tp_rank_{t:02}_pp_rank_{p:02}.pt", tmp_path / "nxd")
+    run = profile(folder)
+    assert same(weights, store.path(checkpoint.run(run, store, checkpoint.key(run, store))))
+
+
+def test_weights_of_another_model_are_refused_and_leave_no_artifact(weights, store):
+    run = profile(weights, "model.intermediate_size=64")
+    with pytest.raises(ProfileError, match=r"init\.from = .*gate_proj\.weight is of shape \(48, 32\)"):
+        checkpoint.run(run, store, checkpoint.key(run, store))
+    assert store.find(checkpoint.KIND, checkpoint.key(run, store)) is None
+
+
+def test_what_weights_do_not_show_is_compared_with_their_configuration(weights, store, caplog):
+    caplog.set_level(logging.WARNING)
+    run = profile(weights, "model.rope_theta=500000.0")
+    checkpoint.run(run, store, checkpoint.key(run, store))
+    assert "model.rope_theta is 500000.0 here, 10000.0 in the weights' config.json" in caplog.text

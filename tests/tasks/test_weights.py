@@ -1,0 +1,105 @@
+"""Pretrained weights from a hub and from a bucket: what is fetched, what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from modeling import sources
+from profiles.errors import ProfileError
+from tasks import weights
+from tests import s3
+from tests.hub import Hub
+from tests.modeling import nxd_shards as by_hand
+
+
+@pytest.fixture
+def files():
+    config = json.dumps(by_hand.CONFIG).encode()
+    return {"config.json": config, "model.safetensors": save(by_hand.model()), "README.md": b"a model"}
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with Hub() as hub:
+        hub.patch(monkeypatch, tmp_path / "hub-cache")
+        yield hub
+
+
+def embedding(folder) -> torch.Tensor:
+    found = sources.read(folder, None, None)
+    return found.read("embedding.weight", (0, 0), found.shapes["embedding.weight"])
+
+
+def test_a_hub_repository_and_only_what_is_needed_of_it(files, hub, tmp_path):
+    extra = {
+        "pytorch_model.bin": b"the same again",
+        "original/model.safetensors": b"",
+        "tokenizer.json": b"{}",
+    }
+    commit = hub.commit("org/name", files | extra)
+    with weights.fetched("org/name", None, tmp_path / "out") as folder:
+        assert torch.equal(embedding(folder), by_hand.model()["model.embed_tokens.weight"])
+    read = {path.rpartition("/")[2] for _, path, _ in hub.requests if "/resolve/" in path}
+    assert read == {"config.json", "model.safetensors"}
+    one = weights.identity("org/name", None, None, "init.from", tmp_path)
+    assert one == weights.identity("org/name", commit, None, "init.from", tmp_path)
+    hub.commit("org/name", files)
+    assert one != weights.identity("org/name", None, None, "init.from", tmp_path)
+
+
+def test_a_folder_in_a_bucket_goes_on_with_the_files_that_are_missing(files, tmp_path, monkeypatch):
+    import s3fs
+
+    with s3.bucket(monkeypatch) as bucket:
+        filesystem = s3fs.S3FileSystem()
+        for name, data in files.items():
+            filesystem.pipe_file(f"{bucket}/weights/{name}", data)
+        source = f"{bucket}/weights"
+
+        def times(folder):
+            return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+        interrupted = weights.fetched(source, None, tmp_path / "out").__enter__()
+        before = times(interrupted)
+        assert set(before) == {"config.json", "model.safetensors"}
+        (interrupted / "config.json").unlink()
+        with weights.fetched(source, None, tmp_path / "out") as folder:
+            assert torch.equal(embedding(folder), by_hand.model()["model.embed_tokens.weight"])
+            assert times(folder).items() - before.items() == {
+                ("config.json", (folder / "config.json").stat().st_mtime_ns)
+            }
+        assert list(tmp_path.iterdir()) == []
+        before = weights.identity(source, None, None, "init.from", tmp_path)
+        filesystem.pipe_file(f"{bucket}/weights/model.safetensors", b"other")
+        filesystem.invalidate_cache()
+        assert weights.identity(source, None, None, "init.from", tmp_path) != before
+
+
+def test_a_folders_identity_is_its_contents(files, tmp_path):
+    def identity(name: str) -> str:
+        return weights.identity(str(tmp_path / name), None, None, "init.from", tmp_path / "memory")
+
+    (tmp_path / "memory").mkdir()
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        for file, data in files.items():
+            (tmp_path / name / file).write_bytes(data)
+    assert identity("one") == identity("other")
+    (tmp_path / "other" / "model.safetensors").write_bytes(files["model.safetensors"][:-1] + b"\0")
+    assert identity("one") != identity("other")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("./nowhere", r"SOURCE = \./nowhere: there is no such file or folder"),
+        ("org/none", "SOURCE = org/none: is no folder here and no repository"),
+        ("org/tokenizer", "SOURCE = org/tokenizer: has no model.safetensors"),
+    ],
+)
+def test_what_is_not_there_is_refused(source, message, hub, tmp_path):
+    hub.commit("org/tokenizer", {"tokenizer.json": b"{}"})
+    with pytest.raises(ProfileError, match=message), weights.fetched(source, None, tmp_path / "out"):
+        pass
