@@ -22,8 +22,6 @@ ONE_VALUE = {
     "train.loss": None,
     "train.log_every": 1,
     "compile.backend": None,
-    "checkpoint.async": False,
-    "checkpoint.weights": False,
     "evaluate.metrics": [],
 }
 # Options of sbatch that the launcher sets itself, or that have a key of their own.

@@ -228,8 +228,6 @@ def test_what_lies_elsewhere_is_not_looked_for_here(source):
         ("train.loss=mine:loss", "null"),
         ("train.log_every=10", 1),
         ("compile.backend=eager", "null"),
-        ("checkpoint.async=true", False),
-        ("checkpoint.weights=true", False),
         ("evaluate.metrics=['mine:accuracy']", []),
     ],
 )
