@@ -67,8 +67,8 @@ class Checkpoints:
         self._loss: float | None = None  # its validation loss
         self._failures = 0  # in a row
 
-    def resume(self, weights: Path | None) -> int:
-        """Load what the run goes on from, say so, and return the step that is done.
+    def resume(self, weights: Path | None) -> tuple[int, dict[str, Any]]:
+        """Load what the run goes on from, say so, and return the step that is done and what else its checkpoint says.
 
         Args:
             weights: checkpoint to take the weights from where the run has none of its own.
@@ -78,6 +78,7 @@ class Checkpoints:
             Superseded: another attempt has begun.
         """
         start = from_leader(self.leader, lambda: self._choose(weights))
+        about: dict[str, Any] = {}
         if start.source is not None:
             about = checkpoint.read_marker(start.source)
             if not start.weights_only:
@@ -88,7 +89,25 @@ class Checkpoints:
                 raise Refused(reason) from None
         if self.leader:
             log.info(start.said)
-        return start.step
+        return start.step, {} if start.weights_only else about
+
+    def go_back(self, bad: int) -> tuple[int, dict[str, Any]] | None:
+        """Load the newest checkpoint from before step `bad` and remove later ones, which are of what is given up.
+
+        Returns:
+            Its step and what else it says; None where there is none.
+        """
+        if self._saver.begun:
+            self._finish()
+        step = from_leader(
+            self.leader, lambda: max((step for step in self._saved if step < bad), default=None)
+        )
+        if step is None:
+            return None
+        about = checkpoint.load(checkpoint.join(self.place, f"step_{step}"), self.optimizer)
+        for later in [each for each in self._saved if each > step]:
+            self._discard(later)
+        return step, about
 
     @property
     def writing(self) -> bool:
@@ -104,8 +123,13 @@ class Checkpoints:
         if self._saver.begun and not writing:
             self._finish()
 
-    def save(self, step: int, validation_loss: float | None = None, *, last: bool = False) -> None:
+    def save(
+        self, step: int, validation_loss: float | None = None, *, last: bool = False, **others: Any
+    ) -> None:
         """Write step_<n>, or with `checkpoint.async` begin to; a `last` one is complete on return.
+
+        Args:
+            others: JSON values that the checkpoint is to say besides.
 
         Raises:
             CannotSave: this one failed and so did the one before; a `last` one is tried twice.
@@ -114,11 +138,11 @@ class Checkpoints:
         if self._saver.begun:
             self._finish()
         failures = self._failures
-        self._begin(step, validation_loss)
+        self._begin(step, validation_loss, others)
         if self._saver.begun and (last or not self.profile.checkpoint.async_):
             self._finish()
         if last and self._failures > failures:
-            self.save(step, validation_loss)
+            self.save(step, validation_loss, **others)
             if self._saver.begun:
                 self._finish()
 
@@ -128,7 +152,7 @@ class Checkpoints:
             self._finish()
         self._saver.close()
 
-    def _begin(self, step: int, validation_loss: float | None) -> None:
+    def _begin(self, step: int, validation_loss: float | None, others: dict[str, Any]) -> None:
         self._step, self._loss = step, validation_loss
         settings = self.profile.train
         about = {
@@ -138,6 +162,7 @@ class Checkpoints:
             "validation_loss": validation_loss,
             "profile": self.profile.model_dump(mode="json"),
             "versions": {"trainshed": version("trainshed")},
+            **others,
         }
         try:
             self._saver.begin(checkpoint.join(self.place, f"step_{step}"), about)
@@ -159,13 +184,15 @@ class Checkpoints:
         self._failures += 1
         said = f"step {self._step} could not be saved: {reason}"
         if self._failures > 1:
-            good = max(self._saved, default=None)
+            good = max(self._saved, default=None)  # as the leader knows
             rest = (
                 "there is no good one"
                 if good is None
                 else f"the last good one is step_{good} in {self.place}"
             )
-            raise CannotSave(f"{said}; it is the second time in a row, so training ends; {rest}")
+            raise CannotSave(
+                f"{said}; it is the second time in a row, so training ends; {rest if self.leader else ''}"
+            )
         if self.leader:
             log.warning(f"warning: {said}; training goes on")
 
@@ -173,8 +200,11 @@ class Checkpoints:
         """Remove what is not to be kept; called on the leader."""
         settings = self.profile.checkpoint
         for step in set(self._saved) - kept(self._saved, settings.keep, settings.keep_every):
-            del self._saved[step]
-            self._saver.discard(checkpoint.join(self.place, f"step_{step}"))
+            self._discard(step)
+
+    def _discard(self, step: int) -> None:
+        del self._saved[step]
+        self._saver.discard(checkpoint.join(self.place, f"step_{step}"))
 
     def _choose(self, weights: Path | None) -> Start:
         """What to go on from, on the leader, which makes the place ready for it.

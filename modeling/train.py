@@ -31,7 +31,6 @@ from modeling.stragglers import Stragglers, node_names, one_hot
 from modeling.watchdog import Watchdog
 from parallel import ZeRO1, checkpoint, collectives
 from profiles.resolve import load
-from profiles.schema import Profile
 
 log = logging.getLogger("trainshed")
 
@@ -63,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         log.error(reason)
         return 1
     except Refused as reason:
-        log.error(reason)
+        log.error(f"refused: {reason}")
         return exits.REFUSED
     except (torch.OutOfMemoryError, MemoryError):
         log.exception("out of memory")

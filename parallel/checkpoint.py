@@ -42,6 +42,7 @@ from parallel.zero1 import ZeRO1
 
 __all__ = [
     "MARKER",
+    "PREFIX",
     "Place",
     "SaveFailed",
     "Saver",
@@ -103,7 +104,7 @@ def load(checkpoint: Place, optimizer: ZeRO1, *, weights_only: bool = False) -> 
             if key in stored and tuple(stored[key].size) == tuple(now.shape):
                 random[kind], state[key] = now, Boxes(key, tuple(now.shape))
                 state[key].add((0,), now)
-    _read(reader, metadata, state, LoadPlanner())
+    fill(reader, metadata, state, LoadPlanner())
     optimizer.publish()
     if not weights_only:
         optimizer.steps = about["optimizer_steps"]
@@ -118,11 +119,11 @@ def read_global(checkpoint: Place, prefix: str = "weights") -> dict[str, Tensor]
     stored = metadata.state_dict_metadata
     names = [key for key in stored if key.startswith(f"{prefix}.")]
     state = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in names}
-    _read(reader, metadata, state, DefaultLoadPlanner())
+    fill(reader, metadata, state, DefaultLoadPlanner())
     return {key.removeprefix(f"{prefix}."): tensor for key, tensor in state.items()}
 
 
-def _read(reader: Reader, metadata: Metadata, state: dict[str, Any], planner: DefaultLoadPlanner) -> None:
+def fill(reader: Reader, metadata: Metadata, state: dict[str, Any], planner: DefaultLoadPlanner) -> None:
     """DCP's load without its collectives: every rank plans its own reads."""
     planner.set_up_planner(state, metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)

@@ -58,7 +58,8 @@ class Saver:
     Args:
         optimizer: whose shards are saved.
         beside: whether training goes on while they are written.
-        allowed: rank 0 calls it right before a marker is written; it raises `Superseded` where that may not be.
+        allowed: rank 0 calls it before anything is removed and right before a marker is written; it raises `Superseded`
+            where that may not be.
     """
 
     def __init__(
@@ -69,14 +70,13 @@ class Saver:
         if dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._under_way: _Save | None = None
-        self._copies: list[
-            tuple[Tensor, Tensor]
-        ] = []  # of device memory in host memory, to be brought up to date
+        self._copies: list[tuple[Tensor, Tensor]] = []  # device memory, and host memory for what is in it
         self._random: dict[str, Tensor] = {}
         self._planner = SavePlanner()
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None  # on rank 0
         self._thread = ThreadPoolExecutor(1, "checkpoint") if beside else None
+        self._removals: list[Future[None]] = []  # that the thread has still to do
 
     @property
     def begun(self) -> bool:
@@ -97,10 +97,14 @@ class Saver:
 
         Raises:
             SaveFailed: there is no room to begin with, on all ranks alike.
+            Superseded: `allowed` said so.
         """
         assert self._under_way is None, "the save before is not finished"
 
         def make_room() -> str:
+            self.allowed()  # else what is there may be a successor's
+            while self._removals:  # else one of them might be of this very folder
+                self._removals.pop().result()
             discard(checkpoint)
             return uuid4().hex[:8]
 
@@ -164,7 +168,7 @@ class Saver:
     def discard(self, checkpoint: Place) -> None:
         """Remove a checkpoint, after what is being written; where it fails, that is said."""
         if self._thread:
-            self._thread.submit(try_to, discard, checkpoint)
+            self._removals.append(self._thread.submit(try_to, discard, checkpoint))
         else:
             try_to(discard, checkpoint)
 

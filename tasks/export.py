@@ -27,10 +27,14 @@ def run(profile: Profile, store: Store, folder: Path, key: str, tokenizer: Artif
             return found
         partial, final = folder / f"{PART}.partial", folder / PART
         shutil.rmtree(partial, ignore_errors=True)
+        checkpoint = f"checkpoints/step_{runs.checkpoints(store, folder)[-1]}"
+        here = store.fetch_run_part(folder.name, checkpoint)
         arguments = ("--run-folder", str(folder), "--output", str(partial))
         execute(
             create("local"), Job("export", "modeling.export", arguments, folder / "logs"), timeout=TIMEOUT
         )
+        if runs.lies_remote(store, checkpoint):
+            shutil.rmtree(here)  # a copy
         for file in store.path(tokenizer).iterdir():
             if file.name != MANIFEST:
                 shutil.copy2(file, partial)

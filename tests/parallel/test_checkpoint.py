@@ -142,8 +142,10 @@ def test_a_writer_that_is_superseded_completes_nothing(tmp_path):
         raise checkpoint.Superseded("attempt 2 has taken over")
 
     checkpoint.save(tmp_path / "step_1", small(), {})
-    with pytest.raises(checkpoint.Superseded):
-        checkpoint.save(tmp_path / "step_2", small(), {}, refuse)
+    for step in (1, 2):  # of which the successor has saved the first
+        with pytest.raises(checkpoint.Superseded):
+            checkpoint.save(tmp_path / f"step_{step}", small(), {}, refuse)
+    checkpoint.load(tmp_path / "step_1", small())
     assert [step for step, _ in checkpoint.complete(tmp_path)] == [1]
 
 
@@ -255,11 +257,12 @@ def test_an_index_that_would_run_code_is_refused(tmp_path):
 
     checkpoint.save(tmp_path / "step_1", small(), {})
     (tmp_path / "step_1/.metadata").write_bytes(pickle.dumps(Hostile()))
-    with pytest.raises(ValueError, match=r"no index of DCP's: it asks for posix.mkdir"):
+    with pytest.raises(ValueError, match=r".metadata is refused: posix.mkdir does not belong"):
         checkpoint.load(tmp_path / "step_1", small())
     assert not (tmp_path / "done").exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which is no fault of ours
 def test_torch_can_read_it_with_its_own_tools(tmp_path):
     checkpoint.save(tmp_path / "step_1", ours := small(), {})
     state = {"weights.weight": torch.zeros(4)}
