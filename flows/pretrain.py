@@ -93,7 +93,7 @@ def pretrain(
     exported = do.once(
         steps.export, export.KIND, key, run, kept, folder, key, vocabulary, trained, run_folder=folder
     )
-    page = do.always(steps.report, run, folder, planned, evaluated, do.outcomes)
+    page = do.always(steps.report, run, kept, folder, planned, evaluated, do.outcomes)
     return {
         "run": run.name,
         "folder": str(folder),

@@ -109,7 +109,14 @@ def export(
 
 @task(task_run_name="report on {profile.name}")
 def report(
-    profile: Profile, folder: Path, planned: planner.Plan, evaluated: Artifact, outcomes: Sequence[Outcome]
+    profile: Profile,
+    store: Store,
+    folder: Path,
+    planned: planner.Plan,
+    evaluated: Artifact,
+    outcomes: Sequence[Outcome],
 ) -> Path:
-    """Write the run's report."""
-    return reports.run(profile, folder, planned.to_json(), evaluated.summary, outcomes)
+    """Write the run's report; with it the run's folder is complete, also in a remote store."""
+    page = reports.run(profile, folder, planned.to_json(), evaluated.summary, outcomes)
+    store.mirror(folder.name).copy()
+    return page

@@ -66,13 +66,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--dataset", type=Path, required=True)
     parser.add_argument("--graphs", type=Path)
+    parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
     graphs = unpack(options.graphs, options.run_folder) if options.graphs else None
     with Program(profile, graphs) as program:
-        saved = list(checkpoint.complete(options.run_folder / "checkpoints"))
+        saved = list(checkpoint.complete(options.checkpoints or options.run_folder / "checkpoints"))
         if not saved:
             raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
         step, folder = saved[-1]

@@ -1,15 +1,14 @@
 """The training program, one process a device: `python -m modeling.train --run-folder RUN --dataset FOLDER ...`.
 
-Reads RUN/profile.yaml and resumes from the newest complete checkpoint in RUN/checkpoints. SIGTERM, SIGINT and SIGUSR1 end it
-after the step under way, with a checkpoint if the profile says so; a later start goes on from there. Why it ended is in its exit
-code (exits.py).
+Reads RUN/profile.yaml and goes on from the newest complete checkpoint, or as `checkpoint.resume` says (checkpoints.py).
+SIGTERM, SIGINT and SIGUSR1 end it after the step under way, with a checkpoint if the profile says so; a later start goes on
+from there. Why it ended is in its exit code (exits.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import shutil
 import signal
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 
 from modeling import exits
 from modeling.anomalies import Guard, Ranges, record, sample
+from modeling.checkpoints import CannotSave, Checkpoints, Refused
 from modeling.compile import counts, unpack
 from modeling.data import Corpus, Samples
 from modeling.evaluate import validation_loss
@@ -31,7 +31,6 @@ from modeling.stragglers import Stragglers, node_names, one_hot
 from modeling.watchdog import Watchdog
 from parallel import ZeRO1, checkpoint, collectives
 from profiles.resolve import load
-from profiles.schema import Profile
 
 log = logging.getLogger("trainshed")
 
@@ -44,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--graphs", type=Path, help="folder of the graphs artifact; without it training is eager"
     )
     parser.add_argument("--weights", type=Path, help="checkpoint folder to start the weights from")
+    parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
     parser.add_argument(
         "--attempt", type=int, help="this start's number; checkpoints count while RUN/attempt says the same"
     )
@@ -58,9 +58,12 @@ def main(arguments: list[str] | None = None) -> int:
             stacks = options.run_folder / "logs" / "stacks"
             with Watchdog(stacks, program.mesh.rank, cluster.hang_factor, cluster.hang_seconds) as watchdog:
                 return train(program, options, stop, watchdog)
-    except checkpoint.Superseded as reason:
+    except (checkpoint.Superseded, CannotSave) as reason:
         log.error(reason)
         return 1
+    except Refused as reason:
+        log.error(f"refused: {reason}")
+        return exits.REFUSED
     except (torch.OutOfMemoryError, MemoryError):
         log.exception("out of memory")
         return exits.OUT_OF_MEMORY
@@ -74,7 +77,10 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
     profile, mesh = program.profile, program.mesh
     settings = profile.train
     optimizer = make_optimizer(program)
-    step, left_out = resume(profile, options, optimizer)
+    place = options.checkpoints or options.run_folder / "checkpoints"
+    checkpoints = Checkpoints(program, optimizer, options.run_folder, place, options.attempt)
+    step, about = checkpoints.resume(options.weights)
+    left_out: Ranges = [(first, end) for first, end in about.get("left_out", [])]
     s, batch = settings.sequence_length, settings.global_batch_size
     own = batch // mesh.data.size  # samples a step on this data rank
     scale = 1 / (batch * s)  # a token's share of the loss
@@ -108,13 +114,15 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
         optimizer.begin(profile.accumulation_steps)
         loss = program.forward_backward(mine, scale, first(step))
         worked = time.perf_counter() - begun - waited - (collectives.waited.seconds - idle)
-        told = torch.tensor([loss.item(), float(stop.asked)], dtype=torch.float64)
+        told = (loss.item(), float(stop.asked), float(checkpoints.writing))
+        told = torch.tensor(told, dtype=torch.float64)
         told = torch.cat((told, one_hot(mesh.rank, mesh.size, worked * mesh.tensor.size)))
-        total, stopping, *rank_seconds = program.sum(told)
+        total, stopping, writing, *rank_seconds = program.sum(told)
         bad = guard.judge(total)
         result = optimizer.step(rate, skip=bool(bad))
         guard.note(total, result.skipped)
         parameter_norm = optimizer.parameter_norm()
+        checkpoints.poll(writing)
 
         seconds = time.perf_counter() - begun
         recent.append(seconds)
@@ -149,12 +157,13 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
             log.info(metrics.line(values, sum(recent) / len(recent) * (settings.steps - step)))
 
         if guard.exhausted:
-            back = go_back(program, options, optimizer, step - guard.in_a_row + 1, step, left_out)
+            back = go_back(program, options, checkpoints, step - guard.in_a_row + 1, step, left_out)
             if back is None:
                 return exits.DIVERGED
             guard, step, batches = Guard(settings), back, reading(back)
             metrics = Metrics(options.run_folder, step, settings.steps) if metrics else None
             continue
+        held_out = None
         if profile.evaluate.every and step % profile.evaluate.every == 0 and not stopping:
             with watchdog.patience():
                 held_out = validation_loss(program, validation, profile.evaluate.batches)
@@ -167,13 +176,16 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
             or (profile.checkpoint.every and step % profile.checkpoint.every == 0)
         ):
             with watchdog.patience():
-                save(program, options, optimizer, step, left_out)
+                last = bool(stopping) or step == settings.steps
+                loss_held_out = held_out.loss if held_out else None
+                checkpoints.save(step, loss_held_out, last=last, left_out=left_out)
         if stopping:
             saved = (
                 f"saved step {step}, to be resumed from there" if profile.checkpoint.on_stop else "not saved"
             )
             log.info(f"interrupted: {saved}")
             break
+    checkpoints.close()
     if metrics:
         metrics.close()
     return exits.INTERRUPTED if step < settings.steps else 0
@@ -195,31 +207,10 @@ def make_optimizer(program: Program) -> ZeRO1:
     )
 
 
-def resume(profile: Profile, options: argparse.Namespace, optimizer: ZeRO1) -> tuple[int, Ranges]:
-    """Load what the run goes on from, say so, and return the step that is done and the samples that are left out."""
-    saved = dict(checkpoint.complete(options.run_folder / "checkpoints"))
-    asked = profile.checkpoint.resume
-    if isinstance(asked, int) and asked not in saved:
-        raise ValueError(
-            f"checkpoint.resume = {asked}: complete checkpoints are {', '.join(map(str, saved)) or 'none'}"
-        )
-    if saved and asked != "none":
-        step = asked if isinstance(asked, int) else max(saved)
-        about = checkpoint.load(saved[step], optimizer)
-        say(optimizer, f"resumed from step {step}")
-        return step, [(first, end) for first, end in about.get("left_out", [])]
-    if options.weights:
-        checkpoint.load(options.weights, optimizer, weights_only=True)
-        say(optimizer, f"weights from {options.weights.name}; the optimizer and the schedule start anew")
-    else:
-        say(optimizer, f"from scratch, seed {profile.train.seed}")
-    return 0, []
-
-
 def go_back(
     program: Program,
     options: argparse.Namespace,
-    optimizer: ZeRO1,
+    checkpoints: Checkpoints,
     bad: int,
     step: int,
     left_out: Ranges,
@@ -228,14 +219,13 @@ def go_back(
 
     Returns its step; None where the run has gone back often enough, or has nothing to go back to.
     """
-    settings, folder = program.profile.train, options.run_folder / "checkpoints"
-    saved = dict(checkpoint.complete(folder))
-    before = max((number for number in saved if number < bad), default=None)
+    settings = program.profile.train
     often = len(left_out) >= settings.rollbacks
-    if before is None or often:
+    before = None if often else checkpoints.go_back(bad)
+    if before is None:
         reason = f"went back {len(left_out)} times" if often else "there is no checkpoint to go back to"
-        say(optimizer, f"WARNING stopped: {step - bad + 1} bad steps in a row, and {reason}")
         if program.leader:
+            log.info(f"WARNING stopped: {step - bad + 1} bad steps in a row, and {reason}")
             record(
                 options.run_folder,
                 "stopped",
@@ -245,58 +235,13 @@ def go_back(
         return None
     batch = settings.global_batch_size
     dropped = (sample((bad - 1) * batch, left_out), sample((step - 1) * batch, left_out) + batch)
-    checkpoint.load(saved[before], optimizer)
     left_out.append(dropped)
-    say(
-        optimizer,
-        f"WARNING went back to step {before}: steps {bad} to {step} were bad, their samples are left out",
-    )
     if program.leader:
-        record(options.run_folder, "rollback", step=step, back_to=before, samples=list(dropped))
-        for number in (number for number in saved if number > before):  # they are of what was given up
-            (saved[number] / checkpoint.MARKER).unlink()
-            shutil.rmtree(saved[number])
-    return before
-
-
-def say(optimizer: ZeRO1, text: str) -> None:
-    if optimizer.mesh.rank == 0:
-        log.info(text)
-
-
-def save(
-    program: Program, options: argparse.Namespace, optimizer: ZeRO1, step: int, left_out: Ranges
-) -> None:
-    """Write checkpoints/step_<n>, then remove what retention does not keep."""
-    profile, folder = program.profile, options.run_folder / "checkpoints"
-    consumed = step * profile.train.global_batch_size
-    about = {
-        "step": step,
-        "consumed_samples": consumed,
-        "left_out": left_out,
-        "profile": profile.model_dump(mode="json"),
-    }
-    checkpoint.save(folder / f"step_{step}", optimizer, about, lambda: require_current(options))
-    if not program.leader:
-        return
-    saved = dict(checkpoint.complete(folder))
-    keep = set(sorted(saved)[-profile.checkpoint.keep :]) if profile.checkpoint.keep else set(saved)
-    if profile.checkpoint.keep_every:
-        keep |= {step for step in saved if step % profile.checkpoint.keep_every == 0}
-    for old in set(saved) - keep:
-        (saved[old] / checkpoint.MARKER).unlink()  # first, so that half of it never counts
-        shutil.rmtree(saved[old])
-
-
-def require_current(options: argparse.Namespace) -> None:
-    """Raise `Superseded` where a later attempt has begun: a rank cut off from its launcher may still be running."""
-    if options.attempt is None:
-        return
-    current = int((options.run_folder / "attempt").read_text())
-    if current != options.attempt:
-        raise checkpoint.Superseded(
-            f"attempt {options.attempt} ends: attempt {current} has taken over the run"
+        log.info(
+            f"WARNING went back to step {before}: steps {bad} to {step} were bad, their samples are left out"
         )
+        record(options.run_folder, "rollback", step=step, back_to=before, samples=list(dropped))
+    return before
 
 
 class Interrupt:

@@ -1,13 +1,14 @@
 """The container of checkpoints, torch.distributed.checkpoint's (DCP's) folder, item by item: read in place, written in order.
 
 A folder holds `*.distcp` files of items one after another, each one torch.save of a box of a global tensor, and `.metadata`,
-a pickle that says what lies where. `Reader` takes from that pickle what DCP puts there and refuses all else. `views` maps items
+a pickle that says what lies where, from which what DCP puts there is taken and all else refused. `views` maps items
 into memory: nothing is read until a slice is. `write_file` and `write_metadata` make a container from one process with as many
 files as wanted, so that what a rank will need can lie in one file, in its order.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -37,7 +37,7 @@ _KNOWN = {
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
         "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
     )),
-    *(("torch", name) for name in ("Size", "float32", "bfloat16", "float16", "float64", "int64")),
+    *(("torch", name) for name in ("Size", "float32", "bfloat16", "float16", "float64", "int64", "uint8")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
@@ -60,27 +60,21 @@ def read_metadata(folder: Path) -> Metadata:
     Raises:
         ValueError: it is missing or damaged, or holds anything else.
     """
-    path = folder / ".metadata"
     try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
+        return parse_metadata((folder / ".metadata").read_bytes(), str(folder))
     except FileNotFoundError:
         raise ValueError(f"{folder} is no checkpoint: .metadata is missing") from None
+
+
+def parse_metadata(data: bytes, folder: str) -> Metadata:
+    """The same of the file's contents; `folder` is for messages."""
+    try:
+        metadata = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise ValueError(f"{path} is refused: {error}") from error
+        raise ValueError(f"{folder}/.metadata is refused: {error}") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise ValueError(f"{path} is refused: it is no metadata of a checkpoint")
+        raise ValueError(f"{folder}/.metadata is refused: it is no metadata of a checkpoint")
     return metadata
-
-
-class Reader(dcp.FileSystemReader):
-    """DCP's reader of a folder, with `read_metadata`."""
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path))
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,27 @@ def has_fused_adamw(tensor: torch.Tensor) -> bool:
     return tensor.device.type in ("cpu", "cuda")
 
 
+def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory of the host for copies of a tensor; page-locked where the device then copies beside other work."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+
+
+def random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of torch's random generators on the host and on a device, bytes."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def set_random_states(device: torch.device, states: dict[str, torch.Tensor]) -> None:
+    """Put back what `random_states` gave."""
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if device.type in states and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[device.type])
+
+
 def platform_tag(kind: str) -> str:
     """What compiled code depends on besides the compiler: the processor and its vector units, or the card."""
     if kind == "cuda" and torch.cuda.is_available():

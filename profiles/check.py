@@ -21,8 +21,6 @@ ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200"), "neuron": ("trn1", "trn2", 
 ONE_VALUE = {
     "train.log_every": 1,
     "compile.backend": None,
-    "checkpoint.async": False,
-    "checkpoint.weights": False,
 }
 # Options of sbatch that the launcher sets itself, or that have a key of their own.
 OWN_OPTIONS = {

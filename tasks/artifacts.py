@@ -25,6 +25,7 @@ from typing import Any
 from tasks import locks
 from tasks.manifest import NAME as MANIFEST
 from tasks.manifest import Damaged, Manifest
+from tasks.mirror import LEFT_OUT, Mirror
 from tasks.staging import staging
 from tasks.storage import Folder, Objects, Storage
 
@@ -184,6 +185,8 @@ class Store:
         """
         folder = self.run_directory(name)
         note = folder / "run.json"
+        if self._remote:
+            self._restore(self._remote, name, identity)
         if folder.exists() and any(folder.iterdir()) and _identity(note) != identity:
             aside = _move_aside(folder)
             log.warning(
@@ -191,8 +194,56 @@ class Store:
             )
         folder.mkdir(parents=True, exist_ok=True)
         if not note.exists():
-            self._local.write(f"runs/{name}/run.json", json.dumps({"identity": identity}, indent=1).encode())
+            text = json.dumps({"identity": identity}, indent=1).encode()
+            for storage in filter(None, (self._local, self._remote)):
+                storage.write(f"runs/{name}/run.json", text)
         return folder
+
+    def run_files(self, name: str, part: str) -> dict[str, int]:
+        """Files and their sizes in a part of a run that the store itself holds (its checkpoints), by their paths from there."""
+        return self._storage.files(f"runs/{_part(name)}/{part}")
+
+    def fetch_run_part(self, name: str, part: str) -> Path:
+        """The folder of such a part on this machine, fetched where the store is remote and has not been asked before."""
+        folder = self.run_directory(name) / part
+        if self._remote and not folder.exists():
+            partial = folder.with_name(f".{folder.name}.partial")
+            self._remote.download(f"runs/{_part(name)}/{part}", list(self.run_files(name, part)), partial)
+            partial.rename(folder)
+        return folder
+
+    def remove_run_file(self, name: str, file: str) -> None:
+        """Remove such a file, if it is there."""
+        self._storage.remove(f"runs/{_part(name)}/{file}")
+
+    def checkpoints(self, name: str) -> Path | str:
+        """Where a run's checkpoints lie: in its folder, or under a URI where the store is remote."""
+        if self._remote:
+            return self._remote.location(f"runs/{_part(name)}/checkpoints")
+        return self.run_directory(name) / "checkpoints"
+
+    def mirror(self, name: str) -> Mirror:
+        """What copies a run's folder to the store where that is remote, and does nothing where it is not."""
+        return Mirror(self.run_directory(name), self._remote, f"runs/{name}")
+
+    def is_remote(self) -> bool:
+        return self._remote is not None
+
+    def _restore(self, remote: Objects, name: str, identity: str) -> None:
+        """Bring a run's folder back from its mirror where this machine has none; another identity's is moved aside there."""
+        run = f"runs/{_part(name)}"
+        data = remote.read(f"{run}/run.json")
+        if data is None:
+            return
+        if json.loads(data).get("identity") != identity:
+            number = 1
+            while remote.read(f"{run}~{number}/run.json") is not None:
+                number += 1
+            remote.move(run, f"{run}~{number}")
+        elif not self.run_directory(name).exists():
+            names = [file for file in remote.files(run) if not file.startswith(LEFT_OUT)]
+            remote.download(run, names, self.run_directory(name))
+            log.info("run %s goes on here from its mirror in %s", name, remote.location(run))
 
     def _staging(self, kind: str, key: str) -> AbstractContextManager[Path]:
         return staging(self._local.path("staging"), f"{kind}-{key[:12]}")

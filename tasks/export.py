@@ -26,7 +26,11 @@ def run(profile: Profile, store: Store, folder: Path, key: str, tokenizer: Artif
         if found:
             return found
         partial, final = folder / f"{PART}.partial", folder / PART
-        convert(folder, partial, Options("hf"), replace=True)
+        checkpoint = f"checkpoints/step_{runs.checkpoints(store, folder)[-1]}"
+        here = store.fetch_run_part(folder.name, checkpoint)
+        convert(here, partial, Options("hf"), replace=True)
+        if runs.lies_remote(store, checkpoint):
+            shutil.rmtree(here)  # a copy
         for file in store.path(tokenizer).iterdir():
             if file.name != MANIFEST:
                 shutil.copy2(file, partial)

@@ -20,7 +20,7 @@ NO_MEMORY = re.compile(
     r"out of memory|OutOfMemory|oom[-_ ]kill|Cannot allocate memory|can't allocate memory|NRT_RESOURCE",
     re.IGNORECASE,
 )
-TOLD = re.compile(r"^\[rank \d+\] (?:\w+\.)*(\w*(?:Error|Superseded)): (.*)$", re.MULTILINE)
+TOLD = re.compile(r"^\[rank \d+\] (?:\w+\.)*(\w*(?:Error|Superseded)|refused): (.*)$", re.MULTILINE)
 
 
 class Hopeless(JobFailed):

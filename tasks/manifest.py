@@ -73,6 +73,12 @@ class Manifest:
         created = datetime.now(UTC).isoformat()
         return cls(kind, key, created, tuple(described), needed, dict(summary), seconds)
 
+    @classmethod
+    def listed(cls, found: Mapping[str, int], kind: str, key: str) -> Manifest:
+        """The manifest of files that lie elsewhere, by their sizes alone."""
+        files = tuple(File(name, size, "") for name, size in sorted(found.items()))
+        return cls(kind, key, datetime.now(UTC).isoformat(), files, (), {})
+
     def to_bytes(self) -> bytes:
         values = {
             **asdict(self),

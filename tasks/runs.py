@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tasks.artifacts import VERIFIED, Artifact, Store
@@ -24,13 +24,11 @@ INPUTS = "inputs.json"
 ATTEMPT = "attempt"  # file with the number of the start that may complete checkpoints
 
 
-def checkpoints(folder: Path) -> dict[int, Path]:
-    """Step and folder of every complete checkpoint of a run, oldest first."""
-    found = {
-        int(marker.parent.name.removeprefix("step_")): marker.parent
-        for marker in folder.glob(f"checkpoints/step_*/{MARKER}")
-    }
-    return dict(sorted(found.items()))
+def checkpoints(store: Store, folder: Path) -> list[int]:
+    """Steps of the complete checkpoints of the run in this folder, oldest first."""
+    files = store.run_files(folder.name, "checkpoints")
+    marked = (PurePosixPath(file).parent.name for file in files if PurePosixPath(file).name == MARKER)
+    return sorted(int(name.removeprefix("step_")) for name in marked)
 
 
 def note_inputs(folder: Path, identity: str, tokenizer: Artifact, dataset: Artifact) -> None:
@@ -47,8 +45,11 @@ def inputs(folder: Path) -> dict[str, str]:
 def publish(
     store: Store, kind: str, key: str, folder: Path, part: str, summary: Mapping[str, Any]
 ) -> Artifact:
-    """An artifact that points to one part of a run folder, for instance `export`."""
-    manifest = Manifest.of(folder / part, kind, key, {}, ())
+    """An artifact that points to one part of a run folder, for instance `export`; of a remote one the sizes are noted."""
+    if lies_remote(store, part):
+        manifest = Manifest.listed(store.run_files(folder.name, part), kind, key)
+    else:
+        manifest = Manifest.of(folder / part, kind, key, {}, ())
     with store.publish(kind, key, {**summary, "part": part}) as staging:
         (staging / POINTER).write_bytes(manifest.to_bytes())
     return store.expect(kind, key)
@@ -62,14 +63,23 @@ def find(store: Store, kind: str, key: str, folder: Path) -> Artifact | None:
     target = folder / artifact.summary["part"]
     try:
         manifest = Manifest.from_bytes((store.path(artifact) / POINTER).read_bytes(), kind, key)
-        manifest.verify_sizes(Folder(target).files(""))
-        manifest.verify_contents(target, VERIFIED)
+        if lies_remote(store, artifact.summary["part"]):
+            manifest.verify_sizes(store.run_files(folder.name, artifact.summary["part"]))
+        else:
+            manifest.verify_sizes(Folder(target).files(""))
+            manifest.verify_contents(target, VERIFIED)
     except Damaged as damage:
         log.warning("%s: %s of %s; it will be made again", kind, damage, target)
-        (target / MARKER).unlink(missing_ok=True)  # a damaged checkpoint is none to resume from
+        # A damaged checkpoint is none to resume from.
+        store.remove_run_file(folder.name, f"{artifact.summary['part']}/{MARKER}")
         store.remove(kind, key)
         return None
     return artifact
+
+
+def lies_remote(store: Store, part: str) -> bool:
+    """Whether a part of a run is in the remote store alone."""
+    return store.is_remote() and part.startswith("checkpoints/")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -134,6 +134,12 @@ class Objects:
         with contextlib.suppress(FileNotFoundError):
             self._filesystem.rm(self._path(name), recursive=True)
 
+    def move(self, name: str, to: str) -> None:
+        """Give a folder another name."""
+        found = [f"{self._path(name)}/{file}" for file in self.files(name)]
+        self._filesystem.copy(found, [self._path(to) + path.removeprefix(self._path(name)) for path in found])
+        self._filesystem.rm(found)
+
     def upload(self, folder: Path, names: list[str], to: str) -> None:
         """Copy these files of a folder to below a name."""
         targets = [f"{self._path(to)}/{name}" for name in names]

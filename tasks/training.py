@@ -56,13 +56,14 @@ def run(
         if found:
             return found
         steps = profile.train.steps
-        if steps not in runs.checkpoints(folder):  # else it ended while nobody watched
+        if steps not in runs.checkpoints(store, folder):  # else it ended while nobody watched
             try:
-                execute(create(profile.cluster.launcher, profile.cluster), job, watch_all)
+                with store.mirror(folder.name):
+                    execute(create(profile.cluster.launcher, profile.cluster), job, watch_all)
             except JobFailed as failure:
                 log.warning("%s\n%s", failure, failure.detail)
                 raise failures.classified(profile, failure) from failure
-        if steps not in runs.checkpoints(folder):
+        if steps not in runs.checkpoints(store, folder):
             raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")
         last = next(row for row in reversed(runs.read_metrics(folder)) if "loss" in row)
         summary = {"steps": steps, "loss": last["loss"], "tokens": last["consumed_tokens"]}
@@ -80,6 +81,8 @@ def cluster_job(
 ) -> Job:
     """`modeling.<name>` on every device of the profile's cluster, as training and evaluation need it."""
     arguments = ["--run-folder", str(folder), "--dataset", str(store.path(dataset))]
+    if store.is_remote():
+        arguments += ["--checkpoints", str(store.checkpoints(folder.name))]
     if graphs is not None:
         arguments += ["--graphs", str(store.path(graphs))]
     cluster = profile.cluster

@@ -208,3 +208,18 @@ def test_a_store_on_s3_keeps_artifacts_and_records(pretrain, tmp_path, monkeypat
         assert sum("/prefect/" in path for path in kept) == len(WORK)
         assert any(path.endswith("tokenizer.json") for path in kept)
         assert done(pretrain(f"{address}/store", work)) == []
+        run = f"{address}/store/runs/micro".removeprefix("s3://")
+        assert f"{run}/checkpoints/step_6/complete.json" in kept
+        assert not (tmp_path / "work/runs/micro/checkpoints").exists()
+        assert not any("/export/checkpoints" in path for path in kept)
+        for name in ("metrics.jsonl", "report.html", "export/config.json", "logs/train.log"):
+            assert f"{run}/{name}" in kept
+        elsewhere = pretrain(f"{address}/store", f"cluster.work_dir={tmp_path / 'elsewhere'}")
+        assert done(elsewhere) == []
+        assert losses(Path(elsewhere["folder"])) == losses(Path(first["folder"]))
+
+        # Another identity: the run before it is moved aside there too, with its checkpoints.
+        assert "train" in done(pretrain(f"{address}/store", work, "train.steps=4"))
+        kept = s3fs.S3FileSystem().find(f"{address}/store/runs")
+        assert f"{run}~1/checkpoints/step_6/complete.json" in kept
+        assert f"{run}/checkpoints/step_6/complete.json" not in kept

@@ -1,13 +1,18 @@
 """Checkpoints saved at one topology and loaded at another."""
 
 import json
+import os
+import pickle
+import platform
 from pathlib import Path
 
 import pytest
 import torch
 
+from modeling.program import Program
+from modeling.train import make_optimizer
 from parallel import Mesh, RMSNorm, ZeRO1, checkpoint, initialize
-from tests.parity.harness import LOSS, NORM, Case, Results, train
+from tests.parity.harness import BATCH, LOSS, NORM, RATE, SEQUENCE, Case, Results, batch, train
 from tests.pool import Pool
 
 SAVED, STEPS = 6, 10
@@ -137,8 +142,10 @@ def test_a_writer_that_is_superseded_completes_nothing(tmp_path):
         raise checkpoint.Superseded("attempt 2 has taken over")
 
     checkpoint.save(tmp_path / "step_1", small(), {})
-    with pytest.raises(checkpoint.Superseded):
-        checkpoint.save(tmp_path / "step_2", small(), {}, refuse)
+    for step in (1, 2):  # of which the successor has saved the first
+        with pytest.raises(checkpoint.Superseded):
+            checkpoint.save(tmp_path / f"step_{step}", small(), {}, refuse)
+    checkpoint.load(tmp_path / "step_1", small())
     assert [step for step, _ in checkpoint.complete(tmp_path)] == [1]
 
 
@@ -154,7 +161,13 @@ def test_saving_again_replaces_what_was_there(tmp_path):
 def test_marker_says_what_it_was_told(tmp_path):
     checkpoint.save(tmp_path / "step_1", small(), {"step": 1, "profile": {"name": "p"}})
     marker = json.loads((tmp_path / "step_1" / checkpoint.MARKER).read_text())
-    assert marker == {"step": 1, "profile": {"name": "p"}, "optimizer_steps": 1, "torch": torch.__version__}
+    assert marker == {
+        "step": 1,
+        "profile": {"name": "p"},
+        "optimizer_steps": 1,
+        "mesh": {"pipeline": 1, "data": 1, "context": 1, "tensor": 1},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
 
 
 def test_another_model_is_refused_with_the_first_difference(tmp_path):
@@ -164,3 +177,94 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path):
     other = RMSNorm(4, Mesh().tensor)
     with pytest.raises(ValueError, match=r"has no tensor weights.norm.weight: it is of a different model"):
         checkpoint.load(tmp_path / "step_1", ZeRO1([("norm.weight", other.weight)], Mesh()))
+
+
+def test_what_is_saved_beside_training_is_what_there_was_when_it_began(tmp_path, pool):
+    plain = pool.run(saved_beside, 4, folder=tmp_path)
+    assert all(plain)
+
+
+def saved_beside(folder: Path) -> bool:
+    """Whether a checkpoint written during further steps holds the weights from before them, to the bit."""
+    case = Case(tensor=2, data=2)
+    program, optimizer = made(case)
+    try:
+        saver = checkpoint.Saver(optimizer, beside=True)
+        for step in range(3):  # a second and third save write over the copies of the first
+            train_step(program, optimizer, case, step)
+            exact = [bucket.master.clone() for bucket in optimizer.buckets]
+            random = torch.get_rng_state()
+            saver.begin(folder / f"step_{step}", {})
+            torch.rand(3)
+            train_step(program, optimizer, case, step + 1)
+            assert saver.begun
+            saver.finish()
+        saver.close()
+        checkpoint.load(folder / "step_2", optimizer)
+        same = [
+            torch.equal(bucket.master, master)
+            for bucket, master in zip(optimizer.buckets, exact, strict=True)
+        ]
+        return all(same) and torch.equal(torch.get_rng_state(), random) and optimizer.steps == 5
+    finally:
+        program.mesh.close()
+
+
+def made(case: Case) -> tuple[Program, ZeRO1]:
+    program = Program(case.profile(), start=False)
+    return program, make_optimizer(program)
+
+
+def train_step(program: Program, optimizer: ZeRO1, case: Case, step: int) -> None:
+    own = BATCH // program.mesh.data.size
+    first = program.mesh.data.rank * own
+    optimizer.begin(program.profile.accumulation_steps)
+    program.forward_backward(batch(step)[first : first + own], 1 / (BATCH * SEQUENCE), first)
+    optimizer.step(RATE)
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path, pool):
+    said = pool.run(one_cannot_write, 2, folder=tmp_path)
+    assert said == ["rank 1: Is a directory"] * 2
+    assert list(tmp_path.glob("step_*")) == []
+
+
+def one_cannot_write(folder: Path) -> str:
+    program, optimizer = made(Case(data=2))
+    saver = checkpoint.Saver(optimizer, beside=True)
+    try:
+        if program.mesh.rank == 1:
+            write = saver._write
+
+            def spoilt(writer):
+                (folder / f"step_1/{writer.save}_1_0.distcp").mkdir(parents=True)
+                return write(writer)
+
+            saver._write = spoilt
+        saver.begin(folder / "step_1", {})
+        saver.finish()
+    except checkpoint.SaveFailed as reason:
+        return str(reason)
+    finally:
+        program.mesh.close()
+    return ""
+
+
+def test_an_index_that_would_run_code_is_refused(tmp_path):
+    class Hostile:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "done"),)
+
+    checkpoint.save(tmp_path / "step_1", small(), {})
+    (tmp_path / "step_1/.metadata").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(ValueError, match=r".metadata is refused: posix.mkdir does not belong"):
+        checkpoint.load(tmp_path / "step_1", small())
+    assert not (tmp_path / "done").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which is no fault of ours
+def test_torch_can_read_it_with_its_own_tools(tmp_path):
+    checkpoint.save(tmp_path / "step_1", ours := small(), {})
+    state = {"weights.weight": torch.zeros(4)}
+    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "step_1", no_dist=True)
+    assert torch.equal(state["weights.weight"], ours.buckets[0].master)

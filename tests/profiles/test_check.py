@@ -227,8 +227,6 @@ def test_what_lies_elsewhere_is_not_looked_for_here(source):
     [
         ("train.log_every=10", 1),
         ("compile.backend=eager", "null"),
-        ("checkpoint.async=true", False),
-        ("checkpoint.weights=true", False),
     ],
 )
 def test_what_would_be_ignored_is_refused(override, choice):

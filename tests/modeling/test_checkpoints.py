@@ -1,0 +1,131 @@
+"""A run's checkpoints: resuming by choice, retention, failing saves; the program runs as one process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from modeling.checkpoints import kept
+from tests import disk
+from tests.modeling import micro
+
+ALONE = ("parallel.tensor=1", "cluster.devices_per_node=1")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    return micro.dataset(tmp_path_factory.mktemp("data"))
+
+
+def command(run: Path, dataset: Path, *arguments: object) -> list[str]:
+    program = [sys.executable, "-m", "modeling.train", "--run-folder", run, "--dataset", dataset]
+    return [str(part) for part in (*program, *arguments)]
+
+
+def train(run: Path, dataset: Path, *overrides: str, code: int = 0, arguments: tuple = ()) -> str:
+    """Run the program; what it said."""
+    micro.run_folder(run, *ALONE, *overrides)
+    done = subprocess.run(command(run, dataset, *arguments), capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == code, said
+    assert "torch.distributed is disabled" not in said
+    return said
+
+
+def steps(run: Path, place: str = "checkpoints") -> list[int]:
+    return sorted(int(p.parent.name.removeprefix("step_")) for p in (run / place).glob("*/complete.json"))
+
+
+def test_beside_training_it_saves_the_same_and_keeps_what_it_should(dataset, tmp_path):
+    train(tmp_path / "plain", dataset)
+    saved = ("checkpoint.async=true", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=5")
+    run = tmp_path / "beside"
+    train(run, dataset, *saved, "evaluate.every=3")
+    losses = {
+        line["step"]: line["validation_loss"] for line in micro.metrics(run) if "validation_loss" in line
+    }
+    assert steps(run) == sorted({5, 10, 11, 12, min(losses, key=losses.get)})
+    assert micro.losses(run) == micro.losses(tmp_path / "plain")
+    marker = json.loads((run / "checkpoints/step_12/complete.json").read_text())
+    assert marker["consumed_samples"] == 48
+    assert marker["validation_loss"] == losses[12]
+    assert marker["profile"]["train"]["seed"] == 1234
+    assert set(marker["versions"]) == {"python", "torch", "trainshed"}
+
+
+def test_which_checkpoints_are_kept():
+    saved = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.5}
+    assert kept(saved, 2, 0) == {20, 40, 50}
+    assert kept(saved, 1, 30) == {20, 30, 50}
+    assert kept(saved, 0, 0) == set(saved)
+    assert kept(dict.fromkeys(saved), 1, 0) == {50}
+
+
+def test_a_full_disk_is_reported_once_and_ends_the_run_the_second_time(dataset, tmp_path):
+    run = micro.run_folder(tmp_path / "full", *ALONE)
+    place = tmp_path / "disk"
+    whole = command(run, dataset, "--checkpoints", place)
+    one_fits = disk.small(place, "700k")
+    done = subprocess.run([*one_fits, *whole], capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "Traceback" not in said
+    assert "warning: step 8 could not be saved: rank 0: No space left on device; training goes on" in said
+    assert (
+        "step 12 could not be saved: rank 0: No space left on device; it is the second time in a row" in said
+    )
+    assert f"the last good one is step_4 in {place}" in said
+    assert list(micro.losses(run)) == list(range(1, 13))
+
+
+@pytest.fixture(scope="module")
+def finished(dataset, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("finished") / "run"
+    train(run, dataset, "checkpoint.keep=0")
+    return run
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    """A finished run's folder, with checkpoints of steps 4, 8 and 12."""
+    import shutil
+
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def test_a_given_step_is_resumed_once_and_later_ones_are_moved_aside(run, finished, dataset):
+    said = train(run, dataset, "checkpoint.resume=4")
+    assert "moved to checkpoints~1: step_8, step_12" in said
+    assert "resumed from step 4" in said
+    assert steps(run, "checkpoints~1") == [8, 12]
+    assert steps(run) == [4, 8, 12]
+    assert micro.losses(run) == micro.losses(finished)
+    (run / "checkpoints/step_12/complete.json").unlink()
+    said = train(run, dataset, "checkpoint.resume=4")
+    assert "removed step_12, whose saving was not finished" in said
+    assert "resumed from step 8" in said
+
+
+def test_weights_alone_begin_the_schedule_anew(run, dataset):
+    before = micro.losses(run)
+    said = train(run, dataset, "checkpoint.weights=true")
+    assert "moved to checkpoints~1: step_4, step_8, step_12" in said
+    assert "checkpoints~1/step_12; the optimizer and the schedule start anew" in said
+    after = micro.losses(run)
+    assert list(after) == list(before)
+    assert after[1] < before[1] - 0.5
+    assert micro.metrics(run)[0]["learning_rate"] == pytest.approx(0.005)  # the first of two steps of warm-up
+    assert "resumed from step 12" in train(run, dataset, "checkpoint.weights=true")
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(run, dataset):
+    said = train(run, dataset, "checkpoint.resume=5", code=2)
+    assert "checkpoint.resume = 5: complete checkpoints are 4, 8, 12" in said
+    assert "Traceback" not in said
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_first_field(run, dataset):
+    said = train(run, dataset, "model.intermediate_size=128", "model.norm_eps=1e-6", code=2)
+    assert "step_12 is of another model: model.intermediate_size is 64 there, 128 in the profile" in said
