@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from modeling.compile import counts, unpack
 from modeling.data import Corpus, Samples
+from modeling.graphs import opened
 from modeling.program import Program
 from parallel import ZeRO1, checkpoint
 from profiles.resolve import load
@@ -27,10 +27,11 @@ log = logging.getLogger("trainshed")
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Mean cross-entropy in nats a token, over so many tokens."""
+    """Mean cross-entropy in nats a token, over so many tokens; and what became of the graphs (`Ledger.totals`)."""
 
     loss: float
     tokens: int
+    graphs: dict[str, int]
 
     @property
     def perplexity(self) -> float:
@@ -54,8 +55,8 @@ def validation_loss(program: Program, samples: Samples, batches: int | None = No
             rows = torch.from_numpy(samples.batch(first, size))  # (size, s + 1); past the end it begins again
         counted = torch.arange(first, first + size) < samples.windows
         total += program.evaluate(rows, counted).cpu()
-    loss, tokens = program.sum(total)
-    return HeldOut(loss / max(tokens, 1), round(tokens))
+    loss, tokens, *graph_sums = program.sum(torch.cat((total, program.ledger.vector())))
+    return HeldOut(loss / max(tokens, 1), round(tokens), program.ledger.totals(graph_sums))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,8 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
-    graphs = unpack(options.graphs, options.run_folder) if options.graphs else None
-    with Program(profile, graphs) as program:
+    graphs, ahead = opened(profile, options.graphs, options.run_folder)
+    with Program(profile, graphs, ahead=ahead) as program:
         saved = list(checkpoint.complete(options.run_folder / "checkpoints"))
         if not saved:
             raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
@@ -85,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "validation_loss": held_out.loss,
                 "perplexity": held_out.perplexity,
                 "tokens": held_out.tokens,
-                **counts(),
+                **held_out.graphs,
             }
             options.output.write_text(json.dumps(result, indent=1))
             log.info(

@@ -17,6 +17,15 @@ from tasks.report import Outcome, run
 VOID = {"meta", "link", "br", "img"}
 
 
+TRACED = {
+    "programs": [
+        {"name": "block, training", "graphs": [{"flops": 10**9}, {"flops": 2 * 10**9}]},
+        {"name": "loss, training", "graphs": [{"flops": 10**9}]},
+    ],
+    "stages": [{"kept": 9 << 20, "peak": 2 << 20}],
+}
+
+
 class Wellformed(HTMLParser):
     """Collects text and addresses; every tag must be closed in order."""
 
@@ -63,7 +72,10 @@ def report(folder):
     compiled = {
         "total": 3,
         "failed": 0,
-        "graphs": [{"name": "block", "status": "compiled", "seconds": 21.27}],
+        "programs": [
+            {"name": "block", "graphs": 2, "status": "compiled", "seconds": 21.27, "peak_bytes": 5 << 28}
+        ],
+        "traced": TRACED,
     }
     outcomes = [
         Outcome("tokenizer", "cached", 4.0),
@@ -72,7 +84,7 @@ def report(folder):
         Outcome("graphs", "done", 30.1, summary=compiled),
         Outcome("train", "done", 75),
     ]
-    stage = {"bytes": {"parameters": 1 << 29, "optimizer": 1 << 29}}
+    stage = {"bytes": {"parameters": 1 << 29, "optimizer": 1 << 29, "activations": 7 << 20}, "flops": 1e12}
     plan = {"parameters": 2735424, "mesh": {"data": 1, "tensor": 2}, "step_seconds": 0.25, "stages": [stage]}
     samples = [{"prompt": "To be", "text": " or <b>not</b>"}]
     evaluation = {
