@@ -25,9 +25,7 @@ from tasks import checkpoint, dataset, evaluation, export, graphs, keys, runs, t
 from tasks.artifacts import Artifact, Store
 
 
-def compile_graphs(
-    do: Runner, run: Profile, kept: Store, folder: Path, corpus: Artifact
-) -> Artifact | None:
+def compile_graphs(do: Runner, run: Profile, kept: Store, folder: Path, corpus: Artifact) -> Artifact | None:
     """The step `graphs`, which a profile may do without."""
     if not run.compile.enabled:
         do.skip("graphs", "compile.enabled is false")

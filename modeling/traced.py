@@ -1,8 +1,8 @@
 """What the traced graphs (trace.py) come to on each rank of the pipeline, and a plan with these figures in the place of its own.
 
-    activations    what autograd keeps of a microbatch, times the microbatches in flight, and the most that one graph needs besides;
-                   messages between stages and exchanges of gradients come on top
-    flops          of a step, in matrix products and attention, recomputation included
+activations    what autograd keeps of a microbatch, times the microbatches in flight, and the most that one graph needs besides;
+               messages between stages and exchanges of gradients come on top
+flops          of a step, in matrix products and attention, recomputation included
 """
 
 from __future__ import annotations

@@ -32,9 +32,7 @@ def run(
         with store.publish(KIND, key, summary) as staging:
             output = staging / FILE
             job, words = job.extended("--output", str(output)), Words(job.log_file)
-            execute(
-                create(profile.cluster.launcher, profile.cluster), job, words.forward, timeout=TIMEOUT
-            )
+            execute(create(profile.cluster.launcher, profile.cluster), job, words.forward, timeout=TIMEOUT)
             result = json.loads(output.read_text())
             summary.update(
                 {name: result[name] for name in ("validation_loss", "perplexity", "tokens", "step")}

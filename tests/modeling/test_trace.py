@@ -89,11 +89,10 @@ def test_layers_of_which_some_are_recomputed_have_two_blocks(tmp_path):
 def test_traced_figures_agree_with_the_arithmetic_and_with_memory(tmp_path):
     one = profile(tmp_path, "parallel.tensor=1", "cluster.devices_per_node=1", "train.global_batch_size=2")
     found = trace(one)
-    # The gradient of the loss's projection comes out of its forward, so all is there; attention's backward makes its scores
-    # again, and of a square of 32 tokens that is little.
-    assert traced.graphs(one, found.to_json()).flops_per_token == pytest.approx(
-        flops_per_token(one), rel=0.05
-    )
+    # Attention's backward makes its scores again; of a square of 32 tokens that is little.
+    tokens = one.train.global_batch_size * one.train.sequence_length
+    (rank,) = traced.ranks(one, found.to_json())
+    assert rank.flops == pytest.approx(flops_per_token(one) * tokens, rel=0.05)
 
     held: dict[int, int] = {}
 
@@ -125,7 +124,7 @@ def test_traced_figures_replace_the_plans(tmp_path):
         after.stages[0].bytes["activations"] == 2 * first["kept"] + first["peak"]
     )  # two microbatches in flight
     assert after.stages[0].bytes["parameters"] == planned.stages[0].bytes["parameters"]
-    assert set(traced.graphs(spread, found).sent) == {"tensor", "context", "kv_replica"}
+    assert after.stages[0].flops == pytest.approx(planned.stages[0].flops, rel=0.1)
 
 
 def test_bytes_sent_follow_from_the_degrees(tmp_path):
