@@ -148,7 +148,7 @@ def test_what_failed_is_recorded_and_a_retry_compiles_only_that(place, run, comp
     assert retried.summary["failed"] == 0
 
 
-def test_a_killed_compile_leaves_no_lock(place, run, compiled):
+def test_a_killed_compile_leaves_no_lock(place, run, compiled, caplog):
     place.forget(run, LOSS)
     code = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True);"
@@ -163,9 +163,9 @@ def test_a_killed_compile_leaves_no_lock(place, run, compiled):
             break
     process.send_signal(signal.SIGKILL)
     process.wait()
-    begun = time.monotonic()
+    caplog.set_level(logging.INFO)
     assert status(place.compile(run).summary)[LOSS] == "compiled"
-    assert time.monotonic() - begun < 50  # a lock that waits to expire takes a minute
+    assert "waiting for" not in caplog.text
 
 
 def test_a_cancelled_compile_ends_its_processes(place, run, compiled, caplog):
