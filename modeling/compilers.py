@@ -136,6 +136,14 @@ def backend_name(profile: Profile) -> str:
     return profile.compile.backend or devices.resolve(profile.cluster.device).compile_backend
 
 
+def lacks(profile: Profile) -> str | None:
+    """What the profile's compiler lacks on this machine, in words; None where it can compile here."""
+    made = compiler(profile)
+    if made is not None:
+        return made.missing()
+    return None if shutil.which(EXTERNAL) else f"no {EXTERNAL}"
+
+
 def compiler(profile: Profile) -> Compiler | None:
     """The profile's compiler; None for one that works from the outside."""
     name = backend_name(profile)

@@ -70,17 +70,16 @@ def run(profile: Profile, store: Store, folder: Path, key: str, dataset: Artifac
         found = store.find(KIND, key)
         if found:
             return found
-        compiler = compilers.compiler(profile)
-        missing = compiler.missing() if compiler else parallel_compile.missing()
-        if missing:
-            note = f"{missing} on this machine: nothing is compiled ahead"
+        lacks = compilers.lacks(profile)
+        if lacks:
+            note = f"{lacks} on this machine: nothing is compiled ahead"
             log.warning("%s", note)
             with store.publish(KIND, key, {**summarize([], 0.0), "note": note}):
                 pass
-        elif compiler:
-            _ahead(profile, store, folder, key)
-        else:
+        elif compilers.backend_name(profile) == compilers.EXTERNAL:
             _outside(profile, store, folder, key, dataset)
+        else:
+            _ahead(profile, store, folder, key)
     return store.expect(KIND, key)
 
 

@@ -96,7 +96,10 @@ def graph(profile: Profile, graph: str) -> str:
 
 def _compiler(profile: Profile) -> dict[str, Any]:
     """What compiles graphs, and what for."""
-    from modeling.compilers import backend_name  # torch takes seconds to import, and no other key needs it
+    from modeling.compilers import (  # torch takes seconds to import, and no other key needs it
+        backend_name,
+        lacks,
+    )
     from modeling.program import threads
     from parallel import device as devices
 
@@ -104,6 +107,7 @@ def _compiler(profile: Profile) -> dict[str, Any]:
     return {
         "backend": backend_name(profile),
         "flags": profile.compile.flags,
+        "lacks": lacks(profile),
         "platform": [devices.platform_tag(cluster.device), cluster.accelerator],
         "threads": threads(profile),
         "versions": compiler_versions(),

@@ -25,10 +25,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from modeling import compilers
 from profiles.resolve import dump
 from profiles.schema import Profile
 
-COMMAND = "neuron_parallel_compile"
+COMMAND = compilers.EXTERNAL
 RETRY = "--retry_failed_compilation"
 TOTALS = {"graphs": "total", "successful compilations": "successful", "failed compilations": "failed"}
 LINE = re.compile(rf"\|\|(?:NEURON_)?PARALLEL_COMPILE\|\|.*?Total ({'|'.join(TOTALS)}):\s*(\d+)")
@@ -38,10 +39,6 @@ TRIAL = {"steps": 2, "warmup_steps": 0, "constant_steps": 0}
 
 class ParallelCompileFailed(RuntimeError):
     """The command failed, or did not say how it ended."""
-
-
-def missing() -> str | None:
-    return None if shutil.which(COMMAND) else f"no {COMMAND}"
 
 
 def totals(output: str) -> dict[str, int]:
