@@ -191,7 +191,11 @@ def fake_world(profile: Profile, number: int, place: int) -> Iterator[Mesh]:
 def trace_device(profile: Profile) -> torch.device:
     """The profile's device, or the CPU in its place where this machine has none."""
     kind = profile.cluster.device
-    return torch.device(kind if kind == "cpu" or devices.resolve(kind).available() else "cpu")
+    try:
+        here = devices.resolve(kind).available()
+    except RuntimeError:  # not even its software
+        here = 0
+    return torch.device(kind if here else "cpu")
 
 
 def main(arguments: list[str] | None = None) -> int:
