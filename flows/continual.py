@@ -69,7 +69,7 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     folder = kept.run(mine.name, identity)
     (folder / "profile.yaml").write_text(resolve.dump(mine))
     runs.note_inputs(folder, identity, vocabulary, new)
-    compiled = compile_graphs(do, mine, kept, folder)
+    compiled = compile_graphs(do, mine, kept, folder, new)
 
     held_out = kept.expect(dataset.KIND, stands.dataset)
     own = resolve.load(str(base / "profile.yaml"))

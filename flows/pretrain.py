@@ -25,13 +25,13 @@ from tasks import checkpoint, dataset, evaluation, export, graphs, keys, runs, t
 from tasks.artifacts import Artifact, Store
 
 
-def compile_graphs(do: Runner, run: Profile, kept: Store, folder: Path) -> Artifact | None:
+def compile_graphs(do: Runner, run: Profile, kept: Store, folder: Path, corpus: Artifact) -> Artifact | None:
     """The step `graphs`, which a profile may do without."""
     if not run.compile.enabled:
         do.skip("graphs", "compile.enabled is false")
         return None
     key = keys.graphs(run)
-    return do.once(steps.graphs, graphs.KIND, key, run, kept, folder, key)
+    return do.once(steps.graphs, graphs.KIND, key, run, kept, folder, key, corpus)
 
 
 def run_name() -> str:
@@ -78,7 +78,7 @@ def pretrain(
     folder = kept.run(run.name, identity)
     (folder / "profile.yaml").write_text(resolve.dump(run))
     runs.note_inputs(folder, identity, vocabulary, corpus)
-    compiled = compile_graphs(do, run, kept, folder)
+    compiled = compile_graphs(do, run, kept, folder, corpus)
 
     key = keys.training(run.name, identity)
     train = steps.train.with_options(retries=run.cluster.retries, retry_delay_seconds=steps.DELAYS)

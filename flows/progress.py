@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 from uuid import UUID
 
+from tasks import graphs
 from tasks.tail import Tail
 from tasks.text import duration
 
@@ -115,3 +116,16 @@ class Board:
         update_progress_artifact(self._bar, percent)
         with get_client(sync_client=True) as client:
             client.update_artifact(self._table, ArtifactUpdate(data=json.dumps(cells)))
+
+
+def show_graphs(record: Path) -> None:
+    """What became of each graph, as a table in Prefect's UI; what Prefect cannot take is left out."""
+    try:
+        from prefect.artifacts import create_table_artifact
+
+        summary = json.loads(record.read_text())
+        shown = ("name", "graphs", "status", "seconds", "peak_bytes", "error")
+        rows = [{key: entry.get(key) for key in shown} for entry in summary["programs"]]
+        create_table_artifact(rows, key="graphs", description=graphs.sentence(summary))
+    except Exception as error:
+        log.debug("Prefect did not take the graphs: %s", error)

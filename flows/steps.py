@@ -13,7 +13,7 @@ from typing import Any
 from prefect import task
 from prefect.tasks import exponential_backoff
 
-from flows.progress import Progress, tell
+from flows.progress import Progress, show_graphs, tell
 from flows.runner import worth_retrying
 from flows.secrets import hub_token
 from modeling import planner
@@ -65,9 +65,12 @@ def checkpoint(profile: Profile, store: Store, key: str) -> Artifact:
 
 
 @task(task_run_name="graphs of {profile.name}", **RETRIED)
-def graphs(profile: Profile, store: Store, folder: Path, key: str) -> Artifact:
-    """Compile the training graphs ahead of time."""
-    return compilation.run(profile, store, folder, key)
+def graphs(profile: Profile, store: Store, folder: Path, key: str, dataset: Artifact) -> Artifact:
+    """Trace the run's programs and compile each ahead of time."""
+    try:
+        return compilation.run(profile, store, folder, key, dataset)
+    finally:
+        show_graphs(folder / compilation.RECORD)
 
 
 @task(task_run_name="train {profile.name}, {profile.train.steps} steps", **RETRIED)

@@ -1,149 +1,146 @@
-"""Graphs compiled ahead of time: `python -m modeling.compile --run-folder RUN --output FOLDER`, one process, no cluster.
+"""Compiles one program ahead of time: `python -m modeling.compile --run-folder RUN --stage 0 --program NAME ...`, one process.
 
-The block of the run's model is built under a fake process group of the run's real world size and compiled for training and for
-evaluation; layers are alike and ranks name their groups alike, so one block's graphs serve every layer of every rank. The result
-is the compiler's cache folder in one file, `cache.tar`, with `summary.json`. A training process unpacks it and finds
-every graph there; `counts` reads from the compiler how many it found and how many it had to compile.
+The program's stage is traced again, under fake tensors as in trace.py, and when its region is captured the profile's compiler
+gets it, in the state that a training process would be in: so what it writes into its cache folder is what training asks for.
+What it took, or why it failed, is written as JSON; a failure names the module and the line of the model, where torch knows them.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import logging
-import os
-import shutil
+import re
+import resource
 import sys
-import tarfile
-import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx import GraphModule
 
+from modeling import compilers, figures
+from modeling.compilers import Compiler
+from modeling.graphs import Backend, program
+from modeling.program import threads
+from modeling.trace import Recorder, run_stage
 from profiles.resolve import load
 from profiles.schema import Profile
 
-CACHE = "cache.tar"
-SUMMARY = "summary.json"
+OURS = ("modeling", "parallel")
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 log = logging.getLogger("trainshed")
 
 
-def counts() -> dict[str, int]:
-    """Graphs of this process so far: compiled cold, and found in the cache."""
-    from torch._dynamo.utils import counters
+class Target:
+    """torch.compile's backend that compiles one program and only records the others."""
 
-    inductor = counters["inductor"]
-    cold = inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
-    return {"cold_compiles": cold, "warm_graphs": inductor["fxgraph_cache_hit"]}
+    def __init__(self, name: str, compiler: Compiler) -> None:
+        self.name, self.compiler, self.recorder = name, compiler, Recorder()
+        self.graphs = 0
+        self.seconds = 0.0
+        self._backends: dict[str, Backend] = {}
+
+    def backend(self, region: str) -> Backend:
+        return self._backends.setdefault(region, lambda graph, inputs: self._compile(region, graph, inputs))
+
+    def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if program(region) == self.name:
+            before, begun = sum(self.compiler.counts()), time.perf_counter()
+            with unset_fake_temporarily():  # as in training; compilers make tensors of their own
+                self.compiler.compile(graph, inputs)
+            self.graphs += sum(self.compiler.counts()) - before
+            self.seconds += time.perf_counter() - begun
+        return self.recorder.backend(region)(graph, inputs)
+
+    def digest(self) -> str | None:
+        return next(
+            (figures.digest(graphs) for name, graphs in self.recorder.programs if name == self.name), None
+        )
 
 
-def unpack(artifact: Path, run: Path) -> Path | None:
-    """Unpack a graphs artifact into the run's folder, once a node, and return the folder; None where it holds none.
+def compile_program(
+    profile: Profile, stage: int, name: str, digest: str, compiler: Compiler
+) -> dict[str, Any]:
+    """Compile a traced program into the compiler's folder.
 
-    Every process may call it: the first to finish wins, the folder appears whole.
+    Returns:
+        graphs, seconds, peak_bytes (of this process and its largest child), error (None where all went well).
     """
-    packed = artifact / CACHE
-    if not packed.exists():
+    target, error = Target(name, compiler), None
+    torch.compiler.reset()
+    try:
+        run_stage(profile, stage, target.backend, FakeTensorMode())
+    except Exception as failure:
+        log.exception(f"{name}: failed")
+        error = describe(failure)
+    else:
+        if target.digest() != digest:
+            error = "its graphs are not those that were traced"
+        elif target.graphs == 0:
+            error = "its compiler made no graph of it"
+    peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return {
+        "graphs": target.graphs,
+        "seconds": target.seconds,
+        "peak_bytes": peak * 1024,
+        "error": error,
+    }
+
+
+def describe(error: BaseException) -> str:
+    """An error of a compiler in a line: what is wrong, in which module and at which line of the model."""
+    text = str(error)
+    while isinstance(inner := getattr(error, "inner_exception", None) or error.__cause__, BaseException):
+        error = inner
+        text += f"\n{error}"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    what = f"{type(error).__name__}: {first}"[:400]
+    place = next(filter(None, map(_place, reversed(FRAME.findall(text)))), None)
+    return f"{place}: {what}" if place else what
+
+
+def _place(frame: tuple[str, str]) -> str | None:
+    """`MLP.forward (modeling/llama.py:85: return ...)` of a file and a line; None where the file is not the model's."""
+    path, line = Path(frame[0]), int(frame[1])
+    if path.parent.name not in OURS or not path.is_file():
         return None
-    folder = run / "graphs" / artifact.name
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unpacking-"))
-        with tarfile.open(packed) as tar:
-            tar.extractall(temporary, filter="data")
-        try:
-            temporary.rename(folder)
-        except OSError:  # another process was first
-            shutil.rmtree(temporary)
-    return folder
-
-
-def compile_graphs(profile: Profile, cache: Path) -> list[dict[str, Any]]:
-    """Compile the block's graphs into the cache folder; one entry a program: name, graphs, seconds, status, error."""
-    from modeling.program import Program
-
-    # Blocks that are recomputed have graphs of their own.
-    blocks = 1 if profile.train.recompute_layers is None else 2
-    one = profile.model_copy(
-        update={
-            "model": profile.model.model_copy(update={"num_hidden_layers": blocks}),
-            "parallel": profile.parallel.model_copy(update={"pipeline": 1, "pipeline_cuts": None}),
-            "train": profile.train.model_copy(update={"recompute_layers": None if blocks == 1 else 1}),
-        }
-    )
-    settings = profile.train
-    entries: list[dict[str, Any]] = []
-    with Program(one, cache, start=False) as program:
-        samples = torch.zeros(settings.micro_batch_size, settings.sequence_length + 1, dtype=torch.int64)
-        programs = {
-            "block, forward and backward": lambda: program.forward_backward(samples, 1.0),
-            "block, evaluation": lambda: program.evaluate(
-                samples, torch.ones(len(samples), dtype=torch.bool)
-            ),
-        }
-        for name, call in programs.items():
-            before, begun = counts(), time.perf_counter()
-            entry = {"name": name, "status": "compiled", "error": None}
-            try:
-                call()
-            except Exception as error:
-                log.exception(f"{name}: failed")
-                entry |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-            after = counts()
-            cold = after["cold_compiles"] - before["cold_compiles"]
-            warm = after["warm_graphs"] - before["warm_graphs"]
-            if entry["status"] == "compiled" and not cold:
-                entry["status"] = "from cache"
-            entries.append({**entry, "graphs": cold + warm, "seconds": time.perf_counter() - begun})
-            log.info(f"{name}: {entry['status']}, {cold + warm} graphs, {entries[-1]['seconds']:.1f} s")
-    return entries
-
-
-def has_compiler(profile: Profile) -> bool:
-    """Whether what the backend calls is there: inductor needs a C++ compiler on CPUs."""
-    if profile.cluster.device != "cpu":
-        return True
-    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+    source = path.read_text()
+    names = [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.lineno <= line <= node.end_lineno
+    ]
+    code = source.splitlines()[line - 1].strip()
+    return f"{'.'.join(names)} ({path.parent.name}/{path.name}:{line}: {code})"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="modeling.compile")
     parser.add_argument("--run-folder", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--stage", type=int, required=True, help="a pipeline stage that runs the program")
+    parser.add_argument("--program", required=True, help='its name, as in "block, training"')
+    parser.add_argument("--digest", required=True, help="of its graphs, as they were traced")
+    parser.add_argument("--cache", type=Path, required=True, help="folder for what is compiled")
+    parser.add_argument("--result", type=Path, required=True, help="file for what it took")
+    parser.add_argument("--memory", type=int, help="bytes that each process may take")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that a compiler may use")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    if options.memory:
+        resource.setrlimit(resource.RLIMIT_DATA, (options.memory, options.memory))
     profile = load(str(options.run_folder / "profile.yaml"))
-    options.output.mkdir(parents=True, exist_ok=True)
-    entries: list[dict[str, Any]] = []
-    note = None
-    if not has_compiler(profile):
-        note = "no C++ compiler (g++ or clang++) on this machine: training runs eager"
-        log.warning(note)
-    else:
-        if profile.world_size > 1:
-            from torch.testing._internal.distributed.fake_pg import FakeStore
-
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=profile.world_size)
-        with tempfile.TemporaryDirectory() as cache:
-            entries = compile_graphs(profile, Path(cache))
-            with tarfile.open(options.output / CACHE, "w") as tar:
-                tar.add(cache, arcname=".")
-    failed = [entry for entry in entries if entry["status"] == "failed"]
-    total = sum(entry["graphs"] for entry in entries) + len(failed)
-    summary = {
-        "total": total,
-        "successful": total - len(failed),
-        "failed": len(failed),
-        "from_cache": sum(entry["graphs"] for entry in entries if entry["status"] == "from cache"),
-        "graphs": entries,
-        "note": note,
-    }
-    (options.output / SUMMARY).write_text(json.dumps(summary, indent=1))
-    log.info(f"graphs: {total} in all, {total - len(failed)} compiled, {len(failed)} failed")
-    return 1 if failed else 0
+    torch.set_num_threads(threads(profile))
+    compiler = compilers.compiler(profile)
+    compiler.open(options.cache, ahead=True, jobs=options.jobs)
+    result = compile_program(profile, options.stage, options.program, options.digest, compiler)
+    options.result.write_text(json.dumps(result))
+    log.info(f"{options.program}: {result['error'] or 'compiled'}, {result['seconds']:.1f} s")
+    return 1 if result["error"] else 0
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from modeling import exits
-from modeling.compile import counts, unpack
 from modeling.data import Corpus, Samples
+from modeling.graphs import opened
 from modeling.program import Program
 from parallel import ZeRO1, checkpoint
 from profiles.resolve import load
@@ -28,11 +28,14 @@ log = logging.getLogger("trainshed")
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Mean loss a token (cross-entropy in nats, unless train.loss is the user's), of so many tokens, and mean metrics."""
+    """Mean loss a token (cross-entropy in nats, unless train.loss is the user's), of so many tokens, mean metrics, and what
+    became of the graphs (`Ledger.totals`).
+    """
 
     loss: float
     tokens: int
     metrics: dict[str, float]
+    graphs: dict[str, int]
 
     @property
     def perplexity(self) -> float:
@@ -56,9 +59,12 @@ def validation_loss(program: Program, samples: Samples, batches: int | None = No
             rows = torch.from_numpy(samples.batch(first, size))  # (size, s + 1); past the end it begins again
         counted = torch.arange(first, first + size) < samples.windows
         total += program.evaluate(rows, counted).cpu()
-    tokens, *sums = program.sum(total)
+    sums = program.sum(torch.cat((total, program.ledger.vector())))
+    (tokens, *sums), graphs = sums[: len(total)], sums[len(total) :]
     loss, *metrics = (each / max(tokens, 1) for each in sums)
-    return HeldOut(loss, round(tokens), dict(zip(program.metrics, metrics, strict=True)))
+    return HeldOut(
+        loss, round(tokens), dict(zip(program.metrics, metrics, strict=True)), program.ledger.totals(graphs)
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,8 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
-    graphs = unpack(options.graphs, options.run_folder) if options.graphs else None
-    with Program(profile, graphs) as program:
+    graphs, ahead = opened(profile, options.graphs, options.run_folder)
+    with Program(profile, graphs, ahead=ahead) as program:
         saved = list(checkpoint.complete(options.checkpoints or options.run_folder / "checkpoints"))
         if not saved:
             raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
@@ -90,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "perplexity": held_out.perplexity,
                 "tokens": held_out.tokens,
                 **held_out.metrics,
-                **counts(),
+                **held_out.graphs,
             }
             options.output.write_text(json.dumps(result, indent=1))
             log.info(

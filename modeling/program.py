@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from modeling import functions
+from modeling import compilers, functions
 from modeling.gpt import GPT
+from modeling.graphs import Eager, Ledger, compile_regions, compiled_update
 from modeling.llama import Llama
 from parallel import Mesh, initialize
 from parallel import device as devices
@@ -32,6 +33,7 @@ from parallel.stages import cut_layers
 from profiles.schema import Profile
 
 if TYPE_CHECKING:
+    from parallel.adamw import Update
     from parallel.pipeline import Pipeline
 
 MODELS = {"llama": Llama, "gpt": GPT}
@@ -44,10 +46,13 @@ class Program:
     Args:
         profile: resolved.
         graphs: folder for compiled graphs, read and written; None trains eagerly.
+        ahead: whether the folder should hold every graph already.
         start: whether to join the process group that the launcher's environment describes; False where there is one.
     """
 
-    def __init__(self, profile: Profile, graphs: Path | None = None, *, start: bool = True) -> None:
+    def __init__(
+        self, profile: Profile, graphs: Path | None = None, *, ahead: bool = False, start: bool = True
+    ) -> None:
         self.profile = profile
         self.device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -55,42 +60,28 @@ class Program:
         torch.set_num_threads(threads(profile))
         if start and profile.world_size > 1:
             dist.init_process_group(self.device.backend)
-        parallel = profile.parallel
-        self.mesh = Mesh(
-            parallel.pipeline,
-            profile.data_parallel,
-            parallel.context,
-            parallel.tensor,
-            kv_replicas(profile.model.num_key_value_heads, parallel.tensor),
-            reduces=self.device.reduces,
-        )
+        self.mesh = mesh_of(profile)
+        self.ledger: Ledger | Eager = Eager()
+        if graphs is not None:
+            made = compilers.compiler(profile)
+            made.open(graphs)
+            self.ledger = Ledger(made, ahead=ahead)
         layers = stage_layers(profile)
         own = range(self.mesh.pipeline.rank, len(layers), self.mesh.pipeline.size)
-        self.stages = {number: self._build(layers[number], graphs) for number in own}
+        self.stages = {number: self._build(layers[number]) for number in own}
         self._own_loss = functions.load(profile.train.loss) if profile.train.loss else None
         self._metrics = {name.partition(":")[2]: functions.load(name) for name in profile.evaluate.metrics}
         self._evaluating = False
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
         s, c = profile.train.sequence_length, self.mesh.context
         self.positions = zigzag_positions(s, c.size, c.rank).to(self.torch_device)  # (s/c)
-        self.pipeline = self._pipeline(len(layers)) if parallel.pipeline > 1 else None
+        self.pipeline = self._pipeline(len(layers)) if self.mesh.pipeline.size > 1 else None
 
-    def _build(self, layers: range, graphs: Path | None) -> Llama | GPT:
-        profile = self.profile
-        model = MODELS[profile.model.architecture](
-            profile.model,
-            self.mesh,
-            layers,
-            sequence_parallel=profile.parallel.sequence_parallel,
-            dtype=DTYPES[profile.train.precision],
-            device=self.torch_device,
-        )
-        initialize(model, self.mesh.tensor, profile.train.seed)
-        recompute(model.layers.values(), profile.train.recompute, profile.train.recompute_layers)
-        if graphs is not None:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(graphs)
-            for layer in model.layers.values():
-                layer.compile(fullgraph=True, dynamic=False)
+    def _build(self, layers: range) -> Llama | GPT:
+        model = build_stage(self.profile, self.mesh, layers, self.torch_device)
+        initialize(model, self.mesh.tensor, self.profile.train.seed)
+        if isinstance(self.ledger, Ledger):
+            compile_regions(model, self.profile.train, self.ledger.backend)
         return model
 
     def _pipeline(self, stages: int) -> Pipeline:
@@ -137,6 +128,12 @@ class Program:
         """This rank's parameters by their global names."""
         for stage in self.stages.values():
             yield from stage.named_parameters()
+
+    def compiled_update(self) -> Update | None:
+        """AdamW's update for the optimizer, where it is compiled."""
+        if not isinstance(self.ledger, Ledger):
+            return None
+        return compiled_update(self.device.type, self.ledger.backend)
 
     @property
     def leader(self) -> bool:
@@ -220,6 +217,33 @@ class Program:
         self.mesh.close()
         if dist.is_initialized() and failure[0] is None:
             dist.destroy_process_group()
+
+
+def mesh_of(profile: Profile) -> Mesh:
+    """The run's mesh, as this process sees it."""
+    parallel = profile.parallel
+    return Mesh(
+        parallel.pipeline,
+        profile.data_parallel,
+        parallel.context,
+        parallel.tensor,
+        kv_replicas(profile.model.num_key_value_heads, parallel.tensor),
+        reduces=devices.resolve(profile.cluster.device).reduces,
+    )
+
+
+def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.device) -> Llama | GPT:
+    """The stage that holds these layers, its recomputation set, its weights as memory was."""
+    model = MODELS[profile.model.architecture](
+        profile.model,
+        mesh,
+        layers,
+        sequence_parallel=profile.parallel.sequence_parallel,
+        dtype=DTYPES[profile.train.precision],
+        device=device,
+    )
+    recompute(model.layers.values(), profile.train.recompute, profile.train.recompute_layers)
+    return model
 
 
 def threads(profile: Profile) -> int:

@@ -20,9 +20,9 @@ import torch
 from modeling import exits
 from modeling.anomalies import Guard, Ranges, record, sample
 from modeling.checkpoints import CannotSave, Checkpoints, Refused
-from modeling.compile import counts, unpack
 from modeling.data import Corpus, Samples
 from modeling.evaluate import validation_loss
+from modeling.graphs import opened
 from modeling.metrics import Metrics
 from modeling.prefetch import Prefetch
 from modeling.program import DTYPES, Program, flops_per_token
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run-folder", type=Path, required=True, help="the run's folder, with profile.yaml")
     parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
     parser.add_argument(
-        "--graphs", type=Path, help="folder of the graphs artifact; without it training is eager"
+        "--graphs", type=Path, help="folder of the graphs artifact; without it training compiles as it goes"
     )
     parser.add_argument("--weights", type=Path, help="checkpoint folder to start the weights from")
     parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
@@ -51,10 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
     stop = Interrupt()
-    graphs = unpack(options.graphs, options.run_folder) if options.graphs else None
+    graphs, ahead = opened(profile, options.graphs, options.run_folder)
     cluster = profile.cluster
     try:
-        with Program(profile, graphs) as program:
+        with Program(profile, graphs, ahead=ahead) as program:
             stacks = options.run_folder / "logs" / "stacks"
             with Watchdog(stacks, program.mesh.rank, cluster.hang_factor, cluster.hang_seconds) as watchdog:
                 return train(program, options, stop, watchdog)
@@ -114,10 +114,11 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
         optimizer.begin(profile.accumulation_steps)
         loss = program.forward_backward(mine, scale, first(step))
         worked = time.perf_counter() - begun - waited - (collectives.waited.seconds - idle)
-        told = (loss.item(), float(stop.asked), float(checkpoints.writing))
-        told = torch.tensor(told, dtype=torch.float64)
-        told = torch.cat((told, one_hot(mesh.rank, mesh.size, worked * mesh.tensor.size)))
-        total, stopping, writing, *rank_seconds = program.sum(told)
+        told = torch.tensor([loss.item(), stop.asked, checkpoints.writing], dtype=torch.float64)
+        compiled = program.ledger.vector()
+        told = torch.cat((told, compiled, one_hot(mesh.rank, mesh.size, worked * mesh.tensor.size)))
+        total, stopping, writing, *rest = program.sum(told)
+        compiled, rank_seconds = rest[: len(compiled)], rest[len(compiled) :]
         bad = guard.judge(total)
         result = optimizer.step(rate, skip=bool(bad))
         guard.note(total, result.skipped)
@@ -151,7 +152,7 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
                 "consumed_tokens": step * batch * s,
                 "skipped": result.skipped,
                 "rank_seconds": [round(each, 6) for each in rank_seconds],
-                **counts(),
+                **program.ledger.totals(compiled),
             }
             metrics.write(values)
             log.info(metrics.line(values, sum(recent) / len(recent) * (settings.steps - step)))
@@ -168,7 +169,8 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
             with watchdog.patience():
                 held_out = validation_loss(program, validation, profile.evaluate.batches)
             if metrics:
-                metrics.write({"step": step, "validation_loss": held_out.loss, **held_out.metrics})
+                row = {"step": step, "validation_loss": held_out.loss}
+                metrics.write({**row, **held_out.metrics, **held_out.graphs})
                 log.info(f"step {step}/{settings.steps}  validation loss {held_out.loss:.4f}")
         if (
             (stopping and profile.checkpoint.on_stop)
@@ -204,6 +206,7 @@ def make_optimizer(program: Program) -> ZeRO1:
         clip=settings.clip,
         shard=program.profile.parallel.zero1,
         gradient_dtype=DTYPES[settings.gradient_dtype],
+        compiled=program.compiled_update(),
     )
 
 

@@ -212,7 +212,12 @@ def neuron_software() -> str:
 
 def has_fused_adamw(tensor: torch.Tensor) -> bool:
     """Whether torch has a fused AdamW kernel where this tensor lies."""
-    return tensor.device.type in ("cpu", "cuda")
+    return fuses_adamw(tensor.device.type)
+
+
+def fuses_adamw(kind: str) -> bool:
+    """Whether torch has one on this kind of device."""
+    return kind in ("cpu", "cuda")
 
 
 def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:

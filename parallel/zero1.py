@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel import collectives
+from parallel.adamw import Update, adamw
 from parallel.buckets import Bucket, Piece, Slot
-from parallel.device import has_fused_adamw
 from parallel.layout import layout_of
 from parallel.mesh import Mesh
 
@@ -59,6 +59,7 @@ class ZeRO1:
         shard: False keeps whole states on every rank (plain data parallelism).
         gradient_dtype: the gradients are summed in this type.
         bucket: elements a bucket holds at least before the next is begun.
+        compiled: `adamw.update`, compiled, for devices on which torch has no fused kernel.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class ZeRO1:
         shard: bool = True,
         gradient_dtype: torch.dtype = torch.float32,
         bucket: int = BUCKET,
+        compiled: Update | None = None,
     ) -> None:
+        self.compiled = compiled
         self.mesh, self.betas, self.epsilon, self.clip = mesh, betas, epsilon, clip
         self.steps = 0  # updates applied; bias correction counts them
         self.buckets: list[Bucket] = []
@@ -191,6 +194,7 @@ class ZeRO1:
             epsilon=self.epsilon,
             weight_decay=bucket.decay,
             scale=scale,
+            compiled=self.compiled,
         )
         if bucket.values.dtype != torch.float32:
             bucket.own(bucket.values).copy_(bucket.master)
@@ -240,34 +244,3 @@ def fill_buckets(
             rows.append([])
         rows[-1].append((name, parameter))
     return [(rate, partial, row) for (_, rate, partial), rows in kinds.items() for row in rows]
-
-
-def adamw(
-    weights: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    step: int,
-    learning_rate: float,
-    betas: tuple[float, float],
-    epsilon: float,
-    weight_decay: float,
-    scale: float,
-) -> None:
-    """One AdamW update in place on flat float32 tensors; the gradient counts times `scale`."""
-    beta1, beta2 = betas
-    if has_fused_adamw(weights):
-        torch._fused_adamw_(
-            [weights], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step), device=weights.device)],
-            lr=learning_rate, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=epsilon,
-            amsgrad=False, maximize=False,
-            grad_scale=None if scale == 1 else torch.tensor(1 / scale, device=weights.device),
-        )  # fmt: skip
-        return
-    gradient.mul_(scale)
-    exp_avg.lerp_(gradient, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    root = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(epsilon)
-    weights.mul_(1 - learning_rate * weight_decay)
-    weights.addcdiv_(exp_avg, root, value=-learning_rate / (1 - beta1**step))

@@ -17,10 +17,10 @@ from profiles.schema import Profile
 
 CPU_PROCESSES = 16
 ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200"), "neuron": ("trn1", "trn2", "trn3")}
+BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron", "neuron_parallel_compile")}
 # Keys of which the programs honour one value so far: another one is refused, since to ignore it would be to mislead.
 ONE_VALUE = {
     "train.log_every": 1,
-    "compile.backend": None,
 }
 # Options of sbatch that the launcher sets itself, or that have a key of their own.
 OWN_OPTIONS = {
@@ -60,6 +60,7 @@ def check(profile: Profile) -> None:
         _schedule,
         _vocabulary,
         _files,
+        _compile,
     ):
         rule(profile)
 
@@ -262,6 +263,16 @@ def _files(profile: Profile) -> None:
         elif "://" not in source.path and not glob.glob(str(Path(source.path).expanduser()), recursive=True):
             reason = "no file matches" if glob.has_magic(source.path) else "there is no such file or folder"
             raise ProfileError(key, source.path, reason)
+
+
+def _compile(profile: Profile) -> None:
+    compile, device = profile.compile, profile.cluster.device
+    if compile.backend not in (None, *BACKENDS[device]):
+        reason = f"does not compile for device {device}"
+        raise ProfileError("compile.backend", compile.backend, reason, BACKENDS[device])
+    if compile.flags is not None and device != "neuron":
+        reason = f"are the Neuron compiler's, and the device is {device}"
+        raise ProfileError("compile.flags", compile.flags, reason, ["null"])
 
 
 def _honoured(profile: Profile) -> None:

@@ -167,7 +167,16 @@ class Compile(Section):
 
     enabled: bool = Field(True, description="compile, ahead of time; false: eager")
     backend: str | None = Field(
-        None, min_length=1, description="torch.compile backend; null: the device's own"
+        None,
+        min_length=1,
+        description="inductor, neuron, or neuron_parallel_compile (legacy stack); null: the device's own",
+    )
+    processes: Count | None = Field(None, description="graphs compiled at a time; null: one a core")
+    memory_gib: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="memory that each process of a compile may take; null: this machine's, shared out"
+    )
+    flags: str | None = Field(
+        None, min_length=1, description="flags of the Neuron compiler (NEURON_CC_FLAGS)"
     )
 
 

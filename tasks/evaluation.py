@@ -9,7 +9,7 @@ from typing import Any
 from profiles.schema import Profile
 from tasks.artifacts import Artifact, Store
 from tasks.launchers import create, execute
-from tasks.training import cluster_job
+from tasks.training import Words, cluster_job
 
 KIND = "evaluation"
 FILE = "evaluation.json"
@@ -31,11 +31,8 @@ def run(
         summary: dict[str, Any] = {}
         with store.publish(KIND, key, summary) as staging:
             output = staging / FILE
-            execute(
-                create(profile.cluster.launcher, profile.cluster),
-                job.extended("--output", str(output)),
-                timeout=TIMEOUT,
-            )
+            job, words = job.extended("--output", str(output)), Words(job.log_file)
+            execute(create(profile.cluster.launcher, profile.cluster), job, words.forward, timeout=TIMEOUT)
             result = json.loads(output.read_text())
             summary.update(
                 {name: result[name] for name in ("validation_loss", "perplexity", "tokens", "step")}

@@ -72,29 +72,47 @@ def checkpoint(profile: Profile, weights: str) -> str:
 
 def graphs(profile: Profile) -> str:
     """Of the compiled graphs: what shapes them, what compiles them and what they are compiled for."""
-    from modeling.program import threads  # torch takes seconds to import, and no other key needs it
-    from parallel import device as devices
-
-    parallel, train, compile = profile.parallel, profile.train, profile.compile
-    device = devices.resolve(profile.cluster.device)
+    parallel, train = profile.parallel, profile.train
     return digest(
         {
             "step": "graphs",
             "model": _model(profile),
             "degrees": [parallel.tensor, parallel.context, parallel.pipeline],
             "sequence_parallel": parallel.sequence_parallel,
-            "pipeline_cuts": parallel.pipeline_cuts,
+            "pipeline": [parallel.pipeline_cuts, parallel.schedule],
             "shape": [train.micro_batch_size, train.sequence_length],
             "precision": [train.precision, train.gradient_dtype],
             "recompute": [train.recompute, train.recompute_layers],
             "loss": train.loss,
-            "backend": compile.backend or device.compile_backend,
-            "platform": devices.platform_tag(profile.cluster.device),
-            "threads": threads(profile),
-            "versions": compiler_versions(),
+            "compiler": _compiler(profile),
             "code": code_digest("modeling", "parallel"),
         }
     )
+
+
+def graph(profile: Profile, graph: str) -> str:
+    """Of one compiled program, from the digest of its graphs."""
+    return digest({"step": "graph", "graph": graph, "compiler": _compiler(profile)})
+
+
+def _compiler(profile: Profile) -> dict[str, Any]:
+    """What compiles graphs, and what for."""
+    from modeling.compilers import (  # torch takes seconds to import, and no other key needs it
+        backend_name,
+        lacks,
+    )
+    from modeling.program import threads
+    from parallel import device as devices
+
+    cluster = profile.cluster
+    return {
+        "backend": backend_name(profile),
+        "flags": profile.compile.flags,
+        "lacks": lacks(profile),
+        "platform": [devices.platform_tag(cluster.device), cluster.accelerator],
+        "threads": threads(profile),
+        "versions": compiler_versions(),
+    }
 
 
 def run_identity(profile: Profile, tokenizer: str, dataset: str, weights: str | None = None) -> str:

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from modeling import traced
 from profiles.schema import Profile
 from tasks import page
 from tasks.chart import Series, line_chart
@@ -70,6 +71,7 @@ def run(
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": versions(),
         "plan": dict(plan),
+        "traced": traced_figures(profile, outcomes),
         "measured": measured(profile, history),
         "evaluation": {key: value for key, value in evaluation.items() if key != "samples"},
         "samples": evaluation.get("samples", []),
@@ -81,6 +83,12 @@ def run(
     return _write(
         folder / "report.html", html(profile, facts, history, (folder / "profile.yaml").read_text())
     )
+
+
+def traced_figures(profile: Profile, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Of every place of the pipeline, as its graphs were traced; empty where none were."""
+    summary = next((outcome.summary for outcome in outcomes if outcome.step == "graphs"), {})
+    return [asdict(rank) for rank in traced.ranks(profile, summary["traced"])] if "traced" in summary else []
 
 
 def measured(profile: Profile, history: History) -> dict[str, Any]:
@@ -290,16 +298,32 @@ def _graphs(summary: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     cold = facts["measured"]["cold_compiles"]
     if cold is not None:
         shown["compiled again while training"] = f"{cold:.0f}"
-    graphs = [
+    programs = [
         (
-            str(graph.get("name", "")),
-            str(graph.get("status", "")),
-            f"{graph['seconds']:.1f} s" if graph.get("seconds") is not None else "",
-            in_bytes(graph["peak_bytes"]) if graph.get("peak_bytes") else "",
+            entry["name"],
+            f"{entry['graphs']}",
+            entry["status"],
+            f"{entry['seconds']:.1f} s" if entry["seconds"] is not None else "",
+            in_bytes(entry["peak_bytes"]) if entry["peak_bytes"] else "",
         )
-        for graph in summary.get("graphs", ())
+        for entry in summary["programs"]
     ]
-    return [page.facts(shown), page.grid(("graph", "", "time", "memory"), graphs)]
+    stages = [
+        (
+            f"stage {place}",
+            in_bytes(planned["bytes"]["activations"]),
+            in_bytes(came["activations"]),
+            f"{planned['flops']:.3g}",
+            f"{came['flops']:.3g}",
+        )
+        for place, (planned, came) in enumerate(zip(facts["plan"]["stages"], facts["traced"], strict=False))
+    ]
+    columns = ("", "activations, planned", "traced", "FLOPs a step, planned", "traced")
+    return [
+        page.facts(shown),
+        page.grid(("program", "graphs", "", "time", "memory"), programs),
+        page.grid(columns, stages),
+    ]
 
 
 def _write(path: Path, text: str) -> Path:

@@ -158,29 +158,6 @@ def test_loss_and_metrics_of_the_users_own(undisturbed, dataset, tmp_path, monke
     assert 0 < evaluated["accuracy"] < 1
 
 
-def test_training_finds_every_graph_that_was_compiled_ahead(dataset, tmp_path):
-    run = micro.run_folder(tmp_path / "compiled", "compile.enabled=true", "train.steps=6", "evaluate.every=3")
-    micro.finish(micro.start("compile", "--run-folder", run, "--output", tmp_path / "graphs", processes=0))
-    summary = json.loads((tmp_path / "graphs" / "summary.json").read_text())
-    assert summary["total"] >= 2
-    assert summary["failed"] == 0
-    micro.finish(
-        micro.start("train", "--run-folder", run, "--dataset", dataset, "--graphs", tmp_path / "graphs")
-    )
-    last = [line for line in micro.metrics(run) if "loss" in line][-1]
-    assert last["cold_compiles"] == 0
-    assert last["warm_graphs"] == summary["total"]
-
-    # The control: graphs of another shape are not taken for these.
-    other = micro.run_folder(
-        tmp_path / "other", "compile.enabled=true", "train.steps=1", "train.sequence_length=16"
-    )
-    micro.finish(
-        micro.start("train", "--run-folder", other, "--dataset", dataset, "--graphs", tmp_path / "graphs")
-    )
-    assert micro.metrics(other)[0]["cold_compiles"] > 0
-
-
 def test_the_training_program_needs_neither_prefect_nor_transformers():
     code = (
         "import sys, modeling.train; "

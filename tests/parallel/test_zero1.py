@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel import ColumnParallelLinear, Mesh, RMSNorm, VocabParallelEmbedding, ZeRO1, initialize
+from parallel.adamw import TILE, adamw, update
 from parallel.buckets import Bucket
 from parallel.mesh import Axis
 from tests.pool import mesh
@@ -60,7 +61,7 @@ def trained(
     """The same of ZeRO-1, the microbatches dealt out to the ranks of the data axis."""
     with mesh(data=torch.distributed.get_world_size()) as m, pytest.MonkeyPatch.context() as patch:
         if not fused:
-            patch.setattr("parallel.zero1.has_fused_adamw", lambda _: False)
+            patch.setattr("parallel.adamw.has_fused_adamw", lambda _: False)
         built = model()
         optimizer = ZeRO1(built.named_parameters(), m, clip=clip, shard=shard, bucket=bucket)
         norms = []
@@ -90,6 +91,19 @@ def test_update_without_a_fused_kernel(pool):
     arguments = {"steps": 4, "microbatches": 2, "clip": 1.0, "shard": True, "bucket": 50, "fused": False}
     for ours, _ in pool.run(trained, 2, **arguments):
         torch.testing.assert_close(ours, weights, rtol=1e-5, atol=1e-6)
+
+
+def test_an_update_in_tiles_is_the_fused_kernels():
+    length = 2 * TILE + 17
+    settings = {"betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1, "scale": 0.7}
+    weights, gradient, exp_avg, exp_avg_sq = torch.rand(4, length, generator=torch.Generator().manual_seed(0))
+    ours, fused = ([x.clone() for x in (weights, exp_avg, exp_avg_sq)] for _ in range(2))
+    for step in (1, 2, 3):
+        for (w, m, v), compiled in ((ours, update), (fused, None)):
+            rate = 1e-2 / step
+            adamw(w, gradient.clone(), m, v, step=step, learning_rate=rate, compiled=compiled, **settings)
+    for mine, theirs in zip(ours, fused, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_size_of_buckets_changes_nothing(pool):

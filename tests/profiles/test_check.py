@@ -55,6 +55,14 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             *("parallel.tensor", 4, "does not divide model.intermediate_size 510", (2,)),
         ),
         (["parallel.kv_replication=2"], "parallel.kv_replication", 2, "makes it 1", (1,)),
+        (
+            ["compile.backend=eager"],
+            "compile.backend",
+            "eager",
+            "does not compile for device cpu",
+            ("inductor",),
+        ),
+        (["compile.flags=-O1"], "compile.flags", "-O1", "are the Neuron compiler's", ("null",)),
         (["parallel.pipeline=4"], "parallel.pipeline", 4, "more stages than the model's 3 layers", (3,)),
         (["parallel.pipeline_cuts=[1]"], "parallel.pipeline_cuts", [1], "cut 0 times", ("null",)),
         (
@@ -226,7 +234,6 @@ def test_what_lies_elsewhere_is_not_looked_for_here(source):
     ("override", "choice"),
     [
         ("train.log_every=10", 1),
-        ("compile.backend=eager", "null"),
     ],
 )
 def test_what_would_be_ignored_is_refused(override, choice):

@@ -17,6 +17,15 @@ from tasks.report import Outcome, run
 VOID = {"meta", "link", "br", "img"}
 
 
+TRACED = {
+    "programs": [
+        {"name": "block, training", "graphs": [{"flops": 10**9}, {"flops": 2 * 10**9}]},
+        {"name": "loss, training", "graphs": [{"flops": 10**9}]},
+    ],
+    "stages": [{"kept": 9 << 20, "peak": 2 << 20}],
+}
+
+
 class Wellformed(HTMLParser):
     """Collects text and addresses; every tag must be closed in order."""
 
@@ -63,7 +72,10 @@ def report(folder):
     compiled = {
         "total": 3,
         "failed": 0,
-        "graphs": [{"name": "block", "status": "compiled", "seconds": 21.27}],
+        "programs": [
+            {"name": "block", "graphs": 2, "status": "compiled", "seconds": 21.27, "peak_bytes": 5 << 28}
+        ],
+        "traced": TRACED,
     }
     outcomes = [
         Outcome("tokenizer", "cached", 4.0),
@@ -72,7 +84,7 @@ def report(folder):
         Outcome("graphs", "done", 30.1, summary=compiled),
         Outcome("train", "done", 75),
     ]
-    stage = {"bytes": {"parameters": 1 << 29, "optimizer": 1 << 29}}
+    stage = {"bytes": {"parameters": 1 << 29, "optimizer": 505 << 20, "activations": 7 << 20}, "flops": 1e12}
     plan = {"parameters": 2735424, "mesh": {"data": 1, "tensor": 2}, "step_seconds": 0.25, "stages": [stage]}
     samples = [{"prompt": "To be", "text": " or <b>not</b>"}]
     evaluation = {
@@ -101,7 +113,7 @@ def test_the_report_is_well_formed_and_says_everything(page):
         *("tokenizer", "cached · took 4.0 s when made", "skipped", "from <scratch>", "done · 1:15"),
         *("7.4000", "12,345", "2,735,424", "data 1 × tensor 2", "& more"),
         *("0.300 s (60%)", "200%", "768 MiB", "75%"),  # parts of a step, and planned against measured
-        *("604,605 tokens in 681 documents", "1.02", "21.3 s"),  # data and graphs
+        *("604,605 tokens in 681 documents", "1.02", "21.3 s", "1.25 GiB", "11 MiB"),  # data and graphs
         *("2027-01-15", "loss is <nan>", "Steps skipped: 1.", "To be or <b>not</b>"),
     )
     for part in expected:

@@ -1,0 +1,186 @@
+"""Graphs compiled ahead of time, and training that finds them: one compile for the whole file, and parts of it anew."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from profiles.resolve import load
+from tasks import graphs, keys
+from tasks.artifacts import Store
+from tests.modeling import micro
+
+SETTINGS = ("compile.enabled=true", "train.steps=6", "evaluate.every=3", "checkpoint.every=2")
+LOSS = "loss, evaluation"  # the program that is quickest to compile
+
+
+class Place:
+    """A store, and runs beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.store = folder, Store(str(folder / "store"))
+        self.dataset = micro.dataset(folder / "data")
+
+    def compile(self, run: Path):
+        profile = load(str(run / "profile.yaml"))
+        return graphs.run(profile, self.store, run, keys.graphs(profile))
+
+    def forget(self, run: Path, *programs: str) -> None:
+        """Remove the run's artifact, and those of programs."""
+        profile = load(str(run / "profile.yaml"))
+        found = self.store.find(graphs.KIND, keys.graphs(profile))
+        for entry in found.summary["programs"]:
+            if entry["name"] in programs:
+                self.store.remove(graphs.PROGRAM, entry["key"])
+        self.store.remove(graphs.KIND, keys.graphs(profile))
+
+    def train(self, run: Path, artifact=None, processes: int = 2) -> str:
+        arguments = ["--run-folder", run, "--dataset", self.dataset]
+        if artifact is not None:
+            arguments += ["--graphs", self.store.path(artifact)]
+        return micro.finish(micro.start("train", *arguments, processes=processes))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    return Place(tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.fixture(scope="module")
+def run(place) -> Path:
+    return micro.run_folder(place.folder / "run", *SETTINGS)
+
+
+@pytest.fixture
+def compiled(place, run):
+    """The artifact; compiled by the first test that asks, and again as far as a test removed it."""
+    return place.compile(run)
+
+
+def status(summary: dict) -> dict[str, str]:
+    return {entry["name"]: entry["status"] for entry in summary["programs"]}
+
+
+def test_the_summary_counts_graphs_and_says_what_each_took(compiled, run, caplog):
+    summary = compiled.summary
+    assert set(status(summary)) == {
+        f"{region}, {mode}" for region in ("block", "loss") for mode in ("training", "evaluation")
+    }
+    assert (summary["total"], summary["successful"], summary["failed"]) == (6, 6, 0)
+    for entry in summary["programs"]:
+        assert entry["seconds"] > 0
+        assert entry["peak_bytes"] > 100 << 20
+    assert json.loads((run / graphs.RECORD).read_text())["total"] == 6
+    slowest = max(summary["programs"], key=lambda entry: entry["seconds"])["name"]
+    assert f"slowest: {slowest}" in graphs.sentence(summary)
+
+
+def test_training_compiles_nothing_and_loses_as_eager_training(place, compiled, run):
+    place.train(run, compiled)
+    lines = micro.metrics(run)
+    assert {line["cold_compiles"] for line in lines} == {0}
+    assert [line["warm_graphs"] for line in lines if "loss" in line][-1] == compiled.summary["total"]
+    assert (run / "checkpoints" / "step_2").exists()
+
+    eager = micro.run_folder(place.folder / "eager", *SETTINGS, "compile.enabled=false")
+    place.train(eager)
+    assert {line["warm_graphs"] for line in micro.metrics(eager)} == {0}
+    expected = micro.losses(eager)
+    for step, loss in micro.losses(run).items():
+        assert loss == pytest.approx(expected[step], rel=1e-5)
+
+
+def test_a_graph_of_another_shape_is_a_miss_and_is_named(place, compiled, tmp_path):
+    other = micro.run_folder(
+        tmp_path, *SETTINGS, "train.steps=1", "evaluate.every=0", "train.sequence_length=16"
+    )
+    words = place.train(other, compiled)
+    assert micro.metrics(other)[0]["cold_compiles"] > 0
+    assert "warning: not among the graphs compiled ahead" in words
+    assert "block, training; loss, training" in words
+
+
+def test_without_the_artifact_training_compiles(place, tmp_path):
+    alone = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.steps=1", "evaluate.every=0")
+    run = micro.run_folder(tmp_path, *SETTINGS, *alone)
+    place.train(run, processes=1)
+    first = micro.metrics(run)[0]
+    assert first["cold_compiles"] > 0
+    assert first["warm_graphs"] == 0
+
+
+def test_another_number_of_layers_shares_every_graph(place, compiled, tmp_path):
+    deeper = micro.run_folder(tmp_path, *SETTINGS, "model.num_hidden_layers=5", "train.learning_rate=1e-4")
+    artifact = place.compile(deeper)
+    assert artifact.key != compiled.key
+    assert artifact.summary["from_cache"] == artifact.summary["total"] == compiled.summary["total"]
+
+
+def test_three_tasks_at_once_compile_a_graph_once(place, run, compiled, tmp_path):
+    place.forget(run, LOSS)
+    runs = [micro.run_folder(tmp_path / str(n), *SETTINGS, f"model.num_hidden_layers={n}") for n in (2, 6, 7)]
+    with ThreadPoolExecutor(3) as pool:
+        found = [status(artifact.summary)[LOSS] for artifact in pool.map(place.compile, runs)]
+    assert sorted(found) == ["compiled", "from cache", "from cache"]
+
+
+def test_what_failed_is_recorded_and_a_retry_compiles_only_that(place, run, compiled, tmp_path):
+    place.forget(run, LOSS)
+    tight = micro.run_folder(tmp_path, *SETTINGS, "compile.memory_gib=0.3")
+    with pytest.raises(graphs.GraphsFailed, match=LOSS):
+        place.compile(tight)
+    summary = json.loads((tight / graphs.RECORD).read_text())
+    assert (summary["total"], summary["successful"], summary["failed"]) == (6, 5, 1)
+    assert next(entry for entry in summary["programs"] if entry["name"] == LOSS)["error"]
+    profile = load(str(tight / "profile.yaml"))
+    assert place.store.find(graphs.KIND, keys.graphs(profile)) is None
+
+    retried = place.compile(run)
+    assert {name for name, how in status(retried.summary).items() if how == "compiled"} == {LOSS}
+    assert retried.summary["failed"] == 0
+
+
+def test_a_killed_compile_leaves_no_lock(place, run, compiled, caplog):
+    place.forget(run, LOSS)
+    code = (
+        "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True);"
+        "from pathlib import Path; from profiles.resolve import load; from tasks import graphs, keys;"
+        "from tasks.artifacts import Store;"
+        f"run = Path({str(run)!r}); profile = load(str(run / 'profile.yaml'));"
+        f"graphs.run(profile, Store({str(place.folder / 'store')!r}), run, keys.graphs(profile))"
+    )
+    process = subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if f"compiling {LOSS}" in line:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    caplog.set_level(logging.INFO)
+    assert status(place.compile(run).summary)[LOSS] == "compiled"
+    assert "waiting for" not in caplog.text
+
+
+def test_a_cancelled_compile_ends_its_processes(place, run, compiled, caplog):
+    place.forget(run, LOSS)
+    caplog.set_level(logging.INFO, logger="tasks.graphs")
+
+    def interrupt() -> None:
+        while f"compiling {LOSS}" not in caplog.text:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        place.compile(run)
+    left = subprocess.run(
+        ["pgrep", "-f", f"modeling.compile.*{run}"], capture_output=True, text=True, check=False
+    )
+    assert left.stdout == ""
