@@ -82,7 +82,7 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     )
     key = keys.evaluation(mine.name, keys.digest([identity, held_out.key]))
     now = do.once(steps.evaluate, evaluation.KIND, key, mine, kept, folder, key, held_out, compiled, trained)
-    do.always(steps.report, mine, folder, planned, now, do.outcomes)
+    do.always(steps.report, mine, kept, folder, planned, now, do.outcomes)
 
     losses = f"held-out loss {old.summary['validation_loss']:.4f} before, {now.summary['validation_loss']:.4f} after"
     if now.summary["validation_loss"] > old.summary["validation_loss"] + run.evaluate.tolerance:

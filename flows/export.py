@@ -28,13 +28,14 @@ def export(run: str, store: str = "./store") -> str:
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
     """
     forward_logs()
-    folder = Store(store).run_directory(run)
-    if not runs.checkpoints(folder):
-        raise ProfileError("run", run, f"has no complete checkpoint in {folder}")
+    kept = Store(store)
+    folder = kept.run_directory(run)
+    saved = runs.checkpoints(kept, folder)
+    if not saved:
+        raise ProfileError("run", run, f"has no complete checkpoint in {store}")
     profile = resolve.load(str(folder / "profile.yaml"))
     kept = Store(store, profile.cluster.work_dir or "store")
-    inputs = runs.inputs(folder)
-    step = max(runs.checkpoints(folder))
+    inputs, step = runs.inputs(folder), saved[-1]
     key = keys.export(
         run, inputs["identity"] if step == profile.train.steps else f"{inputs['identity']} {step}"
     )

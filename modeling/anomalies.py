@@ -27,12 +27,21 @@ Ranges = list[tuple[int, int]]
 
 
 class Guard:
-    """Judges each step's loss, the same on every rank."""
+    """Judges each step's loss, the same on every rank.
 
-    def __init__(self, settings: Train) -> None:
+    Args:
+        state: what `state` gave when the checkpoint was saved that training goes on from, so that it judges alike.
+    """
+
+    def __init__(self, settings: Train, state: dict[str, Any] | None = None) -> None:
         self._factor, self._limit = settings.spike_factor, settings.bad_steps
-        self._good: deque[float] = deque(maxlen=WINDOW)
-        self.in_a_row = 0
+        state = state or {"good": [], "in_a_row": 0}
+        self._good: deque[float] = deque(state["good"], maxlen=WINDOW)
+        self.in_a_row: int = state["in_a_row"]
+
+    def state(self) -> dict[str, Any]:
+        """As JSON: the last good losses, and how many bad ones came after them."""
+        return {"good": list(self._good), "in_a_row": self.in_a_row}
 
     def judge(self, loss: float) -> str:
         """Why the step is to be skipped; empty where it is not."""

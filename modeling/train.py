@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -98,7 +99,7 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
         )
 
     batches = reading(step)
-    guard = Guard(settings)
+    guard = Guard(settings, about.get("guard"))
     stragglers = Stragglers(node_names())
     peak = program.device.peak(settings.precision)
     metrics = Metrics(options.run_folder, step, settings.steps) if program.leader else None
@@ -161,7 +162,8 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
             back = go_back(program, options, checkpoints, step - guard.in_a_row + 1, step, left_out)
             if back is None:
                 return exits.DIVERGED
-            guard, step, batches = Guard(settings), back, reading(back)
+            step, about = back
+            guard, batches = Guard(settings, about.get("guard")), reading(step)
             metrics = Metrics(options.run_folder, step, settings.steps) if metrics else None
             continue
         held_out = None
@@ -180,14 +182,15 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
             with watchdog.patience():
                 last = bool(stopping) or step == settings.steps
                 loss_held_out = held_out.loss if held_out else None
-                checkpoints.save(step, loss_held_out, last=last, left_out=left_out)
+                checkpoints.save(step, loss_held_out, last=last, left_out=left_out, guard=guard.state())
         if stopping:
             saved = (
                 f"saved step {step}, to be resumed from there" if profile.checkpoint.on_stop else "not saved"
             )
             log.info(f"interrupted: {saved}")
             break
-    checkpoints.close()
+    with watchdog.patience():
+        checkpoints.close()
     if metrics:
         metrics.close()
     return exits.INTERRUPTED if step < settings.steps else 0
@@ -217,15 +220,15 @@ def go_back(
     bad: int,
     step: int,
     left_out: Ranges,
-) -> int | None:
+) -> tuple[int, dict[str, Any]] | None:
     """Load the newest checkpoint from before the steps `bad` to `step`, whose samples are added to those left out.
 
-    Returns its step; None where the run has gone back often enough, or has nothing to go back to.
+    Returns its step and what else it says; None where the run has gone back often enough, or has nothing to go back to.
     """
     settings = program.profile.train
     often = len(left_out) >= settings.rollbacks
-    before = None if often else checkpoints.go_back(bad)
-    if before is None:
+    found = None if often else checkpoints.go_back(bad)
+    if found is None:
         reason = f"went back {len(left_out)} times" if often else "there is no checkpoint to go back to"
         if program.leader:
             log.info(f"WARNING stopped: {step - bad + 1} bad steps in a row, and {reason}")
@@ -241,10 +244,10 @@ def go_back(
     left_out.append(dropped)
     if program.leader:
         log.info(
-            f"WARNING went back to step {before}: steps {bad} to {step} were bad, their samples are left out"
+            f"WARNING went back to step {found[0]}: steps {bad} to {step} were bad, their samples are left out"
         )
-        record(options.run_folder, "rollback", step=step, back_to=before, samples=list(dropped))
-    return before
+        record(options.run_folder, "rollback", step=step, back_to=found[0], samples=list(dropped))
+    return found
 
 
 class Interrupt:

@@ -38,7 +38,7 @@ def standing(store: Store, name: str) -> Standing | None:
     if path.exists():
         values = json.loads(path.read_text())
         return Standing(**{**values, "seen": tuple(values["seen"])})
-    if not runs.checkpoints(folder) or not (folder / "export").exists():
+    if not runs.checkpoints(store, folder) or not (folder / "export").exists():
         return None
     inputs = runs.inputs(folder)
     first = store.expect(datasets.KIND, inputs["dataset"])
@@ -47,8 +47,9 @@ def standing(store: Store, name: str) -> Standing | None:
 
 
 def newest(store: Store, stands: Standing) -> Path:
-    """The newest checkpoint of the model that stands."""
-    return max(runs.checkpoints(store.run_directory(stands.run)).items())[1]
+    """The newest checkpoint of the model that stands, on this machine."""
+    step = runs.checkpoints(store, store.run_directory(stands.run))[-1]
+    return store.fetch_run_part(stands.run, f"checkpoints/step_{step}")
 
 
 def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int) -> Artifact | None:
