@@ -17,9 +17,10 @@ from string import Template
 
 import psutil
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "srun")
+PROGRAMS = ("setpriv", "munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "srun")
 NODES, CPUS, MEMORY = 4, 2, 4000  # MiB
 CREDENTIAL = 3  # seconds that one is good for
+WITH_PARENT = ("setpriv", "--pdeathsig", "TERM")  # in front of a command that is not to outlive this process
 NODE = "TRAINSHED_TEST_NODE"  # in the environment of a slurmd and of the daemons of its steps
 CONFIGURATION = Template("""
 ClusterName=trainshed-tests
@@ -225,7 +226,7 @@ class Cluster:
     def _start(self, name: str, *command: str, **environment: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                command,
+                [*WITH_PARENT, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -12,6 +12,7 @@ import pytest
 
 from tests.flows.micro import losses, settings, wait_for_step
 from tests.flows.test_up import ask, free_port  # noqa: F401
+from tests.slurm.cluster import WITH_PARENT
 from tests.slurm.conftest import SLURM, until
 
 LONG = (*SLURM, "train.steps=1500", "checkpoint.every=300", "evaluate.every=0")
@@ -26,6 +27,7 @@ def server(tmp_path, free_port):  # noqa: F811
 
     def start() -> subprocess.Popen:
         command = [
+            *WITH_PARENT,
             sys.executable,
             "-m",
             "prefect",
@@ -78,7 +80,7 @@ def deployment(prefect_server):
 def deployed(deployment, prefect_server, cluster, profile, tmp_path):
     """A run of the deployment that trains on the cluster: its worker, folder and the id of the flow run."""
     worker = subprocess.Popen(
-        [sys.executable, "-m", "prefect", "worker", "start", "--pool", "trainshed"],
+        [*WITH_PARENT, sys.executable, "-m", "prefect", "worker", "start", "--pool", "trainshed"],
         env={**os.environ, "PREFECT_API_URL": prefect_server},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.flows.micro import settings
+from tests.slurm.cluster import WITH_PARENT
 
 PASSWORD = "team:planted-password-3f9c"
 TOKENS = {
@@ -57,15 +58,8 @@ def database(tmp_path_factory):
     run(str(programs / "initdb"), "-D", f"{folder}/data", "-A", "trust", "-U", "prefect")
     server = subprocess.Popen(
         [
-            programs / "postgres",
-            "-D",
-            f"{folder}/data",
-            "-h",
-            "127.0.0.1",
-            "-p",
-            str(number),
-            "-k",
-            str(folder),
+            *(*WITH_PARENT, programs / "postgres", "-D", f"{folder}/data"),
+            *("-h", "127.0.0.1", "-p", str(number), "-k", str(folder)),
         ],
         user=user,
         group=user,
@@ -109,15 +103,8 @@ def team_server(database, tmp_path_factory):
     with log.open("wb") as output:
         server = subprocess.Popen(
             [
-                sys.executable,
-                "-m",
-                "prefect",
-                "server",
-                "start",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(number),
+                *(*WITH_PARENT, sys.executable, "-m", "prefect", "server", "start"),
+                *("--host", "127.0.0.1", "--port", str(number)),
             ],
             env=environment,
             stdout=output,
