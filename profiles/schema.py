@@ -212,8 +212,8 @@ class Evaluate(Section):
     )
     metrics: list[Annotated[str, Field(pattern=FUNCTION)]] = Field(
         [],
-        description="module:function of the user's, each called as train.loss is; their means a token go into metrics.jsonl under "
-        "the functions' names",
+        description="module:function of the user's, each called as train.loss is; their means a token go into metrics.jsonl "
+        "under the functions' names",
     )
 
 
