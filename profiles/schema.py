@@ -148,7 +148,10 @@ class Train(Section):
         None, description="layers of each pipeline stage that this applies to, from its first on; null: all"
     )
     loss: str | None = Field(
-        None, pattern=FUNCTION, description="module:function of the user's; null: cross-entropy"
+        None,
+        pattern=FUNCTION,
+        description="module:function of the user's, (logits (tokens, vocabulary) float32, targets (tokens), -100 where nothing "
+        "counts) -> their sum, a 0-dim tensor; null: cross-entropy",
     )
     log_every: Count = Field(1, description="steps between lines in the log")
     spike_factor: Annotated[float, Field(gt=1)] | None = Field(
@@ -208,7 +211,9 @@ class Evaluate(Section):
         description="rise of held-out loss, in nats a token, at which continual pretraining still promotes a model",
     )
     metrics: list[Annotated[str, Field(pattern=FUNCTION)]] = Field(
-        [], description="module:function of the user's, each"
+        [],
+        description="module:function of the user's, each called as train.loss is; their means a token go into metrics.jsonl "
+        "under the functions' names",
     )
 
 
