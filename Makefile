@@ -3,8 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # System programs that tests need, as Debian names them: g++ is what torch.compile calls on a CPU, slurm-wlm and munge make a
-# cluster of several nodes on this machine, postgresql is the database of a server that a team shares.
-SYSTEM_PACKAGES := g++ slurm-wlm munge postgresql
+# cluster of several nodes on this machine, postgresql is the database of a server that a team shares, chromium
+# looks at the reports and at Prefect's UI.
+SYSTEM_PACKAGES := g++ slurm-wlm munge postgresql chromium
 
 .PHONY: run up check-device test test-system
 

@@ -33,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
         prog="trainshed",
         description="Pretrain language models as one Prefect flow, on Trainium, GPUs and CPUs.",
+        epilog="example: trainshed run tiny    (trainshed COMMAND --help says more)",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
     )
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
 

@@ -16,7 +16,9 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows import steps
-from flows.hooks import end_jobs
+from flows.hooks import end_jobs, explain
+from flows.overview import Overview
+from flows.parameters import ProfileName
 from flows.pretrain import compile_graphs, run_name
 from flows.runner import Runner, forward_logs
 from profiles import resolve
@@ -26,9 +28,15 @@ from tasks import dataset, evaluation, export, keys, runs, tokenizer, training
 from tasks.artifacts import Store
 
 
-@flow(name="continual", flow_run_name=run_name, on_cancellation=[end_jobs])
+@flow(
+    name="continual",
+    flow_run_name=run_name,
+    on_cancellation=[end_jobs],
+    on_failure=[explain],
+    on_crashed=[explain],
+)
 def continual(
-    profile: str, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
+    profile: ProfileName, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
 ) -> State[Any]:
     """Train a run's newest model further on new data, and promote what came of it if it is no worse.
 
@@ -69,6 +77,8 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     folder = kept.run(mine.name, identity)
     (folder / "profile.yaml").write_text(resolve.dump(mine))
     runs.note_inputs(folder, identity, vocabulary, new)
+    overview = Overview(mine, folder)
+    overview.begin(planned)
     compiled = compile_graphs(do, mine, kept, folder, new)
 
     held_out = kept.expect(dataset.KIND, stands.dataset)
@@ -83,6 +93,7 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     key = keys.evaluation(mine.name, keys.digest([identity, held_out.key]))
     now = do.once(steps.evaluate, evaluation.KIND, key, mine, kept, folder, key, held_out, compiled, trained)
     do.always(steps.report, mine, kept, folder, planned, now, do.outcomes)
+    overview.show(now=True)
 
     losses = f"held-out loss {old.summary['validation_loss']:.4f} before, {now.summary['validation_loss']:.4f} after"
     if now.summary["validation_loss"] > old.summary["validation_loss"] + run.evaluate.tolerance:

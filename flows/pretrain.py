@@ -16,7 +16,9 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows import steps
-from flows.hooks import end_jobs
+from flows.hooks import end_jobs, explain
+from flows.overview import Overview
+from flows.parameters import ProfileName
 from flows.runner import Runner, forward_logs
 from flows.secrets import hub_token
 from profiles import resolve
@@ -42,14 +44,20 @@ def run_name() -> str:
     )
 
 
-@flow(name="pretrain", flow_run_name=run_name, on_cancellation=[end_jobs])
+@flow(
+    name="pretrain",
+    flow_run_name=run_name,
+    on_cancellation=[end_jobs],
+    on_failure=[explain],
+    on_crashed=[explain],
+)
 def pretrain(
-    profile: str, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
+    profile: ProfileName, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
 ) -> dict[str, Any]:
     """Train the model of a profile and export it; returns where everything is, and what became of each step.
 
     Args:
-        profile: A shipped profile's name, or the path of a YAML file.
+        profile: A shipped profile, or the path of a YAML file.
         overrides: Keys to override, each as in train.steps=100.
         name: The run's name; left empty, its profile's.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
@@ -78,6 +86,8 @@ def pretrain(
     folder = kept.run(run.name, identity)
     (folder / "profile.yaml").write_text(resolve.dump(run))
     runs.note_inputs(folder, identity, vocabulary, corpus)
+    overview = Overview(run, folder)
+    overview.begin(planned)
     compiled = compile_graphs(do, run, kept, folder, corpus)
 
     key = keys.training(run.name, identity)
@@ -94,6 +104,7 @@ def pretrain(
         steps.export, export.KIND, key, run, kept, folder, key, vocabulary, trained, run_folder=folder
     )
     page = do.always(steps.report, run, kept, folder, planned, evaluated, do.outcomes)
+    overview.show(now=True)
     return {
         "run": run.name,
         "folder": str(folder),

@@ -1,7 +1,7 @@
-"""How a training run shows itself while it runs: a line for people, a bar and a table of the last steps in Prefect.
+"""How a training run shows itself while it runs: a line for people; in Prefect a bar, a table of the last steps, the page.
 
-Reads what training writes (`metrics.jsonl`, one JSON object a step); costs one log line a second and two API calls
-every few seconds at most.
+Reads what training writes (`metrics.jsonl`, one JSON object a step); costs one log line a second and three API
+calls every few seconds at most.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import json
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
-from uuid import UUID
 
+from flows.artifacts import Bar, Shown, cells
+from flows.overview import Overview
+from profiles.schema import Profile
 from tasks import graphs
 from tasks.tail import Tail
 from tasks.text import duration
@@ -22,7 +25,6 @@ from tasks.text import duration
 log = logging.getLogger(__name__)
 
 LINE_SECONDS = 1.0
-API_SECONDS = 5.0
 TABLE_STEPS = 10
 
 
@@ -31,36 +33,63 @@ def tell(text: str, done: float | None = None) -> None:
     log.info("%s", text if done is None else f"{text}  {done:.0%}", extra={"progress": True})
 
 
+def watched(bar: Bar) -> Callable[[str, float], None]:
+    """What a step calls with what it does and the share that is done: shown here and by a bar."""
+
+    def progress(text: str, done: float) -> None:
+        tell(text, done)
+        bar.show(done)
+
+    return progress
+
+
 class Progress:
     """Follows one run's metrics; `watch` is to be called a few times a second."""
 
-    def __init__(self, metrics: Path, steps: int) -> None:
-        self._tail = Tail(metrics)
-        self._steps = steps
+    def __init__(self, profile: Profile, folder: Path) -> None:
+        self._tail = Tail(folder / "metrics.jsonl")
+        self._steps = profile.train.steps
         self._recent: deque[dict[str, Any]] = deque(maxlen=TABLE_STEPS)
         self._said_at = 0.0
-        self._sent_at = 0.0
-        self._board = Board()
+        self._bar = Bar("training", "Steps of training done")
+        self._table = Shown("table", "last-steps", "The last steps of training")
+        self._overview = Overview(profile, folder)
         self._started = False
 
     def watch(self) -> None:
+        new = False
         for row in self._tail.rows():
+            new = True
             if "loss" in row:
                 self._recent.append(row)
             elif self._started and "validation_loss" in row:
                 log.info("step %d: validation loss %.4f", row["step"], row["validation_loss"])
         # What was there before this attempt is no news, apart from the last steps that the table shows.
         self._started = True
-        now = time.monotonic()
-        if not self._recent:
+        if not self._recent or not new:
             return
-        last = self._recent[-1]["step"] >= self._steps
+        now = time.monotonic()
         if now - self._said_at >= LINE_SECONDS:
             self._said_at = now
             log.info("%s", line(list(self._recent), self._steps), extra={"progress": True})
-        if now - self._sent_at >= API_SECONDS or last:
-            self._sent_at = now
-            self._board.show(list(self._recent), self._steps)
+        step = self._recent[-1]["step"]
+        self._bar.show(step / self._steps)
+        self._table.show(cells(shown(row) for row in reversed(self._recent)), now=step >= self._steps)
+        self._overview.show(now=step >= self._steps)
+
+
+def shown(row: dict[str, Any]) -> dict[str, str]:
+    """A step as the table has it."""
+    mfu = row.get("mfu")
+    return {
+        "step": f"{row['step']:,}",
+        "loss": f"{row['loss']:.4f}",
+        "learning rate": f"{row['learning_rate']:.2e}",
+        "gradient norm": f"{row['gradient_norm']:.3f}",
+        "tokens a second": f"{row['tokens_per_second']:,.0f}",
+        "MFU": "" if mfu is None else f"{mfu:.1%}",
+        "seconds": f"{row['step_seconds']:.3f}",
+    }
 
 
 def line(rows: list[dict[str, Any]], steps: int) -> str:
@@ -81,51 +110,11 @@ def line(rows: list[dict[str, Any]], steps: int) -> str:
     return "  ".join(parts)
 
 
-class Board:
-    """The run's two artifacts in Prefect's UI. What Prefect cannot take now is left out: training goes on."""
-
-    def __init__(self) -> None:
-        self._bar: UUID | None = None
-        self._table: UUID | None = None
-
-    def show(self, rows: list[dict[str, Any]], steps: int) -> None:
-        try:
-            self._show(rows, min(100.0, 100.0 * rows[-1]["step"] / steps))
-        except Exception as error:
-            log.debug("Prefect did not take the progress: %s", error)
-
-    def _show(self, rows: list[dict[str, Any]], percent: float) -> None:
-        from prefect.artifacts import (
-            create_progress_artifact,
-            create_table_artifact,
-            update_progress_artifact,
-        )
-        from prefect.client.orchestration import get_client
-        from prefect.client.schemas.actions import ArtifactUpdate
-
-        shown = ("step", "loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu", "step_seconds")
-        cells = [{key: row.get(key) for key in shown} for row in reversed(rows)]
-        if self._bar is None or self._table is None:
-            self._bar = create_progress_artifact(
-                percent, key="training", description="Steps of training done"
-            )
-            self._table = create_table_artifact(
-                cells, key="last-steps", description="The last steps of training"
-            )
-            return
-        update_progress_artifact(self._bar, percent)
-        with get_client(sync_client=True) as client:
-            client.update_artifact(self._table, ArtifactUpdate(data=json.dumps(cells)))
-
-
 def show_graphs(record: Path) -> None:
-    """What became of each graph, as a table in Prefect's UI; what Prefect cannot take is left out."""
-    try:
-        from prefect.artifacts import create_table_artifact
-
-        summary = json.loads(record.read_text())
-        shown = ("name", "graphs", "status", "seconds", "peak_bytes", "error")
-        rows = [{key: entry.get(key) for key in shown} for entry in summary["programs"]]
-        create_table_artifact(rows, key="graphs", description=graphs.sentence(summary))
-    except Exception as error:
-        log.debug("Prefect did not take the graphs: %s", error)
+    """What became of each graph, as a table in Prefect's UI; none where it did not come so far."""
+    if not record.exists():
+        return
+    summary = json.loads(record.read_text())
+    names = ("name", "graphs", "status", "seconds", "peak_bytes", "error")
+    rows = [{name: entry.get(name) for name in names} for entry in summary["programs"]]
+    Shown("table", "graphs", graphs.sentence(summary)).show(cells(rows), now=True)

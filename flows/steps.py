@@ -13,7 +13,8 @@ from typing import Any
 from prefect import task
 from prefect.tasks import exponential_backoff
 
-from flows.progress import Progress, show_graphs, tell
+from flows.artifacts import Bar
+from flows.progress import Progress, show_graphs, tell, watched
 from flows.runner import worth_retrying
 from flows.secrets import hub_token
 from modeling import planner
@@ -55,7 +56,8 @@ def tokenizer(profile: Profile, store: Store) -> Artifact:
 @task(task_run_name="dataset of {profile.name}", **RETRIED)
 def dataset(profile: Profile, store: Store, tokenizer: Artifact) -> Artifact:
     """Tokenize the data into Megatron's indexed format."""
-    return datasets.run(profile, store, tokenizer, progress=tell)
+    bar = Bar("tokenizing", "Shards of the data that are tokenized")
+    return datasets.run(profile, store, tokenizer, watched(bar))
 
 
 @task(task_run_name="weights from {profile.init.from_}", **RETRIED)
@@ -68,7 +70,8 @@ def checkpoint(profile: Profile, store: Store, key: str) -> Artifact:
 def graphs(profile: Profile, store: Store, folder: Path, key: str, dataset: Artifact) -> Artifact:
     """Trace the run's programs and compile each ahead of time."""
     try:
-        return compilation.run(profile, store, folder, key, dataset)
+        bar = Bar("compiling", "Programs compiled ahead of time")
+        return compilation.run(profile, store, folder, key, dataset, watched(bar))
     finally:
         show_graphs(folder / compilation.RECORD)
 
@@ -84,7 +87,7 @@ def train(
     weights: Artifact | Path | None = None,
 ) -> Artifact:
     """Train on the cluster; a retry goes on from the newest complete checkpoint."""
-    progress = Progress(folder / "metrics.jsonl", profile.train.steps)
+    progress = Progress(profile, folder)
     return training.run(profile, store, folder, key, dataset, graphs, weights, watch=progress.watch)
 
 

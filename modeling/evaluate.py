@@ -1,7 +1,7 @@
 """Held-out loss: `python -m modeling.evaluate --run-folder RUN --dataset FOLDER --output FILE`, one process a device.
 
 Evaluates the newest complete checkpoint of the run on the whole validation split and writes
-{step, validation_loss, perplexity, tokens} as JSON.
+{step, validation_loss, perplexity, tokens, samples} as JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from modeling import exits
 from modeling.data import Corpus, Samples
 from modeling.graphs import opened
 from modeling.program import Program
+from modeling.sample import continuations
 from parallel import ZeRO1, checkpoint
 from profiles.resolve import load
 
@@ -89,12 +90,14 @@ def main(arguments: list[str] | None = None) -> int:
             Corpus.open(options.dataset, "validation"), profile.train.sequence_length, seed=None
         )
         held_out = validation_loss(program, samples)
+        written = continuations(program, samples)
         if program.leader:
             result = {
                 "step": step,
                 "validation_loss": held_out.loss,
                 "perplexity": held_out.perplexity,
                 "tokens": held_out.tokens,
+                "samples": written,
                 **held_out.metrics,
                 **held_out.graphs,
             }

@@ -11,6 +11,23 @@ from typing import Any
 
 log = logging.getLogger("trainshed")
 
+# Of TensorBoard's page; what is in none of them is of the device or its host.
+GROUPS = {
+    "loss": ("loss", "validation_loss"),
+    "optimizer": ("learning_rate", "gradient_norm", "parameter_norm", "skipped"),
+    "speed": ("tokens_per_second", "mfu"),
+    "time": (
+        "step_seconds",
+        "data_wait_seconds",
+        "forward_backward_seconds",
+        "optimizer_seconds",
+        "communication_seconds",
+    ),
+    "memory": ("memory_bytes",),
+    "consumed": ("consumed_samples", "consumed_tokens"),
+    "graphs": ("cold_compiles", "warm_graphs"),
+}
+
 
 class Metrics:
     """Writes metrics of a run, on the leading rank alone.
@@ -51,7 +68,7 @@ class Metrics:
         try:
             for name, value in values.items():
                 if name != "step" and isinstance(value, int | float):
-                    self.board.add_scalar(name, value, values["step"])
+                    self.board.add_scalar(tag(name), value, values["step"])
         except OSError as error:  # as which a full disk comes back from the board's thread
             log.debug(f"TensorBoard's file is behind: {error}")
 
@@ -76,6 +93,12 @@ class Metrics:
         self.file.close()
         with contextlib.suppress(OSError):
             self.board.close()
+
+
+def tag(name: str) -> str:
+    """Where TensorBoard shows a figure: 'step_seconds' -> 'time/step_seconds'."""
+    group = next((group for group, names in GROUPS.items() if name in names), "device")
+    return f"{group}/{name}"
 
 
 def clock(seconds: float) -> str:

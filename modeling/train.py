@@ -25,7 +25,9 @@ from modeling.data import Corpus, Samples
 from modeling.evaluate import validation_loss
 from modeling.graphs import opened
 from modeling.metrics import Metrics
+from modeling.monitor import Monitor
 from modeling.prefetch import Prefetch
+from modeling.profiling import StepTrace
 from modeling.program import DTYPES, Program, flops_per_token
 from modeling.schedule import learning_rate
 from modeling.stragglers import Stragglers, node_names, one_hot
@@ -103,10 +105,13 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
     stragglers = Stragglers(node_names())
     peak = program.device.peak(settings.precision)
     metrics = Metrics(options.run_folder, step, settings.steps) if program.leader else None
+    monitor = Monitor(program.device) if program.leader else None
+    trace = StepTrace(options.run_folder, profile.cluster.trace if program.leader else None)
     recent: deque[float] = deque(maxlen=20)
 
     while step < settings.steps:
         step += 1
+        trace.begin(step)
         begun, idle = time.perf_counter(), collectives.waited.seconds
         mine = torch.from_numpy(batches.next()) if batches else None  # (own, s + 1)
         waited = time.perf_counter() - begun
@@ -116,17 +121,20 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
         loss = program.forward_backward(mine, scale, first(step))
         worked = time.perf_counter() - begun - waited - (collectives.waited.seconds - idle)
         told = torch.tensor([loss.item(), stop.asked, checkpoints.writing], dtype=torch.float64)
+        computed = time.perf_counter() - begun - waited  # of the device too, which was waited for
         compiled = program.ledger.vector()
         told = torch.cat((told, compiled, one_hot(mesh.rank, mesh.size, worked * mesh.tensor.size)))
         total, stopping, writing, *rest = program.sum(told)
         compiled, rank_seconds = rest[: len(compiled)], rest[len(compiled) :]
         bad = guard.judge(total)
+        summed = time.perf_counter()
         result = optimizer.step(rate, skip=bool(bad))
         guard.note(total, result.skipped)
         parameter_norm = optimizer.parameter_norm()
         checkpoints.poll(writing)
 
-        seconds = time.perf_counter() - begun
+        ended = time.perf_counter()
+        seconds, exchanged = ended - begun, collectives.waited.seconds - idle
         recent.append(seconds)
         watchdog.beat(step, seconds)
         if metrics:
@@ -147,17 +155,24 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
                 "parameter_norm": parameter_norm,
                 "step_seconds": seconds,
                 "data_wait_seconds": waited,
+                "forward_backward_seconds": computed,
+                "optimizer_seconds": ended - summed,
+                "communication_seconds": exchanged if program.device.synchronous else None,
                 "tokens_per_second": speed,
                 "mfu": speed * flops_per_token(profile) / (peak * mesh.size) if peak else None,
                 "consumed_samples": step * batch,
                 "consumed_tokens": step * batch * s,
                 "skipped": result.skipped,
                 "rank_seconds": [round(each, 6) for each in rank_seconds],
+                **(monitor.figures() if monitor else {}),
                 **program.ledger.totals(compiled),
             }
             metrics.write(values)
             log.info(metrics.line(values, sum(recent) / len(recent) * (settings.steps - step)))
 
+        traced = trace.end(step)
+        if traced:
+            log.info(f"the trace of the last steps: {traced}")
         if guard.exhausted:
             back = go_back(program, options, checkpoints, step - guard.in_a_row + 1, step, left_out)
             if back is None:
@@ -191,6 +206,8 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
             break
     with watchdog.patience():
         checkpoints.close()
+    if monitor:
+        monitor.close()
     if metrics:
         metrics.close()
     return exits.INTERRUPTED if step < settings.steps else 0

@@ -33,6 +33,7 @@ class Device:
         network: bytes a second that are one device's share of its node's network, None where unknown.
         peak_flops: dense matrix FLOP/s of one device by precision, empty where unknown.
         attention: name of its attention kernel (attention_kernels.py).
+        monitor: name of what tells how it is doing.
         environment: what a launcher sets for processes that span nodes.
         communicator: variable that tells the device's runtime where its collectives meet, as host:port; None: none does.
     """
@@ -47,6 +48,7 @@ class Device:
     bandwidth: float | None = None
     link: float | None = None
     network: float | None = None
+    monitor: str = "psutil"
     environment: tuple[tuple[str, str], ...] = ()
     communicator: str | None = None
 
@@ -78,6 +80,11 @@ class Device:
         return (self.peak_flops or {}).get(precision)
 
     @property
+    def synchronous(self) -> bool:
+        """Whether work is done when the call that asks for it returns, so that the host's clock can time it."""
+        return self.type == "cpu"
+
+    @property
     def allocated_bytes(self) -> int | None:
         """The most memory that tensors of this process have taken, where the allocator counts it."""
         return torch.cuda.max_memory_allocated() if self.type == "cuda" else None
@@ -98,7 +105,13 @@ def _keep_freed_memory() -> None:
 CPU = Device("cpu", "gloo", "inductor", reduces=False, attention="cpu-flash")
 # A ring of the last collectives of each process, for when one of them hangs.
 CUDA = Device(
-    "cuda", "nccl", "inductor", True, attention="cuda-flash", environment=(("TORCH_FR_BUFFER_SIZE", "2000"),)
+    "cuda",
+    "nccl",
+    "inductor",
+    True,
+    attention="cuda-flash",
+    monitor="nvml",
+    environment=(("TORCH_FR_BUFFER_SIZE", "2000"),),
 )
 # EFA is the nodes' network. Without an address to meet at, the runtime hangs at its start.
 NEURON = Device(
@@ -107,6 +120,7 @@ NEURON = Device(
     "neuron",
     True,
     attention="nki",
+    monitor="neuron-monitor",
     environment=(
         ("FI_PROVIDER", "efa"),
         ("FI_EFA_USE_DEVICE_RDMA", "1"),

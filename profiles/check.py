@@ -50,6 +50,7 @@ def check(profile: Profile) -> None:
     """
     for rule in (
         _cluster,
+        _trace,
         _tensor,
         _pipeline,
         _context,
@@ -98,6 +99,12 @@ def _cluster(profile: Profile) -> None:
         if name in OWN_OPTIONS:
             keys = [f"cluster.{name}"] if hasattr(cluster, name) else []
             raise ProfileError(f"cluster.slurm.{number}", option, f"the launcher sets --{name} itself", keys)
+
+
+def _trace(profile: Profile) -> None:
+    trace = profile.cluster.trace
+    if trace and trace[0] > trace[1]:
+        raise ProfileError("cluster.trace", list(trace), "ends before it begins", [list(reversed(trace))])
 
 
 def _tensor(profile: Profile) -> None:

@@ -264,6 +264,9 @@ class Cluster(Section):
     slurm: list[Annotated[str, Field(pattern=OPTION)]] = Field(
         [], description="further options of sbatch, as in --reservation=name"
     )
+    trace: Annotated[tuple[Count, Count], Field(strict=False)] | None = Field(
+        None, description="first and last step of which torch.profiler writes a Chrome trace; null: none"
+    )
 
 
 class Profile(Section):

@@ -21,7 +21,8 @@ def run(
 ) -> Artifact:
     """Evaluate the run's newest checkpoint on the whole validation split.
 
-    The artifact's summary: step, validation_loss (nats a token), perplexity and tokens.
+    The artifact's summary: step, validation_loss (nats a token), perplexity, tokens, and samples of what the model writes, as
+    token ids.
     """
     job = cluster_job("evaluate", profile, store, folder, key, dataset, graphs)
     with store.lock(KIND, key):
@@ -35,6 +36,9 @@ def run(
             execute(create(profile.cluster.launcher, profile.cluster), job, words.forward, timeout=TIMEOUT)
             result = json.loads(output.read_text())
             summary.update(
-                {name: result[name] for name in ("validation_loss", "perplexity", "tokens", "step")}
+                {
+                    name: result[name]
+                    for name in ("validation_loss", "perplexity", "tokens", "step", "samples")
+                }
             )
     return store.expect(KIND, key)

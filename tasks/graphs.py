@@ -19,7 +19,7 @@ import shutil
 import tarfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ from tasks.text import duration
 
 log = logging.getLogger(__name__)
 
+Progress = Callable[[str, float], None]
+
 KIND = "graphs"
 PROGRAM = "graph"  # kind of a single program's artifact
 RECORD = "graphs.json"
@@ -53,11 +55,19 @@ class _Stopped(Exception):
     pass
 
 
-def run(profile: Profile, store: Store, folder: Path, key: str, dataset: Artifact | None = None) -> Artifact:
+def run(
+    profile: Profile,
+    store: Store,
+    folder: Path,
+    key: str,
+    dataset: Artifact | None = None,
+    progress: Progress = lambda message, fraction: None,
+) -> Artifact:
     """Compile the profile's graphs, once for all runs that share them.
 
     Args:
         dataset: what neuron_parallel_compile, which runs training, reads.
+        progress: called with what is being done and the share of the programs that are compiled, 0 to 1.
 
     The artifact's summary: total, successful, failed and from_cache, in graphs; seconds; programs, each with its graphs, status,
     seconds and peak_bytes; traced, the figures of the trace; note, where there is something to know.
@@ -79,16 +89,17 @@ def run(profile: Profile, store: Store, folder: Path, key: str, dataset: Artifac
         elif compilers.backend_name(profile) == compilers.EXTERNAL:
             _outside(profile, store, folder, key, dataset)
         else:
-            _ahead(profile, store, folder, key)
+            _ahead(profile, store, folder, key, progress)
     return store.expect(KIND, key)
 
 
-def _ahead(profile: Profile, store: Store, folder: Path, key: str) -> None:
+def _ahead(profile: Profile, store: Store, folder: Path, key: str, progress: Progress) -> None:
     begun = time.monotonic()
+    progress("tracing the programs of the run", 0.0)
     traced = _trace(profile, folder)
     # Before hours of compiling: what the estimates let pass and the traced figures do not is refused here.
     planner.require_fit(profile, replaced(profile, planner.plan(profile), traced))
-    entries = _compile_all(profile, store, folder, traced["programs"])
+    entries = _compile_all(profile, store, folder, traced["programs"], progress)
     summary = {**summarize(entries, time.monotonic() - begun), "traced": traced}
     _record(summary, folder)
     with store.publish(KIND, key, summary) as staging, tarfile.open(staging / CACHE, "w") as tar:
@@ -139,7 +150,11 @@ def _trace(profile: Profile, folder: Path) -> dict[str, Any]:
 
 
 def _compile_all(
-    profile: Profile, store: Store, folder: Path, programs: Sequence[Mapping[str, Any]]
+    profile: Profile,
+    store: Store,
+    folder: Path,
+    programs: Sequence[Mapping[str, Any]],
+    progress: Progress,
 ) -> list[dict[str, Any]]:
     """An entry a program, in their order; whatever ends this early ends the compiles too."""
     cores = os.cpu_count() or 1
@@ -161,10 +176,10 @@ def _compile_all(
             pool.submit(_compile, profile, store, folder, program, limits, watch) for program in programs
         ]
         try:
-            while wait(
-                waiting, timeout=0.2
-            ).not_done:  # in short waits, between which a cancellation can come
-                pass
+            done = 0
+            while done < len(waiting):  # in short waits, between which a cancellation can come
+                done = len(wait(waiting, timeout=0.2).done)
+                progress(f"compiling: {done} of {len(waiting)} programs", done / len(waiting))
         except BaseException:
             stop.set()
             pool.shutdown(cancel_futures=True)

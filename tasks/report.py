@@ -74,7 +74,7 @@ def run(
         "traced": traced_figures(profile, outcomes),
         "measured": measured(profile, history),
         "evaluation": {key: value for key, value in evaluation.items() if key != "samples"},
-        "samples": evaluation.get("samples", []),
+        "samples": _texts(folder / "export" / "tokenizer.json", evaluation.get("samples", [])),
         "steps": [asdict(outcome) for outcome in outcomes],
         "events": read_events(folder),
         "export": str(folder / "export"),
@@ -249,6 +249,21 @@ def _incidents(facts: Mapping[str, Any], summaries: Mapping[str, Any]) -> list[s
     if facts["measured"]["skipped"]:
         found.append(page.paragraph(f"Steps skipped: {facts['measured']['skipped']}."))
     return found or [page.paragraph("None: no retry, no skipped step.", quiet=True)]
+
+
+def _texts(vocabulary: Path, samples: Sequence[Mapping[str, Sequence[int]]]) -> list[dict[str, str]]:
+    """Samples of token ids as text; none where the run has no export, with whose tokenizer they are read."""
+    if not samples or not vocabulary.exists():
+        return []
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(vocabulary))
+    texts = []
+    for sample in samples:
+        prompt = tokenizer.decode(sample["prompt"], skip_special_tokens=False)
+        whole = tokenizer.decode([*sample["prompt"], *sample["text"]], skip_special_tokens=False)
+        texts.append({"prompt": prompt, "text": whole.removeprefix(prompt)})
+    return texts
 
 
 def _samples(samples: Sequence[Mapping[str, str]]) -> list[str]:

@@ -1,5 +1,6 @@
 """The programs as a launcher starts them: resume, interruption, compiled graphs, export."""
 
+import gzip
 import json
 import signal
 import subprocess
@@ -19,7 +20,7 @@ def dataset(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, dataset) -> Path:
     """A finished run."""
-    run = micro.run_folder(tmp_path_factory.mktemp("run") / "undisturbed")
+    run = micro.run_folder(tmp_path_factory.mktemp("run") / "undisturbed", "cluster.trace=[2,3]")
     micro.finish(micro.start("train", "--run-folder", run, "--dataset", dataset))
     return run
 
@@ -31,6 +32,40 @@ def test_training_learns_and_records_every_step_once(undisturbed):
     validation = [line for line in micro.metrics(undisturbed) if "validation_loss" in line]
     assert [line["step"] for line in validation] == [6, 12]
     assert sorted(p.name for p in (undisturbed / "checkpoints").iterdir()) == ["step_12", "step_4", "step_8"]
+
+
+def test_each_step_is_recorded_with_its_parts_and_what_it_took(undisturbed):
+    for row in micro.metrics(undisturbed):
+        if "loss" not in row:
+            continue
+        parts = row["data_wait_seconds"] + row["forward_backward_seconds"] + row["optimizer_seconds"]
+        assert 0 < parts <= row["step_seconds"]
+        assert 0 <= row["communication_seconds"] < row["step_seconds"]
+        assert row["memory_bytes"] > 50e6  # torch alone takes more
+    assert row["host_cpu_cores"] >= 0
+
+
+def test_tensorboard_has_every_figure_in_groups(undisturbed):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(undisturbed / "tensorboard"))
+    board.Reload()
+    tags = set(board.Tags()["scalars"])
+    assert {
+        "loss/loss",
+        "loss/validation_loss",
+        "time/forward_backward_seconds",
+        "memory/memory_bytes",
+    } <= tags
+    assert [event.step for event in board.Scalars("loss/loss")] == list(range(1, 13))
+
+
+def test_the_steps_that_a_profile_names_are_traced(undisturbed):
+    (path,) = (undisturbed / "traces").iterdir()
+    assert path.name == "steps_2-3.json.gz"
+    with gzip.open(path, "rt") as file:
+        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    assert "aten::mm" in names or "aten::addmm" in names
 
 
 def test_killed_run_resumes_with_the_same_losses_to_the_bit(undisturbed, dataset, tmp_path):
@@ -117,6 +152,7 @@ def test_evaluation_and_export_agree_with_transformers(undisturbed, dataset, tmp
     from transformers import AutoModelForCausalLM
 
     from modeling.data import Corpus, Samples
+    from modeling.sample import CHOICES
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     samples = Samples(Corpus.open(dataset, "validation"), 32, seed=None)
@@ -125,6 +161,13 @@ def test_evaluation_and_export_agree_with_transformers(undisturbed, dataset, tmp
         logits = model(rows[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), rows[:, 1:].flatten())
     assert held_out["tokens"] == samples.windows * 32
+    for sample in held_out["samples"]:  # each token is one that the exported model finds likely too
+        whole = torch.tensor([sample["prompt"] + sample["text"]])
+        given = len(sample["prompt"])
+        with torch.no_grad():
+            likeliest = model(whole).logits[0, given - 1 : -1].topk(CHOICES).indices
+        assert all(token in row for token, row in zip(sample["text"], likeliest.tolist(), strict=True))
+    assert len(held_out["samples"]) == 3
     assert held_out["validation_loss"] == pytest.approx(loss.item(), abs=1e-5)
 
 

@@ -8,6 +8,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from flows.cli import main
 from profiles import resolve
@@ -62,6 +63,11 @@ def write_run(folder, *overrides, losses=100):
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     event = {"event": "skipped", "time": 1.8e9, "step": 7, "reason": "loss is <nan>"}
     (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    words = {"To": 0, " be": 1, " or": 2, " <b>not</b>": 3}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="To"))
+    tokenizer.decoder = decoders.Fuse()
+    (folder / "export").mkdir()
+    tokenizer.save(str(folder / "export/tokenizer.json"))
 
 
 def report(folder):
@@ -86,7 +92,7 @@ def report(folder):
     ]
     stage = {"bytes": {"parameters": 1 << 29, "optimizer": 505 << 20, "activations": 7 << 20}, "flops": 1e12}
     plan = {"parameters": 2735424, "mesh": {"data": 1, "tensor": 2}, "step_seconds": 0.25, "stages": [stage]}
-    samples = [{"prompt": "To be", "text": " or <b>not</b>"}]
+    samples = [{"prompt": [0, 1], "text": [2, 3]}]
     evaluation = {
         "validation_loss": 7.4,
         "perplexity": 1635.98,

@@ -1,0 +1,59 @@
+"""Chromium without a window: pages, what they asked the network for, what they complained of, pictures of them."""
+
+import contextlib
+from pathlib import Path
+
+from playwright.sync_api import Browser, Page
+
+OUTPUT = Path(__file__).parents[2] / "test-output"
+WIDE, NARROW = (1200, 900), (390, 844)  # a desk and a phone
+
+
+class Visit:
+    """One page that is open. `complaints` are errors of its scripts and console, `asked` addresses beyond its own."""
+
+    def __init__(self, page: Page, address: str) -> None:
+        self.page = page
+        self.asked: list[str] = []
+        self.complaints: list[str] = []
+        own = address.split("/", 3)[2]
+        page.on("request", lambda request: self._note_request(request.url, own))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", lambda message: self._note_message(message.type, message.text))
+        page.goto(address)
+
+    def _note_request(self, url: str, own: str) -> None:
+        scheme, _, rest = url.partition(":")
+        if (
+            scheme not in ("data", "blob")
+            and not (own and rest.startswith(f"//{own}/"))
+            and url != self.page.url
+        ):
+            self.asked.append(url)
+
+    def _note_message(self, kind: str, text: str) -> None:
+        # That Prefect asks for things that are not there yet is its own affair.
+        if kind == "error" and "404" not in text:
+            self.complaints.append(text)
+
+    def picture(self, name: str, *, whole: bool = False) -> None:
+        """Keep a picture of the page under test-output/."""
+        OUTPUT.mkdir(exist_ok=True)
+        self.page.screenshot(path=OUTPUT / f"{name}.png", full_page=whole)
+
+    def overflows(self) -> bool:
+        """Whether the page can be scrolled sideways."""
+        return self.page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+
+    def has_broken_image(self) -> bool:
+        return self.page.evaluate("[...document.images].some(image => image.complete && !image.naturalWidth)")
+
+
+@contextlib.contextmanager
+def visit(browser: Browser, address: str, size=WIDE, scheme="light"):
+    """The page at an address, until the block ends."""
+    context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
+    try:
+        yield Visit(context.new_page(), address)
+    finally:
+        context.close()

@@ -1,0 +1,154 @@
+"""Prefect's UI while a small run trains in it: its page with the curve, its bars, its table; a failure; the form."""
+
+import json
+import os
+import re
+import signal
+import time
+import urllib.request
+
+import psutil
+import pytest
+
+from tests.browser.pages import visit
+from tests.flows.micro import settings, wait_for_step
+
+STEPS = 4000
+ENOUGH = 120  # steps until there is something to see
+
+
+def ask(address: str, body: dict) -> list:
+    request = urllib.request.Request(
+        address, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def artifacts(prefect_ui: str, flow_run: str) -> dict[str, dict]:
+    """Of a flow run, by their keys; each stands once."""
+    found = ask(f"{prefect_ui}/api/artifacts/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})
+    assert len({each["key"] for each in found}) == len(found)
+    return {each["key"]: each for each in found}
+
+
+def wait_until(condition, timeout=60):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def killed(prefect_ui, browser, profile, tmp_path_factory):
+    """A run that was looked at while it trained and whose training was then killed: its flow run's id, its pictures taken."""
+    from tests.flows.micro import Command
+
+    folder = tmp_path_factory.mktemp("live")
+    overrides = settings(
+        f"train.steps={STEPS}",
+        "train.warmup_steps=50",
+        "evaluate.every=20",
+        "cluster.retries=0",
+        "checkpoint.every=40",
+    )
+    started = Command(
+        "run", str(profile), *overrides, "--name", "live", cwd=folder, PREFECT_API_URL=f"{prefect_ui}/api"
+    )
+    seen = {}
+    try:
+        run = folder / "store/runs/live"
+        wait_for_step(run, ENOUGH, timeout=240)
+        (flow_run,) = ask(f"{prefect_ui}/api/flow_runs/filter", {})
+        wait_until(lambda: "data:image" in artifacts(prefect_ui, flow_run["id"])["run"]["data"])
+        shown = artifacts(prefect_ui, flow_run["id"])
+        with visit(browser, f"{prefect_ui}/artifacts/artifact/{shown['run']['id']}", (1300, 1150)) as page:
+            page.page.get_by_text(re.compile("The plan")).wait_for()
+            page.page.wait_for_timeout(500)
+            page.picture("prefect-run")
+            seen["run"] = (page.page.inner_text("body"), page.has_broken_image(), page.complaints, page.asked)
+            seen["pictures"] = page.page.locator("article img").count()
+        with visit(browser, f"{prefect_ui}/runs/flow-run/{flow_run['id']}", (1300, 1000)) as page:
+            page.page.get_by_text("Artifacts", exact=True).last.click()
+            page.page.get_by_text("last-steps").first.wait_for()
+            page.page.wait_for_timeout(1000)
+            page.picture("prefect-flow-run")
+            seen["flow run"] = (
+                page.page.inner_text("body"),
+                page.has_broken_image(),
+                page.complaints,
+                page.asked,
+            )
+        for process in started.processes():
+            if (
+                any("modeling.train" in part for part in process.cmdline())
+                and process.ppid() != started.process.pid
+            ):
+                os.kill(process.pid, signal.SIGKILL)
+        code, _, _ = started.result()
+        assert code == 1
+    finally:
+        for process in started.processes():
+            with psutil.Process(process.pid).oneshot():
+                process.kill()
+    return flow_run["id"], shown, seen
+
+
+def test_the_page_of_a_run_shows_curve_plan_and_places_while_it_trains(killed):
+    _, shown, seen = killed
+    text, broken, complaints, asked = seen["run"]
+    assert re.search(rf"Step [\d,]+ of {STEPS:,}, loss \d", text)
+    assert "pipeline 1 × data 1 × context 1 × tensor 1" in text
+    assert "store/runs/live" in text
+    assert "trainshed tensorboard live" in text
+    assert seen["pictures"] == 1
+    assert not broken
+    assert complaints == []
+    assert asked == []
+    assert 0 < float(shown["training"]["data"]) < 100
+    assert float(shown["tokenizing"]["data"]) == 100
+
+
+def test_the_flow_run_lists_steps_by_readable_names_and_its_artifacts(killed):
+    text, broken, complaints, asked = killed[2]["flow run"]
+    for part in ("live", "training", "last-steps", "tokenizing"):
+        assert part in text
+    assert not broken
+    assert complaints == []
+    assert asked == []
+
+
+def test_a_failure_stands_first_and_says_what_to_do(killed, prefect_ui, browser):
+    flow_run, _, _ = killed
+    shown = artifacts(prefect_ui, flow_run)["run"]
+    assert shown["data"].startswith("# Failed\n\n**What happened:**")
+    with visit(browser, f"{prefect_ui}/artifacts/artifact/{shown['id']}", (1300, 1300)) as page:
+        page.page.get_by_text("What to do next:").wait_for()
+        page.page.wait_for_timeout(500)
+        page.picture("prefect-failed")
+        text = page.page.inner_text("body")
+        assert "SIGKILL" in text
+        assert re.search(r"goes on from step \d+, its newest checkpoint", text)
+        assert text.index("Failed") < text.index("Step ")
+        assert page.complaints == []
+
+
+def test_the_form_of_a_deployment_offers_profiles_and_explains_its_fields(prefect_ui, browser, command):
+    import subprocess
+    import sys
+
+    code = "from flows.pretrain import pretrain; print(pretrain.to_deployment('tiny', parameters={'profile': 'tiny'}).apply())"
+    environment = {**os.environ, "PREFECT_API_URL": f"{prefect_ui}/api"}
+    made = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    identity = made.stdout.split()[-1]
+    with visit(browser, f"{prefect_ui}/deployments/deployment/{identity}/run", (1300, 1200)) as page:
+        page.page.get_by_text("Where artifacts and runs are kept").wait_for()
+        page.page.wait_for_timeout(500)
+        page.picture("prefect-form")
+        text = page.page.inner_text("body")
+        assert "A shipped profile, or the path of a YAML file" in text
+        assert "Keys to override" in text
+        assert page.complaints == []
+        assert page.asked == []

@@ -1,0 +1,34 @@
+"""The report and the comparison of runs in a real browser: light and dark, wide and narrow, on their own."""
+
+import pytest
+
+from tasks import compare
+from tasks.artifacts import Store
+from tests.browser.pages import NARROW, WIDE, visit
+from tests.tasks.test_report import report, write_run
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Addresses of a report and of a comparison."""
+    store = tmp_path_factory.mktemp("pages")
+    for name, rate in (("first", "3e-3"), ("second", "1e-3")):
+        write_run(store / "runs" / name, f"train.learning_rate={rate}")
+    page = report(store / "runs/first")
+    both = compare.write(compare.load(Store(str(store)), ["first", "second"]), store / "compare.html")
+    return {"report": page.as_uri(), "compare": both.as_uri()}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "size"), [("wide", WIDE), ("narrow", NARROW)])
+@pytest.mark.parametrize("name", ["report", "compare"])
+def test_a_page_stands_alone_and_fits(browser, pages, name, width, size, scheme):
+    with visit(browser, pages[name], size, scheme) as seen:
+        assert seen.page.locator("svg .line").count() >= 2
+        background = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        dark = sum(map(int, background.removeprefix("rgb(").rstrip(")").split(","))) < 3 * 128
+        assert dark == (scheme == "dark")
+        assert not seen.overflows()
+        seen.picture(f"{name}-{width}-{scheme}", whole=True)
+        assert seen.asked == []
+        assert seen.complaints == []

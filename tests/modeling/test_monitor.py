@@ -1,0 +1,53 @@
+"""Figures of devices: read where there are any, and missing without a word where there are none."""
+
+import contextlib
+
+import pytest
+import torch
+
+from modeling.monitor import READERS, Monitor, neuron_figures
+from parallel import device
+
+# As neuron-monitor prints it, shortened.
+REPORT = {
+    "neuron_runtime_data": [
+        {
+            "pid": 1,
+            "report": {
+                "neuroncore_counters": {
+                    "neuroncores_in_use": {
+                        "0": {"neuroncore_utilization": 80.0},
+                        "1": {"neuroncore_utilization": 40.0},
+                    }
+                },
+                "memory_used": {"neuron_runtime_used_bytes": {"host": 1, "neuron_device": 3 << 30}},
+            },
+        }
+    ]
+}
+
+
+def test_neuron_monitors_document_becomes_figures():
+    assert neuron_figures(REPORT) == {
+        "device_utilization": pytest.approx(0.6),
+        "device_memory_bytes": 3 << 30,
+    }
+    assert neuron_figures({"neuron_runtime_data": []}) == {}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "neuron"])
+def test_a_machine_without_the_device_tells_its_own_figures_and_nothing_else(kind, capfd, caplog):
+    monitor = Monitor(device.resolve(kind))
+    figures = monitor.figures()
+    monitor.close()
+    assert "memory_bytes" in figures
+    assert not any(name.startswith("device_") for name in figures)
+    assert capfd.readouterr() == ("", "")
+    assert caplog.records == []
+
+
+def test_every_device_names_a_reader_that_there_is():
+    for each in device.KINDS.values():
+        with contextlib.ExitStack() as stack:
+            assert iter(READERS[each.monitor](stack))
