@@ -30,9 +30,14 @@ def sentence(planned: Plan) -> str:
     fullest = max(stage.total for stage in planned.stages)
     axes = " × ".join(f"{axis} {size}" for axis, size in planned.mesh.items() if size > 1) or "one process"
     return (
-        f"{in_words(planned.parameters)} parameters on {axes}, {planned.tokens:,} tokens, "
+        f"{in_words(planned.parameters)} parameters on {axes}, {amount(planned)}, "
         f"{in_bytes(fullest)} of {in_bytes(planned.device_bytes)} on the fullest rank"
     )
+
+
+def amount(planned: Plan) -> str:
+    """How much is trained on; of epochs it is known once the data is."""
+    return f"{planned.tokens:,} tokens" if planned.tokens else "all of the data"
 
 
 def in_words(count: int) -> str:
@@ -64,17 +69,19 @@ def _print(profile: Profile, planned: Plan) -> None:
         ),
         (
             "batch",
-            f"{train.global_batch_size} samples of {train.sequence_length} tokens, {train.steps:,} steps",
+            f"{train.global_batch_size} samples of {train.sequence_length} tokens, "
+            + (f"{train.steps:,} steps" if train.steps else f"{train.epochs} epochs"),
         ),
-        ("tokens", f"{planned.tokens:,}"),
+        ("trained on", amount(planned)),
         ("FLOPs a token", f"{planned.flops_per_token:.3g}"),
     ]
     if planned.step_seconds:
         facts += [
             ("time a step", duration(planned.step_seconds)),
             ("tokens a second", f"{planned.tokens_per_second:,.0f}"),
-            ("time in all", duration(planned.step_seconds * train.steps)),
         ]
+    if planned.step_seconds and train.steps:
+        facts.append(("time in all", duration(planned.step_seconds * train.steps)))
     console.print(table(("", ""), facts))
     console.print("\nmemory of the fullest rank of each stage")
     kinds = list(planned.stages[0].bytes)

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import torch
 
+from modeling import exits, stage
 from modeling.compile import counts, unpack
 from modeling.data import Corpus, Samples
+from modeling.prefetch import Batch, read
 from modeling.program import Program
 from parallel import ZeRO1, checkpoint
 from profiles.resolve import load
@@ -49,11 +51,11 @@ def validation_loss(program: Program, samples: Samples, batches: int | None = No
     total = torch.zeros(2, dtype=torch.float64)
     for index in range(passes if batches is None else min(passes, batches)):
         first = (index * data.size + data.rank) * size
-        rows = None
-        if program.reads:
-            rows = torch.from_numpy(samples.batch(first, size))  # (size, s + 1); past the end it begins again
+        batch = (
+            read(program, samples, first, size) if program.reads else Batch()
+        )  # past the end it begins again
         counted = torch.arange(first, first + size) < samples.windows
-        total += program.evaluate(rows, counted).cpu()
+        total += program.evaluate(batch.tokens, counted, batch.documents).cpu()
     loss, tokens = program.sum(total)
     return HeldOut(loss / max(tokens, 1), round(tokens))
 
@@ -64,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dataset", type=Path, required=True)
     parser.add_argument("--graphs", type=Path)
     parser.add_argument("--output", type=Path, required=True)
+    stage.add_arguments(parser)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
@@ -75,9 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
         step, folder = saved[-1]
         optimizer = ZeRO1(program.named_parameters(), program.mesh, shard=profile.parallel.zero1)
         checkpoint.load(folder, optimizer, weights_only=True)
-        samples = Samples(
-            Corpus.open(options.dataset, "validation"), profile.train.sequence_length, seed=None
-        )
+        staged = stage.of(options, profile.data.cache_gigabytes)
+        corpus = Corpus.open(options.dataset, "validation", staged)
+        samples = Samples(corpus, profile.train.sequence_length, seed=None)
         held_out = validation_loss(program, samples)
         if program.leader:
             result = {
@@ -95,4 +98,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exits.leave(main())

@@ -93,7 +93,7 @@ def plan(profile: Profile) -> Plan:
         flops_per_token=flops,
         step_seconds=seconds,
         tokens_per_second=step_tokens / seconds if seconds else None,
-        tokens=step_tokens * settings.steps,
+        tokens=step_tokens * (settings.steps or 0),  # of epochs they are known once the data is
         kv_replication=profile.kv_replication,
     )
 
