@@ -19,8 +19,9 @@ from flows import steps
 from flows.hooks import end_jobs, explain
 from flows.overview import Overview
 from flows.parameters import ProfileName
-from flows.pretrain import compile_graphs, run_name
+from flows.pretrain import SHARDS, compile_graphs, run_name
 from flows.runner import Runner, forward_logs
+from flows.secrets import hub_token
 from profiles import resolve
 from profiles.schema import Profile
 from tasks import continual as series
@@ -34,6 +35,7 @@ from tasks.artifacts import Store
     on_cancellation=[end_jobs],
     on_failure=[explain],
     on_crashed=[explain],
+    task_runner=SHARDS,
 )
 def continual(
     profile: ProfileName, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
@@ -62,12 +64,13 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     if stands is None:
         return Completed(name="NothingYet", message=f"run {run.name} has no finished model to go on from")
     vocabulary = kept.expect(tokenizer.KIND, stands.tokenizer)
-    key = dataset.key(run, vocabulary)
+    key = dataset.key(run, kept, vocabulary, hub_token(run))
     corpus = do.once(steps.dataset, dataset.KIND, key, run, kept, vocabulary)
     new = series.fresh(kept, stands, corpus, run.train.sequence_length)
     if new is None:
         return Completed(name="NothingNew", message=f"no data that {stands.run} was not trained on")
 
+    run = dataset.with_steps(run, new)
     base = kept.run_directory(stands.run)
     start = series.newest(kept, stands)
     before = runs.inputs(base)["identity"]

@@ -7,6 +7,7 @@ Every step is a Prefect task that publishes an artifact; a step whose artifact i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from prefect import flow
 from prefect.runtime import flow_run
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows import steps
 from flows.hooks import end_jobs, explain
@@ -23,7 +25,7 @@ from flows.runner import Runner, forward_logs
 from flows.secrets import hub_token
 from profiles import resolve
 from profiles.schema import Profile
-from tasks import checkpoint, dataset, evaluation, export, graphs, keys, runs, tokenizer, training
+from tasks import checkpoint, dataset, evaluation, export, graphs, keys, ledger, runs, tokenizer, training
 from tasks.artifacts import Artifact, Store
 
 
@@ -44,12 +46,17 @@ def run_name() -> str:
     )
 
 
+# Tasks that are mapped run as many at a time as processes can work on them, and a few more that wait.
+SHARDS = ThreadPoolTaskRunner(max_workers=2 * (os.cpu_count() or 1))
+
+
 @flow(
     name="pretrain",
     flow_run_name=run_name,
     on_cancellation=[end_jobs],
     on_failure=[explain],
     on_crashed=[explain],
+    task_runner=SHARDS,
 )
 def pretrain(
     profile: ProfileName, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
@@ -70,11 +77,12 @@ def pretrain(
     do = Runner(kept)
 
     planned = do.always(steps.plan, run)
-    key = tokenizer.key(run, hub_token(run))
+    key = tokenizer.key(run, hub_token(run), kept)
     vocabulary = do.once(steps.tokenizer, tokenizer.KIND, key, run, kept)
     tokenizer.check_fits(run, vocabulary)
-    key = dataset.key(run, vocabulary)
+    key = dataset.key(run, kept, vocabulary, hub_token(run))
     corpus = do.once(steps.dataset, dataset.KIND, key, run, kept, vocabulary)
+    run = dataset.with_steps(run, corpus)
     weights = None
     if checkpoint.needed(run):
         key = checkpoint.key(run, kept, hub_token(run))
@@ -95,6 +103,7 @@ def pretrain(
     trained = do.once(
         train, training.KIND, key, run, kept, folder, key, corpus, compiled, weights, run_folder=folder
     )
+    ledger.record(kept, run.name, identity, corpus)
     key = keys.evaluation(run.name, identity)
     evaluated = do.once(
         steps.evaluate, evaluation.KIND, key, run, kept, folder, key, corpus, compiled, trained

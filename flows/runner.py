@@ -26,7 +26,9 @@ from tasks import keys, runs
 from tasks.artifacts import Artifact, Store
 from tasks.failures import Hopeless
 from tasks.report import Outcome
+from tasks.shard import SourceError
 from tasks.text import duration
+from tasks.workers import Ended
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +104,7 @@ def worth_retrying(step: Task[..., Any], run: TaskRun, state: State) -> bool:
     """Whether another attempt could end better: not where the user's input was refused, or memory was too small."""
     try:
         state.result()
-    except (ProfileError, Hopeless):
+    except (ProfileError, SourceError, Ended, Hopeless):
         return False
     except Exception:
         return True

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
-from modeling import exits
+from modeling import exits, stage
 from modeling.data import Corpus, Samples
 from modeling.graphs import opened
+from modeling.prefetch import Batch, read
 from modeling.program import Program
 from modeling.sample import continuations
 from parallel import ZeRO1, checkpoint
@@ -55,11 +56,11 @@ def validation_loss(program: Program, samples: Samples, batches: int | None = No
     total = torch.zeros(2 + len(program.metrics), dtype=torch.float64)
     for index in range(passes if batches is None else min(passes, batches)):
         first = (index * data.size + data.rank) * size
-        rows = None
-        if program.reads:
-            rows = torch.from_numpy(samples.batch(first, size))  # (size, s + 1); past the end it begins again
+        batch = (
+            read(program, samples, first, size) if program.reads else Batch()
+        )  # past the end it begins again
         counted = torch.arange(first, first + size) < samples.windows
-        total += program.evaluate(rows, counted).cpu()
+        total += program.evaluate(batch.tokens, counted, batch.documents).cpu()
     sums = program.sum(torch.cat((total, program.ledger.vector())))
     (tokens, *sums), graphs = sums[: len(total)], sums[len(total) :]
     loss, *metrics = (each / max(tokens, 1) for each in sums)
@@ -75,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--graphs", type=Path)
     parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
     parser.add_argument("--output", type=Path, required=True)
+    stage.add_arguments(parser)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
@@ -86,9 +88,9 @@ def main(arguments: list[str] | None = None) -> int:
         step, folder = saved[-1]
         optimizer = ZeRO1(program.named_parameters(), program.mesh, shard=profile.parallel.zero1)
         checkpoint.load(folder, optimizer, weights_only=True)
-        samples = Samples(
-            Corpus.open(options.dataset, "validation"), profile.train.sequence_length, seed=None
-        )
+        staged = stage.of(options, profile.data.cache_gigabytes)
+        corpus = Corpus.open(options.dataset, "validation", staged)
+        samples = Samples(corpus, profile.train.sequence_length, seed=None)
         held_out = validation_loss(program, samples)
         written = continuations(program, samples)
         if program.leader:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from modeling import exits
+from modeling import exits, stage
 from modeling.anomalies import Guard, Ranges, record, sample
 from modeling.checkpoints import CannotSave, Checkpoints, Refused
 from modeling.data import Corpus, Samples
@@ -26,7 +26,7 @@ from modeling.evaluate import validation_loss
 from modeling.graphs import opened
 from modeling.metrics import Metrics
 from modeling.monitor import Monitor
-from modeling.prefetch import Prefetch
+from modeling.prefetch import Batch, Prefetch, read
 from modeling.profiling import StepTrace
 from modeling.program import DTYPES, Program, flops_per_token
 from modeling.schedule import learning_rate
@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--attempt", type=int, help="this start's number; checkpoints count while RUN/attempt says the same"
     )
+    stage.add_arguments(parser)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
@@ -87,15 +88,16 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
     s, batch = settings.sequence_length, settings.global_batch_size
     own = batch // mesh.data.size  # samples a step on this data rank
     scale = 1 / (batch * s)  # a token's share of the loss
-    samples = Samples(Corpus.open(options.dataset, "train"), s, settings.seed)
-    validation = Samples(Corpus.open(options.dataset, "validation"), s, seed=None)
+    staged = stage.of(options, profile.data.cache_gigabytes)
+    samples = Samples(Corpus.open(options.dataset, "train", staged), s, settings.seed)
+    validation = Samples(Corpus.open(options.dataset, "validation", staged), s, seed=None)
 
     def first(step: int) -> int:
         return sample((step - 1) * batch, left_out) + mesh.data.rank * own
 
     def reading(after: int) -> Prefetch | None:
         return (
-            Prefetch(lambda k: samples.batch(first(k), own), after + 1, settings.steps)
+            Prefetch(lambda k: read(program, samples, first(k), own), after + 1, settings.steps)
             if program.reads
             else None
         )
@@ -113,12 +115,12 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
         step += 1
         trace.begin(step)
         begun, idle = time.perf_counter(), collectives.waited.seconds
-        mine = torch.from_numpy(batches.next()) if batches else None  # (own, s + 1)
+        mine = batches.next() if batches else Batch()
         waited = time.perf_counter() - begun
 
         rate = learning_rate(settings, step)
         optimizer.begin(profile.accumulation_steps)
-        loss = program.forward_backward(mine, scale, first(step))
+        loss = program.forward_backward(mine.tokens, scale, first(step), mine.documents)
         worked = time.perf_counter() - begun - waited - (collectives.waited.seconds - idle)
         told = torch.tensor([loss.item(), stop.asked, checkpoints.writing], dtype=torch.float64)
         computed = time.perf_counter() - begun - waited  # of the device too, which was waited for

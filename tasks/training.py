@@ -80,7 +80,10 @@ def cluster_job(
     graphs: Artifact | None,
 ) -> Job:
     """`modeling.<name>` on every device of the profile's cluster, as training and evaluation need it."""
-    arguments = ["--run-folder", str(folder), "--dataset", str(store.path(dataset))]
+    arguments = ["--run-folder", str(folder), "--dataset", str(store.path(dataset, whole=False))]
+    arguments += ["--cache", str(store.work_dir / "cache")]
+    if store.artifacts:
+        arguments += ["--artifacts", store.artifacts]
     if store.is_remote():
         arguments += ["--checkpoints", str(store.checkpoints(folder.name))]
     if graphs is not None:
