@@ -48,11 +48,6 @@ def parser() -> argparse.ArgumentParser:
         commands, "plan", _plan, "say what a run would need, or why it cannot work", "trainshed plan tiny"
     )
     _profile(plan)
-    plan.add_argument(
-        "--search",
-        action="store_true",
-        help="the best topologies for the profile's cluster, and why others cannot be",
-    )
     _json(plan)
 
     up = _command(
@@ -102,17 +97,6 @@ def parser() -> argparse.ArgumentParser:
     tensorboard.add_argument("run", nargs="?", metavar="RUN", help="a run's name, or the path of its folder")
     _store(tensorboard)
     tensorboard.add_argument("--port", type=int, default=6006, help="on loopback (default: 6006)")
-
-    theirs = _command(
-        commands,
-        "import-config",
-        _import_config,
-        "make a config of NxD Training into a profile",
-        "trainshed import-config hf_llama3_70B_config.yaml",
-    )
-    theirs.add_argument("config", metavar="THEIR.yaml", help="a config of NxD Training")
-    theirs.add_argument("out", metavar="OUT", nargs="?", help="the profile's file (default: NAME.yaml here)")
-    _json(theirs)
     return root
 
 
@@ -192,10 +176,6 @@ def _plan(options: argparse.Namespace) -> int:
     from profiles import resolve
 
     profile = resolve.load(options.profile, options.overrides)
-    if options.search:
-        from flows.search import show_search
-
-        return show_search(profile, as_json=options.json)
     resolve.check(profile)  # what it refuses is refused before torch is imported
     from flows.plan import show
 
@@ -215,15 +195,17 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _profiles(options: argparse.Namespace) -> int:
-    from flows.profiles import show
+    import json
 
-    return show(as_json=options.json)
+    from profiles import resolve
 
-
-def _import_config(options: argparse.Namespace) -> int:
-    from flows.import_config import import_config
-
-    return import_config(options.config, options.out, as_json=options.json)
+    described = {name: resolve.load(name).description for name in resolve.names()}
+    if options.json:
+        print(json.dumps(described, indent=1))
+    else:
+        width = max(map(len, described))
+        print("\n".join(f"{name:<{width}}  {description}" for name, description in described.items()))
+    return 0
 
 
 def _compare(options: argparse.Namespace) -> int:

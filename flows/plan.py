@@ -1,22 +1,16 @@
-"""`trainshed plan`: what a run would need, or why it cannot work, in seconds and on one screen."""
+"""`trainshed plan`: what a run would need, or why it cannot work, in seconds."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from modeling.planner import MARGIN, Plan, plan, require_fit
+from flows.console import table
+from modeling.planner import Plan, plan, require_fit
 from profiles.schema import Profile
-from tasks.text import duration, in_bytes, in_words
-
-ROWS = 8  # stages that are shown one by one
-BAR = 10  # characters
-GIB = 2**30
+from tasks.text import duration
 
 
 def show(profile: Profile, *, as_json: bool) -> int:
@@ -26,146 +20,77 @@ def show(profile: Profile, *, as_json: bool) -> int:
         json.dump(planned.to_json(), sys.stdout, indent=1)
         print()
     else:
-        _print(Console(highlight=False), profile, planned)
+        _print(profile, planned)
     require_fit(profile, planned)
     return 0
 
 
 def sentence(planned: Plan) -> str:
     """The plan in a line, for the log of a run."""
-    fullest = planned.stages[planned.fullest].total
+    fullest = max(stage.total for stage in planned.stages)
     axes = " × ".join(f"{axis} {size}" for axis, size in planned.mesh.items() if size > 1) or "one process"
-    parts = [
-        f"{in_words(planned.parameters)} parameters on {axes}",
-        f"{in_bytes(fullest)} of {in_bytes(planned.device_bytes)} a device",
+    return (
+        f"{in_words(planned.parameters)} parameters on {axes}, {amount(planned)}, "
+        f"{in_bytes(fullest)} of {in_bytes(planned.device_bytes)} on the fullest rank"
+    )
+
+
+def amount(planned: Plan) -> str:
+    """How much is trained on; of epochs it is known once the data is."""
+    return f"{planned.tokens:,} tokens" if planned.tokens else "all of the data"
+
+
+def in_words(count: int) -> str:
+    """2714304 -> '2.71 million'."""
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:.3g} {word}"
+    return f"{count:,}"
+
+
+def in_bytes(size: float) -> str:
+    """57016320 -> '54.4 MiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:,.2f} TiB"
+
+
+def _print(profile: Profile, planned: Plan) -> None:
+    console = Console(highlight=False)
+    train = profile.train
+    console.print(f"{profile.name}: {profile.description}\n")
+    facts = [
+        ("parameters", f"{planned.parameters:,}"),
+        (
+            "ranks",
+            " × ".join(f"{axis} {size}" for axis, size in planned.mesh.items()) + f" = {profile.world_size}",
+        ),
+        (
+            "batch",
+            f"{train.global_batch_size} samples of {train.sequence_length} tokens, "
+            + (f"{train.steps:,} steps" if train.steps else f"{train.epochs} epochs"),
+        ),
+        ("trained on", amount(planned)),
+        ("FLOPs a token", f"{planned.flops_per_token:.3g}"),
     ]
     if planned.step_seconds:
-        parts.append(f"about {duration(planned.step_seconds)} a step")
-    return ", ".join(parts)
-
-
-def in_days(days: float) -> str:
-    """18.04 -> '18 days'; less than two days in hours."""
-    return (
-        duration(days * 24 * 3600) if days < 2 else f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days"
-    )
-
-
-def _print(console: Console, profile: Profile, planned: Plan) -> None:
-    console.print(Text.assemble((profile.name, "bold"), f"  {profile.description}"))
-    console.print()
-    console.print(_facts(_run(profile, planned)))
-    console.print()
-    console.print(_memory(planned))
-    if len(planned.stages) > ROWS:
-        console.print(
-            f"some of {len(planned.stages)} stages: the ends, the fullest, the emptiest", style="dim"
-        )
-    console.print(_verdict(planned))
-    console.print()
-    console.print(_facts(_time(profile, planned)))
-
-
-def _facts(rows: Iterable[tuple[str, str]]) -> Table:
-    """Names and values, the values under each other."""
-    result = Table(box=None, pad_edge=False, show_header=False)
-    result.add_column(style="dim", no_wrap=True)
-    result.add_column(overflow="fold")
-    for name, value in rows:
-        result.add_row(name, Text(value))
-    return result
-
-
-def _run(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
-    model, train, cluster = profile.model, profile.train, profile.cluster
-    heads = f"{model.num_attention_heads} heads"
-    if model.num_key_value_heads != model.num_attention_heads:
-        heads += f" on {model.num_key_value_heads} KV heads"
-    device = cluster.accelerator or cluster.device
-    axes = " × ".join(f"{axis} {size}" for axis, size in planned.mesh.items() if size > 1) or "one process"
-    if planned.kv_replication > 1:
-        axes += f" (a KV head on {planned.kv_replication})"
-    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
-    step_tokens = train.global_batch_size * train.sequence_length
-    return [
-        ("parameters", f"{planned.parameters:,}"),
-        ("model", f"{model.architecture}, {model.num_hidden_layers} layers of {model.hidden_size:,}, {heads}, "
-                  f"vocabulary {model.vocab_size:,}"),
-        ("ranks", f"{profile.world_size}, {nodes} of {cluster.devices_per_node} × {device}: {axes}"),
-        ("step", f"{train.global_batch_size:,} × {train.sequence_length:,} = {in_words(step_tokens)} tokens, "
-                 f"{profile.accumulation_steps:,} microbatches"),
-        ("recompute", train.recompute),
-        ("run", f"{train.steps:,} steps, {in_words(planned.tokens)} tokens"),
-    ]  # fmt: skip
-
-
-def _memory(planned: Plan) -> Table:
-    small = planned.stages[planned.fullest].total < GIB
-    unit, size = ("MiB", 2**20) if small else ("GiB", GIB)
-    result = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for column in ("stage", "layers"):
-        result.add_column(column, no_wrap=True)
-    for column in ("weights", "gradients", "optimizer", "activations", unit):
-        result.add_column(column, justify="right", no_wrap=True)
-    result.add_column(f"of {planned.device_bytes / size:,.0f}", no_wrap=True)
-    for number in _shown(planned):
-        stage = planned.stages[number]
+        facts += [
+            ("time a step", duration(planned.step_seconds)),
+            ("tokens a second", f"{planned.tokens_per_second:,.0f}"),
+        ]
+    if planned.step_seconds and train.steps:
+        facts.append(("time in all", duration(planned.step_seconds * train.steps)))
+    console.print(table(("", ""), facts))
+    console.print("\nmemory of the fullest rank of each stage")
+    kinds = list(planned.stages[0].bytes)
+    rows = []
+    for number, stage in enumerate(planned.stages):
         layers = ", ".join(f"{first}–{end - 1}" for first, end in stage.layers)
-        sizes = [f"{part / size:,.2f}" for part in (*stage.bytes.values(), stage.total)]
-        style = "bold" if number == planned.fullest and len(planned.stages) > 1 else ""
-        result.add_row(str(number), layers, *sizes, _bar(stage.total / planned.device_bytes), style=style)
-    return result
-
-
-def _shown(planned: Plan) -> list[int]:
-    """Numbers of the stages that are shown: all, or those at the ends, the fullest and the emptiest."""
-    count = len(planned.stages)
-    if count <= ROWS:
-        return list(range(count))
-    emptiest = min(range(count), key=lambda number: planned.stages[number].total)
-    return sorted({0, 1, 2, planned.fullest, emptiest, count - 2, count - 1})
-
-
-def _bar(share: float) -> Text:
-    """A share of the device's memory as a bar, in colour by how much is left."""
-    full = min(BAR, round(share * BAR))
-    colour = "red" if share > MARGIN else "yellow" if share > 0.85 else "green"
-    return Text.assemble(("█" * full, colour), ("░" * (BAR - full), "dim"), f" {share:4.0%}")
-
-
-def _verdict(planned: Plan) -> Text:
-    fullest = planned.stages[planned.fullest].total
-    left = planned.device_bytes - fullest
-    if planned.fits:
-        return Text(f"fits in {in_bytes(planned.device_bytes)} a device, {in_bytes(left)} to spare", "green")
-    return Text(
-        f"does not fit in {in_bytes(planned.device_bytes)} a device with {1 - MARGIN:.0%} to spare", "red"
-    )
-
-
-def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
-    sent = ", ".join(f"{axis} {in_bytes(size)}" for axis, size in planned.sent.items() if size)
-    rows = [
-        (
-            "FLOPs",
-            f"{planned.flops_per_token:.3g} a token, {planned.flops_per_token * planned.tokens:.3g} in all",
-        )
-    ]
-    if sent:
-        rows.append(("sent", f"{sent} by a rank in a step"))
-    if profile.parallel.pipeline > 1:
-        rows.append(("bubble", f"{planned.bubble:.1%} of the working time"))
-    if planned.step_seconds is None or planned.days is None:
-        return [*rows, ("time", f"not known for {profile.cluster.device}")]
-    rows += [
-        (
-            "speed",
-            f"{duration(planned.step_seconds)} a step, {planned.tokens_per_second:,.0f} tokens/s, MFU {planned.mfu:.0%}",
-        ),
-        ("in all", f"{in_days(planned.days)}, {planned.node_hours:,.0f} node-hours"),
-        ("assuming", "\n".join(planned.assumptions)),
-    ]
-    if planned.price is not None:
-        price = f", {planned.price:,.0f} at {profile.cluster.node_price:g} a node-hour"
-        rows[-2] = ("in all", rows[-2][1] + price)
-    return rows
+        sizes = [in_bytes(stage.bytes[kind]) for kind in kinds]
+        rows.append((str(number), layers, *sizes, in_bytes(stage.total)))
+    columns = ("stage", "layers", *kinds, "together")
+    console.print(table(columns, rows, numbers=(*kinds, "together")))
+    verdict = "fits in" if planned.fits else "does not fit in"
+    console.print(f"\n{verdict} {in_bytes(planned.device_bytes)} a device")

@@ -7,6 +7,7 @@ Every step is a Prefect task that publishes an artifact; a step whose artifact i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from prefect import flow
 from prefect.runtime import flow_run
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows import steps
 from flows.hooks import end_jobs
@@ -42,7 +44,16 @@ def run_name() -> str:
     )
 
 
-@flow(name="pretrain", flow_run_name=run_name, on_cancellation=[end_jobs])
+# Of tasks that are mapped, as many at a time as processes can work on them, and a few more that wait.
+SHARDS_AT_ONCE = 2 * (os.cpu_count() or 1)
+
+
+@flow(
+    name="pretrain",
+    flow_run_name=run_name,
+    on_cancellation=[end_jobs],
+    task_runner=ThreadPoolTaskRunner(max_workers=SHARDS_AT_ONCE),
+)
 def pretrain(
     profile: str, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
 ) -> dict[str, Any]:
@@ -62,11 +73,12 @@ def pretrain(
     do = Runner(kept)
 
     planned = do.always(steps.plan, run)
-    key = tokenizer.key(run, hub_token(run))
+    key = tokenizer.key(run, hub_token(run), kept)
     vocabulary = do.once(steps.tokenizer, tokenizer.KIND, key, run, kept)
     tokenizer.check_fits(run, vocabulary)
-    key = dataset.key(run, vocabulary)
+    key = dataset.key(run, kept, vocabulary, hub_token(run))
     corpus = do.once(steps.dataset, dataset.KIND, key, run, kept, vocabulary)
+    run = dataset.with_steps(run, corpus)
     if not checkpoint.needed(run):
         do.skip("checkpoint", "from scratch")
 

@@ -30,6 +30,31 @@ def tell(text: str, done: float | None = None) -> None:
     log.info("%s", text if done is None else f"{text}  {done:.0%}", extra={"progress": True})
 
 
+class Bar:
+    """A progress bar among the artifacts of Prefect's UI. What Prefect cannot take now is left out: the work goes on."""
+
+    def __init__(self, key: str, description: str) -> None:
+        self._key, self._description = key, description
+        self._bar: UUID | None = None
+        self._sent_at = 0.0
+
+    def show(self, done: float) -> None:
+        """The share that is done, 0 to 1; sent every few seconds at most."""
+        now = time.monotonic()
+        if now - self._sent_at < API_SECONDS and done < 1:
+            return
+        self._sent_at = now
+        from prefect.artifacts import create_progress_artifact, update_progress_artifact
+
+        try:
+            if self._bar is None:
+                self._bar = create_progress_artifact(100 * done, key=self._key, description=self._description)
+            else:
+                update_progress_artifact(self._bar, 100 * done)
+        except Exception as error:
+            log.debug("Prefect did not take the progress: %s", error)
+
+
 class Progress:
     """Follows one run's metrics; `watch` is to be called a few times a second."""
 

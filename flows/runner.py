@@ -19,14 +19,14 @@ from prefect.logging.handlers import APILogHandler
 from prefect.states import Completed
 
 from flows.console import OURS
-from flows.plan import sentence
-from modeling.planner import Plan
 from profiles.errors import ProfileError
 from tasks import keys, runs
 from tasks.artifacts import Artifact, Store
 from tasks.failures import Hopeless
 from tasks.report import Outcome
+from tasks.shard import SourceError
 from tasks.text import duration
+from tasks.workers import Ended
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Runner:
             how, took = ("done", seconds) if known is None else ("cached", known.seconds)
             self._note(Outcome(step.name, how, took, describe(result), result.summary))
         else:
-            self._note(Outcome(step.name, "done", seconds, describe(result)))
+            self._note(Outcome(step.name, "done", seconds))
         return result
 
     def _note(self, outcome: Outcome) -> None:
@@ -102,21 +102,17 @@ def worth_retrying(step: Task[..., Any], run: TaskRun, state: State) -> bool:
     """Whether another attempt could end better: not where the user's input was refused, or memory was too small."""
     try:
         state.result()
-    except (ProfileError, Hopeless):
+    except (ProfileError, SourceError, Ended, Hopeless):
         return False
     except Exception:
         return True
     return False
 
 
-def describe(result: Any) -> str:
-    """What a step came to, in a line."""
-    if isinstance(result, Plan):
-        return sentence(result)
-    if not isinstance(result, Artifact):
-        return ""
-    facts = result.summary
-    match result.kind:
+def describe(artifact: Artifact) -> str:
+    """What a step's artifact came to, in a line."""
+    facts = artifact.summary
+    match artifact.kind:
         case "tokenizer":
             return f"{facts['vocabulary_size']:,} tokens, from {facts['source']}"
         case "dataset":

@@ -6,14 +6,15 @@ timeout cannot interrupt a call that blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect import task
+from prefect import task, unmapped
 from prefect.tasks import exponential_backoff
 
-from flows.progress import Progress, tell
+from flows.plan import sentence
+from flows.progress import Bar, Progress, tell
 from flows.runner import worth_retrying
 from flows.secrets import hub_token
 from modeling import planner
@@ -25,7 +26,9 @@ from tasks import graphs as compilation
 from tasks import report as reports
 from tasks import tokenizer as tokenizers
 from tasks.artifacts import Artifact, Store
+from tasks.plan import Plan
 from tasks.report import Outcome
+from tasks.workers import Workers
 
 # Of tasks that can fail for reasons that pass: a network, a machine, a disk that was full.
 DELAYS = exponential_backoff(2)  # seconds: 2, 4, 8, ...
@@ -41,6 +44,7 @@ def plan(profile: Profile) -> planner.Plan:
     """Validity, parameters and bytes on each rank; refuses what cannot fit."""
     planned = planner.plan(profile)
     planner.require_fit(profile, planned)
+    tell(sentence(planned))
     return planned
 
 
@@ -53,7 +57,26 @@ def tokenizer(profile: Profile, store: Store) -> Artifact:
 @task(task_run_name="dataset of {profile.name}", **RETRIED)
 def dataset(profile: Profile, store: Store, tokenizer: Artifact) -> Artifact:
     """Tokenize the data into Megatron's indexed format."""
-    return datasets.run(profile, store, tokenizer, progress=tell)
+    bar = Bar("tokenizing", "Shards of the data that are tokenized")
+
+    def progress(text: str, done: float) -> None:
+        tell(text, done)
+        bar.show(done)
+
+    return datasets.run(profile, store, tokenizer, progress, mapped, hub_token(profile))
+
+
+@task(task_run_name="{order} {name}", **RETRIED)
+def shard(order: str, name: str, k: int, workers: Workers) -> dict[str, Any]:
+    """One shard of the data, by a process that is free."""
+    return workers.run(order, k).to_json()
+
+
+def mapped(workers: Workers, plan: Plan, order: str, numbers: Sequence[int]) -> Iterator[Artifact]:
+    """Shards as tasks of their own, which Prefect shows and tries again one by one."""
+    names = [plan.shards[k].name for k in numbers]
+    for future in shard.map(order, names, list(numbers), unmapped(workers)):
+        yield Artifact.from_json(future.result())
 
 
 @task(task_run_name="graphs of {profile.name}", **RETRIED)

@@ -78,11 +78,13 @@ def compile_graphs(profile: Profile, cache: Path) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
     with Program(one, cache, start=False) as program:
         samples = torch.zeros(settings.micro_batch_size, settings.sequence_length + 1, dtype=torch.int64)
+        documents = torch.zeros_like(samples[:, 1:]) if settings.document_masks else None
+        counted = torch.ones(len(samples), dtype=torch.bool)
         programs = {
-            "block, forward and backward": lambda: program.forward_backward(samples, 1.0),
-            "block, evaluation": lambda: program.evaluate(
-                samples, torch.ones(len(samples), dtype=torch.bool)
+            "block, forward and backward": lambda: program.forward_backward(
+                samples, 1.0, documents=documents
             ),
+            "block, evaluation": lambda: program.evaluate(samples, counted, documents),
         }
         for name, call in programs.items():
             before, begun = counts(), time.perf_counter()

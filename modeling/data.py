@@ -1,51 +1,84 @@
-"""What order the training data comes in: sample i of a run is a pure function of (seed, epoch, i).
+"""The training data as samples: sample i of a run is a pure function of (seed, i), whatever the ranks and the past.
 
-The documents of all shards are one stream of T tokens. Window w of sequence length s is the tokens [w·s, w·s + s]: s + 1 of
+The documents of a stream's shards are one row of T tokens. Window w of sequence length s is the tokens [w·s, w·s + s]: s + 1 of
 them, since each predicts the next, so neighbours share one. There are n = ⌊(T - 1) / s⌋ windows; only the last, partial one
-is left out. Epoch e visits them in the order of a permutation of [0, n) that is computed, not stored: a Feistel network
-(Luby and Rackoff 1988) over the next power of four, keyed by seed and epoch, applied again while the result falls outside
-(cycle walking, under four times on average). Nothing is built or held, whatever the corpus's size; resuming needs the sample
-counter alone, and the data-parallel degree changes nothing.
+is left out. All shards are one stream, or each source is one where sources have weights; order.py says which window comes when.
+Nothing is built or held, whatever the corpus's size: 10^12 tokens in 20,000 shards open in a fraction of a second. Resuming
+needs the sample counter alone.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from modeling.indexed import IndexedError, data_path, map_tokens, read_header
+from modeling.indexed import IndexedError, data_path, map_index, map_tokens, read_header
+from modeling.order import Windows, blend, stream_seed
+from modeling.stage import Stage
 
-ROUNDS = 6
-OPEN_SHARDS = 64  # each holds a file descriptor; systems commonly allow a process 1024
+OPEN_SHARDS = 64  # each holds two file descriptors; systems commonly allow a process 1024
+AHEAD = 2  # spans whose shards are staged: the one that is read, and the next
+
+
+class Stream(NamedTuple):
+    """A row of tokens within a corpus: its share of the samples, where it starts, and how many tokens it has."""
+
+    weight: float
+    start: int
+    tokens: int
+
+
+class Open(NamedTuple):
+    """A shard that is mapped: the tokens of its split, and where they start in its file."""
+
+    tokens: np.ndarray
+    start: int
+    prefix: Path
 
 
 @dataclass
 class Corpus:
-    """The tokens of one split as one stream over many shards, mapped when first read and at most OPEN_SHARDS at a time.
+    """The tokens of one split over many shards, mapped when first read and at most OPEN_SHARDS at a time.
 
     Attributes:
-        prefixes: paths of the shards' `.bin`/`.idx` without the ending.
+        paths: of the shards' `.bin`/`.idx` without the ending; of those in the store, from its artifacts on.
         counts: (shards) tokens in each.
+        starts: (shards) token of its file that each starts with.
         vocabulary_size: every token id is below it.
+        artifacts: folder of the store's artifacts, where they are on this machine.
         eos: token id that ends each document, None where documents are not ended.
+        streams: rows of tokens that samples are drawn from.
+        span: tokens that are shuffled together; None: all of a stream.
+        stage: where shards that are elsewhere are copied to.
     """
 
-    prefixes: list[Path]
+    paths: list[str]
     counts: np.ndarray
+    starts: np.ndarray
     vocabulary_size: int
+    artifacts: Path
     eos: int | None = None
-    _open: OrderedDict[int, np.ndarray] = field(default_factory=OrderedDict, repr=False)
+    streams: list[Stream] = field(default_factory=list)
+    span: int | None = None
+    stage: Stage | None = None
+    _open: OrderedDict[int, Open] = field(default_factory=OrderedDict, repr=False)
 
     def __post_init__(self) -> None:
         self.ends = np.cumsum(self.counts, dtype=np.int64)
+        self.streams = self.streams or [Stream(1.0, 0, self.tokens)]
 
     @classmethod
-    def open(cls, folder: str | Path, split: str) -> Corpus:
-        """The split "train" or "validation" of a dataset artifact; shards lie beside it in the same store.
+    def open(cls, folder: str | Path, split: str, stage: Stage | None = None) -> Corpus:
+        """The split "train" or "validation" of a dataset artifact.
+
+        Args:
+            stage: where shards are copied to; without it those of the store lie beside the folder.
 
         Raises:
             FileNotFoundError: the folder has no corpus.json.
@@ -57,112 +90,175 @@ class Corpus:
             raise ValueError(f"{path}: format {manifest.get('format')!r}; only 1 is known")
         if split not in ("train", "validation"):
             raise ValueError(f'split {split!r} is not known; splits are "train" and "validation"')
-        artifacts = Path(folder).absolute().parent.parent
-        shards = [shard for shard in manifest[split] if shard["tokens"]]
-        counts = np.array([shard["tokens"] for shard in shards], np.int64)
-        prefixes = [artifacts / shard["path"] for shard in shards]
-        return cls(prefixes, counts, manifest["vocabulary_size"], manifest["eos"])
+        entries = manifest[split]
+        counts = np.array([shard["tokens"] for shard in entries], np.int64)
+        weighted = manifest.get("blend") if split == "train" else None
+        return cls(
+            [shard["path"] for shard in entries],
+            counts,
+            np.array([shard.get("start", 0) for shard in entries], np.int64),
+            manifest["vocabulary_size"],
+            Path(folder).absolute().parent.parent,
+            manifest["eos"],
+            _streams(weighted, counts) if weighted else [],
+            manifest.get("span") if split == "train" else None,
+            stage,
+        )
 
     @property
     def tokens(self) -> int:
         return int(self.counts.sum())
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens (count), int64, from position `start` of the stream on, across shards.
+        """Tokens (count), int64, from position `start` on, across shards.
 
         Raises:
-            IndexError: the stream ends before.
+            IndexError: the corpus ends before.
             IndexedError: a shard that is not what corpus.json says, or a token beyond the vocabulary.
         """
-        if start < 0 or start + count > self.tokens:
-            raise IndexError(f"tokens [{start}, {start + count}) of a corpus of {self.tokens}")
         out = np.empty(count, np.int64)
         filled = 0
-        shard = int(np.searchsorted(self.ends, start, side="right"))
-        while filled < count:
-            offset = start + filled - int(self.ends[shard] - self.counts[shard])
-            part = self._shard(shard)[offset : offset + count - filled]
+        for i, offset, length in self._parts(start, count):
+            shard = self._shard(i)
+            part = shard.tokens[offset : offset + length]
             if part.max() >= self.vocabulary_size or part.min() < 0:
                 wrong = int(((part >= self.vocabulary_size) | (part < 0)).argmax())
                 reason = f"token {part[wrong]} is not in the vocabulary of {self.vocabulary_size}"
-                path = data_path(self.prefixes[shard])
-                raise IndexedError(path, (offset + wrong) * part.dtype.itemsize, reason)
-            out[filled : filled + len(part)] = part
-            filled += len(part)
-            shard += 1
+                at = (shard.start + offset + wrong) * part.dtype.itemsize
+                raise IndexedError(data_path(shard.prefix), at, reason)
+            out[filled : filled + length] = part
+            filled += length
         return out
 
-    def _shard(self, i: int) -> np.ndarray:
+    def documents(self, start: int, count: int) -> np.ndarray:
+        """For each of the tokens (count) from `start` on, the place among them where its document begins, int64.
+
+        A document that begins before them begins with them. Finding the first takes log₂(documents) looks at the index.
+        """
+        out = np.zeros(count, np.int64)
+        filled = 0
+        for i, offset, length in self._parts(start, count):
+            shard = self._shard(i)
+            size = shard.tokens.dtype.itemsize
+            _, pointers, indices = map_index(shard.prefix, read_header(shard.prefix))
+
+            def begin(sequence: int, pointers: np.ndarray = pointers) -> float:
+                return pointers[sequence] if sequence < len(pointers) else float("inf")
+
+            offset += shard.start
+            first = bisect_right(indices, offset * size, key=begin)
+            last = bisect_left(indices, (offset + length) * size, lo=first, key=begin)
+            places = filled + pointers[indices[first:last]] // size - offset
+            out[filled], out[places] = filled, places
+            filled += length
+        return np.maximum.accumulate(out)
+
+    def ahead(self, start: int, count: int) -> None:
+        """Begin to stage the shards of these tokens, where shards are staged."""
+        if self.stage:
+            self.stage.ahead(self.paths[i] for i, _, _ in self._parts(start, count) if self._staged(i))
+
+    def _parts(self, start: int, count: int) -> list[tuple[int, int, int]]:
+        """Shard, token of its split and number of tokens, of each part of [start, start + count)."""
+        if start < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens [{start}, {start + count}) of a corpus of {self.tokens}")
+        parts = []
+        i = int(np.searchsorted(self.ends, start, side="right"))
+        while count:
+            offset = start - int(self.ends[i] - self.counts[i])
+            length = min(count, int(self.counts[i]) - offset)
+            if length:
+                parts.append((i, offset, length))
+            start, count, i = start + length, count - length, i + 1
+        return parts
+
+    def _staged(self, i: int) -> bool:
+        path = self.paths[i]
+        return self.stage is not None and ("://" in path or not Path(path).is_absolute())
+
+    def _shard(self, i: int) -> Open:
         if i in self._open:
             self._open.move_to_end(i)
             return self._open[i]
+        prefix = self.stage.local(self.paths[i]) if self._staged(i) else self.artifacts / self.paths[i]
         # In constant time; that no byte has changed since it was written is for the store to verify.
-        tokens = map_tokens(self.prefixes[i], read_header(self.prefixes[i]).dtype)
-        if len(tokens) != self.counts[i]:
-            reason = f"has {len(tokens)} tokens, corpus.json says {self.counts[i]}"
-            raise IndexedError(data_path(self.prefixes[i]), tokens.nbytes, reason)
+        tokens = map_tokens(prefix, read_header(prefix).dtype)
+        start, count = int(self.starts[i]), int(self.counts[i])
+        part = tokens[start : start + count]
+        if len(part) != count:
+            reason = f"has {len(tokens)} tokens, corpus.json says {start + count}"
+            raise IndexedError(data_path(prefix), tokens.nbytes, reason)
         if len(self._open) >= OPEN_SHARDS:
             self._open.popitem(last=False)
-        self._open[i] = tokens
-        return tokens
+        self._open[i] = Open(part, start, prefix)
+        return self._open[i]
+
+
+def _streams(blend: list[dict[str, float]], counts: np.ndarray) -> list[Stream]:
+    """One stream a source that has a weight."""
+    streams, shard, start = [], 0, 0
+    for source in blend:
+        tokens = int(counts[shard : shard + source["shards"]].sum())
+        if source["weight"]:
+            streams.append(Stream(source["weight"], start, tokens))
+        shard, start = shard + source["shards"], start + tokens
+    return streams
 
 
 class Samples:
     """Windows of a corpus in the order of training, or in their natural order where there is no seed (validation).
 
     Attributes:
-        windows: number of them, one epoch.
+        windows: number of them, one epoch of every stream.
 
     Raises:
-        ValueError: the corpus has no whole window.
+        ValueError: a stream has no whole window.
     """
 
     def __init__(self, corpus: Corpus, sequence_length: int, seed: int | None) -> None:
         self.corpus = corpus
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self.windows = (corpus.tokens - 1) // sequence_length
-        if self.windows < 1:
-            reason = f"a corpus of {corpus.tokens} tokens has no window of {sequence_length} + 1"
-            raise ValueError(f"train.sequence_length = {sequence_length}: {reason}")
+        self.sequence_length = s = sequence_length
+        span = max(1, corpus.span // s) if corpus.span else None
+        self._starts = np.array([stream.start for stream in corpus.streams])
+        self._pattern = blend([stream.weight for stream in corpus.streams])
+        self._orders = []
+        for i, stream in enumerate(corpus.streams):
+            n = (stream.tokens - 1) // s
+            if n < 1:
+                which = f"source {i}" if len(corpus.streams) > 1 else "a corpus"
+                reason = f"{which} of {stream.tokens} tokens has no window of {s} + 1"
+                raise ValueError(f"train.sequence_length = {s}: {reason}")
+            self._orders.append(Windows(n, None if seed is None else stream_seed(seed, i), span))
+        self.windows = sum(order.n for order in self._orders)
 
-    def order(self, samples: np.ndarray) -> np.ndarray:
-        """The window (count) that each sample (count) reads; samples count on from one epoch to the next."""
-        samples = np.asarray(samples, np.int64)
-        epochs, positions = np.divmod(samples, self.windows)
-        if self.seed is None:
-            return positions
-        return permute(positions, self.windows, self.seed, epochs)
+    def starts(self, samples: np.ndarray) -> np.ndarray:
+        """The token (count) that each sample's (count) window starts with; samples count on from one epoch to the next."""
+        streams, numbers = self._pattern.place(np.asarray(samples, np.int64))
+        starts = self._starts[streams]
+        for stream in np.unique(streams).tolist():
+            own = streams == stream
+            starts[own] += self._orders[stream].order(numbers[own]) * self.sequence_length
+        return starts
 
     def batch(self, first: int, count: int) -> np.ndarray:
         """Tokens (count, sequence length + 1), int64, of the samples [first, first + count)."""
-        windows = self.order(np.arange(first, first + count))
+        self._stage(first)
         s = self.sequence_length
-        rows = [self.corpus.read(int(window) * s, s + 1) for window in windows]
-        return np.stack(rows)  # (count, s + 1)
+        starts = self.starts(np.arange(first, first + count)).tolist()
+        return np.stack([self.corpus.read(start, s + 1) for start in starts])  # (count, s + 1)
 
+    def documents(self, first: int, count: int) -> np.ndarray:
+        """Where the document of each token (count, sequence length) begins, as its place in the sample, int64."""
+        s = self.sequence_length
+        starts = self.starts(np.arange(first, first + count)).tolist()
+        return np.stack([self.corpus.documents(start, s) for start in starts])  # (count, s)
 
-def permute(values: np.ndarray, n: int, seed: int, epochs: np.ndarray) -> np.ndarray:
-    """Where a permutation of [0, n), keyed by the seed and each value's epoch, takes each value (count) -> (count)."""
-    half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))  # bits of a Feistel half
-    low = (np.uint64(1) << half) - np.uint64(1)
-    values = np.atleast_1d(values).astype(np.uint64)
-    epochs = np.broadcast_to(epochs, values.shape).astype(np.uint64)
-    seeds = _mix(np.full(values.shape, seed % 2**64, np.uint64))
-    keys = [_mix(_mix(seeds ^ epochs) + np.uint64(i)) for i in range(ROUNDS)]
-    outside = np.ones(values.shape, bool)
-    while outside.any():
-        left, right = values[outside] >> half, values[outside] & low
-        for key in keys:
-            left, right = right, left ^ (_mix(right ^ key[outside]) & low)
-        values[outside] = left << half | right
-        outside = values >= n
-    return values.astype(np.int64)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit words in which every input bit reaches every output bit (splitmix64's finalizer)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return x ^ x >> np.uint64(31)
+    def _stage(self, first: int) -> None:
+        """Have the shards staged that samples from `first` on need next, span by span."""
+        if self.corpus.stage is None:
+            return
+        s = self.sequence_length
+        streams, numbers = self._pattern.place(np.arange(first, first + len(self._pattern.stream)))
+        for stream, at in zip(*np.unique(streams, return_index=True), strict=True):
+            for window, count in self._orders[stream].extents(int(numbers[at]), AHEAD):
+                self.corpus.ahead(int(self._starts[stream]) + window * s, count * s + 1)

@@ -19,6 +19,7 @@ import torch
 from modeling import exits
 from modeling.compile import counts, unpack
 from modeling.data import Corpus, Samples
+from modeling.prefetch import Batch, read
 from modeling.program import Program
 from parallel import ZeRO1, checkpoint
 from profiles.resolve import load
@@ -50,11 +51,11 @@ def validation_loss(program: Program, samples: Samples, batches: int | None = No
     total = torch.zeros(2, dtype=torch.float64)
     for index in range(passes if batches is None else min(passes, batches)):
         first = (index * data.size + data.rank) * size
-        rows = None
-        if program.reads:
-            rows = torch.from_numpy(samples.batch(first, size))  # (size, s + 1); past the end it begins again
+        batch = (
+            read(program, samples, first, size) if program.reads else Batch()
+        )  # past the end it begins again
         counted = torch.arange(first, first + size) < samples.windows
-        total += program.evaluate(rows, counted).cpu()
+        total += program.evaluate(batch.tokens, counted, batch.documents).cpu()
     loss, tokens = program.sum(total)
     return HeldOut(loss / max(tokens, 1), round(tokens))
 

@@ -141,15 +141,17 @@ class GPT(nn.Module):
         """Token ids (b, s/c), or a former stage's hidden states, to hidden states.
 
         Args:
-            positions: (s/c) or (b, s/c), of this context rank's tokens.
-            documents: (b, s/c) number of each token's document, where attention stays within one.
+            positions: (s/c), of this context rank's tokens.
+            documents: (b, s/c) the position that each token's document begins at, where attention stays within one and
+                learned positions begin again with it.
             samples: (b) keys of the samples (`sample_keys`), for dropout; without them there is none.
         """
         keys = None
         if samples is not None and self.model.dropout:
             keys = token_keys(samples, positions, self.axis, self.sequence)
         if self.first:
-            x = self.embedding(x) + self.positions(positions.expand(x.shape))
+            own = positions if documents is None else positions - documents
+            x = self.embedding(x) + self.positions(own.expand(x.shape))
             if keys:
                 x = dropout(x, keys.own, self.model.dropout)
         for number, layer in self.layers.items():

@@ -105,43 +105,51 @@ def map_tokens(prefix: str | Path, dtype: np.dtype) -> np.ndarray:
     return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)  # an empty file cannot be mapped
 
 
-class IndexedDataset(Sequence[np.ndarray]):
-    """A mapped `.bin`/`.idx` pair, checked as a whole when opened: no sequence can reach outside the data.
+def map_index(prefix: str | Path, header: Header) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lengths (S) int32, pointers (S) int64 and document indices (D) int64 of `<prefix>.idx`, mapped and unchecked."""
+    index = np.memmap(index_path(prefix), np.uint8, mode="r")
+    at, arrays = HEADER.size, []
+    counts = header.sequences, header.sequences, header.document_indices
+    for dtype, count in zip(("<i4", "<i8", "<i8"), counts, strict=True):
+        arrays.append(np.frombuffer(index, dtype, count, at) if count else np.empty(0, dtype))
+        at += arrays[-1].nbytes
+    return arrays[0], arrays[1], arrays[2]
+
+
+class Index:
+    """A mapped `.idx`, checked as a whole when opened: no sequence can reach outside the data.
+
+    Args:
+        prefix: of the pair; only its `.idx` is read.
+        size: bytes of the pair's `.bin`.
 
     Attributes:
         dtype: of the tokens.
         lengths: (sequences), tokens in each.
         pointers: (sequences), bytes into `.bin` where each starts.
         document_indices: (documents + 1), the sequence that each document starts with.
-        tokens: (size of the data), all tokens, flat.
 
     Raises:
-        IndexedError: a truncated, foreign or damaged pair.
-        FileNotFoundError: one of the two is missing.
+        IndexedError: truncated, foreign or damaged.
+        FileNotFoundError: no such file.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
-        self.dtype, sequences, document_indices = read_header(prefix)
+    def __init__(self, prefix: str | Path, size: int) -> None:
+        header = read_header(prefix)
+        self.dtype, sequences, document_indices = header
         path = index_path(prefix)
-        index = np.memmap(path, np.uint8, mode="r")
-        at = HEADER.size
-        self.lengths = np.frombuffer(index, "<i4", sequences, at) if sequences else np.empty(0, "<i4")
-        pointers_at = at + 4 * sequences
-        self.pointers = (
-            np.frombuffer(index, "<i8", sequences, pointers_at) if sequences else np.empty(0, "<i8")
-        )
-        documents_at = pointers_at + 8 * sequences
         if not document_indices:
             raise IndexedError(path, 26, "no document indices; even an empty index holds the number 0")
-        self.document_indices = np.frombuffer(index, "<i8", document_indices, documents_at)
-        self.tokens = map_tokens(prefix, self.dtype)
+        self.lengths, self.pointers, self.document_indices = map_index(prefix, header)
 
         def refuse(wrong: np.ndarray, start: int, width: int, values: np.ndarray, reason: str) -> None:
             if wrong.any():
                 i = int(wrong.argmax())
                 raise IndexedError(path, start + i * width, f"entry {i} is {values[i]}: {reason}")
 
-        size = self.tokens.nbytes
+        at = HEADER.size
+        pointers_at = at + 4 * sequences
+        documents_at = pointers_at + 8 * sequences
         refuse(self.lengths < 0, at, 4, self.lengths, "a sequence's length cannot be negative")
         past = (self.pointers < 0) | (
             self.pointers > size - self.lengths.astype(np.int64) * self.dtype.itemsize
@@ -156,6 +164,26 @@ class IndexedDataset(Sequence[np.ndarray]):
         reason = f"document indices rise from 0 to the number of sequences, {sequences}"
         refuse(wrong, documents_at, 8, self.document_indices, reason)
 
+    @property
+    def documents(self) -> int:
+        return len(self.document_indices) - 1
+
+
+class IndexedDataset(Index, Sequence[np.ndarray]):
+    """A mapped `.bin`/`.idx` pair, checked as a whole when opened.
+
+    Attributes:
+        tokens: (size of the data), all tokens, flat.
+
+    Raises:
+        IndexedError: a truncated, foreign or damaged pair.
+        FileNotFoundError: one of the two is missing.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.tokens = map_tokens(prefix, read_header(prefix).dtype)
+        super().__init__(prefix, self.tokens.nbytes)
+
     def __len__(self) -> int:
         """Sequences."""
         return len(self.lengths)
@@ -164,10 +192,6 @@ class IndexedDataset(Sequence[np.ndarray]):
         """Tokens (length) of sequence i, a view of the mapped file."""
         start = int(self.pointers[i]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[i])]
-
-    @property
-    def documents(self) -> int:
-        return len(self.document_indices) - 1
 
 
 class IndexedDatasetBuilder:
@@ -191,13 +215,25 @@ class IndexedDatasetBuilder:
             ValueError: an id that the dtype cannot hold.
         """
         ids = np.asarray(tokens)
+        self.add_documents(ids, np.array([ids.size]))
+
+    def add_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents whose ids follow each other; lengths (documents)."""
+        self.extend(ids)
+        self.lengths.extend(lengths.tolist())
+
+    def extend(self, ids: np.ndarray) -> None:
+        """Append ids of a document that `end_document` will end."""
         limits = np.iinfo(self.dtype)
         if ids.size and (ids.min() < limits.min or ids.max() > limits.max):
             wrong = int(ids.min() if ids.min() < limits.min else ids.max())
             raise ValueError(f"token id {wrong} in document {len(self.lengths)} does not fit {self.dtype}")
-        self._data.write(ids.astype(self.dtype).tobytes())
-        self.lengths.append(ids.size)
+        self._data.write(ids.astype(self.dtype, copy=False).tobytes())
         self.tokens += ids.size
+
+    def end_document(self, length: int) -> None:
+        """End the document of the `length` ids that were appended last."""
+        self.lengths.append(length)
 
     def finish(self) -> None:
         """Write the index and give both files their names, the index last."""

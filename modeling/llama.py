@@ -128,10 +128,13 @@ class Llama(nn.Module):
         """Token ids (b, s/c), or a former stage's hidden states, to hidden states.
 
         Args:
-            positions: (s/c) or (b, s/c), of this context rank's tokens.
-            documents: (b, s/c) number of each token's document, where attention stays within one.
+            positions: (s/c), of this context rank's tokens.
+            documents: (b, s/c) the position that each token's document begins at, where attention stays within one and
+                positions begin again with it.
             samples: (b) keys of the samples, for dropout, of which there is none here.
         """
+        if documents is not None:
+            positions = positions - documents  # (b, s/c)
         cos, sin = tables(positions, self.theta)  # (1 or b, s/c, 1, d)
         if self.first:
             x = self.embedding(x)

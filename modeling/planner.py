@@ -1,58 +1,45 @@
 """The preflight: what a run would take, from the profile alone, in seconds and without a device or a process group.
 
-Each pipeline stage is built on the meta device as its fullest rank sees it. Bytes of one rank:
+Each pipeline stage is built on the meta device as its fullest rank sees it and its bytes are counted from the layouts:
 
-    parameters   in the type of training     } of ZeRO-1's buckets, their padding included
-    gradients    in `train.gradient_dtype`   }
+    parameters   in the type of training
+    gradients    summed in `train.gradient_dtype`, whole on every rank
     optimizer    master weights and two moments in float32 over the ranks of data × context (float32 training: no master)
-    activations  what eager layers keep, times the microbatches in flight on that stage, with the most that one layer's work,
-                 the loss, messages and exchanges of gradients take on top; compiled graphs keep no more
+    activations  what a layer keeps for backward, times the microbatches in flight on that stage
 
-What layers keep, send and multiply is counted from the layers themselves (meter.py); what that takes in time is in estimate.py.
+Activations follow arXiv 2205.05198 (table 2) with memory-efficient attention and the fused loss. Time is model
+FLOPs over the device's peak times an assumed utilization, and the pipeline's bubble on top; None where the
+peak is not known.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
-from torch import nn
+import torch
 
-from modeling.estimate import estimate
-from modeling.memory import activation_bytes, bucket_sizes, state_bytes
-from modeling.pieces import Counted, Piece, Pieces
-from modeling.program import ahead, flops_per_token, stage_layers
+from modeling.program import DTYPES, MODELS, ahead, flops_per_token, stage_layers
+from parallel import Mesh, parameter_count
 from parallel import device as devices
-from parallel import parameter_count
-from parallel.schedules import in_flight
-from profiles.check import ACCELERATORS
+from parallel.schedules import bubble, in_flight
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 
-HOST_BYTES = 350 << 20  # interpreter and libraries, where the device is the host
+UTILIZATION = 0.35  # of the peak, in matrix products; published runs of these models reach 0.22 to 0.41
+RUNTIME_BYTES = 350 << 20  # interpreter, libraries, communication buffers
 MARGIN = 0.95  # of the device's memory may be planned
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The fullest rank at one place of the pipeline.
-
-    Attributes:
-        layers: of each of its stages, (first, end).
-        parameters: of the model, each once over the tensor ranks.
-        bytes: by kind.
-        flops: of one rank in a step, recomputation and padding included.
-        sent: bytes that one rank sends in a step, by dimension.
-    """
+    """The fullest rank at one place of the pipeline; its layers as (first, end) and its bytes by kind."""
 
     layers: tuple[tuple[int, int], ...]
     parameters: int
     bytes: dict[str, int]
-    flops: float
-    sent: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -61,23 +48,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run would take.
-
-    Attributes:
-        parameters: of the model.
-        mesh: size by axis.
-        stages: of the pipeline's ranks, in order.
-        device_bytes: one device's memory; on CPUs a process's share of the host's.
-        fits: whether the fullest rank leaves 5 % of it free.
-        flops_per_token: of the model in training, 6 a multiply-add of the forward pass.
-        tokens: of the whole run.
-        sent: bytes that the busiest rank sends in a step, by dimension.
-        kv_replication: tensor ranks that hold the same KV head.
-        bubble: share of the working time that a rank waits for others of its pipeline.
-        step_seconds, tokens_per_second, mfu, days, node_hours, price: None where the device's speed is not known; the price
-            also where the profile has none.
-        assumptions: what the times rest on, a sentence each.
-    """
+    """See the module's text. `device_bytes` is one device's memory, a process's share of the host's on CPUs."""
 
     parameters: int
     mesh: dict[str, int]
@@ -85,42 +56,29 @@ class Plan:
     device_bytes: int
     fits: bool
     flops_per_token: float
-    tokens: int
-    sent: dict[str, int]
-    kv_replication: int
-    bubble: float
     step_seconds: float | None
     tokens_per_second: float | None
-    mfu: float | None
-    days: float | None
-    node_hours: float | None
-    price: float | None
-    assumptions: tuple[str, ...]
-
-    @property
-    def fullest(self) -> int:
-        """Number of the stage that needs most."""
-        return max(range(len(self.stages)), key=lambda number: self.stages[number].total)
+    tokens: int
+    kv_replication: int
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def plan(profile: Profile, counted: Counted | None = None) -> Plan:
-    """Plan a profile that `profiles.resolve.check` has passed.
-
-    Args:
-        counted: what was counted for other plans of the same model, to count nothing twice.
-
-    Raises:
-        ProfileError: the device's memory is known neither here nor to the profile.
-    """
+def plan(profile: Profile) -> Plan:
+    """Plan a profile that `profiles.resolve.check` has passed."""
     parallel, settings = profile.parallel, profile.train
-    stages = _stages(profile, Pieces(profile, counted))
+    stages = tuple(_stage(profile, index) for index in range(parallel.pipeline))
     device_bytes = _device_bytes(profile)
-    host_bytes = HOST_BYTES if profile.cluster.device == "cpu" else 0
+    fullest = max(stage.total for stage in stages) + RUNTIME_BYTES
     step_tokens = settings.global_batch_size * settings.sequence_length
-    times = estimate(profile, stages, len(stages[0].layers))
+    flops = flops_per_token(profile)
+    peak = devices.resolve(profile.cluster.device, profile.cluster.accelerator).peak(settings.precision)
+    seconds = None
+    if peak:
+        each = len(stages[0].layers)
+        waiting = bubble(parallel.schedule, parallel.pipeline, profile.accumulation_steps, each)
+        seconds = flops * step_tokens / (peak * profile.world_size * UTILIZATION) * (1 + waiting)
     return Plan(
         parameters=sum(stage.parameters for stage in stages),
         mesh={
@@ -131,12 +89,12 @@ def plan(profile: Profile, counted: Counted | None = None) -> Plan:
         },
         stages=stages,
         device_bytes=device_bytes,
-        fits=max(stage.total for stage in stages) + host_bytes <= MARGIN * device_bytes,
-        flops_per_token=flops_per_token(profile),
-        tokens=step_tokens * settings.steps,
-        sent={axis: max(stage.sent[axis] for stage in stages) for axis in stages[0].sent},
+        fits=fullest <= MARGIN * device_bytes,
+        flops_per_token=flops,
+        step_seconds=seconds,
+        tokens_per_second=step_tokens / seconds if seconds else None,
+        tokens=step_tokens * (settings.steps or 0),  # of epochs they are known once the data is
         kv_replication=profile.kv_replication,
-        **asdict(times),
     )
 
 
@@ -148,77 +106,92 @@ def require_fit(profile: Profile, planned: Plan) -> None:
     """
     if planned.fits:
         return
-    index, fullest = planned.fullest, planned.stages[planned.fullest]
+    index, fullest = max(enumerate(planned.stages), key=lambda pair: pair[1].total)
     parts = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in fullest.bytes.items())
-    choices = ["a higher parallel.tensor or parallel.pipeline"]
-    if profile.train.micro_batch_size > 1:
-        choices.append("a smaller train.micro_batch_size")
-    if profile.train.recompute != "full":
-        choices.append("train.recompute = full")
     raise ProfileError(
         "parallel",
         f"tensor {profile.parallel.tensor} x pipeline {profile.parallel.pipeline}",
         f"stage {index} needs {fullest.total / 2**30:.1f} GiB a device ({parts}), "
-        f"of which {planned.device_bytes / 2**30:.1f} GiB are there and 5 % stay free",
-        choices,
+        f"of which {planned.device_bytes / 2**30:.1f} GiB are there",
+        [
+            "a higher parallel.tensor or parallel.pipeline",
+            "a smaller train.micro_batch_size",
+            "train.recompute = full",
+        ],
     )
 
 
-def _stages(profile: Profile, pieces: Pieces) -> tuple[Stage, ...]:
-    """What the ranks at each place of the pipeline hold: one stage, or several where schedules interleave."""
-    parallel, count = profile.parallel, profile.accumulation_steps
-    ranks, layers, forwards = parallel.pipeline, stage_layers(profile), ahead(profile)
-
-    def one(place: int) -> Stage:
-        own = layers[place::ranks]
-        built = [pieces.stage(held) for held in own]
-        parts = [pieces.of(held) for held in own]
-        buckets = bucket_sizes(profile, built)
-        alive = in_flight(parallel.schedule, ranks, place, count, each=len(own), ahead=forwards)
-        memory = state_bytes(profile, buckets)
-        memory["activations"] = activation_bytes(profile, pieces, parts, alive, buckets)
-        return Stage(
-            layers=tuple((held.start, held.stop) for held in own),
-            parameters=_parameters(profile, built, place),
-            bytes=memory,
-            flops=count * sum(piece.flops for stage in parts for piece in stage),
-            sent=_sent(profile, pieces, parts, memory),
+def _stage(profile: Profile, index: int) -> Stage:
+    """What the ranks at place `index` of the pipeline hold: one stage, or several where schedules interleave."""
+    parallel, settings, model = profile.parallel, profile.train, profile.model
+    degrees = (parallel.pipeline, profile.data_parallel, parallel.context, parallel.tensor)
+    mesh = Mesh(*degrees, profile.kv_replication, rank=index * math.prod(degrees[1:]))
+    dtype = DTYPES[settings.precision]
+    own = stage_layers(profile)[index :: parallel.pipeline]
+    built = [
+        MODELS[model.architecture](
+            model,
+            mesh,
+            layers,
+            sequence_parallel=parallel.sequence_parallel,
+            dtype=dtype,
+            device=torch.device("meta"),
         )
-
-    return tuple(one(place) for place in range(ranks))
-
-
-def _parameters(profile: Profile, built: Sequence[nn.Module], place: int) -> int:
-    model, ranks = profile.model, profile.parallel.pipeline
+        for layers in own
+    ]
+    local = sum(parameter.numel() for stage in built for parameter in stage.parameters())
     # A weight that the first and the last stage share is counted where the model begins.
-    shared = model.tie_word_embeddings and ranks > 1 and place == ranks - 1
-    return sum(map(parameter_count, built)) - (model.vocab_size * model.hidden_size if shared else 0)
+    shared = model.tie_word_embeddings and parallel.pipeline > 1 and index == parallel.pipeline - 1
+    count = sum(parameter_count(stage) for stage in built) - (
+        model.vocab_size * model.hidden_size if shared else 0
+    )
+    shards = mesh.zero.size if parallel.zero1 else 1
+    states = 8 if dtype == torch.float32 else 12
+    return Stage(
+        layers=tuple((layers.start, layers.stop) for layers in own),
+        parameters=count,
+        bytes={
+            "parameters": local * dtype.itemsize,
+            "gradients": local * DTYPES[settings.gradient_dtype].itemsize,
+            "optimizer": math.ceil(local / shards) * states,
+            "activations": _activations(profile, own, index),
+        },
+    )
 
 
-def _sent(
-    profile: Profile, pieces: Pieces, parts: Sequence[Sequence[Piece]], memory: dict[str, int]
-) -> dict[str, int]:
-    """Bytes that one rank sends in a step, by dimension."""
-    count, parallel = profile.accumulation_steps, profile.parallel
-    counted: Counter[str] = Counter()
-    for piece in (piece for stage in parts for piece in stage):
-        counted.update(piece.sent)
-    zero = profile.data_parallel * parallel.context
-    # Gradients are reduced and scattered, weights gathered; without ZeRO-1 gradients are reduced, which takes both ways.
-    exchanged = memory["gradients"] + memory["parameters" if parallel.zero1 else "gradients"]
-    messages = 2 * len(parts) * count * pieces.hidden_bytes if parallel.pipeline > 1 else 0
-    return {
-        "tensor": count * (counted["tensor"] + counted["kv_replica"]),
-        "context": count * counted["context"],
-        "pipeline": messages,
-        "data": exchanged * (zero - 1) // zero,
-    }
+def _activations(profile: Profile, own: list[range], index: int) -> int:
+    """Bytes that are alive when most are: kept inputs of every layer in flight, one layer's work, and the loss's chunk."""
+    parallel, settings, model = profile.parallel, profile.train, profile.model
+    t, itemsize = parallel.tensor, DTYPES[settings.precision].itemsize
+    tokens = settings.micro_batch_size * settings.sequence_length // parallel.context
+    h, f, d = model.hidden_size, model.intermediate_size, model.head_dim
+    heads = model.num_attention_heads + 2 * max(model.num_key_value_heads, t)
+    outside = tokens * h // (t if parallel.sequence_parallel else 1)
+    # Inputs of both norms and of both column layers; q, k, v (before and after rotation), attention's output and its
+    # log-sum-exp; gate, up, their product.
+    inside = tokens * (2 * heads * d + model.num_attention_heads * d + 4 * f) // t
+    layer = (4 * outside + inside) * itemsize + 4 * tokens * model.num_attention_heads // t
+    # Its input and what its projections give.
+    products = (3 * outside + tokens * (heads * d + 2 * f) // t) * itemsize
+    kept = {"none": layer, "selective": products, "full": outside * itemsize}
+    microbatches = in_flight(
+        parallel.schedule,
+        parallel.pipeline,
+        index,
+        profile.accumulation_steps,
+        each=len(own),
+        ahead=ahead(profile),
+    )
+    again = sum(min(len(layers), settings.recompute_layers or len(layers)) for layers in own)
+    rest = sum(map(len, own)) - again
+    alive = math.ceil(microbatches * (again * kept[settings.recompute] + rest * layer)) + layer
+    if (
+        index == parallel.pipeline - 1
+    ):  # the fused loss: gathered input, its gradient, a chunk of float32 logits twice
+        alive += 2 * tokens * h * itemsize + 2 * min(32 << 20, tokens * model.vocab_size // t * 4)
+    return alive
 
 
 def _device_bytes(profile: Profile) -> int:
-    cluster = profile.cluster
-    memory = devices.resolve(cluster.device, cluster.accelerator).memory_bytes
-    if memory is None and cluster.device != "cpu":
-        reason = f"is missing: this machine has no {cluster.device} device whose memory could be asked for"
-        raise ProfileError("cluster.accelerator", None, reason, ACCELERATORS[cluster.device])
-    return memory or psutil.virtual_memory().total // cluster.devices_per_node
+    memory = devices.resolve(profile.cluster.device, profile.cluster.accelerator).memory_bytes
+    return memory or psutil.virtual_memory().total // profile.cluster.devices_per_node

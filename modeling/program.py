@@ -127,60 +127,72 @@ class Program:
 
     @property
     def reads(self) -> bool:
-        """Whether this rank needs samples: those with the first stage need tokens, those with the last need targets."""
-        return self.first or self.last
+        """Whether this rank needs samples: the first stage needs tokens, the last targets, and all need documents."""
+        return self.first or self.last or self.profile.train.document_masks
 
-    def _split(self, samples: Tensor | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Samples (m·b, s + 1) to this context rank's tokens and targets, (m·b, s/c) each."""
+    def _split(
+        self, samples: Tensor | None, documents: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
+        """Samples (m·b, s + 1) to this context rank's tokens and targets, (m·b, s/c) each, and documents so too by name."""
         if samples is None:
-            return None, None
+            return None, None, {}
         samples = samples.to(self.torch_device, non_blocking=True)
-        return samples[:, self.positions], samples[:, self.positions + 1]
+        each = {}
+        if documents is not None:
+            each["documents"] = documents.to(self.torch_device, non_blocking=True)[:, self.positions]
+        return samples[:, self.positions], samples[:, self.positions + 1], each
 
-    def forward_backward(self, samples: Tensor | None, scale: float, first: int = 0) -> Tensor:
+    def forward_backward(
+        self, samples: Tensor | None, scale: float, first: int = 0, documents: Tensor | None = None
+    ) -> Tensor:
         """Training on the m microbatches of a step; gradients of `scale` times the summed loss reach the optimizer.
 
         Args:
             samples: (m·b, s + 1); None where this rank reads none. A pipeline takes exactly a step's.
+            documents: (m·b, s) the place in its sample that each token's document begins at; None lets attention cross.
             first: the first sample's number in the run; dropout depends on it.
 
         Returns:
             scale · summed loss of this rank's tokens, 0-dim float32, on the device; 0 without the last stage.
         """
         settings = self.profile.train
-        tokens, targets = self._split(samples)
+        tokens, targets, each = self._split(samples, documents)
         count = (
             settings.micro_batch_size * self.profile.accumulation_steps if samples is None else len(samples)
         )
         numbers = torch.arange(first, first + count, device=self.torch_device)
         keys = sample_keys(settings.seed, numbers)
         if self.pipeline:
-            return self.pipeline.train(tokens, targets, scale, samples=keys)
+            return self.pipeline.train(tokens, targets, scale, samples=keys, **each)
         total = torch.zeros((), device=self.torch_device)
-        for x, y, key in zip(
-            *(part.split(settings.micro_batch_size) for part in (tokens, targets, keys)), strict=True
-        ):
-            loss = self._loss(self.stages[0](x, self.positions, samples=key), y, scale)
+        for x, y, more in self._microbatches(tokens, targets, {"samples": keys, **each}):
+            loss = self._loss(self.stages[0](x, self.positions, **more), y, scale)
             loss.backward()
             total += loss.detach()
         return total
 
+    def _microbatches(
+        self, tokens: Tensor, targets: Tensor, each: dict[str, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        for at in range(0, len(tokens), self.profile.train.micro_batch_size):
+            own = slice(at, at + self.profile.train.micro_batch_size)
+            yield tokens[own], targets[own], {name: value[own] for name, value in each.items()}
+
     @torch.no_grad()
-    def evaluate(self, samples: Tensor | None, counted: Tensor) -> Tensor:
+    def evaluate(self, samples: Tensor | None, counted: Tensor, documents: Tensor | None = None) -> Tensor:
         """Summed loss of samples (m·b, s + 1), as for training, of which `counted` (m·b) says which count.
 
         Returns:
             [loss, tokens] of this rank, float64; zeros without the last stage.
         """
-        tokens, targets = self._split(samples)
+        tokens, targets, each = self._split(samples, documents)
         if targets is not None:
             targets = targets.where(counted[:, None].to(targets.device), IGNORE)
         if self.pipeline:
-            loss = self.pipeline.evaluate(tokens, targets)
+            loss = self.pipeline.evaluate(tokens, targets, **each)
         else:
-            size = self.profile.train.micro_batch_size
-            parts = zip(tokens.split(size), targets.split(size), strict=True)
-            loss = sum(self._loss(self.stages[0](x, self.positions), y) for x, y in parts)
+            parts = self._microbatches(tokens, targets, each)
+            loss = sum(self._loss(self.stages[0](x, self.positions, **more), y) for x, y, more in parts)
         number = (targets != IGNORE).sum() if self.last else torch.zeros_like(loss)
         return torch.stack((loss.double(), number.double()))
 

@@ -24,7 +24,7 @@ from modeling.compile import counts, unpack
 from modeling.data import Corpus, Samples
 from modeling.evaluate import validation_loss
 from modeling.metrics import Metrics
-from modeling.prefetch import Prefetch
+from modeling.prefetch import Batch, Prefetch, read
 from modeling.program import DTYPES, Program, flops_per_token
 from modeling.schedule import learning_rate
 from modeling.stragglers import Stragglers, node_names, one_hot
@@ -86,7 +86,7 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
 
     def reading(after: int) -> Prefetch | None:
         return (
-            Prefetch(lambda k: samples.batch(first(k), own), after + 1, settings.steps)
+            Prefetch(lambda k: read(program, samples, first(k), own), after + 1, settings.steps)
             if program.reads
             else None
         )
@@ -101,12 +101,12 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
     while step < settings.steps:
         step += 1
         begun, idle = time.perf_counter(), collectives.waited.seconds
-        mine = torch.from_numpy(batches.next()) if batches else None  # (own, s + 1)
+        mine = batches.next() if batches else Batch()
         waited = time.perf_counter() - begun
 
         rate = learning_rate(settings, step)
         optimizer.begin(profile.accumulation_steps)
-        loss = program.forward_backward(mine, scale, first(step))
+        loss = program.forward_backward(mine.tokens, scale, first(step), mine.documents)
         worked = time.perf_counter() - begun - waited - (collectives.waited.seconds - idle)
         told = torch.tensor([loss.item(), float(stop.asked)], dtype=torch.float64)
         told = torch.cat((told, one_hot(mesh.rank, mesh.size, worked * mesh.tensor.size)))

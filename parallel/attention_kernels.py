@@ -74,10 +74,6 @@ class Kernel(ABC):
         """How many of the queries q (b, n, s, d) a call should take at a time."""
         return q.shape[2]
 
-    def scratch(self, q: Tensor, k: Tensor, causal: bool) -> int:
-        """Bytes that backward takes besides its results, where that is more than a little."""
-        return 0
-
 
 class Math(Kernel):
     """The formulas in plain operations, on any device and in any type; all s · t scores exist at once."""
@@ -128,14 +124,6 @@ class CpuFlash(Kernel):
         if causal and s < 2048 and b * n * s * s > 1 << 19:  # what saves more than the calls cost
             return max(64, s // 8)
         return s
-
-    def scratch(self, q: Tensor, k: Tensor, causal: bool) -> int:
-        sums = 2 * 4 * k.numel()  # of dk and dv over tiles, in float32
-        if not self._products(q.dtype):
-            return sums
-        b, n, s, _ = q.shape
-        # Scores and their gradients in float32, and one of them in bf16 as well.
-        return sums + 10 * b * n * min(s, self.rows(q, causal, backward=True)) * k.shape[2]
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -239,15 +227,8 @@ def kernel(name: str) -> Kernel:
 
 def default(x: Tensor) -> str:
     """Name of the kernel of the device that x lies on."""
-    if x.is_meta:
-        return "cpu-flash"  # nothing is computed there; what is kept is the same with every flash kernel
     kind = device.KINDS.get(x.device.type)
     return kind.attention if kind else "math"
-
-
-def present(name: str) -> Kernel | None:
-    """The kernel of this name, None where it is absent."""
-    return _kernels.get(name)
 
 
 def cuts(name: str) -> bool:

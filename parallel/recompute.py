@@ -1,8 +1,8 @@
 """Activation checkpointing: what backward needs is computed again instead of kept (arXiv 1604.06174).
 
     none        everything is kept
-    selective   of a block, its input and the results of its projections are kept (reduced ones, where they are reduced); norms,
-                rotation, the attention core and activation × gate are computed again (arXiv 2205.05198, section 5)
+    selective   of a block, its input and the results of its projections and their reductions are kept; norms, rotation, the
+                attention core and activation × gate are computed again (arXiv 2205.05198, section 5)
     full        a block's input alone is kept, and its forward is computed again: a third more work
 
 Where blocks are compiled, the recomputation is in the block's graph, and what it does not need (collectives whose result
@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-from parallel.layers import RowParallelLinear
 
 MODES = ("none", "selective", "full")
 
@@ -38,12 +36,11 @@ def recompute(blocks: Iterable[nn.Module], mode: str, count: int | None = None) 
         raise ValueError(f"recompute = {mode!r} is not one of {', '.join(MODES)}")
     if mode == "none":
         return
+    contexts = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if mode == "selective" else {}
+    )
     for number, block in enumerate(blocks):
         if count is None or number < count:
-            contexts: dict[str, Any] = {}
-            if mode == "selective":
-                policy = partial(_policy, _reduced(block))
-                contexts["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
             block.forward = _checkpointed(block.forward, contexts)
 
 
@@ -66,19 +63,5 @@ _KEPT = (
 )
 
 
-def _reduced(block: nn.Module) -> frozenset[tuple[int, ...]]:
-    """Shapes of the right-hand sides of products that are reduced at once: b·s × h before, and a t-th of it after.
-
-    Where a column layer's weight is of such a shape by chance, its product is computed again.
-    """
-    rows = (layer for layer in block.modules() if isinstance(layer, RowParallelLinear))
-    return frozenset(tuple(row.weight.t().shape) for row in rows if row.axis.size > 1 and row.axis.reduces)
-
-
-def _policy(
-    reduced: frozenset[tuple[int, ...]], context: Any, operator: Any, *arguments: Any, **named: Any
-) -> CheckpointPolicy:
-    kept = operator in _KEPT
-    if operator is torch.ops.aten.mm.default and tuple(arguments[1].shape) in reduced:
-        kept = False
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

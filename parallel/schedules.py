@@ -14,7 +14,6 @@ or more forwards ahead if that pays, and hold as many microbatches more. (3 laye
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 WORTHWHILE = 0.02  # of a step, that forwards ahead must gain
@@ -42,12 +41,8 @@ def forwards_ahead(costs: Sequence[float], microbatches: int) -> int:
     Args:
         costs: of each stage in any unit; backward takes twice as long as forward.
     """
-    return _forwards_ahead(tuple(costs), min(microbatches, 4 * len(costs)))  # what more do is the same again
-
-
-@lru_cache
-def _forwards_ahead(costs: tuple[float, ...], microbatches: int) -> int:
-    times = [step_time(costs, microbatches, ahead) for ahead in range(len(costs))]
+    some = min(microbatches, 4 * len(costs))  # what more of them do is the same again
+    times = [step_time(costs, some, ahead) for ahead in range(len(costs))]
     return next(ahead for ahead, time in enumerate(times) if time <= min(times) * (1 + WORTHWHILE))
 
 

@@ -30,7 +30,6 @@ from parallel.layout import layout_of
 from parallel.mesh import Mesh
 
 IN_FLIGHT = 2  # buckets whose exchange is under way at a time, each with memory of its own size on top
-BUCKET = 10_000_000  # elements
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -73,13 +72,22 @@ class ZeRO1:
         clip: float | None = 1.0,
         shard: bool = True,
         gradient_dtype: torch.dtype = torch.float32,
-        bucket: int = BUCKET,
+        bucket: int = 10_000_000,
     ) -> None:
         self.mesh, self.betas, self.epsilon, self.clip = mesh, betas, epsilon, clip
         self.steps = 0  # updates applied; bias correction counts them
         self.buckets: list[Bucket] = []
-        for rate, partial, row in fill_buckets(named, lambda *each: weight_decay * decays(*each), bucket):
-            self.buckets.append(Bucket(row, mesh, rate, partial, shard, gradient_dtype))
+        kinds: dict[tuple, list[list[tuple[str, nn.Parameter]]]] = {}
+        # Backward makes the last parameters' gradients first, so buckets fill from the end.
+        for name, parameter in reversed(list(named)):
+            decay = weight_decay if decays(name, parameter) else 0.0
+            rows = kinds.setdefault((parameter.dtype, decay, layout_of(parameter).partial), [[]])
+            if sum(p.numel() for _, p in rows[-1]) >= bucket:
+                rows.append([])
+            rows[-1].append((name, parameter))
+        for (_, decay, partial), rows in kinds.items():
+            for row in rows:
+                self.buckets.append(Bucket(row, mesh, decay, partial, shard, gradient_dtype))
         for index, each in enumerate(self.buckets):
             for slot in each.slots:
                 slot.parameter.register_post_accumulate_grad_hook(self._collector(index, slot))
@@ -220,26 +228,6 @@ class ZeRO1:
             bucket.own(bucket.values).copy_(bucket.master)
             if bucket.axis.size > 1:
                 collectives.start_all_gather_into(bucket.values, bucket.axis).wait()
-
-
-def fill_buckets(
-    named: Iterable[tuple[str, nn.Parameter]], decay: Callable[[str, nn.Parameter], float], size: int = BUCKET
-) -> list[tuple[float, tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
-    """Which parameters share a bucket: (decay, partial axes, named parameters) of each, alike in type, decay and axes.
-
-    Args:
-        decay: weight decay of a parameter.
-        size: elements a bucket holds at least before the next is begun.
-    """
-    kinds: dict[tuple, list[list[tuple[str, nn.Parameter]]]] = {}
-    # Backward makes the last parameters' gradients first, so buckets fill from the end.
-    for name, parameter in reversed(list(named)):
-        kind = (parameter.dtype, decay(name, parameter), layout_of(parameter).partial)
-        rows = kinds.setdefault(kind, [[]])
-        if sum(p.numel() for _, p in rows[-1]) >= size:
-            rows.append([])
-        rows[-1].append((name, parameter))
-    return [(rate, partial, row) for (_, rate, partial), rows in kinds.items() for row in rows]
 
 
 def adamw(

@@ -5,11 +5,11 @@ Valid tensor degrees divide the query heads and either divide the KV heads or ar
 
 from __future__ import annotations
 
-import glob
 import re
 import shutil
 from pathlib import Path
 
+from profiles import sources
 from profiles.errors import ProfileError
 from profiles.model import neighbours
 from profiles.schema import Profile
@@ -64,6 +64,7 @@ def check(profile: Profile) -> None:
         _schedule,
         _vocabulary,
         _files,
+        sources.check,
     ):
         rule(profile)
 
@@ -223,7 +224,15 @@ def _recompute(profile: Profile) -> None:
 
 def _schedule(profile: Profile) -> None:
     train = profile.train
-    if train.warmup_steps + train.constant_steps > train.steps:
+    if train.steps is not None and train.epochs is not None:
+        reason = f"and train.steps {train.steps} say two things; set the other to null"
+        raise ProfileError("train.epochs", train.epochs, reason, ["null"])
+    if train.epochs is not None and any(source.weight for source in profile.data.sources):
+        reason = "is not defined for sources with weights, which end at different times; give train.steps"
+        raise ProfileError("train.epochs", train.epochs, reason, ["null"])
+    if train.steps is None and train.epochs is None:
+        raise ProfileError("train.steps", None, "is missing: give train.steps or train.epochs")
+    if train.steps is not None and train.warmup_steps + train.constant_steps > train.steps:
         key = "warmup_steps" if train.warmup_steps > train.steps else "constant_steps"
         reason = f"warm-up and constant steps together are more than train.steps {train.steps}"
         raise ProfileError(
@@ -255,16 +264,6 @@ def _files(profile: Profile) -> None:
         _folder_or_repository("tokenizer.source", profile.tokenizer.source)
     if profile.init.from_ is not None:
         _folder_or_repository("init.from", profile.init.from_)
-    for number, source in enumerate(profile.data.sources):
-        key = f"data.sources.{number}.path"
-        if source.kind != "files":
-            if source.path is not None:
-                raise ProfileError(key, source.path, f"{source.kind} has no path", ["null"])
-        elif source.path is None:
-            raise ProfileError(key, None, "is missing: a source of files needs one")
-        elif "://" not in source.path and not glob.glob(str(Path(source.path).expanduser()), recursive=True):
-            reason = "no file matches" if glob.has_magic(source.path) else "there is no such file or folder"
-            raise ProfileError(key, source.path, reason)
 
 
 def _honoured(profile: Profile) -> None:

@@ -82,19 +82,6 @@ class Model(Section):
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
     dropout: float = Field(0.0, ge=0, lt=1, description="of embedding, attention and residual alike (gpt)")
 
-    @property
-    def parameters(self) -> int:
-        """How many the network has, for lists; the planner counts them from the layers."""
-        h, f, llama = self.hidden_size, self.intermediate_size, self.architecture == "llama"
-        q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        norm = h if llama else 2 * h
-        attention = h * (q + 2 * kv) + q * h + self.attention_bias * (q + 2 * kv + h)
-        wide = 2 if llama else 1  # gate and up
-        mlp = (wide + 1) * h * f + self.mlp_bias * (wide * f + h)
-        ends = self.vocab_size * h * (1 if self.tie_word_embeddings else 2) + norm
-        positions = 0 if llama else self.max_position_embeddings * h
-        return self.num_hidden_layers * (attention + mlp + 2 * norm) + ends + positions
-
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, given: Any) -> Any:

@@ -58,13 +58,39 @@ class Tokenizer(Section):
 
 
 class Source(Section):
-    """One source of text."""
+    """One source of text, or of tokens."""
 
-    kind: Literal["python-docs", "files"] = Field(
-        description="Python's own documentation, or files (txt, md, jsonl, jsonl.gz, parquet)"
+    kind: Literal["python-docs", "files", "hub", "tokens", "megatron"] = Field(
+        description="Python's own documentation; files of text (txt, md, json lines plain or as .gz or .zst, parquet, "
+        "arrow); a data set of the hub; a folder written by save_to_disk with a column of token ids; Megatron .bin/.idx"
     )
     path: str | None = Field(
-        None, min_length=1, description="of files: a file, a folder or a pattern, local or s3://"
+        None,
+        min_length=1,
+        description="of files and tokens: a file, a folder or a pattern, of megatron: the files' common prefix or a "
+        "pattern of .idx files; local or s3://",
+    )
+    repository: str | None = Field(None, min_length=1, description="of hub: org/name")
+    config: str | None = Field(
+        None, min_length=1, description="of hub: configuration, where there are several"
+    )
+    split: str = Field("train", min_length=1, description="of hub: the split to read")
+    revision: str | None = Field(None, min_length=1, description="of hub: commit, tag or branch")
+    streaming: bool = Field(
+        False, description="of hub: read over the network as it is needed; false: download files first"
+    )
+    text: str | None = Field(
+        None, min_length=1, description="name of the field with the text, or with token ids; null: data.text"
+    )
+    lines: bool = Field(False, description="of plain text: a document is a line; false: a file")
+    anonymous: bool = Field(False, description="of s3:// paths: read without credentials")
+    weight: float | None = Field(
+        None,
+        gt=0,
+        description="share of the training samples, as a proportion; all sources have one or none has",
+    )
+    use: Literal["split", "train", "validation"] = Field(
+        "split", description="train on it, validate on it, or split it by data.validation_fraction"
     )
 
 
@@ -79,6 +105,19 @@ class Data(Section):
         0.01, description="share of documents, by their hash, held out from training"
     )
     append_eos: bool = Field(True, description="end every document with the tokenizer's EOS token")
+    prepend_bos: bool = Field(False, description="begin every document with the tokenizer's BOS token")
+    deduplicate: bool = Field(False, description="keep one of equal documents of a source")
+    minimum_length: Natural = Field(0, description="characters that a document must have to be kept")
+    shuffle_tokens: Count | None = Field(
+        None,
+        description="tokens that are shuffled together, where not all of the data fits a node's disk; null: all",
+    )
+    cache_gigabytes: Annotated[float, Field(gt=0)] = Field(
+        200.0, description="disk of a node for data that is read from s3://"
+    )
+    maximum_missing: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="share of records without text above which the data is refused"
+    )
 
 
 class Init(Section):
@@ -118,7 +157,11 @@ class Parallel(Section):
 class Train(Section):
     """The training itself: what determines the weights that come out, but for the data."""
 
-    steps: Count = Field(description="optimizer steps")
+    steps: Count | None = Field(None, description="optimizer steps; null where train.epochs is given")
+    epochs: Count | None = Field(
+        None,
+        description="times through the data, as many steps as that takes; null where train.steps is given",
+    )
     global_batch_size: Count = Field(description="samples a step, over all ranks")
     micro_batch_size: Count = Field(1, description="samples a forward pass on one rank")
     sequence_length: Count = Field(description="tokens a sample")
@@ -146,6 +189,9 @@ class Train(Section):
     )
     recompute_layers: Count | None = Field(
         None, description="layers of each pipeline stage that this applies to, from its first on; null: all"
+    )
+    document_masks: bool = Field(
+        False, description="attention stays within a document, and positions begin again with each"
     )
     loss: str | None = Field(
         None, pattern=FUNCTION, description="module:function of the user's; null: cross-entropy"

@@ -76,13 +76,19 @@ class Store:
         self._remote = Objects(uri) if remote else None
         self._storage: Storage = self._remote or self._local
         self._begun: dict[tuple[str, str], float] = {}  # when work on an artifact began, by its kind and key
+        self.storage = self._storage  # for small files that are no artifacts
+        self.work_dir = self._local.path("")
+        self.notes = self._local.path("notes")  # what may be forgotten
 
-    def find(self, kind: str, key: str) -> Artifact | None:
+    def find(self, kind: str, key: str, limit: int = VERIFIED) -> Artifact | None:
         """The artifact, if it is there and whole, and all that it requires too.
 
         What is damaged is removed, with one warning that names the file.
+
+        Args:
+            limit: bytes whose contents are looked at; what is beyond them is verified by size.
         """
-        return self._found(kind, key, VERIFIED)
+        return self._found(kind, key, limit)
 
     def expect(self, kind: str, key: str) -> Artifact:
         """The artifact, which was published just now, so that its contents need no other look.

@@ -1,178 +1,282 @@
-"""Dataset step: text to tokens in Megatron's indexed format, a shard at a time, and the corpus that joins the shards.
+"""Dataset step: text to tokens in Megatron's indexed format, shard by shard, and the corpus that joins the shards.
 
 A shard is an artifact of its own ("tokens"), so that a new file in a growing source tokenizes only itself; the "dataset"
-artifact holds corpus.json alone, which counts and points to them. Documents are ended by EOS and none is dropped. A document
-is held out for validation by its own hash, so which are never changes when data is added.
+artifact holds corpus.json, which counts and points to them, and report.json, which says what became of each source's records. A
+document is held out for validation by its own hash, so which are never changes when data is added.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
-from modeling.indexed import IndexedDatasetBuilder, token_dtype
+from profiles import check
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from tasks import corpora, keys
-from tasks import tokenizer as tokenizers
-from tasks.artifacts import Artifact, Store
-from tasks.corpora import Document, Shard
+from tasks import corpora, duplicates, keys
+from tasks.artifacts import VERIFIED, Artifact, Store
+from tasks.digests import Digests
+from tasks.plan import TOKENS, Plan
+from tasks.shard import local_path
+from tasks.tokenization import Counts, tokenize
+from tasks.workers import Workers
 
 KIND = "dataset"
-TOKENS = "tokens"
-BATCH_BYTES = 1 << 20  # of text: enough to keep all cores busy, little enough to keep memory flat
+SHARDS = "shards.json"
 Progress = Callable[[str, float], None]
+# How a list of shards is done: with the workers, an order and the shards' numbers.
+Spread = Callable[[Workers, Plan, str, Sequence[int]], Iterable[Artifact]]
 
 
-@dataclass
-class Counts:
-    """What a shard came to; `missing` are records without text, `bytes` those of all texts in UTF-8."""
-
-    documents: int = 0
-    tokens: int = 0
-    validation_documents: int = 0
-    validation_tokens: int = 0
-    bytes: int = 0
-    missing: int = 0
+class NothingNew(ValueError):
+    """All of the data's shards have been trained on before."""
 
 
-def key(profile: Profile, tokenizer: Artifact) -> str:
-    """Cache key of the corpus: of its shards in their order, and of the windows that it is read in."""
-    shards = corpora.shards(profile.data)
-    return keys.dataset(
-        [shard_key(profile, tokenizer, shard) for shard in shards], profile.train.sequence_length
-    )
+def key(
+    profile: Profile,
+    store: Store,
+    tokenizer: Artifact,
+    token: str | None = None,
+    without: Collection[str] = (),
+) -> str:
+    """Cache key of the corpus: of its shards in their order, and of how they are read. Arguments as for `plan`."""
+    return _key(profile, plan(profile, store, tokenizer, token, without))
 
 
-def shard_key(profile: Profile, tokenizer: Artifact, shard: Shard) -> str:
-    """Cache key of one tokenized shard."""
-    data = profile.data
-    return keys.tokens(tokenizer.key, shard.digest(), data.validation_fraction, data.append_eos)
+def plan(
+    profile: Profile,
+    store: Store,
+    tokenizer: Artifact,
+    token: str | None = None,
+    without: Collection[str] = (),
+) -> Plan:
+    """What there is to tokenize; duplicates are not known yet.
+
+    Args:
+        token: for the hub.
+        without: keys of shards that are left out, as the ledger has them.
+
+    Raises:
+        ProfileError: a source that lists nothing. SourceError: a damaged one. NothingNew: all are left out.
+    """
+    whole = Plan.of(profile, tokenizer, corpora.shards(profile.data, Digests(store.notes), token))
+    new = tuple(shard for k, shard in enumerate(whole.shards) if whole.key(k) not in without)
+    if not new:
+        raise NothingNew(f"nothing new: all {len(whole.shards)} shards have been trained on")
+    return replace(whole, shards=new)
 
 
-def run(profile: Profile, store: Store, tokenizer: Artifact, progress: Progress | None = None) -> Artifact:
+def run(
+    profile: Profile,
+    store: Store,
+    tokenizer: Artifact,
+    progress: Progress | None = None,
+    spread: Spread | None = None,
+    token: str | None = None,
+    without: Collection[str] = (),
+) -> Artifact:
     """Tokenize every shard of the profile's sources that is not in the store yet, and publish the corpus of them.
 
     Args:
         progress: called with what is being done and the share of the shards that are done, 0 to 1.
+        spread: how several shards are done; by default a process a core, one shard after another each.
+        token: for the hub.
+        without: keys of shards that are left out, as the ledger has them.
 
     Raises:
         ProfileError: sources without text, or a split that is shorter than one window.
         SourceError: a damaged source file.
     """
     report = progress or (lambda message, fraction: None)
-    shards = corpora.shards(profile.data)
-    tokens = []
-    for i, shard in enumerate(shards):
-        done = i / len(shards)
-        tokens.append(tokenize(profile, store, tokenizer, shard, lambda text, done=done: report(text, done)))
-    return assemble(profile, store, tokenizer, tokens)
+    made = plan(profile, store, tokenizer, token, without)
+    identity, keys_of_shards = _key(profile, made), [made.key(k) for k in range(len(made.shards))]
+    if profile.data.deduplicate:
+        which = duplicates.comparable(made)
+        hashes = _all(made, store, "fingerprint", which, report, spread, token)
+        made = duplicates.find(made, store, dict(zip(which, hashes, strict=True)))
+    tokens = _all(made, store, "tokenize", range(len(made.shards)), report, spread, token)
+    return assemble(profile, store, made, identity, tokens, keys_of_shards)
 
 
-def tokenize(
-    profile: Profile, store: Store, tokenizer: Artifact, shard: Shard, report: Callable[[str], None]
+def _all(
+    plan: Plan,
+    store: Store,
+    order: str,
+    numbers: Sequence[int],
+    report: Progress,
+    spread: Spread | None,
+    token: str | None,
+) -> list[Artifact]:
+    """The artifacts of these shards; those that are not there are made."""
+    kind, identity, do, word = {
+        "tokenize": (TOKENS, plan.key, tokenize, "tokenizing"),
+        "fingerprint": (
+            duplicates.HASHES,
+            lambda k: keys.hashes(plan.shards[k].digest),
+            duplicates.fingerprint,
+            "looking for duplicates in",
+        ),
+    }[order]
+    limit = VERIFIED // max(1, len(numbers))  # of contents: sizes are looked at for all
+    found = {k: store.find(kind, identity(k), limit) for k in numbers}
+    missing = list(
+        {identity(k): k for k in numbers if found[k] is None}.values()
+    )  # equal files are done once
+    cores = os.cpu_count() or 1
+
+    def tell(k: int, tokens: int, done: int) -> None:
+        share = (len(numbers) - len(missing) + done) / len(numbers)
+        report(f"{word} {plan.shards[k].name}" + (f": {tokens:,} tokens" if tokens else ""), share)
+
+    if len(missing) == 1:  # starting a process would take longer than many a corpus
+        tell(missing[0], 0, 0)
+        do(plan, store, missing[0], lambda tokens: tell(missing[0], tokens, 0), cores, token)
+    elif missing:
+        count = min(cores, len(missing))
+        with Workers(plan, store, count, max(1, cores // count), token) as workers:
+            for done, _ in enumerate((spread or in_threads)(workers, plan, order, missing), 1):
+                tell(missing[min(done, len(missing) - 1)], 0, done)
+    return [found[k] or store.expect(kind, identity(k)) for k in numbers]
+
+
+def in_threads(workers: Workers, plan: Plan, order: str, numbers: Sequence[int]) -> Iterable[Artifact]:
+    """Each shard once, on as many workers as there are."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(lambda k: workers.run(order, k), numbers)
+
+
+def assemble(
+    profile: Profile,
+    store: Store,
+    plan: Plan,
+    identity: str,
+    tokens: Sequence[Artifact],
+    keys_of_shards: Sequence[str],
 ) -> Artifact:
-    """One shard as an artifact with train and validation `.bin`/`.idx`, made by whoever takes its lock first."""
-    identity = shard_key(profile, tokenizer, shard)
-    with store.lock(TOKENS, identity):
-        found = store.find(TOKENS, identity)
-        if found:
-            return found
-        summary: dict[str, int] = {}
-        with store.publish(TOKENS, identity, summary) as folder:
-            summary.update(vars(_write(profile, store, tokenizer, shard, folder, report)))
-    return store.expect(TOKENS, identity)
+    """Publish the corpus of these shards. Its summary: Counts of them all, shards and bytes_per_token.
 
-
-def assemble(profile: Profile, store: Store, tokenizer: Artifact, tokens: Sequence[Artifact]) -> Artifact:
-    """Publish the corpus of these shards. Its summary: Counts of them all, shards and bytes_per_token."""
-    total = Counts(*(sum(counts) for counts in zip(*(_counts(shard) for shard in tokens), strict=True)))
+    Args:
+        keys_of_shards: as the ledger records them: of the shards by themselves, whatever they repeat of others.
+    """
+    total = _sum(tokens)
+    _require_text(profile, plan, tokens)
     _require_windows(profile, total)
-    all_tokens = total.tokens + total.validation_tokens
-    summary = {**vars(total), "shards": len(tokens), "bytes_per_token": round(total.bytes / all_tokens, 3)}
+    made = total["tokens"] + total["validation_tokens"]
+    summary = {**total, "shards": len(tokens), "bytes_per_token": round(total["bytes"] / made, 3)}
+    pairs = list(zip(plan.shards, tokens, strict=True))
     corpus = {
         "format": 1,
-        "vocabulary_size": tokenizer.summary["vocabulary_size"],
-        "eos": tokenizer.summary["eos"] if profile.data.append_eos else None,
+        "vocabulary_size": plan.tokenizer.summary["vocabulary_size"],
+        "eos": plan.tokenizer.summary["eos"] if plan.append_eos else None,
         "sequence_length": profile.train.sequence_length,
-        "train": [_entry(shard, "train", "") for shard in tokens],
-        "validation": [_entry(shard, "validation", "validation_") for shard in tokens],
+        "train": [_entry(*pair, "train", "") for pair in pairs],
+        "validation": [_entry(*pair, "validation", "validation_") for pair in pairs],
+        "blend": _blend(profile, plan),
+        "span": profile.data.shuffle_tokens,
     }
-    identity = keys.dataset([shard.key for shard in tokens], profile.train.sequence_length)
-    requires = [{"kind": TOKENS, "key": shard.key} for shard in tokens]
+    requires = [{"kind": TOKENS, "key": key} for key in dict.fromkeys(shard.key for shard in tokens)]
     with store.lock(KIND, identity):
         found = store.find(KIND, identity)
         if found:
             return found
         with store.publish(KIND, identity, summary, requires) as folder:
-            (folder / "corpus.json").write_text(json.dumps(corpus, indent=1))
+            (folder / "corpus.json").write_text(json.dumps(corpus))
+            (folder / SHARDS).write_text(json.dumps(list(keys_of_shards)))
+            (folder / "report.json").write_text(json.dumps(_report(profile, plan, tokens), indent=1))
     return store.expect(KIND, identity)
 
 
-def _write(
-    profile: Profile,
-    store: Store,
-    tokenizer: Artifact,
-    shard: Shard,
-    folder: Path,
-    report: Callable[[str], None],
-) -> Counts:
-    """Write one shard's `.bin`/`.idx` pairs into `folder`."""
-    encoder = tokenizers.load(store.path(tokenizer))
-    end = [tokenizer.summary["eos"]] if profile.data.append_eos else []
-    dtype = token_dtype(tokenizer.summary["vocabulary_size"])
-    counts = Counts()
-    train = IndexedDatasetBuilder(folder / "train", dtype)
-    validation = IndexedDatasetBuilder(folder / "validation", dtype)
-    with train, validation:
-        for texts in _batches(shard.documents(), counts):
-            report(f"tokenizing {shard.name}: {train.tokens + validation.tokens:,} tokens")
-            # One call tokenizes on all cores.
-            for text, encoding in zip(
-                texts, encoder.encode_batch_fast(texts, add_special_tokens=False), strict=True
-            ):
-                held_out = corpora.held_out(text, profile.data.validation_fraction)
-                (validation if held_out else train).add_document(encoding.ids + end)
-    counts.documents, counts.tokens = len(train.lengths), train.tokens
-    counts.validation_documents, counts.validation_tokens = len(validation.lengths), validation.tokens
-    return counts
+def with_steps(profile: Profile, corpus: Artifact) -> Profile:
+    """The profile with the number of steps that its epochs over this corpus take; the last batch is filled up.
+
+    Raises:
+        ProfileError: warm-up and constant steps are more than that.
+    """
+    train = profile.train
+    if train.epochs is None:
+        return profile
+    windows = (corpus.summary["tokens"] - 1) // train.sequence_length
+    steps = -(-windows * train.epochs // train.global_batch_size)
+    resolved = profile.model_copy(update={"train": train.model_copy(update={"steps": steps, "epochs": None})})
+    check.check(resolved)
+    return resolved
 
 
-def _batches(documents: Iterable[Document], counts: Counts) -> Iterator[list[str]]:
-    """Texts of BATCH_BYTES together, or one that is longer; what has no text is counted and left out."""
-    batch, size = [], 0
-    for text in documents:
-        if text is None:
-            counts.missing += 1
-            continue
-        length = len(text.encode())
-        counts.bytes += length
-        if batch and size + length > BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(text)
-        size += length
-    if batch:
-        yield batch
+def _key(profile: Profile, plan: Plan) -> str:
+    weights = [source.weight for source in profile.data.sources]
+    return keys.dataset(
+        [plan.key(k) for k in range(len(plan.shards))],
+        profile.train.sequence_length,
+        span=profile.data.shuffle_tokens,
+        deduplicate=plan.deduplicate and [shard.source for shard in plan.shards],
+        blend=any(weights) and [[weights[shard.source] for shard in plan.shards], weights],
+    )
 
 
-def _counts(shard: Artifact) -> tuple[int, ...]:
-    return tuple(shard.summary[field.name] for field in fields(Counts))
+def _entry(shard: Any, tokens: Artifact, split: str, prefix: str) -> dict[str, str | int]:
+    """Where a split of a shard lies: in the store, or where the pair was that is used as it is."""
+    if shard.format == "megatron":
+        local = local_path(shard.paths[0])
+        path = str(local.absolute()) if local else shard.paths[0]
+        return {"path": path.removesuffix(".idx"), **tokens.summary["pair"][split]}
+    counts = {name: tokens.summary[f"{prefix}{name}"] for name in ("tokens", "documents")}
+    return {"path": f"{TOKENS}/{tokens.key}/{split}", "start": 0, **counts}
 
 
-def _entry(shard: Artifact, split: str, prefix: str) -> dict[str, str | int]:
-    counts = {name: shard.summary[f"{prefix}{name}"] for name in ("tokens", "documents")}
-    return {"path": f"{TOKENS}/{shard.key}/{split}", **counts}
+def _blend(profile: Profile, plan: Plan) -> list[dict[str, Any]] | None:
+    """Weight and number of shards, in their order, of each source that is trained on; None where they are one stream."""
+    counts = [sum(shard.source == i for shard in plan.shards) for i in range(len(profile.data.sources))]
+    blend = [
+        {"weight": source.weight if count else None, "shards": count}
+        for source, count in zip(profile.data.sources, counts, strict=True)
+    ]
+    return blend if any(part["weight"] for part in blend) else None
 
 
-def _require_windows(profile: Profile, total: Counts) -> None:
+def _report(profile: Profile, plan: Plan, tokens: Sequence[Artifact]) -> list[dict[str, Any]]:
+    """What each source came to."""
+    rows = []
+    for i, source in enumerate(profile.data.sources):
+        own = [found for shard, found in zip(plan.shards, tokens, strict=True) if shard.source == i]
+        counts = _sum(own)
+        made = counts["tokens"] + counts["validation_tokens"]
+        where = source.repository or source.path or source.kind
+        rate = round(counts["bytes"] / made, 3) if made else None
+        rows.append({"source": where, "shards": len(own), **counts, "bytes_per_token": rate})
+    return rows
+
+
+def _sum(tokens: Sequence[Artifact]) -> dict[str, int]:
+    return {field.name: sum(shard.summary[field.name] for shard in tokens) for field in fields(Counts)}
+
+
+def _require_text(profile: Profile, plan: Plan, tokens: Sequence[Artifact]) -> None:
+    """Refuse sources too many of whose records have no text."""
+    limit = profile.data.maximum_missing
+    for row in _report(profile, plan, tokens):
+        read = row["documents"] + row["validation_documents"] + row["short"] + row["duplicates"]
+        share = row["missing"] / max(1, read + row["missing"])
+        if share > limit:
+            reason = (
+                f"{row['source']} has {row['missing']:,} records without text of {read + row['missing']:,}"
+            )
+            raise ProfileError("data.maximum_missing", limit, reason, [round(share + 5e-4, 3)])
+
+
+def _require_windows(profile: Profile, total: dict[str, int]) -> None:
     """Refuse a corpus that training or evaluation could read nothing from."""
     length, fraction = profile.train.sequence_length, profile.data.validation_fraction
-    if total.tokens <= length:
-        reason = f"the sources hold {total.tokens} tokens to train on, fewer than one window of {length} + 1"
+    if total["tokens"] <= length:
+        reason = (
+            f"the sources hold {total['tokens']} tokens to train on, fewer than one window of {length} + 1"
+        )
         raise ProfileError("train.sequence_length", length, reason)
-    if fraction and total.validation_tokens <= length:
-        reason = f"holds out {total.validation_tokens} tokens, fewer than one window of {length} + 1; hold out more, or 0"
+    if fraction and total["validation_tokens"] <= length:
+        held_out = total["validation_tokens"]
+        reason = f"holds out {held_out} tokens, fewer than one window of {length} + 1; hold out more, or 0"
         raise ProfileError("data.validation_fraction", fraction, reason)

@@ -46,22 +46,31 @@ def tokenizer(**content: Any) -> str:
     return digest({"step": "tokenizer", **content})
 
 
-def tokens(tokenizer: str, source: str, validation_fraction: float, append_eos: bool) -> str:
-    """Of one tokenized shard, from the tokenizer's key and the digest of the shard's source."""
-    return digest(
-        {
-            "step": "tokens",
-            "tokenizer": tokenizer,
-            "source": source,
-            "validation_fraction": validation_fraction,
-            "append_eos": append_eos,
-        }
-    )
+def tokens(tokenizer: str | None, source: str, held_out: float | str, **options: Any) -> str:
+    """Of one tokenized shard, from the tokenizer's key, the digest of the shard's source and what is done to documents.
+
+    Args:
+        tokenizer: None where the source has tokens already.
+        held_out: share of the documents, or the split that all are for.
+    """
+    about = {"tokenizer": tokenizer, "source": source, "held_out": held_out}
+    return digest({"step": "tokens", "recipe": 2, **about, **options})
 
 
-def dataset(tokens: Sequence[str], sequence_length: int) -> str:
-    """Of a corpus, from its shards' keys in their order and the length of the windows it is read in."""
-    return digest({"step": "dataset", "tokens": list(tokens), "sequence_length": sequence_length})
+def hashes(source: str) -> str:
+    """Of the hashes of a shard's documents."""
+    return digest({"step": "hashes", "source": source})
+
+
+def duplicates(hashes: Sequence[Sequence[str]]) -> str:
+    """Of the documents that repeat others, from the keys of all hashes of each source in their order."""
+    return digest({"step": "duplicates", "hashes": [list(source) for source in hashes]})
+
+
+def dataset(shards: Sequence[str], sequence_length: int, **options: Any) -> str:
+    """Of a corpus, from its shards' keys before duplicates are known, in their order, and how it is read."""
+    about = {"shards": list(shards), "sequence_length": sequence_length}
+    return digest({"step": "dataset", **about, **options})
 
 
 def checkpoint(profile: Profile, weights: str) -> str:
@@ -87,6 +96,7 @@ def graphs(profile: Profile) -> str:
             "precision": [train.precision, train.gradient_dtype],
             "recompute": [train.recompute, train.recompute_layers],
             "loss": train.loss,
+            "document_masks": train.document_masks,
             "backend": compile.backend or device.compile_backend,
             "platform": devices.platform_tag(profile.cluster.device),
             "threads": threads(profile),

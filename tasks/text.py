@@ -23,7 +23,7 @@ def in_words(count: int) -> str:
 def in_bytes(size: float) -> str:
     """57016320 -> '54.4 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1000:
+        if size < 1024:
             return f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:,.2f} TiB"

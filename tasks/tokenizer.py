@@ -10,23 +10,27 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from profiles.errors import ProfileError
 from profiles.schema import Data, Profile
-from tasks import corpora, keys
+from tasks import corpora, keys, readers
 from tasks.artifacts import Artifact, Store
+from tasks.digests import Digests
+from tasks.long_text import LongText
+from tasks.shard import Shard
 from tasks.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest, hub_commit, is_folder
 from tasks.tokenizer_files import EOS, byte_level, convert, special_id, write
 
 KIND = "tokenizer"
+TOKENIZED = ("tokens", "megatron")  # formats without text
 Progress = Callable[[str, float], None]
 
 
-def key(profile: Profile, token: str | None = None) -> str:
+def key(profile: Profile, token: str | None = None, store: Store | None = None) -> str:
     """Cache key of the step: of the text and the size where it is trained, of a commit, or of a folder's contents.
 
-    A hub revision that is no commit is looked up, with `token` where it is not None.
+    A hub revision that is no commit is looked up, with `token` where it is not None; `store` remembers the digests of files.
     """
     source, revision = profile.tokenizer.source, profile.tokenizer.revision
     if source == "train":
-        texts = [shard.digest() for shard in corpora.shards(profile.data)]
+        texts = [shard.digest for shard in _texts(profile.data, store, token)]
         return keys.tokenizer(
             texts=texts, size=profile.tokenizer.vocabulary_size, held_out=profile.data.validation_fraction
         )
@@ -50,7 +54,7 @@ def run(
         ProfileError: no tokenizer at the source, or one without an EOS token where documents are to be ended.
     """
     report = progress or (lambda message, fraction: None)
-    identity = key(profile, token)
+    identity = key(profile, token, store)
     with store.lock(KIND, identity):
         found = store.find(KIND, identity)
         if found:
@@ -60,7 +64,8 @@ def run(
         with store.publish(KIND, identity, summary) as folder, tempfile.TemporaryDirectory() as raw:
             if source == "train":
                 report("reading the training text", 0.0)
-                train(profile.data, profile.tokenizer.vocabulary_size, folder)
+                shards = _texts(profile.data, store, token)
+                train(profile.data, shards, profile.tokenizer.vocabulary_size, folder, token)
             elif is_folder(source):
                 fetch_folder(source, Path(raw))
                 convert(source, Path(raw), folder)
@@ -102,8 +107,8 @@ def check_fits(profile: Profile, tokenizer: Artifact) -> None:
         raise ProfileError("model.vocab_size", profile.model.vocab_size, reason, (f"{size} or more",))
 
 
-def train(data: Data, size: int, folder: Path) -> None:
-    """Train a byte-level BPE of `size` tokens, the 256 bytes and EOS among them, on the training documents.
+def train(data: Data, shards: list[Shard], size: int, folder: Path, token: str | None = None) -> None:
+    """Train a byte-level BPE of `size` tokens, the 256 bytes and EOS among them, on the shards' training documents.
 
     The result depends on the documents alone: counts are exact and ties are broken by the pairs themselves.
     """
@@ -114,12 +119,24 @@ def train(data: Data, size: int, folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_training_texts(data), trainer)
+    tokenizer.train_from_iterator(_training_texts(data, shards, token), trainer)
     write(folder, tokenizer, {"bos_token": EOS, "eos_token": EOS, "unk_token": EOS})
 
 
-def _training_texts(data: Data) -> Iterator[str]:
-    for shard in corpora.shards(data):
-        for text in shard.documents():
-            if text and not corpora.held_out(text, data.validation_fraction):
-                yield text
+def _texts(data: Data, store: Store | None, token: str | None) -> list[Shard]:
+    """The shards that a tokenizer can be trained on."""
+    shards = corpora.shards(data, Digests(store.notes if store else None), token)
+    found = [shard for shard in shards if shard.format not in TOKENIZED and shard.use != "validation"]
+    if not found:
+        raise ProfileError("tokenizer.source", "train", "no source has text to train it on")
+    return found
+
+
+def _training_texts(data: Data, shards: list[Shard], token: str | None) -> Iterator[str]:
+    for shard in shards:
+        fraction = data.validation_fraction if shard.use == "split" else 0.0
+        for document in readers.documents(shard, token):
+            if isinstance(document, LongText):
+                yield from document.chunks()
+            elif isinstance(document, str) and document and not corpora.held_out(document, fraction):
+                yield document

@@ -11,8 +11,9 @@ import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
+REVISION = r"(?:refs/[^/]+/)?[^/]+"
 TOKEN = "hf_a_token_that_only_the_tests_know"
 
 
@@ -21,6 +22,7 @@ class Repository:
     """Files of every commit, newest last, and whether a token is needed to read them."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
     gated: bool = False
 
 
@@ -39,12 +41,23 @@ class Hub:
         self._server.hub = self
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def commit(self, name: str, files: dict[str, bytes], kind: str = "models", gated: bool = False) -> str:
-        """Make these the files of the repository; returns the commit's hash, which `main` points to from now on."""
+    def commit(
+        self,
+        name: str,
+        files: dict[str, bytes],
+        kind: str = "models",
+        gated: bool = False,
+        ref: str | None = None,
+    ) -> str:
+        """Make these the files of the repository; returns the commit's hash, which `main` points to from now on.
+
+        With `ref` it is that reference which points to it, and `main` stays.
+        """
         content = sorted((path, _hash(data)) for path, data in files.items())
         sha = _hash(repr((name, content)).encode())
         repository = self.repositories.setdefault((kind, name), Repository())
         repository.commits[sha] = files
+        repository.refs[ref or "main"] = sha
         repository.gated = gated
         return sha
 
@@ -92,7 +105,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
-        body = json.loads(self.rfile.read(length)) if length else {}
+        body = self.rfile.read(length)
+        if self.headers.get("Content-Type") == "application/x-www-form-urlencoded":
+            body = parse_qs(body.decode())
+        else:
+            body = json.loads(body) if body else {}
         path = unquote(urlsplit(self.path).path)
         self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         self.server.hub.requests.append((self.command, path, self.token))
@@ -109,18 +126,18 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Refused(401, "InvalidToken")
             self.send_json({"type": "user", "name": "tester", "auth": {"type": "access_token"}})
         elif found := re.fullmatch(
-            rf"/api/(?P<kind>models|datasets)/{name}/tree/(?P<revision>[^/]+)/?(?P<under>.*)", path
+            rf"/api/(?P<kind>models|datasets)/{name}/tree/(?P<revision>{REVISION})/?(?P<under>.*)", path
         ):
             _, files = self.files(**found.groupdict())
             everything = "recursive=true" in urlsplit(self.path).query.lower()
             self.send_json(_tree(files, found["under"], everything))
         elif found := re.fullmatch(
-            rf"/api/(?P<kind>models|datasets)/{name}/paths-info/(?P<revision>[^/]+)", path
+            rf"/api/(?P<kind>models|datasets)/{name}/paths-info/(?P<revision>{REVISION})", path
         ):
             _, files = self.files(**found.groupdict())
             self.send_json([entry for entry in _tree(files, "", True) if entry["path"] in body["paths"]])
         elif found := re.fullmatch(
-            rf"/api/(?P<kind>models|datasets)/{name}(/revision/(?P<revision>[^/]+))?", path
+            rf"/api/(?P<kind>models|datasets)/{name}(/revision/(?P<revision>{REVISION}))?", path
         ):
             sha, files = self.files(**found.groupdict(), metadata=True)
             siblings = [{"rfilename": name} for name in files]
@@ -128,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
                 {"id": found["name"], "sha": sha, "siblings": siblings, "private": False, "tags": []}
             )
         elif found := re.fullmatch(
-            rf"(?P<kind>/datasets)?/{name}/resolve/(?P<revision>[^/]+)/(?P<file>.+)", path
+            rf"(?P<kind>/datasets)?/{name}/resolve/(?P<revision>{REVISION})/(?P<file>.+)", path
         ):
             kind = "datasets" if found["kind"] else "models"
             sha, files = self.files(kind, found["name"], found["revision"])
@@ -146,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(404 if self.token else 401, "RepoNotFound")
         if repository.gated and not metadata and self.token != TOKEN:
             raise _Refused(403 if self.token else 401, "GatedRepo")
-        sha = list(repository.commits)[-1] if revision in (None, "main") else revision
+        sha = repository.refs.get(revision or "main", revision)
         if sha not in repository.commits:
             raise _Refused(404, "RevisionNotFound")
         return sha, repository.commits[sha]

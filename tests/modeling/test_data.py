@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modeling import data
-from modeling.data import Corpus, Samples, permute
+from modeling.data import Corpus, Samples
 from modeling.indexed import IndexedDatasetBuilder, IndexedError
+from modeling.order import permute
 
 VOCABULARY = 50_000
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from modeling.program import Program
 from modeling.train import make_optimizer
@@ -85,7 +84,7 @@ class Case:
                 "train": {
                     "steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": micro_batch, "sequence_length": SEQUENCE,
                     "learning_rate": RATE, "precision": self.precision, "recompute": self.recompute,
-                    "recompute_layers": self.recompute_layers,
+                    "recompute_layers": self.recompute_layers, "document_masks": self.documents,
                 },
                 "cluster": {"device": "cpu", "devices_per_node": self.world, "threads": 1},
             }
@@ -131,8 +130,6 @@ def train(
         program = Program(case.profile(), start=False)
     try:
         optimizer = make_optimizer(program)
-        if case.documents:
-            keep_within_documents(program)
         if fault:
             fault(program, optimizer)
         if resume:
@@ -143,7 +140,8 @@ def train(
         for step in steps:
             optimizer.begin(program.profile.accumulation_steps)
             mine = batch(step)[first : first + own] if program.reads else None
-            loss = program.forward_backward(mine, 1 / (BATCH * SEQUENCE), step * BATCH + first)
+            starts = document_starts(own) if case.documents else None
+            loss = program.forward_backward(mine, 1 / (BATCH * SEQUENCE), step * BATCH + first, starts)
             if step == steps[0]:
                 optimizer.reduce()
                 results.pieces += kept("gradients", optimizer.gradients())
@@ -157,17 +155,12 @@ def train(
         program.mesh.close()
 
 
-def keep_within_documents(program: Program, boundaries: Sequence[int] = (5, 19)) -> None:
-    """Let this rank's stages attend within documents that begin at these places of every sample."""
-    documents = sum((program.positions >= boundary).long() for boundary in boundaries)  # (s/c)
-    for stage in program.stages.values():
-        stage.forward = partial(_with_documents, type(stage).forward, stage, documents)
-
-
-def _with_documents(
-    forward: Callable, stage: nn.Module, documents: Tensor, *inputs: Any, **named: Any
-) -> Tensor:
-    return forward(stage, *inputs, documents=documents.expand(len(named["samples"]), -1), **named)
+def document_starts(samples: int, boundaries: Sequence[int] = (5, 19)) -> Tensor:
+    """Where each token's document begins (samples, s), with documents that begin at these places of every sample."""
+    starts = torch.zeros(SEQUENCE, dtype=torch.int64)
+    for boundary in boundaries:
+        starts[boundary:] = boundary
+    return starts.expand(samples, -1)
 
 
 def kept(kind: str, pieces: Iterable[tuple[Piece, Tensor]]) -> list[tuple[str, Piece, Tensor]]:

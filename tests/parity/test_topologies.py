@@ -25,6 +25,8 @@ CASES = {
     "context 2, gpt": Case("gpt", context=2),
     "context 2, documents": Case(context=2, documents=True),
     "tensor 2, documents": Case(tensor=2, documents=True),
+    "pipeline 2, tensor 2, documents": Case(pipeline=2, tensor=2, documents=True),
+    "context 2, documents, gpt": Case("gpt", context=2, documents=True),
     "pipeline 2": Case(pipeline=2),
     "pipeline 4": Case("llama 4 layers", pipeline=4),
     "pipeline 2, interleaved": Case("llama 4 layers", pipeline=2, schedule="interleaved"),

@@ -128,7 +128,13 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             *("data.sources.0.path", "./none-*.txt", "no file matches", ()),
         ),
         (["data.sources.0={kind: files}"], "data.sources.0.path", None, "is missing", ()),
-        (["data.sources.0.path=x.txt"], "data.sources.0.path", "x.txt", "has no path", ("null",)),
+        (
+            ["data.sources.0.path=x.txt"],
+            "data.sources.0.path",
+            "x.txt",
+            "is not for sources of kind python-docs",
+            ("null",),
+        ),
         (
             [
                 *("model.architecture=gpt", "model.num_key_value_heads=8", "model.hidden_act=gelu"),

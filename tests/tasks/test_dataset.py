@@ -13,8 +13,9 @@ from modeling.data import Corpus
 from modeling.indexed import IndexedDataset
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks import corpora, dataset, python_docs, tokenizer
+from tasks import corpora, dataset, python_docs, tokenization, tokenizer
 from tasks.artifacts import Store
+from tasks.shard import SourceError
 from tests import s3
 
 DOCUMENTS = [f"Document {i} " + "says words and more words. " * (i % 7) for i in range(200)] + [
@@ -144,7 +145,7 @@ def test_sequence_length_makes_another_corpus_of_the_same_tokens(store, tmp_path
     write(tmp_path / "a.jsonl")
     short, long = profile(tmp_path / "a.jsonl"), profile(tmp_path / "a.jsonl", "train.sequence_length=32")
     tokens = tokenizer.run(short, store)
-    assert dataset.key(short, tokens) != dataset.key(long, tokens)
+    assert dataset.key(short, store, tokens) != dataset.key(long, store, tokens)
     dataset.run(short, store, tokens)
     messages = []
     dataset.run(long, store, tokens, lambda message, _: messages.append(message))
@@ -155,11 +156,11 @@ def test_keys_are_of_contents_not_of_names(store, tmp_path):
     path = write(tmp_path / "a.jsonl")
     wanted = profile(path)
     tokens = tokenizer.run(wanted, store)
-    before = dataset.key(wanted, tokens)
+    before = dataset.key(wanted, store, tokens)
     renamed = profile(path.rename(tmp_path / "b.jsonl"))
-    assert dataset.key(renamed, tokens) == before
+    assert dataset.key(renamed, store, tokens) == before
     write(tmp_path / "b.jsonl", DOCUMENTS[:-1])
-    assert dataset.key(renamed, tokens) != before
+    assert dataset.key(renamed, store, tokens) != before
 
 
 def test_records_without_text_are_counted(store, tmp_path):
@@ -176,7 +177,7 @@ def test_a_long_document_and_many_batches_change_nothing(store, tmp_path, monkey
     wanted = profile(path)
     tokens = tokenizer.run(wanted, store)
     whole = documents_of(dataset.run(wanted, store, tokens), store, "train")
-    monkeypatch.setattr(dataset, "BATCH_BYTES", 500)
+    monkeypatch.setattr(tokenization, "BATCH", 500)
     other = Store(str(tmp_path / "other"))
     assert documents_of(make(wanted, other), other, "train") == whole
 
@@ -206,7 +207,7 @@ def test_damaged_source_is_refused_by_file_and_place_and_leaves_nothing(
     good = profile(write(tmp_path / "good.jsonl"))
     tokens = tokenizer.run(good, store)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(corpora.SourceError, match=message):
+    with pytest.raises(SourceError, match=message):
         dataset.run(profile(tmp_path / name), store, tokens)
     assert not list((store.path(tokens).parent.parent / "tokens").glob("*/train.bin"))
 
@@ -250,6 +251,6 @@ def test_files_on_s3(store, tmp_path, monkeypatch):
             file.write(local.read_bytes())
         there, here = profile(f"{bucket}/texts/*.gz"), profile(local)
         tokens = tokenizer.run(there, store)
-        assert tokens.key == tokenizer.key(here)
         documents = documents_of(dataset.run(there, store, tokens), store, "train")
+    assert documents == documents_of(dataset.run(here, store, tokens), store, "train")
     assert len(documents) > 150

@@ -176,14 +176,10 @@ def test_the_code_digest_follows_any_file_of_a_package(tmp_path, monkeypatch):
 def test_the_sequence_length_is_the_datasets_affair_and_not_the_tokens():
     assert keys.dataset(["a", "b"], 256) != keys.dataset(["a", "b"], 128)
     assert keys.dataset(["a", "b"], 256) != keys.dataset(["b", "a"], 256)
-    shard = ("tokenizer", "source", 0.05, True)
-    changed = [
-        ("other", *shard[1:]),
-        (*shard[:1], "other", *shard[2:]),
-        (*shard[:2], 0.1, True),
-        (*shard[:3], False),
-    ]
-    assert len({keys.tokens(*each) for each in (shard, *changed)}) == 5
+    shard = {"tokenizer": "a", "source": "a", "held_out": 0.05, "append_eos": True}
+    changes = {"tokenizer": "b", "source": "b", "held_out": "train", "append_eos": False}
+    changed = [{**shard, name: value} for name, value in changes.items()]
+    assert len({keys.tokens(**each) for each in (shard, *changed)}) == 5
 
 
 def test_a_tokenizer_is_known_by_what_it_is_made_of():

@@ -1,0 +1,67 @@
+"""What runs have been trained on, and what is new to the next one."""
+
+import pytest
+
+from profiles.errors import ProfileError
+from profiles.resolve import check
+from tasks import dataset, ledger, tokenizer
+from tasks.artifacts import Store
+from tests.tasks.test_sources import files, lines, profile
+from tests.tasks.test_tokenization import DOCUMENTS
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_a_run_is_trained_on_what_is_in_no_ancestors_record(store, tmp_path, deduplicate):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    wanted = profile(files(folder), validation_fraction=0, deduplicate=deduplicate)
+    (folder / "a.jsonl").write_bytes(lines(DOCUMENTS[:60]))
+    words = tokenizer.run(wanted, store)
+    first = dataset.run(wanted, store, words)
+    ledger.record(store, "base", "1" * 32, first)
+    with pytest.raises(dataset.NothingNew, match="nothing new: all 1 shards"):
+        dataset.run(wanted, store, words, without=ledger.trained_on(store, "1" * 32))
+
+    (folder / "b.jsonl").write_bytes(lines(DOCUMENTS[50:100]))
+    second = dataset.run(wanted, store, words, without=ledger.trained_on(store, "1" * 32))
+    assert second.summary["documents"] == 50
+    ledger.record(store, "next", "2" * 32, second, parent="1" * 32)
+    ledger.record(store, "rejected", "3" * 32, second, parent="1" * 32)  # a sibling is no ancestor
+    assert ledger.trained_on(store, "2" * 32) > ledger.trained_on(store, "1" * 32)
+    assert [entry.run for entry in ledger.lineage(store, "2" * 32)] == ["next", "base"]
+
+    (folder / "c.jsonl").write_bytes(lines(DOCUMENTS[100:140]))
+    third = dataset.run(wanted, store, words, without=ledger.trained_on(store, "2" * 32))
+    assert third.summary["documents"] == 40
+    again = dataset.run(wanted, store, words, without=ledger.trained_on(store, "1" * 32))
+    assert again.summary["documents"] == 90
+
+
+def test_a_parent_that_the_ledger_does_not_know_is_an_error(store):
+    with pytest.raises(ValueError, match="no entry of run 4444"):
+        ledger.trained_on(store, "4444")
+    assert ledger.trained_on(store, None) == frozenset()
+    store.storage.write("ledger/5555.json", b"{}")
+    with pytest.raises(ValueError, match=r"5555\.json: is no ledger entry"):
+        ledger.trained_on(store, "5555")
+
+
+def test_epochs_become_steps_once_the_corpus_is_known(store, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(DOCUMENTS))
+    wanted = profile(files(tmp_path / "a.jsonl"), validation_fraction=0)
+    train = wanted.train.model_copy(update={"steps": None, "epochs": 2, "warmup_steps": 3})
+    wanted = wanted.model_copy(update={"train": train})
+    check(wanted)
+    corpus = dataset.run(wanted, store, tokenizer.run(wanted, store))
+    resolved = dataset.with_steps(wanted, corpus).train
+    windows = (corpus.summary["tokens"] - 1) // 16
+    assert resolved.epochs is None
+    assert (resolved.steps - 1) * 8 < 2 * windows <= resolved.steps * 8
+    late = wanted.model_copy(update={"train": train.model_copy(update={"warmup_steps": 10**6})})
+    with pytest.raises(ProfileError, match=r"train\.warmup_steps = 1000000: .*train\.steps"):
+        dataset.with_steps(late, corpus)

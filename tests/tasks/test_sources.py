@@ -1,0 +1,383 @@
+"""Every kind of source gives the documents that are in it, in shards that are keyed by what they hold."""
+
+import gzip
+import io
+import json
+from itertools import chain
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from modeling.data import Corpus
+from modeling.indexed import IndexedDatasetBuilder, IndexedError
+from profiles import resolve
+from profiles.errors import ProfileError
+from tasks import corpora, dataset, readers, source_files, tokenizer
+from tasks.artifacts import Store
+from tasks.long_text import LongText
+from tasks.shard import SourceError
+from tests import s3
+from tests.hub import TOKEN, Hub
+
+DOCUMENTS = [f"Document {i} says " + "words and more words. " * (i % 9) for i in range(300)] + ["naïve 日本"]
+
+
+def profile(*sources, **data):
+    """A profile with these sources, each a mapping."""
+    overrides = [f"data.{name}={json.dumps(value)}" for name, value in data.items()]
+    return resolve.load(
+        "tiny",
+        [
+            f"data.sources={json.dumps(sources)}",
+            "tokenizer.vocabulary_size=300",
+            "train.sequence_length=16",
+            *overrides,
+        ],
+    )
+
+
+def files(path, **more):
+    return {"kind": "files", "path": str(path), **more}
+
+
+def lines(documents, column="text"):
+    return "".join(json.dumps({"n": 1, column: text}) + "\n" for text in documents).encode()
+
+
+def zstd(data):
+    out = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(out, "zstd") as stream:
+        stream.write(data)
+    return out.getvalue().to_pybytes()
+
+
+def joined(lists):
+    return list(chain.from_iterable(lists))
+
+
+def table(documents=DOCUMENTS):
+    return pa.table({"n": [1] * len(documents), "text": documents})
+
+
+def arrow(path, form):
+    with form(str(path), table().schema) as writer:
+        writer.write_table(table(), max_chunksize=40)
+
+
+def texts(wanted, token=None):
+    """The texts of all shards of a profile, a list a shard."""
+    found = []
+    for shard in corpora.shards(wanted.data, token=token):
+        documents = readers.documents(shard, token)
+        found.append(
+            [
+                "".join(document.chunks()) if isinstance(document, LongText) else document
+                for document in documents
+            ]
+        )
+    return found
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(source_files, "SHARD_BYTES", 4000)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(str(tmp_path / "store"))
+
+
+WRITERS = {
+    "a.jsonl": lambda path: path.write_bytes(lines(DOCUMENTS)),
+    "a.json": lambda path: path.write_bytes(lines(DOCUMENTS)),
+    "a.jsonl.gz": lambda path: path.write_bytes(
+        gzip.compress(lines(DOCUMENTS[:90])) + gzip.compress(lines(DOCUMENTS[90:]))
+    ),
+    "a.jsonl.zst": lambda path: path.write_bytes(zstd(lines(DOCUMENTS[:90])) + zstd(lines(DOCUMENTS[90:]))),
+    "a.parquet": lambda path: parquet.write_table(table(), path, row_group_size=20),
+    "a.arrow": lambda path: arrow(path, pa.ipc.new_stream),
+    "b.arrow": lambda path: arrow(path, pa.ipc.new_file),
+}
+IN_PARTS = {"a.jsonl", "a.json", "a.parquet", "a.arrow", "b.arrow"}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_document_is_in_one_shard_and_in_order(name, tmp_path, small_shards):
+    WRITERS[name](tmp_path / name)
+    shards = texts(profile(files(tmp_path / name)))
+    assert joined(shards) == DOCUMENTS
+    assert (len(shards) > 3) is (name in IN_PARTS)
+
+
+def test_lines_of_plain_text_are_documents_where_that_is_asked_for(tmp_path, small_shards):
+    (tmp_path / "a.txt").write_text("\n".join(DOCUMENTS))
+    shards = texts(profile(files(tmp_path / "a.txt", lines=True)))
+    assert joined(shards) == DOCUMENTS
+    assert len(shards) > 3
+    assert texts(profile(files(tmp_path / "a.txt"))) == [["\n".join(DOCUMENTS)]]
+
+
+def test_a_long_file_is_one_document_read_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "LONG_FILE", 100)
+    monkeypatch.setattr("tasks.long_text.READ", 64)
+    (tmp_path / "a.txt").write_text("日本語 naïve " * 40)
+    assert texts(profile(files(tmp_path / "a.txt"))) == [["日本語 naïve " * 40]]
+    (tmp_path / "a.txt").write_bytes(b"good " * 40 + b"\xff")
+    with pytest.raises(SourceError, match=r"a\.txt, byte 200: is not UTF-8"):
+        texts(profile(files(tmp_path / "a.txt")))
+
+
+def test_a_file_that_grows_changes_its_last_shard_alone(tmp_path, small_shards):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(DOCUMENTS))
+    before = [shard.digest for shard in corpora.shards(profile(files(path)).data)]
+    with path.open("ab") as file:
+        file.write(lines(DOCUMENTS[:50]))
+    after = [shard.digest for shard in corpora.shards(profile(files(path)).data)]
+    assert after[: len(before) - 1] == before[:-1]
+    assert len(after) > len(before)
+
+
+def test_small_files_share_shards_and_a_new_one_changes_only_its_own(tmp_path):
+    for i, text in enumerate(DOCUMENTS):
+        (tmp_path / f"{i:03}.txt").write_text(f"{i} {text}")
+    before = {shard.digest for shard in corpora.shards(profile(files(tmp_path)).data)}
+    assert 2 < len(before) < 40
+    (tmp_path / "100a.txt").write_text("a new document")
+    after = {shard.digest for shard in corpora.shards(profile(files(tmp_path)).data)}
+    assert len(after - before) <= 2
+    assert joined(texts(profile(files(tmp_path)))).count("a new document") == 1
+
+
+def test_digests_are_remembered_until_a_file_changes(tmp_path, store, monkeypatch):
+    import os
+
+    from tasks.digests import Digests
+
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(DOCUMENTS))
+    os.utime(path, (1e9, 1e9))
+    wanted = profile(files(path)).data
+    before = [shard.digest for shard in corpora.shards(wanted, Digests(store.notes))]
+    with monkeypatch.context() as patch:
+        patch.setattr("hashlib.file_digest", None)  # reading would fail
+        assert [shard.digest for shard in corpora.shards(wanted, Digests(store.notes))] == before
+    path.write_bytes(lines(DOCUMENTS[1:]))
+    assert [shard.digest for shard in corpora.shards(wanted, Digests(store.notes))] != before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl.zst", zstd(lines(DOCUMENTS))[:-9], r"a\.jsonl\.zst, after line \d+: damaged zstd"),
+        ("a.jsonl.zst", b"no zstd at all", r"a\.jsonl\.zst, after line 0: damaged zstd"),
+        ("a.arrow", b"no arrow at all, but long enough", r"a\.arrow: damaged arrow file"),
+        ("a.arrow", b"ARROW1\0\0" + b"no more" * 9, r"a\.arrow: damaged arrow file"),
+        ("a.parquet", b"PAR1" + bytes(99) + b"PAR1", r"a\.parquet: damaged parquet"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SourceError, match=message):
+        texts(profile(files(tmp_path / name)))
+
+
+def test_a_parquet_file_with_a_damaged_page_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(table(), path, compression="zstd", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 4 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 4)
+    path.write_bytes(content)
+    with pytest.raises(SourceError, match=r"a\.parquet: damaged parquet"):
+        texts(profile(files(path)))
+
+
+def test_a_saved_data_set_of_tokens_is_used_as_it_is(tmp_path, store):
+    (tmp_path / "text.txt").write_text(" ".join(DOCUMENTS))
+    rows = [list(range(i, i + 20)) for i in range(60)]
+    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(tmp_path / "saved", num_shards=3)
+    source = {"kind": "tokens", "path": str(tmp_path / "saved"), "text": "input_ids"}
+    wanted = profile(files(tmp_path / "text.txt", use="validation"), source, validation_fraction=0)
+    words = tokenizer.run(profile(files(tmp_path / "text.txt")), store)
+    made = dataset.run(wanted, store, words)
+    corpus = Corpus.open(store.path(made), "train")
+    assert corpus.read(0, corpus.tokens).tolist() == joined(rows)
+    assert made.summary["documents"] == 60
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"x": [1]})}).save_to_disk(tmp_path / "dict")
+    several = {**source, "path": str(tmp_path / "dict")}
+    with pytest.raises(ProfileError, match=r"several splits.*nearest valid: .*dict/train"):
+        dataset.run(profile(several), store, words)
+    large = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3, 300]]})
+    large.save_to_disk(tmp_path / "large")
+    with pytest.raises(SourceError, match=r"record 1, token 1: token 300 is not in the vocabulary of 300"):
+        dataset.run(profile({**source, "path": str(tmp_path / "large")}), store, words)
+
+
+def write_pair(prefix, documents):
+    with IndexedDatasetBuilder(prefix, np.dtype(np.uint16)) as builder:
+        for document in documents:
+            builder.add_document(document)
+
+
+def pair_profile(path, **more):
+    return profile({"kind": "megatron", "path": str(path)}, **{"validation_fraction": 0.1, **more})
+
+
+@pytest.fixture
+def words(tmp_path, store):
+    (tmp_path / "text.txt").write_text(" ".join(DOCUMENTS))
+    return tokenizer.run(profile(files(tmp_path / "text.txt")), store)
+
+
+def test_a_megatron_pair_is_read_where_it_lies(tmp_path, store, words):
+    documents = [list(range(i, i + 30)) for i in range(100)]
+    write_pair(tmp_path / "my_text_document", documents)
+    made = dataset.run(pair_profile(tmp_path / "my_text_document"), store, words)
+    for split, own in ("train", documents[:90]), ("validation", documents[90:]):
+        corpus = Corpus.open(store.path(made), split)
+        assert corpus.read(0, corpus.tokens).tolist() == joined(own)
+        assert set(corpus.documents(0, 60).tolist()) == {0, 30}
+    assert not list((tmp_path / "store/artifacts/tokens").glob("*/*.bin"))
+
+
+def test_a_damaged_pair_is_refused_with_file_and_offset(tmp_path, store, words):
+    write_pair(tmp_path / "a", [[1, 2], [3, 299], [300, 5]])
+    with pytest.raises(IndexedError, match=r"a\.bin, byte 8: token 300 is not in the vocabulary of 300"):
+        dataset.run(pair_profile(tmp_path / "a"), store, words)
+    write_pair(tmp_path / "b", [[1, 2], [3]])
+    with (tmp_path / "b.bin").open("ab") as file:
+        file.write(bytes(2))
+    with pytest.raises(IndexedError, match=r"b\.bin, byte 6: holds 8 bytes, of which its index knows 6"):
+        dataset.run(pair_profile(tmp_path / "b"), store, words)
+    (tmp_path / "b.bin").unlink()
+    with pytest.raises(ProfileError, match=r"there is no .*b\.bin"):
+        dataset.run(pair_profile(tmp_path / "b"), store, words)
+
+
+def test_pairs_and_saved_tokens_on_s3(tmp_path, store, words, monkeypatch):
+    import fsspec
+
+    write_pair(tmp_path / "a", [[1, 2], [3, 299, 7]])
+    write_pair(tmp_path / "b", [[1, 2], [3, 301]])
+    with s3.bucket(monkeypatch) as bucket:
+        there = fsspec.filesystem("s3")
+        for name in "a.bin", "a.idx", "b.bin", "b.idx":
+            there.put_file(str(tmp_path / name), f"{bucket}/pairs/{name}")
+        wanted = pair_profile(f"{bucket}/pairs/a", validation_fraction=0)
+        shard = dataset.plan(wanted, store, words).shards[0]
+        from tasks import source_megatron
+
+        splits = source_megatron.check(shard, 300, 0.5, lambda tokens: None)
+        assert splits["train"] == {"start": 0, "tokens": 2, "documents": 1}
+        assert splits["validation"] == {"start": 2, "tokens": 3, "documents": 1}
+        shard = dataset.plan(pair_profile(f"{bucket}/pairs/b"), store, words).shards[0]
+        with pytest.raises(IndexedError, match=r"s3:/.*b\.bin, byte 6: token 301"):
+            source_megatron.check(shard, 300, 0.5, lambda tokens: None)
+
+
+README = b"""---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/train-*.parquet
+  - split: test
+    path: en/test.parquet
+- config_name: de
+  data_files: de.jsonl
+---
+"""
+
+
+def as_parquet(documents):
+    out = io.BytesIO()
+    parquet.write_table(table(documents), out, row_group_size=20)
+    return out.getvalue()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    with Hub() as served:
+        served.patch(monkeypatch, tmp_path / "cache")
+        monkeypatch.setattr("datasets.config.HF_ENDPOINT", served.url)
+        monkeypatch.setattr("datasets.config.HF_MODULES_CACHE", str(tmp_path / "modules"))
+        from huggingface_hub import HfFileSystem
+
+        HfFileSystem.clear_instance_cache()
+        content = {
+            "README.md": README,
+            "en/train-0.parquet": as_parquet(DOCUMENTS[:200]),
+            "en/train-1.parquet": as_parquet(DOCUMENTS[200:]),
+            "en/test.parquet": as_parquet(DOCUMENTS[:5]),
+            "de.jsonl": lines(["Guten Tag"]),
+        }
+        served.commit("org/texts", content, kind="datasets")
+        served.commit(
+            "org/script", {"script.py": b"import datasets\n", "README.md": b"# s\n"}, kind="datasets"
+        )
+        yield served
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_split_of_a_configuration_of_a_hub_data_set(hub, streaming):
+    source = {"kind": "hub", "repository": "org/texts", "config": "en", "streaming": streaming}
+    shards = texts(profile(source))
+    assert joined(shards) == DOCUMENTS
+    assert len(shards) == 2
+    assert texts(profile({**source, "split": "test"})) == [DOCUMENTS[:5]]
+    whole = [path for method, path, _ in hub.requests if method == "GET" and path.endswith("train-0.parquet")]
+    assert whole
+
+
+def test_hub_shards_are_keyed_by_their_files_not_by_the_commit(hub):
+    source = profile({"kind": "hub", "repository": "org/texts", "config": "en"})
+    before = [shard.digest for shard in corpora.shards(source.data)]
+    content = dict(next(reversed(hub.repositories["datasets", "org/texts"].commits.values())))
+    content["en/train-2.parquet"] = as_parquet(["new"])
+    hub.commit("org/texts", content, kind="datasets")
+    from huggingface_hub import HfFileSystem
+
+    HfFileSystem.clear_instance_cache()
+    after = [shard.digest for shard in corpora.shards(source.data)]
+    assert after[:2] == before
+    assert len(after) == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"repository": "org/texts"}, r"sources\.0\.config: .*several configurations; nearest valid: en, de"),
+        ({"repository": "org/texts", "config": "fr"}, r"config = fr: .*no such conf.*nearest valid: en, de"),
+        ({"repository": "org/texts", "config": "en", "split": "dev"}, r"split = dev: .*valid: test, train"),
+        ({"repository": "org/none"}, r"repository = org/none: is no data set on the hub"),
+        ({"repository": "org/texts", "config": "en", "revision": "v9"}, r"revision = v9: .*no such revision"),
+        ({"repository": "org/script"}, r"repository = org/script: .*loading script.*no refs/convert/parquet"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_refused(hub, source, message):
+    with pytest.raises(ProfileError, match=message):
+        texts(profile({"kind": "hub", **source}))
+
+
+def test_a_loading_script_is_refused_with_the_revision_that_serves(hub):
+    hub.commit(
+        "org/script",
+        {"default/train/0000.parquet": as_parquet(DOCUMENTS), "other/train/0000.parquet": as_parquet(["x"])},
+        kind="datasets",
+        ref="refs/convert/parquet",
+    )
+    source = {"kind": "hub", "repository": "org/script"}
+    with pytest.raises(ProfileError, match=r"revision = main: .*script.*nearest valid: refs/convert/parquet"):
+        texts(profile(source))
+    assert texts(profile({**source, "revision": "refs/convert/parquet"})) == [DOCUMENTS]
+    assert texts(profile({**source, "revision": "refs/convert/parquet", "config": "other"})) == [["x"]]
+
+
+def test_a_gated_data_set_needs_a_token(hub):
+    hub.commit("org/gated", {"a.jsonl": lines(DOCUMENTS)}, kind="datasets", gated=True)
+    source = profile({"kind": "hub", "repository": "org/gated"})
+    assert texts(source, TOKEN) == [DOCUMENTS]
