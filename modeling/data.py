@@ -92,6 +92,8 @@ class Corpus:
             raise ValueError(f'split {split!r} is not known; splits are "train" and "validation"')
         entries = manifest[split]
         counts = np.array([shard["tokens"] for shard in entries], np.int64)
+        if stage:
+            stage.anonymous |= {shard["path"] for shard in entries if shard.get("anonymous")}
         weighted = manifest.get("blend") if split == "train" else None
         return cls(
             [shard["path"] for shard in entries],
@@ -173,8 +175,7 @@ class Corpus:
         return parts
 
     def _staged(self, i: int) -> bool:
-        path = self.paths[i]
-        return self.stage is not None and ("://" in path or not Path(path).is_absolute())
+        return self.stage is not None and self.stage.has(self.paths[i])
 
     def _shard(self, i: int) -> Open:
         if i in self._open:

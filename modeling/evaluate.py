@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from modeling import exits
+from modeling import exits, stage
 from modeling.compile import counts, unpack
 from modeling.data import Corpus, Samples
 from modeling.prefetch import Batch, read
@@ -66,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dataset", type=Path, required=True)
     parser.add_argument("--graphs", type=Path)
     parser.add_argument("--output", type=Path, required=True)
+    stage.add_arguments(parser)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
@@ -77,9 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
         step, folder = saved[-1]
         optimizer = ZeRO1(program.named_parameters(), program.mesh, shard=profile.parallel.zero1)
         checkpoint.load(folder, optimizer, weights_only=True)
-        samples = Samples(
-            Corpus.open(options.dataset, "validation"), profile.train.sequence_length, seed=None
-        )
+        staged = stage.of(options, profile.data.cache_gigabytes)
+        corpus = Corpus.open(options.dataset, "validation", staged)
+        samples = Samples(corpus, profile.train.sequence_length, seed=None)
         held_out = validation_loss(program, samples)
         if program.leader:
             result = {

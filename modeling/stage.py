@@ -6,6 +6,7 @@ whole. Where room is needed the shards that were asked for longest ago go; a pro
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import logging
@@ -27,14 +28,22 @@ class Stage:
     Args:
         folder: on this machine.
         limit: bytes that it may hold.
-        root: URI that relative paths of shards start from.
+        root: URI that relative paths of shards start from; empty where those are on this machine.
+
+    Attributes:
+        anonymous: shards that are read without credentials.
     """
 
     def __init__(self, folder: Path, limit: int, root: str = "") -> None:
+        self.anonymous: set[str] = set()
         self._folder, self._limit, self._root = folder, limit, root
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="stage")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="stage")
         self._coming: dict[str, Future[Path]] = {}
         folder.mkdir(parents=True, exist_ok=True)
+
+    def has(self, path: str) -> bool:
+        """Whether a shard is to be copied; others are on this machine."""
+        return "://" in path or (bool(self._root) and not path.startswith("/"))
 
     def local(self, path: str) -> Path:
         """A shard's prefix on this machine, once both its files are there.
@@ -67,16 +76,16 @@ class Stage:
     def _copy(self, uri: str, files: list[Path]) -> None:
         from fsspec.core import url_to_fs
 
-        there, inner = url_to_fs(uri)
+        there, inner = url_to_fs(uri, **({"anon": True} if uri in self.anonymous else {}))
         sizes = [there.info(f"{inner}{ending}")["size"] for ending in ENDINGS]
         if sum(sizes) > self._limit:
             raise ValueError(f"{uri} has {sum(sizes):,} bytes, data.cache_gigabytes allows {self._limit:,}")
-        with _locked(self._folder / "room.lock"):
+        with _locked(self._folder / "room.lock"):  # one copy at a time, or the room would not be known
             self._make_room(sum(sizes))
-        for ending, file in zip(ENDINGS, files, strict=True):
-            partial = file.with_suffix(f"{ending}.partial")
-            there.get_file(f"{inner}{ending}", str(partial))
-            partial.replace(file)
+            for ending, file in zip(ENDINGS, files, strict=True):
+                partial = file.with_suffix(f"{ending}.partial")
+                there.get_file(f"{inner}{ending}", str(partial))
+                partial.replace(file)
 
     def _make_room(self, wanted: int) -> None:
         """Remove what was asked for longest ago until so many bytes fit."""
@@ -91,6 +100,17 @@ class Stage:
                 return
             file.unlink(missing_ok=True)
             size -= own
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a program that reads a corpus is told of data that is elsewhere."""
+    parser.add_argument("--artifacts", default="", help="URI of the store's artifacts, if it is not a folder")
+    parser.add_argument("--cache", type=Path, help="folder that shards from elsewhere are copied to")
+
+
+def of(options: argparse.Namespace, gigabytes: float) -> Stage | None:
+    """The stage that the arguments ask for."""
+    return Stage(options.cache, int(gigabytes * 1e9), options.artifacts) if options.cache else None
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from modeling import exits
+from modeling import exits, stage
 from modeling.anomalies import Guard, Ranges, record, sample
 from modeling.compile import counts, unpack
 from modeling.data import Corpus, Samples
@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--attempt", type=int, help="this start's number; checkpoints count while RUN/attempt says the same"
     )
+    stage.add_arguments(parser)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
@@ -78,8 +79,9 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
     s, batch = settings.sequence_length, settings.global_batch_size
     own = batch // mesh.data.size  # samples a step on this data rank
     scale = 1 / (batch * s)  # a token's share of the loss
-    samples = Samples(Corpus.open(options.dataset, "train"), s, settings.seed)
-    validation = Samples(Corpus.open(options.dataset, "validation"), s, seed=None)
+    staged = stage.of(options, profile.data.cache_gigabytes)
+    samples = Samples(Corpus.open(options.dataset, "train", staged), s, settings.seed)
+    validation = Samples(Corpus.open(options.dataset, "validation", staged), s, seed=None)
 
     def first(step: int) -> int:
         return sample((step - 1) * batch, left_out) + mesh.data.rank * own

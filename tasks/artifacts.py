@@ -155,8 +155,21 @@ class Store:
             finally:
                 del self._begun[kind, key]
 
-    def path(self, artifact: Artifact) -> Path:
-        """The artifact's folder on this machine; fetched, with what it requires, where the store is remote.
+    @property
+    def artifacts(self) -> str:
+        """URI of the artifacts' folder where the store is remote, empty where it is not."""
+        return self._remote.location("artifacts") if self._remote else ""
+
+    def release(self, artifact: Artifact) -> None:
+        """Remove the copy of an artifact on this machine, where the store is remote and has it."""
+        if self._remote:
+            self._local.remove(_name(artifact.kind, artifact.key))
+
+    def path(self, artifact: Artifact, *, whole: bool = True) -> Path:
+        """The artifact's folder on this machine; fetched where the store is remote.
+
+        Args:
+            whole: whether what it requires is fetched too.
 
         Raises:
             FileNotFoundError: it is not in the store.
@@ -164,7 +177,7 @@ class Store:
         """
         folder = self._local.path(_name(artifact.kind, artifact.key))
         if self._remote:
-            self._fetch(self._remote, artifact.kind, artifact.key)
+            self._fetch(self._remote, artifact.kind, artifact.key, whole)
         elif not folder.is_dir():
             raise FileNotFoundError(f"{artifact.kind} {artifact.key} is not in the store: {folder}")
         return folder
@@ -258,8 +271,8 @@ class Store:
         remote.upload(folder, [file.name for file in Manifest.from_bytes(data, kind, key).files], name)
         remote.write(f"{name}/{MANIFEST}", data)
 
-    def _fetch(self, remote: Objects, kind: str, key: str) -> None:
-        """Copy an artifact and what it requires from the remote store to the local one, unless it is there already."""
+    def _fetch(self, remote: Objects, kind: str, key: str, whole: bool = True) -> None:
+        """Copy an artifact, and where it is to be whole what it requires, from the remote store, unless it is here already."""
         name = _name(kind, key)
         data = remote.read(f"{name}/{MANIFEST}")
         if data is None:
@@ -272,7 +285,7 @@ class Store:
                 manifest.verify_contents(folder, sum(file.size for file in manifest.files))
                 (folder / MANIFEST).write_bytes(data)
                 self._place(folder, kind, key)
-        for other in manifest.requires:
+        for other in manifest.requires if whole else ():
             self._fetch(remote, *other)
 
 

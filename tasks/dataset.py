@@ -8,11 +8,13 @@ document is held out for validation by its own hash, so which are never changes 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from modeling.indexed import token_dtype
 from profiles import check
 from profiles.errors import ProfileError
 from profiles.schema import Profile
@@ -26,6 +28,7 @@ from tasks.workers import Workers
 
 KIND = "dataset"
 SHARDS = "shards.json"
+SPANS = 3  # that a node holds of each stream: the one it reads, the next, and shards that reach beyond them
 Progress = Callable[[str, float], None]
 # How a list of shards is done: with the workers, an order and the shards' numbers.
 Spread = Callable[[Workers, Plan, str, Sequence[int]], Iterable[Artifact]]
@@ -166,6 +169,7 @@ def assemble(
     total = _sum(tokens)
     _require_text(profile, plan, tokens)
     _require_windows(profile, total)
+    _require_room(profile, store, plan, total)
     made = total["tokens"] + total["validation_tokens"]
     summary = {**total, "shards": len(tokens), "bytes_per_token": round(total["bytes"] / made, 3)}
     pairs = list(zip(plan.shards, tokens, strict=True))
@@ -223,7 +227,8 @@ def _entry(shard: Any, tokens: Artifact, split: str, prefix: str) -> dict[str, s
     if shard.format == "megatron":
         local = local_path(shard.paths[0])
         path = str(local.absolute()) if local else shard.paths[0]
-        return {"path": path.removesuffix(".idx"), **tokens.summary["pair"][split]}
+        more = {"anonymous": True} if shard.anonymous else {}
+        return {"path": path.removesuffix(".idx"), **tokens.summary["pair"][split], **more}
     counts = {name: tokens.summary[f"{prefix}{name}"] for name in ("tokens", "documents")}
     return {"path": f"{TOKENS}/{tokens.key}/{split}", "start": 0, **counts}
 
@@ -266,6 +271,25 @@ def _require_text(profile: Profile, plan: Plan, tokens: Sequence[Artifact]) -> N
                 f"{row['source']} has {row['missing']:,} records without text of {read + row['missing']:,}"
             )
             raise ProfileError("data.maximum_missing", limit, reason, [round(share + 5e-4, 3)])
+
+
+def _require_room(profile: Profile, store: Store, plan: Plan, total: dict[str, int]) -> None:
+    """Refuse data that is read from elsewhere in an order that would fetch most of it again and again."""
+    data = profile.data
+    pairs = [shard.paths[0] for shard in plan.shards if shard.format == "megatron"]
+    elsewhere = store.artifacts or any(local_path(path) is None for path in pairs)
+    size = token_dtype(plan.tokenizer.summary["vocabulary_size"]).itemsize / 1e9
+    needed = total["tokens"] * size
+    streams = max(1, sum(source.weight is not None for source in data.sources))
+    if data.shuffle_tokens:
+        needed = min(needed, SPANS * streams * data.shuffle_tokens * size)
+    if elsewhere and needed > data.cache_gigabytes:
+        reason = f"{needed:,.1f} GB of data are shuffled together, which would be fetched again and again"
+        fitting = int(data.cache_gigabytes / size / SPANS / streams)
+        if data.shuffle_tokens:
+            raise ProfileError("data.shuffle_tokens", data.shuffle_tokens, reason, [fitting])
+        reason += f"; shuffle less at a time, by data.shuffle_tokens = {fitting}"
+        raise ProfileError("data.cache_gigabytes", data.cache_gigabytes, reason, [math.ceil(needed)])
 
 
 def _require_windows(profile: Profile, total: dict[str, int]) -> None:

@@ -81,7 +81,9 @@ def tokenize(
                 (folder / "pair.json").write_text(json.dumps(splits))
             else:
                 summary.update(vars(_Writer(plan, store, shard, threads, token).write(k, folder, report)))
-    return store.expect(TOKENS, identity)
+    made = store.expect(TOKENS, identity)
+    store.release(made)  # training has it staged when its turn comes
+    return made
 
 
 def _pair_counts(splits: dict[str, dict[str, int]]) -> dict[str, int]:

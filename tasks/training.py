@@ -79,7 +79,10 @@ def cluster_job(
     graphs: Artifact | None,
 ) -> Job:
     """`modeling.<name>` on every device of the profile's cluster, as training and evaluation need it."""
-    arguments = ["--run-folder", str(folder), "--dataset", str(store.path(dataset))]
+    arguments = ["--run-folder", str(folder), "--dataset", str(store.path(dataset, whole=False))]
+    arguments += ["--cache", str(store.work_dir / "cache")]
+    if store.artifacts:
+        arguments += ["--artifacts", store.artifacts]
     if graphs is not None:
         arguments += ["--graphs", str(store.path(graphs))]
     cluster = profile.cluster

@@ -1,6 +1,9 @@
 """The order of the training data: every window once an epoch, the same whatever the shards, the ranks and the past."""
 
 import json
+import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,13 +13,13 @@ from hypothesis import strategies as st
 from modeling import data
 from modeling.data import Corpus, Samples
 from modeling.indexed import IndexedDatasetBuilder, IndexedError
-from modeling.order import permute
+from modeling.order import blend, permute
 
 VOCABULARY = 50_000
 
 
-def make(store, tokens, cuts=(), document=7):
-    """A dataset folder in a store whose shards are `tokens` cut at `cuts`."""
+def make(store, tokens, cuts=(), document=7, **more):
+    """A dataset folder in a store whose shards are `tokens` cut at `cuts`; `more` is for its corpus.json."""
     shards = []
     for i, part in enumerate(np.split(np.asarray(tokens), cuts)):
         prefix = store / "artifacts" / "tokens" / f"key{i}" / "train"
@@ -29,7 +32,7 @@ def make(store, tokens, cuts=(), document=7):
         )
     folder = store / "artifacts" / "dataset" / "key"
     folder.mkdir(parents=True)
-    corpus = {"format": 1, "vocabulary_size": VOCABULARY, "eos": 0, "train": shards, "validation": []}
+    corpus = {"format": 1, "vocabulary_size": VOCABULARY, "eos": 0, "train": shards, "validation": [], **more}
     (folder / "corpus.json").write_text(json.dumps(corpus))
     return folder
 
@@ -123,3 +126,80 @@ def test_a_corpus_shorter_than_one_window_is_refused(tmp_path):
     corpus = Corpus.open(make(tmp_path, np.arange(8)), "train")
     with pytest.raises(ValueError, match=r"train\.sequence_length = 8: a corpus of 8 tokens"):
         Samples(corpus, 8, seed=1)
+
+
+WEIGHTS = st.lists(st.integers(1, 999).map(lambda n: n / 1000), min_size=1, max_size=6)
+
+
+@settings(deadline=None)
+@given(weights=WEIGHTS)
+def test_a_blend_has_each_streams_share_at_all_times_and_exactly_in_the_end(weights):
+    pattern = blend(weights)
+    period = len(pattern.stream)
+    shares = np.array(weights) / sum(weights)
+    assert np.allclose(pattern.quotas, shares * period, atol=0.5 if period < 2**20 else 1)
+    streams, numbers = pattern.place(np.arange(3 * min(period, 5000)))
+    for stream, share in enumerate(shares):
+        own = numbers[streams == stream]
+        assert own.tolist() == list(range(len(own)))  # each stream's samples in their order, none left out
+        had = np.cumsum(streams == stream)
+        wanted = share * np.arange(1, len(streams) + 1)
+        assert np.abs(had - wanted).max() <= max(1.0, len(weights) / 2)
+
+
+def test_sources_with_weights_are_read_at_their_shares_whatever_their_sizes(tmp_path):
+    sources = [{"weight": 0.5, "shards": 2}, {"weight": None, "shards": 1}, {"weight": 0.25, "shards": 1}]
+    corpus = Corpus.open(make(tmp_path, np.arange(4000), [500, 1000, 3000], blend=sources), "train")
+    samples = Samples(corpus, 10, seed=3)
+    starts = samples.starts(np.arange(1200))
+    first, second = starts[starts < 1000], starts[starts >= 3000]
+    assert (len(first), len(second)) == (800, 400)
+    assert (starts[(starts >= 1000) & (starts < 3000)]).size == 0
+    for own, windows in (first, 99), (second - 3000, 99):  # epochs of each by itself
+        assert sorted(own[:windows]) == list(range(0, 990, 10))
+        assert sorted(own[windows : 2 * windows]) == list(range(0, 990, 10))
+        assert own[:windows].tolist() != own[windows : 2 * windows].tolist()
+
+
+@settings(deadline=None, max_examples=30)
+@given(span=st.integers(1, 70), seed=st.integers(0, 99))
+def test_shuffled_in_spans_every_window_comes_once_and_few_spans_are_open(span, seed, tmp_path_factory):
+    folder = make(tmp_path_factory.mktemp("store"), np.arange(601), [200, 400], span=span * 10)
+    samples = Samples(Corpus.open(folder, "train"), 10, seed)
+    for epoch in range(2):
+        windows = samples.starts(np.arange(epoch * 60, epoch * 60 + 60)) // 10
+        assert sorted(windows) == list(range(60))
+        width = -(-60 // -(-60 // span))
+        for at in range(0, 60 - width, width):
+            assert len({int(window) // width for window in windows[at : at + width]}) <= 4
+
+
+def test_a_corpus_of_many_shards_opens_at_once_and_in_little_memory(tmp_path):
+    """10^12 tokens in 20,000 shards: sparse files, of which those that are read have an index."""
+    shards, tokens = 20_000, 50_000_000
+    prefix = tmp_path / "artifacts/tokens/k/train"
+    prefix.parent.mkdir(parents=True)
+    with prefix.with_suffix(".bin").open("wb") as file:
+        file.truncate(2 * tokens)
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 1, 2) + struct.pack("<iqqq", tokens, 0, 0, 1)
+    prefix.with_suffix(".idx").write_bytes(index)
+    entries = [{"path": "tokens/k/train", "start": 0, "tokens": tokens, "documents": 1}] * shards
+    folder = tmp_path / "artifacts/dataset/k"
+    folder.mkdir(parents=True)
+    corpus = {"format": 1, "vocabulary_size": 50_000, "eos": 0, "train": entries, "validation": entries}
+    (folder / "corpus.json").write_text(json.dumps(corpus))
+    program = """
+import resource, sys, time
+from modeling.data import Corpus, Samples
+import numpy
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+samples = Samples(Corpus.open(sys.argv[1], "train"), 8192, seed=1)
+batch = samples.batch(10**7, 64)
+print(samples.corpus.tokens, batch.shape[1], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True
+    )
+    total, length, kilobytes = map(int, told.stdout.split())
+    assert (total, length) == (10**12, 8193)
+    assert kilobytes < 100_000
