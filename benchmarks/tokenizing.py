@@ -1,0 +1,161 @@
+"""Text to tokens, end to end (json lines in, `.bin`/`.idx` out), against tokenizers in memory and `datasets.map`.
+
+    python -m benchmarks.tokenizing [--megabytes 60] [--rounds 3]
+
+On all cores of this machine, with a byte-level BPE of 32,000 tokens trained on the text itself, which does not repeat itself
+(text.py). Runs alternate; a row is the median. The slow ones read a part of the text that takes them about as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, trainers
+from tokenizers.pre_tokenizers import ByteLevel
+
+from benchmarks.text import documents
+from profiles import resolve
+from tasks import dataset, tokenizer
+from tasks.artifacts import Artifact, Store
+from tasks.tokenizer_files import EOS, byte_level, write
+
+VOCABULARY = 32_000
+SLOW = 0.25  # share of the text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.tokenizing")
+    parser.add_argument("--megabytes", type=float, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--one", choices=("map",), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    logging.disable(logging.INFO)
+    if options.one:
+        return by_map(options.folder)
+    with tempfile.TemporaryDirectory() as name:
+        compare(Path(name), options.megabytes, options.rounds)
+    return None
+
+
+def compare(folder: Path, megabytes: float, rounds: int) -> None:
+    texts = list(documents(megabytes))
+    cores = os.cpu_count() or 1
+    some = texts[:: int(1 / SLOW)]
+    for name, own in ("all", texts), ("some", some):
+        (folder / name).mkdir()
+        for i in range(cores):
+            lines = (json.dumps({"text": text}) + "\n" for text in own[i::cores])
+            (folder / name / f"{i}.jsonl").write_text("".join(lines))
+    encoder = byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[EOS],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    encoder.train_from_iterator(some, trainer)
+    (folder / "tokenizer").mkdir()
+    write(folder / "tokenizer", encoder, {"eos_token": EOS})
+    size = {
+        name: sum(len(text.encode()) for text in own) / 1e6 for name, own in (("all", texts), ("some", some))
+    }
+    rows = {
+        "ours, gigatoken": lambda: size["all"] / ours(folder, "all", fast=True),
+        "ours, tokenizers": lambda: size["some"] / ours(folder, "some", fast=False),
+        "tokenizers in memory": lambda: size["some"] / in_memory(folder, some),
+        "datasets.map": lambda: size["some"] / as_program(folder),
+    }
+    speeds: dict[str, list[float]] = {row: [] for row in rows}
+    for _ in range(rounds):
+        for row, run in rows.items():
+            speeds[row].append(run())
+    median = {row: statistics.median(found) for row, found in speeds.items()}
+    print(f"{size['all']:.0f} MB, {len(texts):,} documents, {cores} cores; MB of text a second")
+    for row, found in speeds.items():
+        print(f"{row:<22} {median[row]:6.1f}   ({', '.join(f'{speed:.1f}' for speed in found)})")
+    for row, memory, mapped in ("ours, gigatoken", 5.0, 8.0), ("ours, tokenizers", 0.9, 1.5):
+        a, b = median[row] / median["tokenizers in memory"], median[row] / median["datasets.map"]
+        print(
+            f"{row}: {a:.2f} of tokenizers in memory (goal {memory}), {b:.2f} of datasets.map (goal {mapped})"
+        )
+
+
+def ours(folder: Path, name: str, fast: bool) -> float:
+    """Seconds of the dataset step, its processes' start and the planning included."""
+    overrides = [
+        f"data.sources=[{{kind: files, path: '{folder / name}/*.jsonl'}}]",
+        f"tokenizer.source={folder / 'tokenizer'}",
+        "tokenizer.vocabulary_size=null",
+        "data.validation_fraction=0",
+    ]
+    blocked = folder / "blocked"
+    blocked.mkdir(exist_ok=True)
+    (blocked / "gigatoken.py").write_text("raise ImportError('not in this row')\n")
+    before = os.environ.get("PYTHONPATH")
+    if not fast:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(blocked), before)))
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as store_folder:
+            store = Store(store_folder)
+            profile = resolve.load("tiny", overrides)
+            words = tokenizer.run(profile, store)
+            begun = time.perf_counter()
+            made: Artifact = dataset.run(profile, store, words)
+            seconds = time.perf_counter() - begun
+            assert made.summary["missing"] == 0
+            return seconds
+    finally:
+        os.environ.pop("PYTHONPATH", None) if before is None else os.environ.update(PYTHONPATH=before)
+
+
+def in_memory(folder: Path, texts: list[str]) -> float:
+    """Seconds of `encode_batch` over texts that are in memory, its results thrown away."""
+    encoder = Tokenizer.from_file(str(folder / "tokenizer/tokenizer.json"))
+    begun = time.perf_counter()
+    encoder.encode_batch(texts, add_special_tokens=False)
+    return time.perf_counter() - begun
+
+
+def as_program(folder: Path) -> float:
+    """`datasets.map` in a process of its own, since it forks; its own seconds, without imports."""
+    with tempfile.TemporaryDirectory(dir=folder) as cache:
+        told = subprocess.run(
+            [sys.executable, "-m", "benchmarks.tokenizing", "--one", "map", "--folder", str(folder)],
+            env={**os.environ, "HF_DATASETS_CACHE": cache, "TOKENIZERS_PARALLELISM": "false"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return float(told.stdout.split()[-1])
+
+
+def by_map(folder: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    encoder = Tokenizer.from_file(str(folder / "tokenizer/tokenizer.json"))
+    eos = encoder.token_to_id(EOS)
+
+    def encode(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        found = encoder.encode_batch(rows["text"], add_special_tokens=False)
+        return {"input_ids": [[*each.ids, eos] for each in found]}
+
+    begun = time.perf_counter()
+    files = sorted(map(str, (folder / "some").glob("*.jsonl")))
+    rows = datasets.load_dataset("json", data_files=files, split="train")
+    rows.map(encode, batched=True, num_proc=os.cpu_count(), remove_columns=["text"])
+    print(time.perf_counter() - begun)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Peak memory of a process that tokenizes, over text of any size, with a document of 200 MB in its midst.
+
+    python -m benchmarks.tokenizing_memory [--megabytes 400] [--document 200]
+
+A file of json lines, compressed so that it is one shard, is tokenized by one `tasks.tokenization` process. The text is
+benchmarks/text.py's, repeated where there is not enough of it: repetition changes the speed, not the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import itertools
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.text import documents
+from profiles import resolve
+from tasks import dataset, tokenizer
+from tasks.artifacts import Store
+
+UNIQUE = 20  # MB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.tokenizing_memory")
+    parser.add_argument("--megabytes", type=float, default=400)
+    parser.add_argument("--document", type=float, default=200, help="MB of the long document")
+    options = parser.parse_args()
+    texts = list(documents(UNIQUE))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with gzip.open(folder / "a.jsonl.gz", "wt", compresslevel=1) as file:
+            written = 0.0
+            for i, text in enumerate(itertools.cycle(texts)):
+                if written >= options.megabytes:
+                    break
+                if i == len(texts) // 2 and options.document:
+                    text = " ".join(itertools.islice(itertools.cycle(texts), int(options.document * 250)))
+                    text = text[: int(options.document * 1e6)]
+                file.write(json.dumps({"text": text}) + "\n")
+                written += len(text) / 1e6
+        overrides = [f"data.sources=[{{kind: files, path: '{folder}/a.jsonl.gz'}}]"]
+        store = Store(str(folder / "store"))
+        profile = resolve.load("tiny", [*overrides, "data.validation_fraction=0"])
+        words = tokenizer.run(resolve.load("tiny"), store)
+        plan = folder / "plan.json"
+        plan.write_text(json.dumps(dataset.plan(profile, store, words).to_json()))
+        command = [sys.executable, "-m", "tasks.tokenization", "--plan", str(plan), "--store", store.uri]
+        subprocess.run([*command, "--shard", "0"], check=True, capture_output=True)
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
+    print(
+        f"{written:.0f} MB of text, a document of {options.document:.0f} MB in it: "
+        f"peak of the worker {peak:.2f} GB (goal: under 1)"
+    )
+
+
+if __name__ == "__main__":
+    main()
