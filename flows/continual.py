@@ -17,8 +17,9 @@ from prefect.states import Completed
 
 from flows import steps
 from flows.hooks import end_jobs
-from flows.pretrain import compile_graphs, run_name
+from flows.pretrain import SHARDS, compile_graphs, run_name
 from flows.runner import Runner, forward_logs
+from flows.secrets import hub_token
 from profiles import resolve
 from profiles.schema import Profile
 from tasks import continual as series
@@ -26,7 +27,7 @@ from tasks import dataset, evaluation, export, keys, runs, tokenizer, training
 from tasks.artifacts import Store
 
 
-@flow(name="continual", flow_run_name=run_name, on_cancellation=[end_jobs])
+@flow(name="continual", flow_run_name=run_name, on_cancellation=[end_jobs], task_runner=SHARDS)
 def continual(
     profile: str, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
 ) -> State[Any]:
@@ -54,12 +55,13 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     if stands is None:
         return Completed(name="NothingYet", message=f"run {run.name} has no finished model to go on from")
     vocabulary = kept.expect(tokenizer.KIND, stands.tokenizer)
-    key = dataset.key(run, vocabulary)
+    key = dataset.key(run, kept, vocabulary, hub_token(run))
     corpus = do.once(steps.dataset, dataset.KIND, key, run, kept, vocabulary)
     new = series.fresh(kept, stands, corpus, run.train.sequence_length)
     if new is None:
         return Completed(name="NothingNew", message=f"no data that {stands.run} was not trained on")
 
+    run = dataset.with_steps(run, new)
     base = kept.run_directory(stands.run)
     start = series.newest(kept, stands)
     before = runs.inputs(base)["identity"]

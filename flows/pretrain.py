@@ -23,7 +23,7 @@ from flows.runner import Runner, forward_logs
 from flows.secrets import hub_token
 from profiles import resolve
 from profiles.schema import Profile
-from tasks import checkpoint, dataset, evaluation, export, graphs, keys, runs, tokenizer, training
+from tasks import checkpoint, dataset, evaluation, export, graphs, keys, ledger, runs, tokenizer, training
 from tasks.artifacts import Artifact, Store
 
 
@@ -44,15 +44,15 @@ def run_name() -> str:
     )
 
 
-# Of tasks that are mapped, as many at a time as processes can work on them, and a few more that wait.
-SHARDS_AT_ONCE = 2 * (os.cpu_count() or 1)
+# Tasks that are mapped run as many at a time as processes can work on them, and a few more that wait.
+SHARDS = ThreadPoolTaskRunner(max_workers=2 * (os.cpu_count() or 1))
 
 
 @flow(
     name="pretrain",
     flow_run_name=run_name,
     on_cancellation=[end_jobs],
-    task_runner=ThreadPoolTaskRunner(max_workers=SHARDS_AT_ONCE),
+    task_runner=SHARDS,
 )
 def pretrain(
     profile: str, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
@@ -91,6 +91,7 @@ def pretrain(
     key = keys.training(run.name, identity)
     train = steps.train.with_options(retries=run.cluster.retries, retry_delay_seconds=steps.DELAYS)
     trained = do.once(train, training.KIND, key, run, kept, folder, key, corpus, compiled, run_folder=folder)
+    ledger.record(kept, run.name, identity, corpus)
     key = keys.evaluation(run.name, identity)
     evaluated = do.once(
         steps.evaluate, evaluation.KIND, key, run, kept, folder, key, corpus, compiled, trained

@@ -31,11 +31,15 @@ def check(profile: Profile) -> None:
     """
     for number, source in enumerate(profile.data.sources):
         _check(source, f"data.sources.{number}")
+    uses = [source.use for source in profile.data.sources]
     weights = [source.weight for source in profile.data.sources if source.use != "validation"]
     if any(weights) and not all(weights):
         without = weights.index(None)
         reason = "is missing: where one source has a weight, all that are trained on need one"
         raise ProfileError(f"data.sources.{without}.weight", None, reason)
+    if not profile.data.validation_fraction and all(use != "validation" for use in uses):
+        reason = "leaves nothing to evaluate the model on; hold some out, or give a source of use validation"
+        raise ProfileError("data.validation_fraction", 0, reason, [0.01])
     if not weights:
         reason = "is of validation only, as all are; one must be trained on"
         raise ProfileError("data.sources.0.use", "validation", reason, ["split", "train"])

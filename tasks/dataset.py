@@ -300,7 +300,7 @@ def _require_windows(profile: Profile, total: dict[str, int]) -> None:
             f"the sources hold {total['tokens']} tokens to train on, fewer than one window of {length} + 1"
         )
         raise ProfileError("train.sequence_length", length, reason)
-    if fraction and total["validation_tokens"] <= length:
-        held_out = total["validation_tokens"]
-        reason = f"holds out {held_out} tokens, fewer than one window of {length} + 1; hold out more, or 0"
+    held_out = total["validation_tokens"]
+    if (fraction or held_out) and held_out <= length:
+        reason = f"holds out {held_out} tokens, fewer than one window of {length} + 1; hold out more"
         raise ProfileError("data.validation_fraction", fraction, reason)

@@ -37,7 +37,7 @@ class Record:
 
 def record(store: Store, run: str, identity: str, corpus: Artifact, parent: str | None = None) -> Record:
     """Enter a run that trained on this corpus; entering it again changes nothing."""
-    shards = json.loads((store.path(corpus) / SHARDS).read_text())
+    shards = json.loads((store.path(corpus, whole=False) / SHARDS).read_text())
     entry = Record(run, identity, parent, corpus.key, tuple(shards))
     store.storage.write(_name(identity), json.dumps(asdict(entry)).encode())
     return entry

@@ -207,9 +207,10 @@ def _values(column: Any) -> Iterator[Document]:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error is the file's, and not one of the network or the disk."""
-    environment = isinstance(error, OSError) and error.errno is not None
-    return not environment and not isinstance(error, (ConnectionError, TimeoutError))
+    """Whether an error is the file's contents', and not one of the network, the disk or its rights."""
+    if isinstance(error, ConnectionError | TimeoutError | FileNotFoundError | PermissionError):
+        return False
+    return not isinstance(error, OSError) or error.errno is None
 
 
 def _require_column(shard: Shard, columns: list[str]) -> None:

@@ -255,6 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shard", type=int, help="number of the shard, from 0")
     what.add_argument("--serve", action="store_true", help="take orders from standard input")
+    parser.add_argument("--order", choices=ORDERS, default="tokenize", help="what is done with the shard")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     # All that rayon, in which both engines are written, can be told by.
@@ -268,8 +269,9 @@ def main(arguments: list[str] | None = None) -> int:
             _answer(_obeyed(order, plan, store, int(number), options.threads))
         return 0
     try:
-        artifact = tokenize(plan, store, options.shard, lambda n: log.info("%d tokens", n), options.threads)
-    except (ProfileError, SourceError) as error:
+        do = ORDERS[options.order]
+        artifact = do(plan, store, options.shard, lambda n: log.info("%d tokens", n), options.threads)
+    except ValueError as error:
         print(f"trainshed: {error}", file=sys.stderr)
         return 2
     print(json.dumps(artifact.to_json()))

@@ -53,7 +53,7 @@ def test_a_parent_that_the_ledger_does_not_know_is_an_error(store):
 
 def test_epochs_become_steps_once_the_corpus_is_known(store, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(DOCUMENTS))
-    wanted = profile(files(tmp_path / "a.jsonl"), validation_fraction=0)
+    wanted = profile(files(tmp_path / "a.jsonl"), validation_fraction=0.1)
     train = wanted.train.model_copy(update={"steps": None, "epochs": 2, "warmup_steps": 3})
     wanted = wanted.model_copy(update={"train": train})
     check(wanted)

@@ -1,0 +1,52 @@
+"""The data's shards as Prefect shows them: tasks of their own, each tried again alone, and a bar for all."""
+
+import asyncio
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
+
+from flows import steps
+from profiles.errors import ProfileError
+from tasks import tokenizer
+from tasks.artifacts import Store
+from tests.tasks.test_sources import files, lines, profile
+from tests.tasks.test_tokenization import DOCUMENTS
+
+
+@flow
+def only_the_dataset(wanted, store, words):
+    return steps.dataset(wanted, store, words)
+
+
+async def _seen(run_id):
+    async with get_client() as client:
+        tasks = await client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])))
+        bars = await client.read_artifacts(
+            artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["tokenizing"]))
+        )
+    return {task.name: task.state_name for task in tasks}, [bar.data for bar in bars]
+
+
+def test_shards_are_mapped_tasks_with_progress(prefect_server, tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.jsonl").write_bytes(lines(DOCUMENTS[i * 60 : i * 60 + 60]))
+    wanted = profile(files(tmp_path / "*.jsonl"), validation_fraction=0.1)
+    store = Store(str(tmp_path / "store"))
+    words = tokenizer.run(wanted, store)
+    state = only_the_dataset(wanted, store, words, return_state=True)
+    tasks, bars = asyncio.run(_seen(state.state_details.flow_run_id))
+    mapped = {name: how for name, how in tasks.items() if name.startswith("tokenize ")}
+    assert sorted(name.rpartition("/")[2] for name in mapped) == ["0.jsonl", "1.jsonl", "2.jsonl"]
+    assert set(mapped.values()) == {"Completed"}
+    assert bars
+    assert state.result().summary["shards"] == 3
+
+    (tmp_path / "3.jsonl").write_bytes(b'{"other": "a"}\n')
+    (tmp_path / "4.jsonl").write_bytes(lines(DOCUMENTS[:9]))
+    state = only_the_dataset(wanted, store, words, return_state=True)
+    with pytest.raises(ProfileError, match=r"3\.jsonl has no such column"):
+        state.result()
+    tasks, _ = asyncio.run(_seen(state.state_details.flow_run_id))
+    assert sum(name.startswith("tokenize ") for name in tasks) == 2
