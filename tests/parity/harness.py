@@ -41,6 +41,9 @@ MODELS = {
 }  # fmt: skip
 
 
+BOUNDARIES = ((5, 19), (11,), (), (16, 17, 30))  # places where documents begin, of one sample after another
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and the topology that it is trained on; by default one process."""
@@ -140,7 +143,7 @@ def train(
         for step in steps:
             optimizer.begin(program.profile.accumulation_steps)
             mine = batch(step)[first : first + own] if program.reads else None
-            starts = document_starts(own) if case.documents else None
+            starts = document_starts(first, own) if case.documents else None
             loss = program.forward_backward(mine, 1 / (BATCH * SEQUENCE), step * BATCH + first, starts)
             if step == steps[0]:
                 optimizer.reduce()
@@ -155,12 +158,13 @@ def train(
         program.mesh.close()
 
 
-def document_starts(samples: int, boundaries: Sequence[int] = (5, 19)) -> Tensor:
-    """Where each token's document begins (samples, s), with documents that begin at these places of every sample."""
-    starts = torch.zeros(SEQUENCE, dtype=torch.int64)
-    for boundary in boundaries:
-        starts[boundary:] = boundary
-    return starts.expand(samples, -1)
+def document_starts(first: int, samples: int, known: Sequence[Sequence[int]] = BOUNDARIES) -> Tensor:
+    """Where each token's document begins (samples, s), in the samples from `first` on."""
+    starts = torch.zeros(samples, SEQUENCE, dtype=torch.int64)
+    for i in range(samples):
+        for boundary in known[(first + i) % len(known)]:
+            starts[i, boundary:] = boundary
+    return starts
 
 
 def kept(kind: str, pieces: Iterable[tuple[Piece, Tensor]]) -> list[tuple[str, Piece, Tensor]]:
