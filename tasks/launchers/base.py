@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +37,8 @@ class Job:
     attempts: Path | None = (
         None  # file that counts the job's starts; the program is told the count as --attempt
     )
+    # Further variables of its environment, which are in no command, script, note or log.
+    secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def extended(self, *arguments: str) -> Job:
         return replace(self, arguments=(*self.arguments, *arguments))
