@@ -34,7 +34,8 @@ class Monitor:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._newest: Figures = {}
+        self._host = _psutil()
+        self._newest: Figures = next(self._host)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="monitor", daemon=True)
         self._thread.start()
@@ -51,7 +52,7 @@ class Monitor:
 
     def _follow(self) -> None:
         with contextlib.ExitStack() as stack:
-            readers = [_psutil(), READERS[self._device.monitor](stack)]
+            readers = [self._host, READERS[self._device.monitor](stack)]
             while not self._ended.is_set():
                 for reader in readers:
                     self._newest |= next(reader, {})

@@ -119,7 +119,6 @@ def test_the_name_is_no_part_of_the_identity_but_of_what_is_cached_under_it():
         "train.micro_batch_size=2",
         "train.precision=float32",
         "train.recompute=full",
-        "compile.backend=eager",
         "cluster.threads=3",
         "cluster.device=cuda",
     ],
