@@ -133,7 +133,7 @@ def opened(profile: Profile, artifact: Path | None, run: Path) -> tuple[Path | N
         return None, False
     folder = unpack(artifact, run) if artifact else None
     if reason := made.missing():
-        log.info(f"{reason} on this machine: it runs eager")
+        log.info(f"{reason} on this machine: training runs eager")
         return None, False
     return (folder, True) if folder else (run / "graphs" / "own", False)
 
