@@ -3,7 +3,7 @@
 What is compiled of a model are its regions: the block, one graph for layers that are alike, and the loss. Each is two programs,
 training (a forward and a backward graph) and evaluation (one graph). The embedding's lookup and the last norm stay eager: a
 graph of the lookup's backward would add in no fixed order on several threads, and a run must resume to the bit. The optimizer's
-update is torch's fused kernel where there is one, and a program of one graph elsewhere.
+update is torch's fused kernel where there is one, and a program of one graph elsewhere. A loss of the user's own runs eager.
 
 `Ledger` counts, program by program, the graphs that were compiled and those that were found; a graph that had to be compiled
 though an artifact was there is said, by name.
@@ -133,7 +133,7 @@ def opened(profile: Profile, artifact: Path | None, run: Path) -> tuple[Path | N
         return None, False
     folder = unpack(artifact, run) if artifact else None
     if reason := made.missing():
-        log.info(f"{reason} on this machine: it runs eager")
+        log.info(f"{reason} on this machine: training runs eager")
         return None, False
     return (folder, True) if folder else (run / "graphs" / "own", False)
 

@@ -152,18 +152,19 @@ def run_stage(
         positions = zigzag_positions(settings.sequence_length, axis.size, axis.rank).to(device)  # (s/c)
         tokens = torch.zeros(b, len(positions), dtype=torch.int64, device=device)  # (b, s/c)
         keys = sample_keys(settings.seed, torch.arange(b, device=device))
-        each = {"documents": torch.zeros_like(tokens)} if settings.document_masks else {}
         x = tokens
         if number:
             t = mesh.tensor.size if profile.parallel.sequence_parallel else 1
             shape = (tokens.numel() // t, profile.model.hidden_size)
             x = torch.empty(shape, dtype=DTYPES[settings.precision], device=device, requires_grad=True)
-        y = model(x, positions, samples=keys, **each)
-        end = model.loss(y, tokens) if model.last else y
+        documents = torch.zeros_like(tokens) if settings.document_masks else None
+        y = model(x, positions, documents, samples=keys)
+        loses = model.last and settings.loss is None  # a loss of the user's own runs eager
+        end = model.loss(y, tokens) if loses else y
         kept = figures.kept_bytes(end, [*model.parameters(), *model.buffers()])
         with torch.no_grad():
-            y = model(x.detach(), positions, **each)
-            if model.last:
+            y = model(x.detach(), positions, documents)
+            if loses:
                 model.loss(y, tokens)
             step = compiled_update(profile.cluster.device, backend)
             if step is not None:

@@ -47,7 +47,7 @@ def ranks(profile: Profile, traced: Mapping[str, Any]) -> list[Rank]:
         )
         kept = math.ceil(alive * sum(stage["kept"] for stage in own))
         calls = [_calls(profile, held, last=held is layers[-1]) for held in layers[place::degree]]
-        work = sum(times * flops[region] for each in calls for region, times in each.items() if times)
+        work = sum(times * flops.get(region, 0) for each in calls for region, times in each.items() if times)
         found.append(Rank(kept + max(stage["peak"] for stage in own), count * work))
     return found
 

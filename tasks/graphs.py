@@ -82,7 +82,8 @@ def run(
             return found
         lacks = compilers.lacks(profile)
         if lacks:
-            note = f"{lacks} on this machine: nothing is compiled ahead"
+            here = profile.cluster.device == "cpu"  # elsewhere training meets another machine
+            note = f"{lacks} on this machine: training {'runs eager' if here else 'compiles as it goes'}"
             log.warning("%s", note)
             with store.publish(KIND, key, {**summarize([], 0.0), "note": note}):
                 pass

@@ -45,6 +45,17 @@ def test_a_run_has_a_handful_of_graphs_of_known_names(tmp_path):
     }
 
 
+def test_document_masks_are_in_the_graphs(tmp_path):
+    masked = digests(trace(profile(tmp_path / "masked", "train.document_masks=true")))
+    plain = digests(trace(profile(tmp_path / "plain")))
+    assert {name for name in plain if masked[name] != plain[name]} == {"block, evaluation", "block, training"}
+
+
+def test_a_loss_of_the_users_own_has_no_graph(tmp_path):
+    found = trace(profile(tmp_path, "train.loss=mine:loss"))
+    assert {program.name for program in found.programs} == {"block, evaluation", "block, training"}
+
+
 def test_where_torch_has_no_kernel_of_adamw_its_update_is_one_graph(tmp_path):
     elsewhere = trace(profile(tmp_path, "cluster.device=neuron", "parallel.pipeline=2", "parallel.tensor=1"))
     update = next(program for program in elsewhere.programs if program.name == "optimizer")

@@ -184,3 +184,16 @@ def test_a_cancelled_compile_ends_its_processes(place, run, compiled, caplog):
         ["pgrep", "-f", f"modeling.compile.*{run}"], capture_output=True, text=True, check=False
     )
     assert left.stdout == ""
+
+
+def test_without_a_cpp_compiler_one_line_says_that_training_runs_eager(place, tmp_path, monkeypatch, caplog):
+    alone = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.steps=1", "evaluate.every=0")
+    run = micro.run_folder(tmp_path / "run", *SETTINGS, *alone)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    artifact = place.compile(run)
+    said = "no C++ compiler (g++ or clang++) on this machine: training runs eager"
+    assert artifact.summary["note"] == said
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [said]
+    assert said in place.train(run, artifact, processes=1)
+    assert micro.metrics(run)[0]["cold_compiles"] == micro.metrics(run)[0]["warm_graphs"] == 0
