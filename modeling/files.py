@@ -9,13 +9,18 @@ import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from parallel.container import bytes_of
+
+SLICES = 2  # of a file, written at a time
 
 
 @dataclass(frozen=True)
@@ -25,17 +30,22 @@ class Entry:
     Attributes:
         name: in the file.
         shape, dtype: in the file.
-        rows: gives its rows [low, high), fewer where the last ones are padding, which stays zero.
+        rows: gives its rows [low, high) as tensors that follow each other, fewer where the last ones are padding, which
+            stays zero.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: Callable[[int, int], Tensor]
+    rows: Callable[[int, int], Iterable[Tensor]]
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.shape[0] * self.row_bytes
 
 
 class File(ABC):
@@ -71,22 +81,32 @@ class FilledFile(File):
 
     def write(self, path: Path, limit: int, progress: Callable[[int], None]) -> None:
         starts = self.prepare(path)
-        with path.open("r+b", buffering=0) as file:
-            for entry in self.entries:
-                width = math.prod(entry.shape[1:]) * entry.dtype.itemsize  # bytes a row
-                rows = max(1, limit // width)
-                for low in range(0, entry.shape[0], rows):
-                    tensor = entry.rows(low, min(low + rows, entry.shape[0]))
-                    tensor = tensor.to(entry.dtype).contiguous()
-                    _write(file.fileno(), tensor, starts[entry.name] + low * width)
+        with path.open("r+b", buffering=0) as file, ThreadPoolExecutor(SLICES) as pool:
+
+            def fill(piece: tuple[Entry, int, int]) -> None:
+                entry, low, high = piece
+                offset = starts[entry.name] + low * entry.row_bytes
+                for tensor in entry.rows(low, high):
+                    offset = write_at(file.fileno(), tensor.to(entry.dtype), offset)
                     progress(tensor.nbytes)
 
+            for _ in pool.map(fill, self._pieces(limit)):
+                pass
 
-def _write(descriptor: int, tensor: Tensor, offset: int) -> None:
-    data = memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+    def _pieces(self, limit: int) -> Iterator[tuple[Entry, int, int]]:
+        for entry in self.entries:
+            rows = max(1, limit // entry.row_bytes)
+            for low in range(0, entry.shape[0], rows):
+                yield entry, low, min(low + rows, entry.shape[0])
+
+
+def write_at(descriptor: int, tensor: Tensor, offset: int) -> int:
+    """Write a tensor's bytes at an offset of a file; returns where they end. What is mapped is written from where it lies."""
+    data = bytes_of(tensor)
     while data:
         count = os.pwrite(descriptor, data, offset)
         data, offset = data[count:], offset + count
+    return offset
 
 
 def digest(path: Path) -> str:

@@ -137,20 +137,22 @@ def entries(weights: Weights) -> Iterator[Entry]:
         yield Entry(theirs, shape, weights.dtype_of(name), partial(_rows, weights, held))
 
 
-def _rows(weights: Weights, held: list[tuple[str, names.Stored]], low: int, high: int) -> Tensor:
+def _rows(weights: Weights, held: list[tuple[str, names.Stored]], low: int, high: int) -> Iterator[Tensor]:
     """Rows [low, high) of a tensor of theirs."""
+    name, place = held[0]
+    if place.parts == 1 and not place.transposed:
+        shape = weights.shapes[name]
+        yield from weights.blocks(name, (low, *[0] * (len(shape) - 1)), (high - low, *shape[1:]))
+        return
     columns = []
     for name, place in held:
         shape = list(weights.shapes[name])
         offsets = [0] * len(shape)
-        if len(shape) > 1 or place.parts == 1:
-            dim = 1 if place.transposed else 0
-            offsets[dim], shape[dim] = low, high - low
+        if place.transposed:
+            offsets[1], shape[1] = low, high - low
         columns.append(place.write(weights.read(name, tuple(offsets), tuple(shape))))
-    if len(columns) == 1:
-        return columns[0]
     whole = torch.cat(columns, -1)
-    return whole if whole.dim() > 1 else whole[low:high]
+    yield whole if whole.dim() > 1 else whole[low:high]
 
 
 def files(weights: Weights) -> list[SafetensorsFile]:

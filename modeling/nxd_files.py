@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -208,7 +208,7 @@ def files(
                     boxes = [_renamed(box) for box in boxes]
                 first = split.sections(key)[0][0]
                 dtype = weights.dtype_of(first if first in weights.shapes else "embedding.weight")
-                entries.append(Entry(key, shape, dtype, partial(_rows, weights, boxes, shape)))
+                entries.append(Entry(key, shape, dtype, partial(_rows, weights, boxes)))
             made.append(ShardFile(f"model/dp_rank_00_tp_rank_{rank:02}_pp_rank_{stage:02}.pt", entries))
     return made
 
@@ -217,16 +217,14 @@ def _renamed(box: Box) -> Box:
     return Box("embedding.weight", box.shape, box.offsets, box.sizes, box.local_offsets)
 
 
-def _rows(weights: Weights, boxes: list[Box], shape: tuple[int, ...], low: int, high: int) -> Tensor:
+def _rows(weights: Weights, boxes: list[Box], low: int, high: int) -> Iterator[Tensor]:
     """Rows [low, high) of a rank's tensor, but for padding at its end."""
-    pieces = []
     for box in boxes:
         top = box.local_offsets[0]
         first, stop = max(low, top), min(high, top + box.sizes[0])
         if first < stop:
             offsets = (box.offsets[0] + first - top, *box.offsets[1:])
-            pieces.append(weights.read(box.name, offsets, (stop - first, *box.sizes[1:])))
-    return torch.cat(pieces) if pieces else torch.empty(0, *shape[1:])
+            yield from weights.blocks(box.name, offsets, (stop - first, *box.sizes[1:]))
 
 
 class ShardFile(FilledFile):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -90,6 +91,16 @@ class Weights:
             target = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
             whole[target] = _cut(part, low, high)
         return whole
+
+    def blocks(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Tensor]:
+        """The same box as tensors whose rows follow each other, cut where parts begin: a block of one part is not copied."""
+        low, high = offsets[0], offsets[0] + sizes[0]
+        edges = {
+            edge for part in self.parts[name] for edge in (part.offsets[0], part.offsets[0] + part.sizes[0])
+        }
+        cuts = sorted({low, high, *(edge for edge in edges if low < edge < high)})
+        for start, stop in pairwise(cuts):
+            yield self.read(name, (start, *offsets[1:]), (stop - start, *sizes[1:]))
 
 
 def _cut(part: Part, low: list[int], high: list[int]) -> Tensor:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
+from torch.serialization import skip_data
 
 # All that a `.metadata` of tensors is made of.
 _KNOWN = {
@@ -200,17 +201,43 @@ class Written:
 
 
 def write_file(path: Path, items: Iterable[tuple[Item, Tensor]]) -> list[Written]:
-    """Write one file of items in their order; tensors are taken one at a time."""
+    """Write one file of items in their order; tensors are taken one at a time, and written from where they lie."""
     written = []
-    with path.open("wb") as file:
+    with path.open("wb", buffering=0) as file:
         for item, tensor in items:
             assert tuple(tensor.shape) == item.sizes
             offset = file.tell()
-            # torch.save writes the whole memory behind a view, which may be all of the source's file.
-            torch.save(tensor.clone(memory_format=torch.contiguous_format), file)
+            before, after = _envelope(item.sizes, tensor.dtype)
+            for data in (memoryview(before), bytes_of(tensor), memoryview(after)):
+                while data:
+                    data = data[file.write(data) :]
             dtype = str(tensor.dtype).removeprefix("torch.")
             written.append(Written(item, dtype, path.name, offset, file.tell() - offset))
     return written
+
+
+@lru_cache(maxsize=256)
+def _envelope(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What torch.save puts before and after the bytes of a contiguous tensor.
+
+    The checksum in it is of zeros; torch.load has never looked at it.
+    """
+    with FakeTensorMode():
+        form = torch.empty(sizes, dtype=dtype)
+    buffer = io.BytesIO()
+    with skip_data(materialize_fake_tensors=True):
+        torch.save(form, buffer)
+    buffer.seek(0)
+    with FakeTensorMode():
+        memory = torch.load(buffer, weights_only=True).untyped_storage()
+    content = buffer.getbuffer()
+    start = memory._checkpoint_offset
+    return bytes(content[:start]), bytes(content[start + memory.nbytes() :])
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's elements in their order, without a copy where it is contiguous."""
+    return memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
 
 
 def write_metadata(folder: Path, written: Iterable[Written]) -> None:

@@ -22,6 +22,18 @@ CASES = {
     "rope base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     "linear rope": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
     "llama3 rope": {"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}},
+    "as llama 3.1": {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}, "num_key_value_heads": 1},
+    "as deepseek-coder": {
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+    },
+    "tied, multi-query, with biases": {
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
 }
 
 
