@@ -1,0 +1,115 @@
+"""Every shipped profile really trains, at small size: its own kind of network, degrees in proportion on up to 8 processes, its
+recomputation and schedule, with the losses of one process.
+"""
+
+import math
+
+import pytest
+import torch
+
+from modeling.program import Program
+from modeling.schedule import learning_rate
+from modeling.train import make_optimizer
+from profiles import resolve
+from profiles.schema import Profile
+
+STEPS, SEQUENCE, VOCABULARY = 3, 32, 301  # a vocabulary that no degree divides, as GPT-2's
+TOLERANCE = 1e-5
+# Degrees in proportion: 32 tensor ranks over 8 KV heads are 4 over 2, and 8 ranks are 2.
+TENSOR = {32: 4, 16: 4, 8: 2, 4: 2, 1: 1}
+PROFILES = [name for name in resolve.names() if name != "tiny"]
+
+
+def small(name: str) -> Profile:
+    """A profile whose numbers are smaller, with all else as shipped."""
+    full = resolve.load(name)
+    model, parallel = full.model, full.parallel
+    pipeline, context = min(2, parallel.pipeline), parallel.context
+    tensor = TENSOR[parallel.tensor] // context
+    data = 2 if full.data_parallel > 1 and tensor * pipeline * context <= 4 else 1
+    groups = model.num_attention_heads // model.num_key_value_heads
+    kv_heads = max(1, tensor // full.kv_replication)
+    heads = kv_heads * min(groups, 4) if groups > 1 else tensor * 2
+    overrides = {
+        "model.hidden_size": 8 * heads,
+        "model.intermediate_size": 32 * tensor,
+        "model.num_hidden_layers": 4,
+        "model.num_attention_heads": heads,
+        "model.num_key_value_heads": heads if groups == 1 else kv_heads,
+        "model.head_dim": "null",
+        "model.vocab_size": VOCABULARY,
+        "model.max_position_embeddings": 2 * SEQUENCE,
+        "model.initializer_range": 0.1,  # so that three steps make a difference
+        "parallel.tensor": tensor,
+        "parallel.pipeline": pipeline,
+        "parallel.kv_replication": max(1, tensor // (heads if groups == 1 else kv_heads)),
+        "train.steps": STEPS,
+        "train.warmup_steps": 1,
+        "train.constant_steps": min(1, full.train.constant_steps),
+        "train.learning_rate": 3e-3,
+        "train.minimum_learning_rate": 0.0,
+        "train.global_batch_size": 8,
+        "train.sequence_length": SEQUENCE,
+        "train.precision": "float32",
+        "compile.enabled": "false",
+        "cluster.launcher": "local",
+        "cluster.nodes": 1,
+        "cluster.devices_per_node": tensor * pipeline * context * data,
+        "cluster.device": "cpu",
+        "cluster.accelerator": "null",
+        "cluster.threads": 1,
+    }
+    if model.rope_scaling is not None and model.rope_scaling.rope_type == "llama3":
+        overrides["model.rope_scaling.original_max_position_embeddings"] = SEQUENCE // 2
+    profile = resolve.load(name, [f"{key}={value}" for key, value in overrides.items()])
+    resolve.check(profile)
+    return profile
+
+
+def alone(profile: Profile) -> Profile:
+    """The same mathematics in one process."""
+    one = {"tensor": 1, "pipeline": 1, "context": 1, "kv_replication": None}
+    return profile.model_copy(
+        update={
+            "parallel": profile.parallel.model_copy(update=one),
+            "train": profile.train.model_copy(update={"recompute": "none"}),
+            "cluster": profile.cluster.model_copy(update={"devices_per_node": 1}),
+        }
+    )
+
+
+def losses(profile: Profile) -> list[float]:
+    """Of some steps on this rank's share of the same batches."""
+    program = Program(profile, start=False)
+    try:
+        optimizer = make_optimizer(program)
+        train, found = profile.train, []
+        own = train.global_batch_size // program.mesh.data.size
+        first = program.mesh.data.rank * own
+        for step in range(1, STEPS + 1):
+            generator = torch.Generator().manual_seed(step)
+            size = (train.global_batch_size, train.sequence_length + 1)
+            samples = torch.randint(VOCABULARY, size, generator=generator)[first : first + own]
+            optimizer.begin(profile.accumulation_steps)
+            scale = 1 / (train.global_batch_size * train.sequence_length)
+            loss = program.forward_backward(
+                samples if program.reads else None, scale, (step - 1) * train.global_batch_size + first
+            )
+            optimizer.step(learning_rate(train, step))
+            found.append(program.sum(loss[None])[0])
+        return found
+    finally:
+        program.mesh.close()
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_it_trains_like_one_process(pool, name):
+    profile = small(name)
+    assert profile.model.architecture == resolve.load(name).model.architecture
+    spread = pool.run(losses, profile.world_size, profile=profile)[0]
+    expected = pool.run(losses, 1, profile=alone(profile))[0]
+    assert spread[-1] < spread[0] - 0.01
+    assert all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(spread, expected, strict=True)), (
+        spread,
+        expected,
+    )
