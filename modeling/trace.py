@@ -157,11 +157,12 @@ def run_stage(
             t = mesh.tensor.size if profile.parallel.sequence_parallel else 1
             shape = (tokens.numel() // t, profile.model.hidden_size)
             x = torch.empty(shape, dtype=DTYPES[settings.precision], device=device, requires_grad=True)
-        y = model(x, positions, samples=keys)
+        documents = torch.zeros_like(tokens) if settings.document_masks else None
+        y = model(x, positions, documents=documents, samples=keys)
         end = model.loss(y, tokens) if model.last else y
         kept = figures.kept_bytes(end, [*model.parameters(), *model.buffers()])
         with torch.no_grad():
-            y = model(x.detach(), positions)
+            y = model(x.detach(), positions, documents=documents)
             if model.last:
                 model.loss(y, tokens)
             step = compiled_update(profile.cluster.device, backend)
