@@ -56,9 +56,8 @@ def validation_loss(program: Program, samples: Samples, batches: int | None = No
     total = torch.zeros(2 + len(program.metrics), dtype=torch.float64)
     for index in range(passes if batches is None else min(passes, batches)):
         first = (index * data.size + data.rank) * size
-        batch = (
-            read(program, samples, first, size) if program.reads else Batch()
-        )  # past the end it begins again
+        # Past the end it begins again.
+        batch = read(program, samples, first, size) if program.reads else Batch()
         counted = torch.arange(first, first + size) < samples.windows
         total += program.evaluate(batch.tokens, counted, batch.documents).cpu()
     sums = program.sum(torch.cat((total, program.ledger.vector())))

@@ -47,8 +47,10 @@ def _next(program: Program, tokens: Tensor, place: int, count: int) -> Tensor:
     """The tokens (count) that follow the one at `place` of each row, the same on every rank."""
     mesh = program.mesh
     chosen = torch.zeros(count, dtype=torch.float64)
+    counted = torch.ones(len(tokens), dtype=torch.bool)
+    documents = torch.zeros_like(tokens[:, 1:]) if program.profile.train.document_masks else None
     with _hidden_states(program) as kept:
-        program.evaluate(tokens if program.reads else None, torch.ones(len(tokens), dtype=torch.bool))
+        program.evaluate(tokens if program.reads else None, counted, documents)
     own = (program.positions == place).nonzero()  # of this context rank: one place or none
     if program.last:
         stage = program.stages[max(program.stages)]

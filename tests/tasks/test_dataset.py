@@ -220,7 +220,7 @@ def test_source_that_lists_nothing_is_refused(store, tmp_path):
 
 def test_file_of_no_known_format_is_refused_with_those_known(tmp_path):
     (tmp_path / "a.docx").write_bytes(b"")
-    with pytest.raises(ProfileError, match=r"a\.docx: is of no known format.*\.jsonl.*\.parquet"):
+    with pytest.raises(ProfileError, match=r"a\.docx is of no known format.*\.jsonl.*\.parquet"):
         corpora.shards(profile(tmp_path / "a.docx").data)
 
 
