@@ -48,5 +48,5 @@ def test_a_damaged_source_is_named_and_not_tried_again(cluster, corpus, tmp_path
     store = Store(str(tmp_path / "store"))
     made = tokenizer.run(corpus, store)
     (tmp_path / "3.jsonl").write_text(json.dumps({"text": "abc"}) + "\n{broken")
-    with pytest.raises(SourceError, match="3.jsonl"):
+    with pytest.raises(SourceError, match=r"3\.jsonl"):
         dataset.run(corpus, store, made, spread=Array(corpus.cluster, store))
