@@ -26,6 +26,7 @@ from tasks import export as exports
 from tasks import graphs as compilation
 from tasks import report as reports
 from tasks import tokenizer as tokenizers
+from tasks.array import Array
 from tasks.artifacts import Artifact, Store
 from tasks.plan import Plan
 from tasks.report import Outcome
@@ -59,7 +60,10 @@ def tokenizer(profile: Profile, store: Store) -> Artifact:
 def dataset(profile: Profile, store: Store, tokenizer: Artifact) -> Artifact:
     """Tokenize the data into Megatron's indexed format."""
     bar = Bar("tokenizing", "Shards of the data that are tokenized")
-    return datasets.run(profile, store, tokenizer, watched(bar), mapped, hub_token(profile))
+    token, cluster = hub_token(profile), profile.cluster
+    array = cluster.launcher == "slurm" and cluster.shards_partition is not None
+    spread = Array(cluster, store, token) if array else mapped
+    return datasets.run(profile, store, tokenizer, watched(bar), spread, token)
 
 
 @task(task_run_name="{order} {name}", **RETRIED)

@@ -1,0 +1,52 @@
+"""Tokenizing on a cluster: shards side by side as an array of jobs, with the tokens that this machine would make."""
+
+import json
+
+import pytest
+import yaml
+
+from profiles import resolve
+from tasks import dataset, tokenizer
+from tasks.array import Array
+from tasks.artifacts import Store
+from tasks.shard import SourceError
+from tests.flows.micro import PROFILE
+from tests.flows.test_continual import write_texts
+
+SPOT = ("cluster.launcher=slurm", "cluster.shards_partition=spot")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A profile of five files of text."""
+    for number in range(5):
+        write_texts(tmp_path / f"{number}.jsonl", number)
+    data = {"sources": [{"kind": "files", "path": str(tmp_path / "*.jsonl")}], "validation_fraction": 0.1}
+    path = tmp_path / "five.yaml"
+    path.write_text(yaml.safe_dump({**PROFILE, "data": data}))
+    return resolve.load(str(path), SPOT)
+
+
+def test_an_array_makes_the_tokens_that_this_machine_would(cluster, corpus, tmp_path):
+    there, here = Store(str(tmp_path / "there")), Store(str(tmp_path / "here"))
+    array = Array(corpus.cluster, there, "hf_planted")
+    made = dataset.run(corpus, there, tokenizer.run(corpus, there), spread=array)
+    same = dataset.run(corpus, here, tokenizer.run(corpus, here))
+    assert made.key == same.key
+    assert made.summary == same.summary
+    for one in (tmp_path / "here/artifacts/tokens").rglob("*.bin"):
+        assert (tmp_path / "there" / one.relative_to(tmp_path / "here")).read_bytes() == one.read_bytes()
+    log = (there.notes / "array/tokenize.log").read_text()
+    assert log.count(": done") == 5
+    script = (there.notes / "array/tokenize.sbatch").read_text()
+    assert "--array=0-4" in script
+    assert "--partition=spot" in script
+    assert "hf_planted" not in script + log
+
+
+def test_a_damaged_source_is_named_and_not_tried_again(cluster, corpus, tmp_path):
+    store = Store(str(tmp_path / "store"))
+    made = tokenizer.run(corpus, store)
+    (tmp_path / "3.jsonl").write_text(json.dumps({"text": "abc"}) + "\n{broken")
+    with pytest.raises(SourceError, match=r"3\.jsonl"):
+        dataset.run(corpus, store, made, spread=Array(corpus.cluster, store))
