@@ -18,7 +18,7 @@ from prefect.states import Completed
 from flows import steps
 from flows.hooks import end_jobs, explain
 from flows.overview import Overview
-from flows.parameters import ProfileName
+from flows.parameters import ProfileName, RunName
 from flows.pretrain import SHARDS, compile_graphs, run_name
 from flows.runner import Runner, forward_logs
 from flows.secrets import hub_token
@@ -38,7 +38,7 @@ from tasks.artifacts import Store
     task_runner=SHARDS,
 )
 def continual(
-    profile: ProfileName, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
+    profile: ProfileName, overrides: Sequence[str] = (), name: RunName = None, store: str = "./store"
 ) -> State[Any]:
     """Train a run's newest model further on new data, and promote what came of it if it is no worse.
 

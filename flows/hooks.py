@@ -13,6 +13,7 @@ from typing import Any
 from flows.artifacts import Shown
 from flows.overview import KEY, Overview, failed
 from profiles import resolve
+from tasks import runs
 from tasks.artifacts import Store
 from tasks.launchers import create, noted
 
@@ -27,9 +28,9 @@ def end_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     run = resolve.load(given["profile"], given.get("overrides") or (), given.get("name"))
     kept = Store(given.get("store") or "./store", run.cluster.work_dir or "store")
     launcher = create(run.cluster.launcher, run.cluster)
-    runs = kept.run_directory(run.name).parent
+    beside = kept.run_directory(run.name).parent
     for pattern in (run.name, f"{run.name}~*", f"{run.name}-round-*"):  # moved aside, and of a series
-        for folder in runs.glob(f"{pattern}/logs"):
+        for folder in beside.glob(f"{pattern}/logs"):
             for handle in noted(folder):
                 launcher.cancel(handle, GRACE)
 
@@ -43,7 +44,7 @@ def explain(flow: Any, flow_run: Any, state: Any) -> None:
         kept = Store(given.get("store") or "./store", run.cluster.work_dir or "store")
         folder = kept.run_directory(run.name)
         if (folder / "profile.yaml").exists():
-            Overview(run, folder, flow_run.id).show(now=True, failure=failure)
+            Overview(run, folder, flow_run.id).fail(failure, runs.checkpoints(kept, folder))
             return
     except Exception as error:
         log.debug("the run has no folder to show: %s", error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from uuid import UUID
 
@@ -14,7 +15,6 @@ from flows.artifacts import Shown
 from modeling.planner import Plan
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from tasks import runs
 from tasks.chart import picture
 from tasks.history import History, read_events
 from tasks.text import duration, in_bytes, in_words
@@ -37,47 +37,54 @@ class Overview:
         (self._folder / PLAN).write_text(json.dumps(planned.to_json(), indent=1))
         self.show(now=True)
 
-    def show(self, *, now: bool = False, failure: BaseException | None = None) -> None:
-        """Renew the page, every few seconds at most; a failure comes first."""
-        self._shown.show(markdown(self._profile, self._folder, failure), now=now)
+    def show(self, *, now: bool = False) -> None:
+        """Renew the page, every few seconds at most."""
+        self._shown.show(markdown(self._profile, self._folder), now=now)
+
+    def fail(self, failure: BaseException, saved: Sequence[int]) -> None:
+        """Put a failure first; `saved` are the steps of complete checkpoints."""
+        first = failed(failure, self._folder / "logs", saved)
+        self._shown.show(f"{first}\n\n{markdown(self._profile, self._folder)}", now=True)
 
 
-def markdown(profile: Profile, folder: Path, failure: BaseException | None = None) -> str:
+def markdown(profile: Profile, folder: Path) -> str:
     """The page's text."""
     history = History.read(folder)
-    parts = [] if failure is None else [failed(failure, profile, folder)]
+    parts = []
     steps = profile.train.steps
     if history.steps:
         last = history.steps[-1]
-        parts.append(f"## Step {last['step']:,} of {steps:,}, loss {last['loss']:.4f}")
+        place = (
+            f"Step {last['step']:,} of {steps:,}" if last["step"] < steps else f"All {steps:,} steps are done"
+        )
+        parts.append(f"## {place}, loss {last['loss']:.4f}")
         drawn = picture(history.losses(), x_label="step", y_label="loss")
         parts.append(f"![Loss by step, {last['loss']:.4f} at the last one]({drawn})" if drawn else "")
         usual, seconds = history.usual("tokens_per_second"), history.usual("step_seconds")
         if usual and seconds:
-            left = duration(seconds * (steps - last["step"]))
-            parts.append(f"{usual:,.0f} tokens a second, {seconds:.3g} s a step, {left} left")
+            left = f", {duration(seconds * (steps - last['step']))} left" if last["step"] < steps else ""
+            parts.append(f"{usual:,.0f} tokens a second, {seconds:.3g} s a step{left}")
     else:
         parts.append(f"## {profile.name}: {steps:,} steps to train")
     parts += [_plan(folder), _incidents(folder), _places(profile, folder)]
     return "\n\n".join(part for part in parts if part)
 
 
-def failed(failure: BaseException, profile: Profile | None = None, folder: Path | None = None) -> str:
+def failed(failure: BaseException, logs: Path | None = None, saved: Sequence[int] = ()) -> str:
     """What happened, in the failure's own words, and what to do next."""
     text = str(failure) or type(failure).__name__
     parts = ["# Failed", f"**What happened:** {_plain(text)}"]
     detail = getattr(failure, "detail", "")
     if detail:
         parts.append("```\n" + "\n".join(str(detail).splitlines()[-12:]).replace("```", "'''") + "\n```")
-    parts.append(f"**What to do next:** {_advice(failure, profile, folder)}")
+    parts.append(f"**What to do next:** {_advice(failure, logs, saved)}")
     return "\n\n".join(parts)
 
 
-def _advice(failure: BaseException, profile: Profile | None, folder: Path | None) -> str:
+def _advice(failure: BaseException, logs: Path | None, saved: Sequence[int]) -> str:
     if isinstance(failure, ProfileError):
         change = f", for instance to `{failure.choices[0]}`" if failure.choices else ""
         return f"change `{failure.key}`{change}, and start the run again. What is done already is not done twice."
-    saved = runs.checkpoints(folder) if folder else {}
     on = (
         f"goes on from step {max(saved):,}, its newest checkpoint"
         if saved
@@ -86,8 +93,8 @@ def _advice(failure: BaseException, profile: Profile | None, folder: Path | None
     advice = (
         f"mend what the message names, then **Retry** this run here, or run the same command again: it {on}."
     )
-    if folder:
-        advice += f" The programs' own logs are in `{folder / 'logs'}`."
+    if logs:
+        advice += f" The programs' own logs are in `{logs}`."
     return advice
 
 
@@ -107,7 +114,7 @@ def _plan(folder: Path) -> str:
         rows["time a step"] = f"{plan['step_seconds']:.3g} s"
         rows["tokens a second"] = f"{plan['tokens_per_second']:,.0f}"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return f"## The plan\n\n| | |\n|---|---|\n{table}"
+    return f"## The plan\n\n| | planned |\n|---|---|\n{table}"
 
 
 def _incidents(folder: Path) -> str:
@@ -123,10 +130,11 @@ def _places(profile: Profile, folder: Path) -> str:
     command = (
         f"trainshed tensorboard {shlex.quote(profile.name)} --store {shlex.quote(str(folder.parents[1]))}"
     )
-    return (
-        f"## Where it is\n\nThe run's folder: `{folder}`\n\n"
-        f"TensorBoard: `{command}`, then [{TENSORBOARD}]({TENSORBOARD})"
-    )
+    lines = [f"- the run's folder: `{folder}`"]
+    made = {"report": folder / "report.html", "model": folder / "export"}
+    lines += [f"- {name}: `{path}`" for name, path in made.items() if path.exists()]
+    lines.append(f"- TensorBoard: `{command}`, then [{TENSORBOARD}]({TENSORBOARD})")
+    return "## Where it is\n\n" + "\n".join(lines)
 
 
 def _plain(text: str) -> str:

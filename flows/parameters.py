@@ -13,3 +13,7 @@ ProfileName = Annotated[
     | Annotated[str, Field(title="path of a YAML file")],
     Field(description="One of the profiles that come with Trainshed, or the path of a YAML file."),
 ]
+
+RunName = (
+    Annotated[str, Field(title="a name of its own")] | Annotated[None, Field(title="the profile's name")]
+)

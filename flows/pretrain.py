@@ -20,7 +20,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows import steps
 from flows.hooks import end_jobs, explain
 from flows.overview import Overview
-from flows.parameters import ProfileName
+from flows.parameters import ProfileName, RunName
 from flows.runner import Runner, forward_logs
 from flows.secrets import hub_token
 from profiles import resolve
@@ -59,7 +59,7 @@ SHARDS = ThreadPoolTaskRunner(max_workers=2 * (os.cpu_count() or 1))
     task_runner=SHARDS,
 )
 def pretrain(
-    profile: ProfileName, overrides: Sequence[str] = (), name: str | None = None, store: str = "./store"
+    profile: ProfileName, overrides: Sequence[str] = (), name: RunName = None, store: str = "./store"
 ) -> dict[str, Any]:
     """Train the model of a profile and export it; returns where everything is, and what became of each step.
 

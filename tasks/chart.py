@@ -14,7 +14,7 @@ from html import escape
 
 WIDTH, HEIGHT = 1000.0, 400.0  # of the drawing's own coordinates
 MAX_POINTS = 500
-QUIET, COLOURS = "#868e96", {"training": "#5b86b5", "smooth": "#2f8fe0", "validation": "#e8703a"}
+QUIET, COLOURS = "#868e96", {"training": "#7f93a8", "smooth": "#2f8fe0", "validation": "#e8703a"}
 
 
 @dataclass(frozen=True)
