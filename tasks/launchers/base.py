@@ -21,7 +21,15 @@ NOT_FOR_JOBS = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # beginnings 
 
 @dataclass(frozen=True)
 class Job:
-    """`python -m program arguments`, on `nodes` × `processes` ranks, or as one plain process where `processes` is 0."""
+    """`python -m program arguments`, on `nodes` × `processes` ranks, or as one plain process where `processes` is 0.
+
+    Attributes:
+        threads: of torch, a process.
+        key: of what the job is for; where many share a cluster, it tells one run's jobs from another's.
+        array: so many jobs of their own, each told its number as --index; 0: one job.
+        attempts: file that counts the job's starts; the program is told the count as --attempt.
+        secrets: environment that is written into no file.
+    """
 
     name: str
     program: str
@@ -29,15 +37,10 @@ class Job:
     folder: Path
     nodes: int = 1
     processes: int = 0
-    threads: int | None = None  # of torch, a process
-    key: str = (
-        ""  # of what the job is for: where many share a cluster, it tells one run's jobs from another's
-    )
-    array: int = 0  # so many jobs of their own, each told its number as --index; 0: one job
-    attempts: Path | None = (
-        None  # file that counts the job's starts; the program is told the count as --attempt
-    )
-    # Further variables of its environment, which are in no command, script, note or log.
+    threads: int | None = None
+    key: str = ""
+    array: int = 0
+    attempts: Path | None = None
     secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def extended(self, *arguments: str) -> Job:
