@@ -13,22 +13,18 @@ class Visit:
     """One page that is open. `complaints` are errors of its scripts and console, `asked` addresses beyond its own."""
 
     def __init__(self, page: Page, address: str) -> None:
-        self.page = page
+        self.page, self._address = page, address
+        self._own = address.split("/", 3)[2]  # host and port; none of a file
         self.asked: list[str] = []
         self.complaints: list[str] = []
-        own = address.split("/", 3)[2]
-        page.on("request", lambda request: self._note_request(request.url, own))
+        page.on("request", lambda request: self._note_request(request.url))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("console", lambda message: self._note_message(message.type, message.text))
         page.goto(address)
 
-    def _note_request(self, url: str, own: str) -> None:
-        scheme, _, rest = url.partition(":")
-        if (
-            scheme not in ("data", "blob")
-            and not (own and rest.startswith(f"//{own}/"))
-            and url != self.page.url
-        ):
+    def _note_request(self, url: str) -> None:
+        own = url == self._address or (self._own and url.split("/", 3)[2] == self._own)
+        if not url.startswith(("data:", "blob:")) and not own:
             self.asked.append(url)
 
     def _note_message(self, kind: str, text: str) -> None:
