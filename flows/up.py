@@ -107,7 +107,7 @@ def _answers(
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and (server is None or server.poll() is None):
         with (
-            contextlib.suppress(urllib.error.URLError, ConnectionError),
+            contextlib.suppress(OSError),
             urllib.request.urlopen(address, timeout=min(5, seconds)),
         ):
             return True

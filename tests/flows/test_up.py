@@ -120,7 +120,8 @@ def test_a_taken_port_is_said(command, free_port):
 def test_it_is_registered_once_and_a_schedule_runs_what_it_says(command, free_port, profile, tmp_path):
     """Up, down and up again; then a schedule of the continual flow, with a time zone, starts it on the worker."""
     for start in range(2):
-        started = command("up", "--port", str(free_port))
+        # Prefect plans scheduled runs once a minute; here more often.
+        started = command("up", "--port", str(free_port), PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="5")
         assert started.process.stderr.readline() == f"Prefect's UI: http://127.0.0.1:{free_port}\n"
         api = f"http://127.0.0.1:{free_port}/api"
         (automation,) = ask(f"{api}/automations/filter")
