@@ -30,7 +30,7 @@ def run(profile: Profile, store: Store, folder: Path, key: str, tokenizer: Artif
         here = store.fetch_run_part(folder.name, checkpoint)
         convert(here, partial, Options("hf"), replace=True)
         if runs.lies_remote(store, checkpoint):
-            shutil.rmtree(here)  # a copy
+            shutil.rmtree(here.parent)  # copies
         for file in store.path(tokenizer).iterdir():
             if file.name != MANIFEST:
                 shutil.copy2(file, partial)
