@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 
 import psutil
 import pytest
@@ -103,9 +104,17 @@ def test_a_run_goes_on_watching_when_its_command_is_killed_and_started_again(
     arguments = ("run", str(profile), *settings(*LONGER))
     first = command(*arguments, PREFECT_API_URL=prefect_server)
     wait_for_step(folder, INTERRUPTED_AT)
-    before = {process.pid for process in ranks(folder)}
+    training = ranks(folder)
+    before = {process.pid for process in training}
     os.kill(first.process.pid, signal.SIGKILL)
+    for process in training:  # so that it is not over before the second command gets there
+        process.suspend()
     second = command(*arguments, PREFECT_API_URL=prefect_server)
+    log, deadline = tmp_path / "store/logs/micro.log", time.monotonic() + 90
+    while "joined it instead" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in training:
+        process.resume()
     code, out, err = second.result()
     assert code == 0, err
     assert "joined it instead of starting another" in out

@@ -84,7 +84,7 @@ def test_a_deployment_runs_from_another_terminal_and_ctrl_c_ends_everything(up, 
     assert any("from scratch, seed" in entry["message"] for entry in ask(f"{api}/logs/filter", logs))
     artifacts = {artifact["key"]: artifact for artifact in ask(f"{api}/artifacts/filter", only(run["id"]))}
     assert float(artifacts["training"]["data"]) == 100
-    assert json.loads(artifacts["last-steps"]["data"])[0]["step"] == 6
+    assert json.loads(artifacts["last-steps"]["data"])[0]["step"] == "6"
 
     os.killpg(started.process.pid, signal.SIGINT)
     code, _, _ = started.result(timeout=120)
