@@ -147,9 +147,9 @@ def test_it_is_registered_once_and_a_schedule_runs_what_it_says(command, free_po
     soon["parameters"] = {"profile": str(profile), "name": "nobody"}
     ask(f"{api}/deployments/{nightly['id']}/schedules", [soon])
     deadline = time.monotonic() + 120
-    while not (
-        done := ask(f"{api}/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}})
-    ):
+    ended = {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
+    ended["deployments"] = {"id": {"any_": [nightly["id"]]}}  # the database is that of all tests
+    while not (done := ask(f"{api}/flow_runs/filter", ended)):
         assert time.monotonic() < deadline
         time.sleep(0.5)
     assert done[0]["state_name"] == "NothingYet"
