@@ -2,12 +2,9 @@
 
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -166,24 +163,6 @@ def test_a_killed_compile_leaves_no_lock(place, run, compiled, caplog):
     caplog.set_level(logging.INFO)
     assert status(place.compile(run).summary)[LOSS] == "compiled"
     assert "waiting for" not in caplog.text
-
-
-def test_a_cancelled_compile_ends_its_processes(place, run, compiled, caplog):
-    place.forget(run, LOSS)
-    caplog.set_level(logging.INFO, logger="tasks.graphs")
-
-    def interrupt() -> None:
-        while f"compiling {LOSS}" not in caplog.text:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        place.compile(run)
-    left = subprocess.run(
-        ["pgrep", "-f", f"modeling.compile.*{run}"], capture_output=True, text=True, check=False
-    )
-    assert left.stdout == ""
 
 
 def test_without_a_cpp_compiler_one_line_says_that_training_runs_eager(place, tmp_path, monkeypatch, caplog):
