@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import task, unmapped
+from prefect.cache_policies import NO_CACHE
 from prefect.tasks import exponential_backoff
 
 from flows.artifacts import Bar
@@ -32,16 +33,19 @@ from tasks.plan import Plan
 from tasks.report import Outcome
 from tasks.workers import Workers
 
+# What is done already the store knows; Prefect need not hash every argument to find out.
+ONCE: dict[str, Any] = {"cache_policy": NO_CACHE}
 # Of tasks that can fail for reasons that pass: a network, a machine, a disk that was full.
 DELAYS = exponential_backoff(2)  # seconds: 2, 4, 8, ...
 RETRIED: dict[str, Any] = {
+    **ONCE,
     "retries": 2,
     "retry_delay_seconds": DELAYS,
     "retry_condition_fn": worth_retrying,
 }
 
 
-@task(task_run_name="plan {profile.name}")
+@task(task_run_name="plan {profile.name}", **ONCE)
 def plan(profile: Profile) -> planner.Plan:
     """Validity, parameters and bytes on each rank; refuses what cannot fit."""
     planned = planner.plan(profile)
@@ -132,7 +136,7 @@ def export(
     return exports.run(profile, store, folder, key, tokenizer)
 
 
-@task(task_run_name="report on {profile.name}")
+@task(task_run_name="report on {profile.name}", **ONCE)
 def report(
     profile: Profile,
     store: Store,

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from modeling import exits
 from modeling.program import Program
 from modeling.train import make_optimizer
 from parallel import attention_kernels, collectives
@@ -305,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = rung.call(kind)
         if int(os.environ.get("RANK", "0")) == 0:
             print(json.dumps(asdict(found)), flush=True)
-        return 0
+        exits.leave(0)
     try:
         processes = options.processes or (2 if kind == "cpu" else devices.resolve(kind).available())
     except RuntimeError as error:

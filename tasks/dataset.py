@@ -137,6 +137,7 @@ def _all(
     if len(missing) == 1:  # starting a process would take longer than many a corpus
         tell(missing[0], 0, 0)
         do(plan, store, missing[0], lambda tokens: tell(missing[0], tokens, 0), cores, token)
+        tell(missing[0], 0, 1)
     elif missing:
         count = min(cores, len(missing))
         with Workers(plan, store, count, max(1, cores // count), token) as workers:

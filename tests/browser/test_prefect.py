@@ -128,7 +128,7 @@ def test_a_failure_stands_first_and_says_what_to_do(killed, prefect_ui, browser)
         page.picture("prefect-failed")
         text = page.page.inner_text("body")
         assert "SIGKILL" in text
-        assert re.search(r"goes on from step \d+, its newest checkpoint", text)
+        assert re.search(r"goes on from step [\d,]+, its newest checkpoint", text)
         assert text.index("Failed") < text.index("Step ")
         assert page.complaints == []
 

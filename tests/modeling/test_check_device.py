@@ -19,7 +19,7 @@ def test_every_rung_holds_on_a_cpu():
     ran = check_device("--device", "cpu", "--json")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rungs = {rung["rung"]: rung for rung in json.loads(ran.stdout)["rungs"]}
-    assert all(rung["holds"] for rung in rungs.values())
+    assert [rung for rung in rungs.values() if not rung["holds"]] == []
     assert {"attention", "collectives", "training, all devices"} <= rungs.keys()
     assert "TFLOP/s" in rungs["matrix products"]["words"]
 
