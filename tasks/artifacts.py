@@ -16,6 +16,7 @@ import json
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 VERIFIED = 4 << 30  # bytes that one `find` hashes at most, about 2 s; the rest is verified by size
 AT_ONCE = 16  # requests to a remote store that wait for their answers
+MANY = 100  # artifacts of one kind
 T = TypeVar("T")
 R = TypeVar("R")
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -97,7 +99,8 @@ class Store:
 
     def find_each(self, kind: str, keys: Sequence[str], limit: int = VERIFIED) -> list[Artifact | None]:
         """`find` for many of a kind; the limit is of each."""
-        return self._each(lambda key: self.find(kind, key, limit), keys)
+        listed = self._listed([(kind, key) for key in keys])
+        return self._each(lambda key: self._found(kind, key, limit, listed.get((kind, key))), keys)
 
     def expect(self, kind: str, key: str) -> Artifact:
         """The artifact, which was published just now, so that its contents need no other look.
@@ -276,22 +279,41 @@ class Store:
     def _staging(self, kind: str, key: str) -> AbstractContextManager[Path]:
         return staging(self._local.path("staging"), f"{kind}-{key[:12]}")
 
-    def _found(self, kind: str, key: str, limit: int) -> Artifact | None:
-        manifest = self._verify_all(kind, key, [limit])
+    def _found(
+        self, kind: str, key: str, limit: int, listed: Mapping[str, int] | None = None
+    ) -> Artifact | None:
+        manifest = self._verify_all(kind, key, [limit], listed)
         if manifest is None:
             return None
         location = self._storage.location(_name(kind, key))
         return Artifact(kind, key, location, manifest.summary, manifest.seconds)
 
-    def _verify_all(self, kind: str, key: str, limit: list[int]) -> Manifest | None:
+    def _verify_all(
+        self, kind: str, key: str, limit: list[int], listed: Mapping[str, int] | None = None
+    ) -> Manifest | None:
         """`_verify` for an artifact and everything that it requires; `limit` is of bytes to hash, counted down."""
-        manifest = self._verify(self._storage, kind, key, limit) or self._uploaded_again(kind, key)
+        manifest = self._verify(self._storage, kind, key, limit, listed) or self._uploaded_again(kind, key)
         required = manifest.requires if manifest else ()
-        whole = self._each(lambda other: self._verify_all(*other, limit) is not None, required)
+        listed_each = self._listed(required)
+        whole = self._each(
+            lambda other: self._verify_all(*other, limit, listed_each.get(other)) is not None, required
+        )
         for other in (other for other, is_whole in zip(required, whole, strict=True) if not is_whole):
             log.warning("%s %s needs %s %s, which is gone", kind, key, *other)
             return None
         return manifest
+
+    def _listed(self, wanted: Sequence[tuple[str, str]]) -> dict[tuple[str, str], dict[str, int]]:
+        """Files of these artifacts, of kinds of which so many are wanted that listing all of the kind is less to ask for."""
+        listed: dict[tuple[str, str], dict[str, int]] = {}
+        for kind, count in Counter(kind for kind, _ in wanted).items():
+            if self._remote and count >= MANY:
+                listed |= {(kind, key): {} for other, key in wanted if other == kind}
+                for path, size in self._remote.files(f"artifacts/{_part(kind)}").items():
+                    key, _, file = path.partition("/")
+                    if (kind, key) in listed:
+                        listed[kind, key][file] = size
+        return listed
 
     def _each(self, call: Callable[[T], R], given: Sequence[T]) -> list[R]:
         """The call's results in their order; where the store is remote several wait for their answers at a time."""
@@ -300,11 +322,18 @@ class Store:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(call, given))
 
-    def _verify(self, storage: Storage, kind: str, key: str, limit: list[int]) -> Manifest | None:
+    def _verify(
+        self,
+        storage: Storage,
+        kind: str,
+        key: str,
+        limit: list[int],
+        listed: Mapping[str, int] | None = None,
+    ) -> Manifest | None:
         """The manifest of an artifact that is whole; of a damaged one None, and it is removed and that is said."""
         name = _name(kind, key)
         data = storage.read(f"{name}/{MANIFEST}")
-        found = storage.files(name)
+        found = storage.files(name) if listed is None else listed
         if data is None and (not found or storage is self._remote):
             return None  # not there, or being uploaded
         try:
