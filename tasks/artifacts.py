@@ -397,8 +397,8 @@ class Store:
         if self._verify(self._local, kind, key, [VERIFIED]) != manifest:
             self._local.remove(name)
             with self._staging(kind, key) as folder:
-                remote.download(name, [file.name for file in manifest.files], folder)
-                manifest.verify_contents(folder, sum(file.size for file in manifest.files))
+                files = {file.name: file for file in manifest.files}
+                remote.download(name, list(files), folder, lambda file: files[file].verify(folder))
                 (folder / MANIFEST).write_bytes(data)
                 self._place(folder, kind, key)
         self._each(lambda other: self._fetch(remote, *other), manifest.requires if whole else ())

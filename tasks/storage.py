@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
+
+AT_ONCE = 8  # files of a remote store that are on their way
 
 
 class Storage(Protocol):
@@ -152,13 +155,23 @@ class Objects:
         with self._asked(to):
             self._filesystem.put([str(folder / name) for name in names], targets)
 
-    def download(self, name: str, names: list[str], to: Path) -> None:
-        """Copy these files from below a name into a folder, several at a time, large ones in parts."""
-        for file in names:
+    def download(
+        self, name: str, names: Sequence[str], to: Path, then: Callable[[str], None] = lambda file: None
+    ) -> None:
+        """Copy these files from below a name into a folder, several at a time, large ones in parts.
+
+        Args:
+            then: called with each that is here, while others are still coming.
+        """
+
+        def fetch(file: str) -> None:
             (to / file).parent.mkdir(parents=True, exist_ok=True)
-        sources = [f"{self._path(name)}/{file}" for file in names]
-        with self._asked(name):
-            self._filesystem.get(sources, [str(to / file) for file in names])
+            with self._asked(f"{name}/{file}"):
+                self._filesystem.get_file(self._path(f"{name}/{file}"), str(to / file))
+            then(file)
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(fetch, names))
 
     @contextlib.contextmanager
     def _asked(self, name: str) -> Iterator[None]:
