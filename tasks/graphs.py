@@ -278,7 +278,8 @@ def line(entry: Mapping[str, Any]) -> str:
         took = f", {duration(entry['seconds'])}"
     if entry["peak_bytes"] is not None:
         took += f", {entry['peak_bytes'] / 2**20:.0f} MiB"
-    return f"{entry['name']}: {entry['graphs']} graphs, {entry['status']}{took}"
+    plural = "" if entry["graphs"] == 1 else "s"
+    return f"{entry['name']}: {entry['graphs']} graph{plural}, {entry['status']}{took}"
 
 
 def sentence(summary: Mapping[str, Any]) -> str:
