@@ -4,15 +4,20 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from tests.browser.pages import visit
 from tests.flows.micro import settings, wait_for_step
 
+HOME = Path(__file__).parents[2]
 STEPS = 4000
 ENOUGH = 120  # steps until there is something to see
 
@@ -134,9 +139,6 @@ def test_a_failure_stands_first_and_says_what_to_do(killed, prefect_ui, browser)
 
 
 def test_the_form_of_a_deployment_offers_profiles_and_explains_its_fields(prefect_ui, browser, command):
-    import subprocess
-    import sys
-
     code = "from flows.pretrain import pretrain; print(pretrain.to_deployment('tiny', parameters={'profile': 'tiny'}).apply())"
     environment = {**os.environ, "PREFECT_API_URL": f"{prefect_ui}/api"}
     made = subprocess.run(
@@ -152,3 +154,29 @@ def test_the_form_of_a_deployment_offers_profiles_and_explains_its_fields(prefec
         assert "Keys to override" in text
         assert page.complaints == []
         assert page.asked == []
+
+
+# Whether a field of the form has this value, or shows it as what is chosen.
+SHOWN = """name => [...document.querySelectorAll("form *")].some(
+    each => String(each.value || (each.children.length ? "" : each.textContent)).trim() === name)"""
+
+
+def test_every_deployments_form_opens_and_names_its_profile(prefect_ui, browser):
+    environment = {**os.environ, "PREFECT_API_URL": f"{prefect_ui}/api", "TRAINSHED_FOLDER": "/"}
+    for setup in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--all"]):
+        subprocess.run(
+            [sys.executable, "-m", *setup], cwd=HOME, env=environment, check=True, capture_output=True
+        )
+    deployments = ask(f"{prefect_ui}/api/deployments/filter", {})
+    expected = yaml.safe_load((HOME / "prefect.yaml").read_text())["deployments"]
+    assert sorted(each["name"] for each in deployments) == sorted(each["name"] for each in expected)
+    named = {
+        f"{prefect_ui}/deployments/deployment/{each['id']}/run": each["parameters"].get("profile", "tiny")
+        for each in deployments
+    }
+    with visit(browser, next(iter(named))) as seen:
+        for address, name in named.items():
+            seen.page.goto(address)
+            seen.page.wait_for_function(SHOWN, arg=name)
+        assert seen.complaints == []
+        assert seen.asked == []
