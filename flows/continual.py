@@ -80,6 +80,7 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     folder = kept.run(mine.name, identity)
     (folder / "profile.yaml").write_text(resolve.dump(mine))
     runs.note_inputs(folder, identity, vocabulary, new)
+    do.record_in(folder)
     overview = Overview(mine, folder)
     overview.begin(planned)
     compiled = compile_graphs(do, mine, kept, folder, new)

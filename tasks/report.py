@@ -21,7 +21,8 @@ from modeling import traced
 from profiles.schema import Profile
 from tasks import page
 from tasks.chart import Series, line_chart
-from tasks.history import History, read_events
+from tasks.history import History
+from tasks.runs import read_events
 from tasks.text import duration, in_bytes, in_words, number
 
 FACTS = "report.json"
@@ -40,6 +41,7 @@ class Outcome:
     Attributes:
         how: done, cached, skipped or failed.
         seconds: that it took; of a cached one, when it was made.
+        retries: attempts that failed before.
         note: what to know about it.
         summary: of its artifact.
     """
@@ -49,6 +51,7 @@ class Outcome:
     seconds: float | None
     note: str = ""
     summary: Mapping[str, Any] = field(default_factory=dict)
+    retries: int = 0
 
 
 def run(
@@ -119,7 +122,7 @@ def html(profile: Profile, facts: Mapping[str, Any], history: History, resolved:
             page.section("Loss", line_chart(history.losses(), x_label="step", y_label="loss")),
             page.section("Speed and memory", *_speed(history)),
             page.section("Plan and measurement", _plan(facts["plan"], facts["measured"])),
-            page.section("Incidents", *_incidents(facts, summaries)),
+            page.section("Incidents", *_incidents(facts)),
             page.section(
                 "Evaluation",
                 page.facts({k.replace("_", " "): number(v) for k, v in facts["evaluation"].items()}),
@@ -184,6 +187,8 @@ def _step(outcome: Mapping[str, Any]) -> str:
     took = ""
     if seconds is not None and how != "skipped":
         took = f" · took {duration(seconds)} when made" if how == "cached" else f" · {duration(seconds)}"
+    if outcome["retries"]:
+        took += f" · {outcome['retries'] + 1} attempts"
     note = f"<small>{escape(outcome['note'])}</small>" if outcome["note"] else ""
     return (
         f'<li class="{escape(how)}"><b>{escape(outcome["step"])}</b>'
@@ -234,14 +239,13 @@ def _plan(plan: Mapping[str, Any], real: Mapping[str, Any]) -> str:
     return parameters + page.grid(("", "planned", "measured", "of the plan"), rows)
 
 
-def _incidents(facts: Mapping[str, Any], summaries: Mapping[str, Any]) -> list[str]:
+def _incidents(facts: Mapping[str, Any]) -> list[str]:
     rows = [
         (
             datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M:%S"),
             str(event.get("step", "")),
             event["event"],
-            event.get("reason")
-            or ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("time", "step", "event")),
+            event.get("reason", ""),
         )
         for event in facts["events"]
     ]

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
+from profiles.errors import ProfileError
+
 AT_ONCE = 8  # files of a remote store that are on their way
 
 
@@ -104,8 +106,11 @@ class Objects:
     def __init__(self, uri: str) -> None:
         from fsspec.core import url_to_fs
 
-        # Another process's writes are to be seen, so listings are not cached.
-        self._filesystem, self._root = url_to_fs(uri.rstrip("/"), use_listings_cache=False)
+        try:
+            # Another process's writes are to be seen, so listings are not cached.
+            self._filesystem, self._root = url_to_fs(uri.rstrip("/"), use_listings_cache=False)
+        except (ValueError, ImportError) as error:  # a scheme that nobody knows, or whose package is not here
+            raise ProfileError("store", uri, str(error)) from error
         self._uri = uri.rstrip("/")
 
     def location(self, name: str) -> str:
