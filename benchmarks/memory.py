@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._profiler import _EventType, _ExperimentalConfig
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as record
 
@@ -74,10 +74,7 @@ def measure(overrides: tuple[str, ...]) -> tuple[int, dict[str, int], int]:
             ),
         }  # fmt: skip
         train = profile.train
-        config = _ExperimentalConfig(profile_all_threads=True)  # gloo's too, which give back what they sent
-        with record(
-            activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=config
-        ) as recorded:
+        with record(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             for step in range(STEPS):
                 samples = None
                 if program.reads:
