@@ -23,7 +23,7 @@ from flows.plan import sentence
 from modeling.anomalies import record
 from modeling.planner import Plan
 from profiles.errors import ProfileError
-from tasks import keys, runs
+from tasks import graphs, keys, runs
 from tasks.artifacts import Artifact, Store
 from tasks.failures import Hopeless
 from tasks.report import Outcome
@@ -160,7 +160,7 @@ def describe(result: Any) -> str:
         case "checkpoint":
             return f"{facts['bytes'] / 1e6:,.1f} MB of weights, from {facts['source']}"
         case "graphs":
-            return facts.get("note") or f"{facts['total']} graphs"
+            return facts.get("note") or graphs.counted(facts["total"])
         case "training":
             return f"loss {facts['loss']:.4f} after {facts['steps']:,} steps"
         case "evaluation":

@@ -94,6 +94,15 @@ def test_the_plan_in_words_names_parameters_and_mesh(capsys):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_a_search_where_no_speed_is_known_ranks_by_what_is_sent(capsys):
+    assert main(["plan", "tiny", "--search"]) == 0
+    out = capsys.readouterr().out
+    assert "those that send least first" in out
+    assert "sent a step" in out
+    assert "tokens/s" not in out
+    assert "cannot be" not in out  # two devices leave no family out
+
+
 def test_profiles_are_listed_with_their_descriptions(capsys):
     assert main(["profiles", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
