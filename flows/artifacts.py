@@ -86,5 +86,7 @@ class Bar:
 
 
 def cells(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows as a table artifact has them."""
-    return json.dumps([dict(row) for row in rows])
+    """Rows as a table artifact has them, without columns that are empty throughout."""
+    rows = list(rows)
+    columns = [name for name in (rows[0] if rows else ()) if any(row[name] is not None for row in rows)]
+    return json.dumps([{name: row[name] for name in columns} for row in rows])

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from flows.console import say
+from flows.console import in_one_line, keep_traceback, say
 from profiles.errors import ProfileError
 
-REFUSED = 2
+FAILED, REFUSED = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,10 +23,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"trainshed: {error}")
         return REFUSED
     except KeyboardInterrupt:
-        return 1
+        return FAILED
     except BrokenPipeError:  # the reader of our output, `head` for one, has enough
         sys.stderr.close()
         return 0
+    except Exception as error:
+        say(f"trainshed: {in_one_line(error)}")
+        if not isinstance(error, OSError):  # else the line says it all
+            say(f"the traceback: {keep_traceback()}")
+        return FAILED
+
+
+class Help(argparse.HelpFormatter):
+    """Names in one column that is as wide as the longest, subcommands' too, which argparse counts without their indent."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        for each in self._iter_indented_subactions(action):
+            length = self._current_indent + len(self._format_action_invocation(each))
+            self._action_max_length = max(self._action_max_length, length)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Examples stay in their line, however long it is."""
+        return text if text.startswith("example:") else super()._fill_text(text, width, indent)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,21 +56,19 @@ def parser() -> argparse.ArgumentParser:
         prog="trainshed",
         description="Pretrain language models as one Prefect flow, on Trainium, GPUs and CPUs.",
         epilog="example: trainshed run tiny    (trainshed COMMAND --help says more)",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
+        formatter_class=Help,
     )
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    run = _command(
-        commands, "run", _run, "run the whole pipeline of a profile", "trainshed run tiny --name first"
-    )
+    about = "run the whole pipeline of a profile"
+    run = _command(commands, "run", _run, "PROFILE", about, "trainshed run tiny --name first")
     _profile(run)
     _store(run)
     run.add_argument("--name", help="the run's name (default: its profile's)")
     _json(run)
 
-    plan = _command(
-        commands, "plan", _plan, "say what a run would need, or why it cannot work", "trainshed plan tiny"
-    )
+    about = "say what a run would need, or why it cannot work"
+    plan = _command(commands, "plan", _plan, "PROFILE", about, "trainshed plan tiny")
     _profile(plan)
     plan.add_argument(
         "--search",
@@ -57,36 +77,20 @@ def parser() -> argparse.ArgumentParser:
     )
     _json(plan)
 
-    up = _command(
-        commands,
-        "up",
-        _up,
-        "start a Prefect server, a worker and all deployments on this machine",
-        "trainshed up",
-    )
-    up.add_argument("--port", type=int, default=4200, help="of the UI and the API (default: 4200)")
+    about = "start a Prefect server, a worker and all deployments on this machine"
+    up = _command(commands, "up", _up, "", about, "trainshed up")
+    _port(up, 4200, "of the UI and the API")
 
-    convert = _command(
-        commands,
-        "convert",
-        _convert,
-        "convert a checkpoint to another kind, or compare two",
-        "trainshed convert ./nxd-shards ./model --to hf --config ./config.json --nxd-layout trn1",
-    )
-    _conversion(convert)
+    about = "convert a checkpoint to another kind, or compare two"
+    example = "trainshed convert ./nxd ./model --to hf --config config.json"
+    _conversion(_command(commands, "convert", _convert, "SOURCE DESTINATION", about, example))
 
-    profiles = _command(
-        commands, "profiles", _profiles, "list the profiles that come with Trainshed", "trainshed profiles"
-    )
-    _json(profiles)
+    about = "list the profiles that come with Trainshed"
+    _json(_command(commands, "profiles", _profiles, "", about, "trainshed profiles"))
 
-    compare = _command(
-        commands,
-        "compare",
-        _compare,
-        "put runs side by side: figures, what differs in their profiles, loss curves",
-        "trainshed compare first second --output compare.html",
-    )
+    about = "put runs side by side: figures, what differs in their profiles, loss curves"
+    example = "trainshed compare first second --output compare.html"
+    compare = _command(commands, "compare", _compare, "RUN [RUN ...]", about, example)
     compare.add_argument("runs", nargs="+", metavar="RUN", help="a run's name, or the path of its folder")
     _store(compare)
     compare.add_argument(
@@ -94,33 +98,31 @@ def parser() -> argparse.ArgumentParser:
     )
     _json(compare)
 
+    about = "start TensorBoard over a run, or over all runs of the store"
     tensorboard = _command(
-        commands,
-        "tensorboard",
-        _tensorboard,
-        "start TensorBoard over a run, or over all runs of the store",
-        "trainshed tensorboard tiny",
+        commands, "tensorboard", _tensorboard, "[RUN]", about, "trainshed tensorboard tiny"
     )
     tensorboard.add_argument("run", nargs="?", metavar="RUN", help="a run's name, or the path of its folder")
     _store(tensorboard)
-    tensorboard.add_argument("--port", type=int, default=6006, help="on loopback (default: 6006)")
+    _port(tensorboard, 6006, "on loopback")
 
-    theirs = _command(
-        commands,
-        "import-config",
-        _import_config,
-        "make a config of NxD Training into a profile",
-        "trainshed import-config hf_llama3_70B_config.yaml",
-    )
+    about = "make a config of NxD Training into a profile"
+    example = "trainshed import-config hf_llama3_70B_config.yaml"
+    theirs = _command(commands, "import-config", _import_config, "THEIR.yaml [OUT]", about, example)
     theirs.add_argument("config", metavar="THEIR.yaml", help="a config of NxD Training")
     theirs.add_argument("out", metavar="OUT", nargs="?", help="the profile's file (default: NAME.yaml here)")
     _json(theirs)
     return root
 
 
-def _command(commands, name: str, call, about: str, example: str) -> argparse.ArgumentParser:  # noqa: ANN001
+def _command(commands, name: str, call, operands: str, about: str, example: str) -> argparse.ArgumentParser:  # noqa: ANN001
     command = commands.add_parser(
-        name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=f"example: {example}"
+        name,
+        help=about,
+        usage=f"trainshed {name} [OPTIONS] {operands}".rstrip(),
+        description=f"{about[0].upper()}{about[1:]}.",
+        epilog=f"example: {example}",
+        formatter_class=Help,
     )
     command.set_defaults(command=call)
     return command
@@ -128,10 +130,12 @@ def _command(commands, name: str, call, about: str, example: str) -> argparse.Ar
 
 def _profile(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "profile", help="a profile's name (see `trainshed profiles`) or the path of a YAML file"
+        "profile",
+        metavar="PROFILE",
+        help="a profile's name (see `trainshed profiles`) or the path of a YAML file",
     )
     command.add_argument(
-        *("--set", "-s"),
+        *("-s", "--set"),
         dest="overrides",
         action="append",
         default=[],
@@ -143,17 +147,16 @@ def _profile(command: argparse.ArgumentParser) -> None:
 def _conversion(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "source",
-        help="a checkpoint: Hugging Face (folder, file, hub repository, s3://), NxD shards, Trainshed, or a run's folder",
+        metavar="SOURCE",
+        help="Hugging Face's folder, file or repository, NxD's shards, a run's folder or its checkpoint",
     )
-    command.add_argument("destination", help="the folder to write; with --verify alone, the other checkpoint")
+    command.add_argument(
+        "destination", metavar="DESTINATION", help="folder to write; with --verify alone, to compare"
+    )
     command.add_argument("--to", choices=("hf", "nxd", "trainshed"), help="kind of checkpoint to write")
-    command.add_argument(
-        "--verify", action="store_true", help="compare source and destination tensor by tensor"
-    )
+    command.add_argument("--verify", action="store_true", help="compare the two tensor by tensor")
     command.add_argument("--revision", help="commit, tag or branch of a hub repository")
-    command.add_argument(
-        "--config", metavar="FILE_OR_FOLDER", help="the model's config.json, which NxD shards lack"
-    )
+    command.add_argument("--config", metavar="PATH", help="the model's config.json, which NxD shards lack")
     for name, what in (("tensor", "tensor-parallel degree"), ("pipeline", "pipeline stages")):
         command.add_argument(
             f"--{name}", type=int, default=1, metavar="N", help=f"{what} to write for (default: 1)"
@@ -161,15 +164,20 @@ def _conversion(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--nxd-layout",
         choices=("trn1", "trn2"),
-        help="of NxD shards; must be said where ranks share KV heads",
+        help="of shards whose ranks share KV heads",
     )
     command.add_argument(
         "--nxd-qkv",
         choices=("separate", "fused", "coalesced"),
-        help="how Q, K and V lie in written NxD shards (default: coalesced where each query head has its KV head)",
+        metavar="FORM",
+        help="of written shards: separate, fused or coalesced (default: the last, where KV heads are not shared)",
     )
     command.add_argument(
-        "--budget", type=int, default=512, metavar="MB", help="memory for tensors under way (default: 512)"
+        "--budget",
+        type=_whole(1),
+        default=512,
+        metavar="MB",
+        help="memory for tensors under way (default: 512)",
     )
     _json(command)
 
@@ -182,6 +190,28 @@ def _store(command: argparse.ArgumentParser) -> None:
 
 def _json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON document on standard output")
+
+
+def _port(command: argparse.ArgumentParser, port: int, what: str) -> None:
+    command.add_argument(
+        "--port", type=_whole(1, 65535), default=port, metavar="PORT", help=f"{what} (default: {port})"
+    )
+
+
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Reads a whole number within bounds."""
+
+    def read(text: str) -> int:
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least or (most is not None and number > most):
+            raise argparse.ArgumentTypeError(f"{text} is no whole number {bounds}")
+        return number
+
+    return read
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.console import from_here
+from profiles.errors import ProfileError
 from tasks import compare as comparison
 from tasks.artifacts import Store
 
@@ -18,7 +19,10 @@ from tasks.artifacts import Store
 def compare(named: Sequence[str], store: str, output: str, *, as_json: bool) -> int:
     """Compare runs of a store, given by name or folder; ProfileError where there is no such run."""
     runs = comparison.load(Store(store), named)
-    page = comparison.write(runs, Path(output))
+    try:
+        page = comparison.write(runs, Path(output))
+    except OSError as error:
+        raise ProfileError("--output", output, f"cannot be written: {error.strerror}") from error
     if as_json:
         differ = comparison.differences(runs)
         print(json.dumps({"runs": runs, "differences": differ, "page": str(page)}, indent=1))

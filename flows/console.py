@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -76,6 +78,23 @@ def take_over_logging(terminal: Terminal, log_file: Path) -> None:
 def say(text: str) -> None:
     """One line for a person, on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def in_one_line(error: Exception) -> str:
+    """What went wrong; with the error's type, unless it was raised to be read by people."""
+    text = " ".join(str(error).split())
+    return (
+        text
+        if isinstance(error, RuntimeError | OSError | ValueError) and text
+        else f"{type(error).__name__}: {text}"
+    )
+
+
+def keep_traceback() -> Path:
+    """Write the traceback of what is being handled to a file of its own, for whoever is to mend it."""
+    with tempfile.NamedTemporaryFile("w", prefix="trainshed-", suffix=".log", delete=False) as file:
+        traceback.print_exc(file=file)
+    return Path(file.name)
 
 
 def from_here(path: str) -> str:

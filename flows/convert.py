@@ -41,11 +41,13 @@ def run(given: argparse.Namespace) -> int:
                 layout = "trn1" if given.to else options.nxd_layout
                 other = sources.read(sources.locate(destination), options.config, layout)
                 found = differences(one, other, options.slice_bytes)
+                facts["equal"] = len(one.shapes) - len(found)
                 if found:
                     say(f"trainshed: {len(found)} of {len(one.shapes)} tensors differ")
                     say("\n".join(found))
+                    if given.json:
+                        print(json.dumps({**facts, "differ": found}, indent=1))
                     return FAILED
-                facts["equal"] = len(one.shapes)
     except ProfileError:
         raise
     except ValueError as error:

@@ -16,7 +16,8 @@ from modeling.planner import Plan
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.chart import picture
-from tasks.history import History, read_events
+from tasks.history import History
+from tasks.runs import read_events
 from tasks.text import duration, in_bytes, in_words
 
 KEY = "run"
@@ -118,11 +119,10 @@ def _plan(folder: Path) -> str:
 
 
 def _incidents(folder: Path) -> str:
-    events = read_events(folder)[-EVENTS:]
-    lines = [
-        f"- step {event.get('step', '?')}: {event['event']}, {_plain(event.get('reason', ''))}"
-        for event in events
-    ]
+    lines = []
+    for event in read_events(folder)[-EVENTS:]:
+        place = f"step {event['step']:,}: " if "step" in event else ""
+        lines.append(f"- {place}{event['event']}: {_plain(event.get('reason', ''))}")
     return "## Incidents\n\n" + "\n".join(lines) if lines else ""
 
 

@@ -94,6 +94,7 @@ def pretrain(
     folder = kept.run(run.name, identity)
     (folder / "profile.yaml").write_text(resolve.dump(run))
     runs.note_inputs(folder, identity, vocabulary, corpus)
+    do.record_in(folder)
     overview = Overview(run, folder)
     overview.begin(planned)
     compiled = compile_graphs(do, run, kept, folder, corpus)

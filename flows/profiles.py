@@ -24,12 +24,12 @@ def show(*, as_json: bool) -> int:
         (profile.name, in_words(profile.model.parameters), _cluster(profile), _status(profile)[0])
         for profile in found
     ]
-    listed = Table(box=None, pad_edge=False, header_style="dim")
+    listed = Table(box=None, pad_edge=False, header_style="dim", expand=True)
     for column, cells in zip(
         ("profile", "parameters", "cluster", "status"), zip(*rows, strict=True), strict=True
     ):
         listed.add_column(column, no_wrap=True, min_width=max(map(len, cells)))
-    listed.add_column("", style="dim", no_wrap=True, overflow="ellipsis")
+    listed.add_column("", style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
     for row, profile in zip(rows, found, strict=True):
         listed.add_row(*row, profile.description)
     Console(highlight=False).print(listed)

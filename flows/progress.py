@@ -20,7 +20,7 @@ from flows.overview import Overview
 from profiles.schema import Profile
 from tasks import graphs
 from tasks.tail import Tail
-from tasks.text import duration
+from tasks.text import duration, in_bytes
 
 log = logging.getLogger(__name__)
 
@@ -78,16 +78,15 @@ class Progress:
         self._overview.show(now=step >= self._steps)
 
 
-def shown(row: dict[str, Any]) -> dict[str, str]:
+def shown(row: dict[str, Any]) -> dict[str, str | None]:
     """A step as the table has it."""
-    mfu = row.get("mfu")
     return {
         "step": f"{row['step']:,}",
         "loss": f"{row['loss']:.4f}",
         "learning rate": f"{row['learning_rate']:.2e}",
         "gradient norm": f"{row['gradient_norm']:.3f}",
         "tokens a second": f"{row['tokens_per_second']:,.0f}",
-        "MFU": "" if mfu is None else f"{mfu:.1%}",
+        "MFU": None if row.get("mfu") is None else f"{row['mfu']:.1%}",
         "seconds": f"{row['step_seconds']:.3f}",
     }
 
@@ -115,6 +114,15 @@ def show_graphs(record: Path) -> None:
     if not record.exists():
         return
     summary = json.loads(record.read_text())
-    names = ("name", "graphs", "status", "seconds", "peak_bytes", "error")
-    rows = [{name: entry.get(name) for name in names} for entry in summary["programs"]]
+    rows = [
+        {
+            "program": entry["name"],
+            "graphs": entry["graphs"],
+            "status": entry["status"],
+            "time": None if entry["seconds"] is None else duration(entry["seconds"]),
+            "memory": None if entry["peak_bytes"] is None else in_bytes(entry["peak_bytes"]),
+            "error": entry["error"],
+        }
+        for entry in summary["programs"]
+    ]
     Shown("table", "graphs", graphs.sentence(summary)).show(cells(rows), now=True)

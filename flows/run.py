@@ -21,6 +21,7 @@ from flows import console
 from flows.server import SETTINGS, serving
 from profiles import resolve
 from profiles.errors import ProfileError
+from tasks.artifacts import Store
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ def run(profile: str, overrides: Sequence[str], name: str | None, store: str, *,
     resolved = resolve.load(profile, overrides, name)
     resolve.check(resolved)
     resolve.check_start(resolved)
+    Store(store, resolved.cluster.work_dir or "store")  # refused here where nobody knows its scheme
     logs = Path(resolved.cluster.work_dir or "store") if "://" in store else Path(store)
     log_file = logs / "logs" / f"{resolved.name}.log"
     terminal = console.Terminal(Console(stderr=as_json, highlight=False))
@@ -50,7 +52,7 @@ def run(profile: str, overrides: Sequence[str], name: str | None, store: str, *,
         return FAILED
     except Exception as error:
         log.debug("the run failed", exc_info=True)
-        console.say(f"trainshed: {in_one_line(error)}")
+        console.say(f"trainshed: {console.in_one_line(error)}")
         console.say("the same command goes on from where this one got to")
         if log_file.is_file():
             console.say(f"the traceback: {log_file}")
@@ -98,16 +100,6 @@ def show(terminal: Console, result: dict[str, Any]) -> None:
     }
     for name, value in facts.items():
         terminal.print(f"{name:<15}  {value}", soft_wrap=True, markup=False)
-
-
-def in_one_line(error: Exception) -> str:
-    """What went wrong; with the error's type, unless it was raised to be read by people."""
-    text = " ".join(str(error).split())
-    return (
-        text
-        if isinstance(error, RuntimeError | OSError | ValueError) and text
-        else f"{type(error).__name__}: {text}"
-    )
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -18,11 +18,12 @@ from prefect.filesystems import RemoteFileSystem
 from prefect.logging.handlers import APILogHandler
 from prefect.states import Completed
 
-from flows.console import OURS
+from flows.console import OURS, in_one_line
 from flows.plan import sentence
+from modeling.anomalies import record
 from modeling.planner import Plan
 from profiles.errors import ProfileError
-from tasks import keys, runs
+from tasks import graphs, keys, runs
 from tasks.artifacts import Artifact, Store
 from tasks.failures import Hopeless
 from tasks.report import Outcome
@@ -40,6 +41,15 @@ class Runner:
         self.outcomes: list[Outcome] = []
         self._store = store
         self._results = _result_storage(store)
+        self._folder: Path | None = None
+        self._failures: list[dict[str, Any]] = []  # that are to be recorded once there is a folder
+
+    def record_in(self, folder: Path) -> None:
+        """The run's folder, whose events.jsonl is told of attempts that fail, and of those that did before."""
+        self._folder = folder
+        for failure in self._failures:
+            record(folder, **failure)
+        self._failures.clear()
 
     def always(self, step: Task[..., Any], *arguments: Any) -> Any:
         """A step that is done every time."""
@@ -73,21 +83,45 @@ class Runner:
 
     def _run(self, step: Task[..., Any], *arguments: Any, known: Artifact | None = None) -> Any:
         begun = time.monotonic()
+        retries = 0
+
+        def condition(_: Task[..., Any], run: TaskRun, state: State) -> bool:
+            nonlocal retries
+            worth = worth_retrying(step, run, state)
+            if worth:
+                retries += 1
+                self._record(step.name, "tried again", state)
+            return worth
+
+        if step.retry_condition_fn is not None:
+            step = step.with_options(retry_condition_fn=condition)
         # Called directly, never submitted: so a cancellation reaches the step, which then ends its children.
         state = step(*arguments, return_state=True)
         seconds = time.monotonic() - begun
         if not state.is_completed():
-            self._note(Outcome(step.name, "failed", seconds))
+            self._note(Outcome(step.name, "failed", seconds, retries=retries))
+            self._record(step.name, "failed", state)
         # Prefect's record may be from a time when the store lay elsewhere: what the store says now counts.
         result = known or state.result()  # which raises what made the step fail
         if state.name == "Skipped":
             self._note(Outcome(step.name, "skipped", None, state.message or ""))
         elif isinstance(result, Artifact):
             how, took = ("done", seconds) if known is None else ("cached", known.seconds)
-            self._note(Outcome(step.name, how, took, describe(result), result.summary))
+            self._note(Outcome(step.name, how, took, describe(result), result.summary, retries))
         else:
-            self._note(Outcome(step.name, "done", seconds, describe(result)))
+            self._note(Outcome(step.name, "done", seconds, describe(result), retries=retries))
         return result
+
+    def _record(self, name: str, how: str, state: State) -> None:
+        """An attempt that failed, with the step of training that it got to."""
+        failure = state.result(raise_on_failure=False)
+        reason = in_one_line(failure) if isinstance(failure, Exception) else state.message
+        event = {"event": f"{name} {how}", "time": round(time.time(), 3), "reason": reason}
+        if self._folder is None:
+            self._failures.append(event)
+            return
+        rows = runs.read_metrics(self._folder) if name == "train" else ()
+        record(self._folder, **event, **({"step": rows[-1]["step"]} if rows else {}))
 
     def _note(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
@@ -126,7 +160,7 @@ def describe(result: Any) -> str:
         case "checkpoint":
             return f"{facts['bytes'] / 1e6:,.1f} MB of weights, from {facts['source']}"
         case "graphs":
-            return facts.get("note") or f"{facts['total']} graphs"
+            return facts.get("note") or graphs.counted(facts["total"])
         case "training":
             return f"loss {facts['loss']:.4f} after {facts['steps']:,} steps"
         case "evaluation":

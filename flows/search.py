@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flows.console import say, table
+from modeling.planner import MARGIN
 from modeling.search import Rejected, Topology, search
 from profiles.schema import Profile
 from tasks.text import duration, in_bytes
@@ -57,18 +58,21 @@ def _print(
     cluster = profile.cluster
     device = cluster.accelerator or cluster.device
     where = f"{cluster.nodes} × {cluster.devices_per_node} {device}"
-    console.print(
-        Text.assemble((profile.name, "bold"), f" on {where}: {len(found)} topologies fit, the best first")
-    )
-    console.print()
-    rows = [_row(place, topology) for place, topology in enumerate(found[:BEST], 1)]
-    degrees = ("tensor", "pipeline", "context", "data")
-    columns = ("", *degrees, "recompute", "a step", "tokens/s", "MFU", "memory")
-    console.print(table(columns, rows, numbers=(*degrees, "a step", "tokens/s", "MFU", "memory")))
+    timed = all(topology.plan.step_seconds is not None for topology in found)
+    order = "the best first" if timed else "those that send least first"
+    console.print(Text.assemble((profile.name, "bold"), f" on {where}: {len(found)} topologies fit, {order}"))
     if found:
+        console.print()
+        rows = [_row(place, topology) for place, topology in enumerate(found[:BEST], 1)]
+        degrees = ("tensor", "pipeline", "context", "data")
+        figures = (*(("a step", "tokens/s", "MFU") if timed else ("sent a step",)), "memory")
+        columns = ("", *degrees, "recompute", *figures)
+        console.print(table(columns, rows, numbers=(*degrees, *figures)))
         best = " ".join(f"--set {key}={value}" for key, value in _changes(profile, found[0]).items())
         console.print(f"\nthe first: trainshed plan {profile.name} {best}", soft_wrap=True)
-    console.print("\nwhat cannot be:")
+    if rejected:
+        room = f" in {MARGIN:.0%} of {in_bytes(found[0].plan.device_bytes)} a device" if found else ""
+        console.print(f"\nwhat cannot be{room}:")
     for line in reasons(rejected):
         console.print(f"  {line}")
 
@@ -87,11 +91,11 @@ def _changes(profile: Profile, topology: Topology) -> dict[str, object]:
 def _row(place: int, topology: Topology) -> tuple[str, ...]:
     planned, mesh = topology.plan, topology.plan.mesh
     fullest = planned.stages[planned.fullest].total / planned.device_bytes
-    times = ("", "", "")
+    figures = (in_bytes(sum(planned.sent.values())),)
     if planned.step_seconds is not None:
-        times = (duration(planned.step_seconds), f"{planned.tokens_per_second:,.0f}", f"{planned.mfu:.0%}")
+        figures = (duration(planned.step_seconds), f"{planned.tokens_per_second:,.0f}", f"{planned.mfu:.0%}")
     degrees = (str(mesh[axis]) for axis in ("tensor", "pipeline", "context", "data"))
-    return (str(place), *degrees, topology.overrides["train.recompute"], *times, f"{fullest:.0%}")
+    return (str(place), *degrees, topology.overrides["train.recompute"], *figures, f"{fullest:.0%}")
 
 
 def reasons(rejected: Sequence[Rejected]) -> list[str]:

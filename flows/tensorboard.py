@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import io
 import logging
 import signal
 from pathlib import Path
 
 from flows.console import say
 from profiles.errors import ProfileError
-
-PORT = 6006
 
 
 def tensorboard(run: str | None, store: str, port: int) -> int:
@@ -22,7 +23,8 @@ def tensorboard(run: str | None, store: str, port: int) -> int:
     board = program.TensorBoard()
     board.configure(argv=[None, "--logdir", str(folder), "--host", "127.0.0.1", "--port", str(port)])
     try:
-        address = board.launch()
+        with contextlib.redirect_stderr(io.StringIO()):  # what it says of its reader each time
+            address = board.launch()
     except TensorBoardServerException:
         say(f"trainshed: port {port} is taken, perhaps by another TensorBoard; choose one with --port")
         return 1
@@ -41,10 +43,13 @@ def logs(run: str | None, store: str) -> Path:
     if "://" in store:
         reason = "TensorBoard reads the runs' folders here: name the work_dir of the runs"
         raise ProfileError("store", store, reason)
+    known = sorted(path.parent.name for path in runs.glob("*/profile.yaml"))
     if run is None:
+        if not known:
+            raise ProfileError("store", store, f"there are no runs in {runs}")
         return runs
     folder = Path(run) if "/" in run else runs / run
     if not folder.is_dir():
-        known = sorted(path.parent.name for path in runs.glob("*/profile.yaml"))
-        raise ProfileError("run", run, f"there is no such run in {runs}", known[:3])
+        near = difflib.get_close_matches(run, known) or known[:3]
+        raise ProfileError("run", run, f"there is no such run in {runs}", near)
     return folder

@@ -75,7 +75,8 @@ def sample(position: int, left_out: Ranges) -> int:
     return position
 
 
-def record(run: Path, event: str, **facts: Any) -> None:
-    """One line in the run's events.jsonl, which its report reads."""
+def record(run: Path, event: str, *, reason: str, **facts: Any) -> None:
+    """One line in the run's events.jsonl, which its report reads; `facts` may have a `time` of their own."""
+    row = {"event": event, "time": round(time.time(), 3), "reason": reason, **facts}
     with (run / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"event": event, "time": round(time.time(), 3), **facts}) + "\n")
+        file.write(json.dumps(row) + "\n")

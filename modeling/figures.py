@@ -163,10 +163,10 @@ def _sent(node: Node) -> tuple[str, int]:
     if namespace == "trainshed" and name.startswith("ring_attention"):
         axis, degree = arguments[-5:-3]
         kv = arguments[2:4] if "backward" in name else arguments[1:3]
-        once = _bytes(kv) * (degree - 1)
-        if "backward" in name:  # and the gradients of K and V, in float32
-            once += sum(tensor.numel() * 4 for tensor in kv) * degree
-        return axis, once
+        if "backward" in name:  # one shift less of K and V, and their gradients, in float32
+            gradients = sum(tensor.numel() * 4 for tensor in kv)
+            return axis, _bytes(kv) * max(0, degree - 2) + gradients * (degree - 1)
+        return axis, _bytes(kv) * (degree - 1)
     return "", 0
 
 

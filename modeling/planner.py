@@ -32,7 +32,8 @@ from profiles.check import ACCELERATORS
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 
-HOST_BYTES = 350 << 20  # interpreter and libraries, where the device is the host
+HOST_BYTES = 350 << 20  # interpreter and libraries
+COMPILED_BYTES = 100 << 20  # and what loading compiled graphs brings along
 MARGIN = 0.95  # of the device's memory may be planned
 
 
@@ -106,6 +107,13 @@ class Plan:
         return asdict(self)
 
 
+def host_bytes(profile: Profile) -> int:
+    """What a process takes of the device's memory besides tensors, which is so where the device is the host."""
+    if profile.cluster.device != "cpu":
+        return 0
+    return HOST_BYTES + (COMPILED_BYTES if profile.compile.enabled else 0)
+
+
 def plan(profile: Profile, counted: Counted | None = None) -> Plan:
     """Plan a profile that `profiles.resolve.check` has passed.
 
@@ -118,7 +126,6 @@ def plan(profile: Profile, counted: Counted | None = None) -> Plan:
     parallel, settings = profile.parallel, profile.train
     stages = _stages(profile, Pieces(profile, counted))
     device_bytes = _device_bytes(profile)
-    host_bytes = HOST_BYTES if profile.cluster.device == "cpu" else 0
     step_tokens = settings.global_batch_size * settings.sequence_length
     times = estimate(profile, stages, len(stages[0].layers))
     return Plan(
@@ -131,7 +138,7 @@ def plan(profile: Profile, counted: Counted | None = None) -> Plan:
         },
         stages=stages,
         device_bytes=device_bytes,
-        fits=max(stage.total for stage in stages) + host_bytes <= MARGIN * device_bytes,
+        fits=max(stage.total for stage in stages) + host_bytes(profile) <= MARGIN * device_bytes,
         flops_per_token=flops_per_token(profile),
         tokens=step_tokens * settings.steps if settings.steps else None,
         sent={axis: max(stage.sent[axis] for stage in stages) for axis in stages[0].sent},

@@ -84,6 +84,9 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
     place = options.checkpoints or options.run_folder / "checkpoints"
     checkpoints = Checkpoints(program, optimizer, options.run_folder, place, options.attempt)
     step, about = checkpoints.resume(options.weights)
+    if program.leader and options.attempt is not None and options.attempt > 1:
+        where = f"from the checkpoint of step {step}" if step else "from the beginning, without a checkpoint"
+        record(options.run_folder, "resumed", step=step, reason=f"start {options.attempt}, {where}")
     left_out: Ranges = [(first, end) for first, end in about.get("left_out", [])]
     s, batch = settings.sequence_length, settings.global_batch_size
     own = batch // mesh.data.size  # samples a step on this data rank
@@ -205,6 +208,8 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
                 f"saved step {step}, to be resumed from there" if profile.checkpoint.on_stop else "not saved"
             )
             log.info(f"interrupted: {saved}")
+            if program.leader:
+                record(options.run_folder, "interrupted", step=step, reason=saved)
             break
     with watchdog.patience():
         checkpoints.close()
@@ -262,10 +267,10 @@ def go_back(
     dropped = (sample((bad - 1) * batch, left_out), sample((step - 1) * batch, left_out) + batch)
     left_out.append(dropped)
     if program.leader:
-        log.info(
-            f"WARNING went back to step {found[0]}: steps {bad} to {step} were bad, their samples are left out"
-        )
-        record(options.run_folder, "rollback", step=step, back_to=found[0], samples=list(dropped))
+        reason = f"went back to step {found[0]}: steps {bad} to {step} were bad, their samples are left out"
+        log.info(f"WARNING {reason}")
+        facts = {"back_to": found[0], "samples": list(dropped), "reason": reason}
+        record(options.run_folder, "rollback", step=step, **facts)
     return found
 
 

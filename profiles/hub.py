@@ -19,21 +19,24 @@ def config_json(repository: str, key: str) -> Path:
         ProfileError: no such repository or file, or one that may not be read, or no way to the hub.
     """
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     name, _, revision = repository.partition("@")
     try:
         with hub_errors(key, repository, revision or None):
             return Path(hf_hub_download(name, "config.json", revision=revision or None))
+    except LocalEntryNotFoundError:  # a kind of the next
+        reason = "cannot be fetched: the hub does not answer, and its cache here lacks it"
+        raise ProfileError(key, repository, reason) from None
     except EntryNotFoundError:
         raise ProfileError(key, repository, "the repository has no config.json") from None
-    except OSError as error:  # no connection, and nothing in the cache
+    except OSError as error:
         raise ProfileError(key, repository, f"cannot be fetched: {error}") from error
 
 
 @contextmanager
 def hub_errors(key: str, repository: str, revision: str | None) -> Iterator[None]:
-    """Turns the hub's refusals of what a key names into the profile's."""
+    """Turns the hub's refusals of what a key names into the profile's, and its silence into a ConnectionError."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
@@ -48,3 +51,9 @@ def hub_errors(key: str, repository: str, revision: str | None) -> Iterator[None
         own = {"SOURCE": "--revision", "model.config": key}
         where = own.get(key, f"{key.rpartition('.')[0]}.revision")
         raise ProfileError(where, revision, f"{repository} has no such revision") from None
+    except Exception as error:
+        if not any(
+            kind.__name__ == "TransportError" for kind in type(error).__mro__
+        ):  # of httpx, or its heir
+            raise
+        raise ConnectionError(f"{repository}: the hub does not answer: {error}") from error

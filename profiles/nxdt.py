@@ -49,7 +49,11 @@ def read(path: Path) -> dict[str, Any]:
         values = text.parse(path.read_text())
     except FileNotFoundError:
         raise ProfileError("config", str(path), "there is no such file") from None
-    except (ValueError, OSError) as error:
+    except UnicodeDecodeError:
+        raise ProfileError("config", str(path), "is no text") from None
+    except OSError as error:
+        raise ProfileError("config", str(path), error.strerror or str(error)) from error
+    except ValueError as error:
         raise ProfileError("config", str(path), str(error)) from error
     if not isinstance(values, Mapping):
         raise ProfileError("config", str(path), "is no mapping of sections")

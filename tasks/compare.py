@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles import resolve
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, shown
 from profiles.schema import Profile
 from tasks import page
 from tasks.artifacts import Store
@@ -64,7 +64,7 @@ def rows(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         if any(value is not None for value in values):
             found.append((name, *(UNKNOWN if value is None else show(value) for value in values)))
     for path, each in differences(runs).items():
-        found.append((path, *(UNKNOWN if value is None else str(value) for value in each)))
+        found.append((path, *(UNKNOWN if value is None else shown(value) for value in each)))
     return found
 
 
@@ -102,7 +102,7 @@ def _folder(store: Store, name: str) -> Path:
 def _facts(folder: Path) -> dict[str, Any]:
     profile = resolve.load(str(folder / "profile.yaml"))
     history = History.read(folder)
-    found: dict[str, Any] = {"run": folder.name, "folder": str(folder), "profile": _flat(profile)}
+    found: dict[str, Any] = {"run": folder.name, "folder": str(folder), "profile": _shaping(profile)}
     found |= measured(profile, history)
     if history.evaluations:
         found["validation_loss"] = history.evaluations[-1]["validation_loss"]
@@ -114,11 +114,21 @@ def _facts(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _flat(profile: Profile) -> dict[str, Any]:
-    """'train.steps': 300, ... of all that shapes a run."""
+def _shaping(profile: Profile) -> dict[str, Any]:
+    """Of all that shapes a run, the value by key path."""
     values = profile.model_dump(mode="json", by_alias=True)
+    return _flat({section: keys for section, keys in values.items() if isinstance(keys, dict)})
+
+
+def _flat(values: Any, path: str = "") -> dict[str, Any]:
+    """'train.steps': 300, 'data.sources.0.kind': 'files', ... of sections and lists of sections within each other."""
+    if isinstance(values, dict):
+        items = values.items()
+    elif isinstance(values, list) and any(isinstance(value, dict) for value in values):
+        items = enumerate(values)
+    else:
+        return {path: values}
     flat = {}
-    for section, keys in values.items():
-        if isinstance(keys, dict):
-            flat |= {f"{section}.{key}": value for key, value in keys.items()}
+    for name, value in items:
+        flat |= _flat(value, f"{path}.{name}" if path else str(name))
     return flat

@@ -279,7 +279,11 @@ def line(entry: Mapping[str, Any]) -> str:
         took = f", {duration(entry['seconds'])}"
     if entry["peak_bytes"] is not None:
         took += f", {entry['peak_bytes'] / 2**20:.0f} MiB"
-    return f"{entry['name']}: {entry['graphs']} graphs, {entry['status']}{took}"
+    return f"{entry['name']}: {counted(entry['graphs'])}, {entry['status']}{took}"
+
+
+def counted(graphs: int) -> str:
+    return f"{graphs} graph{'' if graphs == 1 else 's'}"
 
 
 def sentence(summary: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ usual value    median over the steps but for the first of each start, which warm
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,9 +72,3 @@ def smoothed(points: Sequence[tuple[float, float]]) -> Points:
         around = finite[index - reach : index + reach + 1]
         means.append((step, sum(loss for _, loss in around) / len(around)))
     return means
-
-
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """What went wrong on the way: the lines of a run's events.jsonl, none where there is no such file."""
-    path = folder / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -7,6 +7,8 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+SHORT = 12  # characters
+
 
 def page(title: str, description: str, sections: Iterable[str]) -> str:
     """The whole file."""
@@ -43,8 +45,13 @@ def grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f'<div class="scroll"><table class="grid"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(text: str) -> str:
+    """Of a table: a figure stays in one line with its unit."""
+    return f"<td{' class=short' if len(text) <= SHORT else ''}>{escape(text)}</td>"
 
 
 def paragraph(text: str, *, quiet: bool = False) -> str:

@@ -17,14 +17,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from modeling import traced
+from modeling import planner, traced
 from profiles.schema import Profile
 from tasks import page
 from tasks.chart import Series, line_chart
-from tasks.history import History, read_events
+from tasks.history import History
+from tasks.runs import read_events
 from tasks.text import duration, in_bytes, in_words, number
 
 FACTS = "report.json"
+LEFT_OUT = {"missing": "without text", "short": "too short", "duplicates": "duplicates"}  # of documents
 PARTS = {  # of a step's time, by their keys in the metrics
     "data_wait_seconds": "waiting for data",
     "forward_backward_seconds": "forward and backward",
@@ -40,6 +42,7 @@ class Outcome:
     Attributes:
         how: done, cached, skipped or failed.
         seconds: that it took; of a cached one, when it was made.
+        retries: attempts that failed before.
         note: what to know about it.
         summary: of its artifact.
     """
@@ -49,6 +52,7 @@ class Outcome:
     seconds: float | None
     note: str = ""
     summary: Mapping[str, Any] = field(default_factory=dict)
+    retries: int = 0
 
 
 def run(
@@ -118,12 +122,9 @@ def html(profile: Profile, facts: Mapping[str, Any], history: History, resolved:
             page.section("Steps", f'<ol class="dag">{"".join(map(_step, facts["steps"]))}</ol>'),
             page.section("Loss", line_chart(history.losses(), x_label="step", y_label="loss")),
             page.section("Speed and memory", *_speed(history)),
-            page.section("Plan and measurement", _plan(facts["plan"], facts["measured"])),
-            page.section("Incidents", *_incidents(facts, summaries)),
-            page.section(
-                "Evaluation",
-                page.facts({k.replace("_", " "): number(v) for k, v in facts["evaluation"].items()}),
-            ),
+            page.section("Plan and measurement", _plan(profile, facts["plan"], facts["measured"])),
+            page.section("Incidents", *_incidents(facts)),
+            page.section("Evaluation", _evaluation(facts["evaluation"])),
             page.section("What it writes", *_samples(facts["samples"])),
             page.section("The model", _model(facts["export"])),
             page.section(
@@ -184,6 +185,8 @@ def _step(outcome: Mapping[str, Any]) -> str:
     took = ""
     if seconds is not None and how != "skipped":
         took = f" · took {duration(seconds)} when made" if how == "cached" else f" · {duration(seconds)}"
+    if outcome["retries"]:
+        took += f" · {outcome['retries'] + 1} attempts"
     note = f"<small>{escape(outcome['note'])}</small>" if outcome["note"] else ""
     return (
         f'<li class="{escape(how)}"><b>{escape(outcome["step"])}</b>'
@@ -208,7 +211,7 @@ def _speed(history: History) -> list[str]:
     return [page.beside(*charts), page.facts(parts)]
 
 
-def _plan(plan: Mapping[str, Any], real: Mapping[str, Any]) -> str:
+def _plan(profile: Profile, plan: Mapping[str, Any], real: Mapping[str, Any]) -> str:
     """What was expected beside what came."""
 
     def row(name: str, expected: Any, came: Any, show: Any) -> tuple[str, ...]:
@@ -216,7 +219,9 @@ def _plan(plan: Mapping[str, Any], real: Mapping[str, Any]) -> str:
         share = f"{came / expected:.0%}" if expected and came else ""
         return name, *cells, share
 
-    fullest = max((sum(stage["bytes"].values()) for stage in plan.get("stages", ())), default=None)
+    host = planner.host_bytes(profile)
+    totals = [sum(stage["bytes"].values()) + host for stage in plan.get("stages", ())]
+    memory = "memory of the fullest rank" + (", interpreter and libraries included" if host else "")
     rows = [
         row("time a step", plan.get("step_seconds"), real["step_seconds"], lambda value: f"{value:.3g} s"),
         row(
@@ -226,7 +231,7 @@ def _plan(plan: Mapping[str, Any], real: Mapping[str, Any]) -> str:
             lambda value: f"{value:,.0f}",
         ),
         row("model FLOPs utilization", plan.get("mfu"), real["mfu"], lambda value: f"{value:.1%}"),
-        row("memory of the fullest rank", fullest, real["memory_bytes"], in_bytes),
+        row(memory, max(totals, default=None), real["memory_bytes"], in_bytes),
     ]
     rows = [row for row in rows if set(row[1:3]) != {"unknown"}]
     mesh = " × ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
@@ -234,14 +239,13 @@ def _plan(plan: Mapping[str, Any], real: Mapping[str, Any]) -> str:
     return parameters + page.grid(("", "planned", "measured", "of the plan"), rows)
 
 
-def _incidents(facts: Mapping[str, Any], summaries: Mapping[str, Any]) -> list[str]:
+def _incidents(facts: Mapping[str, Any]) -> list[str]:
     rows = [
         (
             datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M:%S"),
             str(event.get("step", "")),
             event["event"],
-            event.get("reason")
-            or ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("time", "step", "event")),
+            event.get("reason", ""),
         )
         for event in facts["events"]
     ]
@@ -249,6 +253,11 @@ def _incidents(facts: Mapping[str, Any], summaries: Mapping[str, Any]) -> list[s
     if facts["measured"]["skipped"]:
         found.append(page.paragraph(f"Steps skipped: {facts['measured']['skipped']}."))
     return found or [page.paragraph("None: no retry, no skipped step.", quiet=True)]
+
+
+def _evaluation(found: Mapping[str, Any]) -> str:
+    shown = {name.replace("_", " "): number(value) for name, value in found.items()}
+    return page.facts(shown | {"perplexity": f"{found['perplexity']:,.1f}"})
 
 
 def _texts(vocabulary: Path, samples: Sequence[Mapping[str, Sequence[int]]]) -> list[dict[str, str]]:
@@ -268,7 +277,7 @@ def _texts(vocabulary: Path, samples: Sequence[Mapping[str, Sequence[int]]]) -> 
 
 def _samples(samples: Sequence[Mapping[str, str]]) -> list[str]:
     return [
-        f'<blockquote><span class="quiet">{escape(sample["prompt"])}</span>{escape(sample["text"])}</blockquote>'
+        f'<blockquote><span class="quiet">{escape(sample["prompt"])}</span>{escape(sample["text"].rstrip())}</blockquote>'
         for sample in samples
     ]
 
@@ -297,19 +306,24 @@ def _data(profile: Profile, corpus: Mapping[str, Any], vocabulary: Mapping[str, 
         )
         used = profile.train.steps * profile.train.global_batch_size * profile.train.sequence_length
         shown["passes over it"] = f"{used / max(1, corpus['tokens']):.2f}"
-        known = {"tokens", "documents", "validation_tokens", "validation_documents"}
-        shown |= {
-            k.replace("_", " "): number(v)
-            for k, v in corpus.items()
-            if k not in known and isinstance(v, int | float | str)
-        }
+    if "bytes" in corpus:
+        shown["text"] = f"{in_bytes(corpus['bytes'])}, {corpus['bytes_per_token']:.2f} bytes a token"
+        left = [f"{corpus[key]:,} {what}" for key, what in LEFT_OUT.items() if corpus[key]]
+        shown["left out"] = ", ".join(left) or "nothing"
+        shown["shards"] = f"{corpus['shards']:,}"
     return page.facts(shown)
 
 
 def _graphs(summary: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     if not summary:
         return [page.paragraph("Training ran eager.", quiet=True)]
-    shown = {k.replace("_", " "): number(v) for k, v in summary.items() if isinstance(v, int | float | str)}
+    if "note" in summary:
+        return [page.paragraph(f"{summary['note']}.", quiet=True)]
+    failed = f", {summary['failed']:,} of them failed" if summary["failed"] else ""
+    shown = {
+        "compiled": f"{summary['total']:,} graphs in {duration(summary['seconds'])}{failed}",
+        "from the cache": f"{summary['from_cache']:,}",
+    }
     cold = facts["measured"]["cold_compiles"]
     if cold is not None:
         shown["compiled again while training"] = f"{cold:.0f}"
@@ -336,7 +350,7 @@ def _graphs(summary: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     columns = ("", "activations, planned", "traced", "FLOPs a step, planned", "traced")
     return [
         page.facts(shown),
-        page.grid(("program", "graphs", "", "time", "memory"), programs),
+        page.grid(("program", "graphs", "status", "time", "memory"), programs),
         page.grid(columns, stages),
     ]
 

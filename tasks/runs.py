@@ -15,6 +15,7 @@ from typing import Any
 from tasks.artifacts import VERIFIED, Artifact, Store
 from tasks.manifest import Damaged, Manifest
 from tasks.storage import Folder
+from tasks.tail import Tail
 
 log = logging.getLogger(__name__)
 
@@ -84,5 +85,9 @@ def lies_remote(store: Store, part: str) -> bool:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl; none where there is no such file."""
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return Tail(folder / "metrics.jsonl").rows()
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """What went wrong on the way: the rows of a run's events.jsonl; none where there is no such file."""
+    return Tail(folder / "events.jsonl").rows()

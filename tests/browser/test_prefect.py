@@ -112,6 +112,10 @@ def test_the_page_of_a_run_shows_curve_plan_and_places_while_it_trains(killed):
     assert asked == []
     assert 0 < float(shown["training"]["data"]) < 100
     assert float(shown["tokenizing"]["data"]) == 100
+    steps = json.loads(shown["last-steps"]["data"])
+    assert len(steps) == 10
+    assert re.fullmatch(r"[\d,]+", steps[0]["tokens a second"])
+    assert "MFU" not in steps[0]  # which is not known of a CPU
 
 
 def test_the_flow_run_lists_steps_by_readable_names_and_its_artifacts(killed):

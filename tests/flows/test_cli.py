@@ -1,13 +1,18 @@
 """The command as a user meets it: exit codes, one line for each mistake, JSON for scripts."""
 
 import json
+import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from flows.cli import main
+from flows.cli import main, parser
 from tests.flows.micro import settings
+
+COMMANDS = ("run", "plan", "up", "convert", "profiles", "compare", "tensorboard", "import-config")
 
 
 @pytest.mark.parametrize(
@@ -89,12 +94,73 @@ def test_the_plan_in_words_names_parameters_and_mesh(capsys):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_a_search_where_no_speed_is_known_ranks_by_what_is_sent(capsys):
+    assert main(["plan", "tiny", "--search"]) == 0
+    out = capsys.readouterr().out
+    assert "those that send least first" in out
+    assert "sent a step" in out
+    assert "tokens/s" not in out
+    assert "cannot be" not in out  # two devices leave no family out
+
+
 def test_profiles_are_listed_with_their_descriptions(capsys):
     assert main(["profiles", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert "Python" in listed["tiny"]["description"]
     assert (listed["tiny"]["parameters"], listed["tiny"]["status"]) == (2_735_424, "starts here")
     assert listed["llama3-70b"]["cluster"]["nodes"] == 8
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=lambda words: " ".join(words))
+def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--help"])
+    assert left.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    example = re.fullmatch(r"example: trainshed (.*?)(    \(.*\))?", lines[-1])
+    parser().parse_args(example[1].split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["plan"], "required: PROFILE"),
+        (["plan", "tiny", "extra"], "unrecognized arguments: extra"),
+        (["plan", "./nope.yaml"], "profile = ./nope.yaml: there is no such file"),
+        (["plan", "."], "there is no profile of this name"),
+        (["plan", "tiny", "--set", "train.steps=["], "is not YAML"),
+        (["plan", "tinny", "--search"], "nearest valid: tiny"),
+        (["run", "tiny", "--store", "ftpp://somewhere"], "store = ftpp://somewhere"),
+        (["compare", "nope"], "there is no such run"),
+        (["compare", "./nope"], "there is no such run"),
+        (["tensorboard", "--port", "99999"], "99999 is no whole number from 1 to 65535"),
+        (["up", "--port", "no"], "no is no whole number from 1 to 65535"),
+        (["import-config", "nope.yaml"], "config = nope.yaml: there is no such file"),
+        (["import-config", "."], "config = .: Is a directory"),
+        (["convert", "nope", "out"], "--to: is missing"),
+        (["convert", "./nope", "out", "--to", "hf"], "SOURCE = ./nope: there is no such file"),
+        (["convert", "nope", "out", "--to", "hf", "--budget", "0"], "0 is no whole number of at least 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_a_user_gets_wrong_is_refused_with_exit_code_2(command, arguments, expected):
+    code, out, err = command(*arguments).result()
+    assert (code, out) == (2, "")
+    assert expected in err
+    assert "Traceback" not in err
+
+
+def test_what_nobody_thought_of_fails_in_a_line_that_names_its_traceback(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("flows.profiles.show", lambda **_: 1 / 0)
+    assert main(["profiles"]) == 1
+    failed, kept = capsys.readouterr().err.splitlines()
+    assert failed == "trainshed: ZeroDivisionError: division by zero"
+    assert "Traceback" in Path(kept.removeprefix("the traceback: ")).read_text()
 
 
 def test_help_imports_neither_prefect_nor_torch(command):

@@ -32,6 +32,17 @@ def test_a_difference_is_found_and_named(capsys, tmp_path):
     torch.save(state, path)
     assert main(["convert", str(shards), str(CASE / "hf"), "--verify", *CONFIG]) == 1
     assert "layers.3.mlp.down.weight differs, first at (5, 55)" in capsys.readouterr().err
+    assert main(["convert", str(shards), str(CASE / "hf"), "--verify", *CONFIG, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["equal"] == 38
+    assert [line.split()[0] for line in told["differ"]] == ["layers.3.mlp.down.weight"]
+
+
+def test_a_single_file_is_a_source(capsys, tmp_path):
+    model = shutil.copy(CASE / "hf" / "model.safetensors", tmp_path)
+    config = ("--config", str(CASE / "hf"))
+    assert main(["convert", str(model), str(tmp_path / "again"), "--to", "hf", *config, "--verify"]) == 0
+    assert "all 39 tensors are equal" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """What a run survives: a killed rank, Ctrl-C and SIGTERM; each time it ends with the losses of an undisturbed one."""
 
+import html
+import json
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,9 +23,13 @@ def undisturbed(pretrain, tmp_path_factory):
 
 
 def losses_of(result: dict) -> dict[int, float]:
-    from pathlib import Path
-
     return losses(Path(result["folder"]))
+
+
+def incidents(folder: Path) -> tuple[list[str], list[str]]:
+    """What went wrong in a run, and why."""
+    rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [row["event"] for row in rows], [row["reason"] for row in rows]
 
 
 def ranks(folder) -> list[psutil.Process]:
@@ -56,6 +63,29 @@ def test_a_killed_rank_fails_the_attempt_and_the_retry_ends_with_the_same_losses
     assert "was killed by SIGKILL" in said
     assert "resumed from step 40" in said
     assert losses_of(result) == undisturbed
+    kinds, reasons = incidents(folder)
+    assert kinds == ["train tried again", "resumed"]
+    assert "rank 1 was killed by SIGKILL" in reasons[0]
+    assert reasons[1] == "start 2, from the checkpoint of step 40"
+    report = (folder / "report.html").read_text()
+    assert all(part in report for part in (*kinds, *map(html.escape, reasons), "2 attempts"))
+
+
+def test_what_failed_before_there_was_a_folder_is_among_the_incidents_too(pretrain, tmp_path, monkeypatch):
+    from tasks import tokenizer
+
+    real, failures = tokenizer.run, [OSError("the disk was full for a while")]
+
+    def run(*arguments, **options):
+        if failures:
+            raise failures.pop()
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(tokenizer, "run", run)
+    result = pretrain(tmp_path / "store")
+    assert result["how"]["tokenizer"] == "done"
+    assert incidents(Path(result["folder"])) == (["tokenizer tried again"], ["the disk was full for a while"])
+    assert "the disk was full for a while" in Path(result["report"]).read_text()
 
 
 def test_a_killed_rank_without_retries_fails_the_run_with_a_line_that_helps(
@@ -95,6 +125,10 @@ def test_an_interrupted_command_leaves_no_process_and_a_run_that_goes_on(
     assert INTERRUPTED_AT <= done < 240
     assert (folder / f"checkpoints/step_{done}/complete.json").exists()
     assert losses_of(pretrain(tmp_path / "store", *LONGER)) == undisturbed
+    assert incidents(folder) == (
+        ["interrupted", "resumed"],
+        [f"saved step {done}, to be resumed from there", f"start 2, from the checkpoint of step {done}"],
+    )
 
 
 def test_a_run_goes_on_watching_when_its_command_is_killed_and_started_again(

@@ -75,9 +75,13 @@ def report(folder):
         update={"description": "<script>alert(1)</script> & more"}
     )
     corpus = {"tokens": 604605, "documents": 681, "validation_tokens": 22816, "validation_documents": 38}
+    corpus |= {"bytes": 2245413, "bytes_per_token": 3.579, "shards": 1}
+    corpus |= {"missing": 0, "short": 1200, "duplicates": 3}
     compiled = {
         "total": 3,
         "failed": 0,
+        "from_cache": 1,
+        "seconds": 30.1,
         "programs": [
             {"name": "block", "graphs": 2, "status": "compiled", "seconds": 21.27, "peak_bytes": 5 << 28}
         ],
@@ -118,8 +122,16 @@ def test_the_report_is_well_formed_and_says_everything(page):
     expected = (
         *("tokenizer", "cached · took 4.0 s when made", "skipped", "from <scratch>", "done · 1:15"),
         *("7.4000", "12,345", "2,735,424", "data 1 × tensor 2", "& more"),
-        *("0.300 s (60%)", "200%", "768 MiB", "75%"),  # parts of a step, and planned against measured
-        *("604,605 tokens in 681 documents", "1.02", "21.3 s", "1.25 GiB", "11 MiB"),  # data and graphs
+        *("0.300 s (60%)", "200%", "768 MiB", "52%"),  # parts of a step, and planned against measured
+        *(
+            "604,605 tokens in 681 documents",
+            "1.02",
+            "3 graphs in 30.1 s",
+            "21.3 s",
+            "1.25 GiB",
+            "11 MiB",
+        ),  # data and graphs
+        *("2.14 MiB, 3.58 bytes a token", "1,200 too short, 3 duplicates"),
         *("2027-01-15", "loss is <nan>", "Steps skipped: 1.", "To be or <b>not</b>"),
     )
     for part in expected:

@@ -1,0 +1,121 @@
+"""`trainshed tensorboard` as a user starts it: a page on loopback with the run's figures, until Ctrl-C."""
+
+import json
+import os
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+
+import psutil
+import pytest
+
+from flows.cli import main
+from modeling.metrics import Metrics
+
+ROW = {
+    "loss": 5.0,
+    "learning_rate": 1e-3,
+    "gradient_norm": 0.5,
+    "parameter_norm": 9.0,
+    "tokens_per_second": 4096.0,
+    "mfu": 0.31,
+    "step_seconds": 0.5,
+    "data_wait_seconds": 0.01,
+    "forward_backward_seconds": 0.3,
+    "optimizer_seconds": 0.1,
+    "communication_seconds": 0.05,
+    "memory_bytes": 1 << 30,
+    "consumed_samples": 8,
+    "consumed_tokens": 2048,
+}
+SHOWN = {
+    *("loss/loss", "loss/validation_loss"),
+    *("optimizer/learning_rate", "optimizer/gradient_norm", "optimizer/parameter_norm"),
+    *("speed/tokens_per_second", "speed/mfu"),
+    *("time/step_seconds", "time/data_wait_seconds", "time/forward_backward_seconds"),
+    *("time/optimizer_seconds", "time/communication_seconds", "memory/memory_bytes"),
+    *("consumed/consumed_samples", "consumed/consumed_tokens"),
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run of three steps, in the store of the command's folder."""
+    folder = tmp_path / "store/runs/first"
+    folder.mkdir(parents=True)
+    (folder / "profile.yaml").write_text("name: first\n")
+    metrics = Metrics(folder, last=0, total=3)
+    for step in (1, 2, 3):
+        metrics.write({"step": step, **ROW, "loss": 6.0 - step})
+    metrics.write({"step": 3, "validation_loss": 3.5})
+    metrics.close()
+    return folder
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(address: str, timeout: float = 60):
+    """What it answers, once that is something."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            with urllib.request.urlopen(address, timeout=5) as answer:
+                text = answer.read().decode()
+                if text not in ("", "{}"):
+                    return text
+        except (urllib.error.URLError, ConnectionError):
+            pass
+        assert time.monotonic() < deadline, f"{address} has nothing to say"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("named", [["first"], ["./store/runs/first"], []])
+def test_every_figure_of_a_run_is_on_its_page_until_ctrl_c(command, run, port, named):
+    started = command("tensorboard", *named, "--port", str(port))
+    address = f"http://127.0.0.1:{port}"
+    assert "<title>TensorBoard" in wait_for(address)
+    ((name, tags),) = json.loads(wait_for(f"{address}/data/plugin/scalars/tags")).items()
+    assert set(tags) == SHOWN
+    query = f"run={name}&tag=loss/loss"
+    points = json.loads(wait_for(f"{address}/data/plugin/scalars/scalars?{query}"))
+    assert [(step, value) for _, step, value in points] == [(1, 5.0), (2, 4.0), (3, 3.0)]
+    listening = {
+        each.laddr.ip
+        for process in started.processes()
+        for each in psutil.Process(process.pid).net_connections()
+        if each.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+    os.killpg(started.process.pid, signal.SIGINT)  # as a terminal does it
+    code, out, err = started.result(timeout=30)
+    assert (code, out) == (0, "")
+    assert err.splitlines() == [f"TensorBoard: {address}/", "Ctrl-C stops it", "stopping"]
+    assert started.processes() == []
+
+
+def test_an_unknown_run_is_refused_with_those_there_are(run, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["tensorboard", "frist"]) == 2
+    assert capsys.readouterr().err == (
+        "trainshed: run = frist: there is no such run in store/runs; nearest valid: first\n"
+    )
+
+
+def test_a_store_without_runs_is_refused(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["tensorboard"]) == 2
+    assert "there are no runs in store/runs" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_said(command, run, port):
+    with socket.create_server(("127.0.0.1", port)):
+        code, _, err = command("tensorboard", "first", "--port", str(port)).result(timeout=60)
+    assert code == 1
+    assert err == f"trainshed: port {port} is taken, perhaps by another TensorBoard; choose one with --port\n"
