@@ -19,6 +19,7 @@ from tests.flows.micro import settings, wait_for_step
 
 HOME = Path(__file__).parents[2]
 STEPS = 4000
+ROWS = 10  # of the table of the last steps
 ENOUGH = 120  # steps until there is something to see
 
 
@@ -65,8 +66,15 @@ def killed(prefect_ui, browser, profile, tmp_path_factory):
         run = folder / "store/runs/live"
         wait_for_step(run, ENOUGH, timeout=240)
         (flow_run,) = ask(f"{prefect_ui}/api/flow_runs/filter", {})
-        wait_until(lambda: "data:image" in artifacts(prefect_ui, flow_run["id"])["run"]["data"])
-        shown = artifacts(prefect_ui, flow_run["id"])
+        shown = {}
+
+        def is_shown() -> bool:
+            """The curve and a full table, each of which is renewed every few seconds."""
+            shown.update(artifacts(prefect_ui, flow_run["id"]))
+            full = "last-steps" in shown and len(json.loads(shown["last-steps"]["data"])) == ROWS
+            return full and "data:image" in shown["run"]["data"]
+
+        wait_until(is_shown)
         with visit(browser, f"{prefect_ui}/artifacts/artifact/{shown['run']['id']}", (1300, 1150)) as page:
             page.page.get_by_text(re.compile("The plan")).wait_for()
             page.page.wait_for_timeout(500)
@@ -113,7 +121,7 @@ def test_the_page_of_a_run_shows_curve_plan_and_places_while_it_trains(killed):
     assert 0 < float(shown["training"]["data"]) < 100
     assert float(shown["tokenizing"]["data"]) == 100
     steps = json.loads(shown["last-steps"]["data"])
-    assert len(steps) == 10
+    assert len(steps) == ROWS
     assert re.fullmatch(r"[\d,]+", steps[0]["tokens a second"])
     assert "MFU" not in steps[0]  # which is not known of a CPU
 
