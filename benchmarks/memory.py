@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as record
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from modeling.planner import plan
 from modeling.program import Program
@@ -74,7 +77,7 @@ def measure(overrides: tuple[str, ...]) -> tuple[int, dict[str, int], int]:
             ),
         }  # fmt: skip
         train = profile.train
-        with record(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        with record(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded, Sent():
             for step in range(STEPS):
                 samples = None
                 if program.reads:
@@ -89,11 +92,25 @@ def measure(overrides: tuple[str, ...]) -> tuple[int, dict[str, int], int]:
         program.mesh.close()
 
 
-def _most(recorded: record) -> int:
-    """The most bytes that were alive at a time.
+class Sent(TorchDispatchMode):
+    """Keeps what is sent until gloo has let go of it, and no longer: of what its threads give back the profiler sees nothing."""
 
-    What one of gloo's threads gives back goes unseen, until its address is given out again.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, inputs: tuple = (), named: dict | None = None
+    ) -> Any:
+        self._kept = [tensor for tensor in self._kept if tensor._use_count() > 1]
+        result = function(*inputs, **(named or {}))
+        if function.namespace in ("_c10d_functional", "c10d"):
+            self._kept += [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
+        return result
+
+
+def _most(recorded: record) -> int:
+    """The most bytes that were alive at a time."""
     alive: dict[int, int] = {}
     total = most = 0
     events = _leaves(recorded.profiler.kineto_results.experimental_event_tree())

@@ -133,9 +133,10 @@ class CpuFlash(Kernel):
         sums = 2 * 4 * k.numel()  # of dk and dv over tiles, in float32
         if not self._products(q.dtype):
             return sums
-        b, n, s, _ = q.shape
-        # Scores and their gradients in float32, and one of them in bf16 as well.
-        return sums + 10 * b * n * min(s, self.rows(q, causal, backward=True)) * k.shape[2]
+        b, n, s, d = q.shape
+        rows = b * n * min(s, self.rows(q, causal, backward=True))
+        # Scores and their gradients in float32, one of them in bf16 as well; the queries, scaled, and the output's gradients.
+        return sums + rows * (10 * k.shape[2] + 4 * d)
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(

@@ -244,12 +244,11 @@ def _incidents(facts: Mapping[str, Any]) -> list[str]:
         (
             datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M:%S"),
             str(event.get("step", "")),
-            event["event"],
-            event.get("reason", ""),
+            ": ".join(part for part in (event["event"], event.get("reason")) if part),
         )
         for event in facts["events"]
     ]
-    found = [page.grid(("time (UTC)", "step", "what", "why"), rows)] if rows else []
+    found = [page.grid(("time (UTC)", "step", "what happened"), rows)] if rows else []
     if facts["measured"]["skipped"]:
         found.append(page.paragraph(f"Steps skipped: {facts['measured']['skipped']}."))
     return found or [page.paragraph("None: no retry, no skipped step.", quiet=True)]

@@ -49,6 +49,14 @@ def test_a_hub_repository_and_only_what_is_needed_of_it(files, hub, tmp_path):
     assert one != weights.identity("org/name", None, None, "init.from", tmp_path)
 
 
+def test_a_hub_that_does_not_answer_is_said_to_be_one(monkeypatch, tmp_path):
+    with Hub() as gone:
+        gone.patch(monkeypatch, tmp_path / "hub-cache")
+    source = weights.fetched("org/name", None, tmp_path / "out")
+    with pytest.raises(ConnectionError, match="org/name: the hub does not answer"), source:
+        pass
+
+
 def test_a_folder_in_a_bucket_goes_on_with_the_files_that_are_missing(files, tmp_path, monkeypatch):
     import s3fs
 
