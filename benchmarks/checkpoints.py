@@ -3,8 +3,9 @@
 One process, an optimizer of N parameters (600 MB of state for 50 million), files on the disk that `--folder` is on, each synced.
 Sides run in turns; a figure is the median of the rounds, a ratio ours over the peer's of the same round.
 
-    stall    what training waits for: `begin` and `finish` of a save beside it, against the same save at once, `torch.save` of
-             the same state, and plain DCP; a save beside training is finished once it is written, as the loop does it
+    stall    what training waits for: `begin`, what the states' copying takes of the next step or its update waits for, and
+             `finish` of a save beside it, against the same save at once, `torch.save` of the same state, and plain DCP; a save
+             beside training is finished once it is written, as the loop does it
     steps    a step of matrix products while a save is being written, over one while none is
     load     what one of four data ranks needs of a checkpoint that one process saved, against DCP's own reader of it
 
@@ -100,9 +101,11 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def save_beside(saver: checkpoint.Saver, place: Path, seconds: dict[str, list[float]]) -> float:
-    """Seconds that the loop waits; notes the steps' time without and with a save under way."""
-    seconds.setdefault("step", []).append(statistics.median(timed(step) for _ in range(10)))
+    """Seconds that the loop waits: in the save's calls, and in the step beside which the states are copied, over a usual one."""
+    usual = statistics.median(timed(step) for _ in range(10))
+    seconds.setdefault("step", []).append(usual)
     stall = timed(lambda: saver.begin(place, {}))
+    stall += max(0.0, timed(step) - usual) + timed(saver.optimizer.settle)
     while saver.writing:
         seconds.setdefault("step beside", []).append(timed(step))
     return stall + timed(saver.finish)

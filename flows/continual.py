@@ -25,7 +25,7 @@ from flows.secrets import hub_token
 from profiles import resolve
 from profiles.schema import Profile
 from tasks import continual as series
-from tasks import dataset, evaluation, export, keys, runs, tokenizer, training
+from tasks import dataset, evaluation, export, keys, ledger, runs, tokenizer, training
 from tasks.artifacts import Store
 
 
@@ -73,10 +73,11 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     run = dataset.with_steps(run, new)
     base = kept.run_directory(stands.run)
     start = series.newest(kept, stands)
-    before = runs.inputs(base)["identity"]
     mine = run.model_copy(update={"name": f"{run.name}-round-{stands.round + 1}"})
     planned = do.always(steps.plan, mine)
-    identity = keys.run_identity(mine, vocabulary.key, new.key, weights=keys.digest([before, start.name]))
+    identity = keys.run_identity(
+        mine, vocabulary.key, new.key, weights=keys.digest([stands.identity, start.name])
+    )
     folder = kept.run(mine.name, identity)
     (folder / "profile.yaml").write_text(resolve.dump(mine))
     runs.note_inputs(folder, identity, vocabulary, new)
@@ -87,13 +88,14 @@ def _round(run: Profile, kept: Store) -> State[Any]:
 
     held_out = kept.expect(dataset.KIND, stands.dataset)
     own = resolve.load(str(base / "profile.yaml"))
-    key = keys.evaluation(stands.run, keys.digest([before, start.name, held_out.key]))
+    key = keys.evaluation(stands.run, keys.digest([stands.identity, start.name, held_out.key]))
     old = do.once(steps.evaluate, evaluation.KIND, key, own, kept, base, key, held_out, None, None)
     key = keys.training(mine.name, identity)
     train = steps.train.with_options(retries=mine.cluster.retries, retry_delay_seconds=steps.DELAYS)
     trained = do.once(
         train, training.KIND, key, mine, kept, folder, key, new, compiled, start, run_folder=folder
     )
+    ledger.record(kept, mine.name, identity, new, parent=stands.identity)
     key = keys.evaluation(mine.name, keys.digest([identity, held_out.key]))
     now = do.once(steps.evaluate, evaluation.KIND, key, mine, kept, folder, key, held_out, compiled, trained)
     do.always(steps.report, mine, kept, folder, planned, now, do.outcomes)
@@ -104,5 +106,5 @@ def _round(run: Profile, kept: Store) -> State[Any]:
         return Completed(name="NotPromoted", message=f"{stands.run} stands: {losses}")
     key = keys.export(mine.name, identity)
     do.once(steps.export, export.KIND, key, mine, kept, folder, key, vocabulary, trained, run_folder=folder)
-    series.promote(kept, run.name, stands, mine.name, new)
+    series.promote(kept, run.name, stands, mine.name, identity)
     return Completed(name="Promoted", message=f"{mine.name} takes the place of {stands.run}: {losses}")

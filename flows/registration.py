@@ -17,7 +17,8 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists
 
-from flows.up import HEARTBEAT_SECONDS, POOL
+from flows.server import HEARTBEAT_SECONDS
+from flows.up import POOL
 
 RUNS_AT_ONCE = 4
 SILENCE = timedelta(seconds=3 * HEARTBEAT_SECONDS)

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from flows import console
-from flows.server import QUIET, serving
+from flows.server import SETTINGS, serving
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.artifacts import Store
@@ -69,7 +69,7 @@ def run(profile: str, overrides: Sequence[str], name: str | None, store: str, *,
 @contextlib.contextmanager
 def prefect_api(log_file: Path) -> Iterator[None]:
     """Prefect's API for the block: that of the server which the user's settings name, else of one of our own."""
-    for name, value in QUIET.items():
+    for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     from prefect.settings import PREFECT_API_URL, temporary_settings
 

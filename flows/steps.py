@@ -33,19 +33,18 @@ from tasks.plan import Plan
 from tasks.report import Outcome
 from tasks.workers import Workers
 
-# What is done already the store knows; Prefect need not hash every argument to find out.
-ONCE: dict[str, Any] = {"cache_policy": NO_CACHE}
+# Of tasks whose arguments Prefect need not hash to find out whether they are done; of the others the runner tells it.
+UNKEYED: dict[str, Any] = {"cache_policy": NO_CACHE}
 # Of tasks that can fail for reasons that pass: a network, a machine, a disk that was full.
 DELAYS = exponential_backoff(2)  # seconds: 2, 4, 8, ...
 RETRIED: dict[str, Any] = {
-    **ONCE,
     "retries": 2,
     "retry_delay_seconds": DELAYS,
     "retry_condition_fn": worth_retrying,
 }
 
 
-@task(task_run_name="plan {profile.name}", **ONCE)
+@task(task_run_name="plan {profile.name}", **UNKEYED)
 def plan(profile: Profile) -> planner.Plan:
     """Validity, parameters and bytes on each rank; refuses what cannot fit."""
     planned = planner.plan(profile)
@@ -70,7 +69,7 @@ def dataset(profile: Profile, store: Store, tokenizer: Artifact) -> Artifact:
     return datasets.run(profile, store, tokenizer, watched(bar), spread, token)
 
 
-@task(task_run_name="{order} {name}", **RETRIED)
+@task(task_run_name="{order} {name}", **RETRIED, **UNKEYED)
 def shard(order: str, name: str, k: int, workers: Workers) -> dict[str, Any]:
     """One shard of the data, by a process that is free."""
     return workers.run(order, k).to_json()
@@ -136,7 +135,7 @@ def export(
     return exports.run(profile, store, folder, key, tokenizer)
 
 
-@task(task_run_name="report on {profile.name}", **ONCE)
+@task(task_run_name="report on {profile.name}", **UNKEYED)
 def report(
     profile: Profile,
     store: Store,

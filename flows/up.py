@@ -21,10 +21,9 @@ from types import FrameType
 import psutil
 
 from flows.console import say
-from flows.server import QUIET, START_TIMEOUT
+from flows.server import SETTINGS, START_TIMEOUT
 
 POOL = "trainshed"
-HEARTBEAT_SECONDS = 30  # registration.py waits for three of them
 GRACE = 60.0  # seconds for flow runs to stop their training, which saves a checkpoint first
 
 
@@ -52,10 +51,9 @@ def up(port: int) -> int:
     address = f"http://127.0.0.1:{port}"
     environment = {
         **os.environ,
-        **QUIET,
+        **SETTINGS,
         "PREFECT_API_URL": f"{address}/api",
         "TRAINSHED_FOLDER": str(Path.cwd()),
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
     }
     children: list[subprocess.Popen[bytes]] = []
     try:

@@ -3,8 +3,8 @@
     source -> Weights (global tensors in parts, mapped) -> files of the destination, each written in slices by one thread
 
 Several files are under way at a time, so that reading and writing overlap. Memory is the slices', within the budget, whatever
-the model's size. A file is written under another name, hashed, noted in the journal and renamed, so a conversion that was
-interrupted goes on with the files that are missing.
+the model's size. A file is hashed as it is written, under another name, noted in the journal and renamed, so a conversion
+that was interrupted goes on with the files that are missing.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def write_all(files: Sequence[File], destination: Path, limit: int, done: Journa
         path = destination / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
-        note = file.write(partial, limit, progress.add)
-        done.note(file.name, partial, note)
+        note, sha256 = file.write(partial, limit, progress.add)
+        done.note(file.name, partial, note, sha256)
         partial.replace(path)
 
     with ThreadPoolExecutor(WORKERS) as pool:

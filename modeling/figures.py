@@ -3,6 +3,7 @@
 FLOPs    2 a multiply-add of matrix products and attention (causal: half its square)
 sent     bytes a rank puts on the network, by axis, with collectives as rings: (n-1)/n of what is gathered or scattered, twice
          that where all-reduced, all but an n-th of an exchange, n-1 times K and V around a ring
+operators  how often each stands in a graph, by its name without the overload: "aten.mm"
 peak     the most bytes of a graph's own results that are alive at a time, in the order of the graph
 kept     bytes that autograd holds from forward to backward, parameters left out, memory that is shared counted once
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,7 @@ class Graph:
     flops: int
     sent: Mapping[str, int]
     peak: int
+    operators: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,15 @@ def digest(graphs: Sequence[GraphModule]) -> str:
 
 
 def of(graph: GraphModule) -> Graph:
-    """A graph's figures."""
+    """A graph's figures. ValueError where a shape is not known before it runs: compilers of accelerators take none such."""
+    _require_static(graph)
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     sent: dict[str, int] = {}
     for node in nodes:
         axis, size = _sent(node)
         if size:
             sent[axis] = sent.get(axis, 0) + size
-    return Graph(len(nodes), sum(map(_flops, nodes)), sent, _peak(graph))
+    return Graph(len(nodes), sum(map(_flops, nodes)), sent, _peak(graph), _operators(nodes))
 
 
 def kept_bytes(end: Tensor, constant: Iterable[Tensor]) -> int:
@@ -111,6 +115,21 @@ def _value(argument: Any) -> Any:
     return argument.meta.get("val") if isinstance(argument, Node) else argument
 
 
+def _require_static(graph: GraphModule) -> None:
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        shapes = [tuple(tensor.shape) for tensor in _tensors(value)]
+        if isinstance(value, torch.SymInt) or not all(
+            isinstance(size, int) for shape in shapes for size in shape
+        ):
+            raise ValueError(f"{node.name}: a shape that is not known before it runs: {shapes or value}")
+
+
+def _operators(nodes: Sequence[Node]) -> dict[str, int]:
+    packets = [getattr(node.target, "overloadpacket", None) for node in nodes]  # none of Python's own getitem
+    return dict(sorted(Counter(str(packet) for packet in packets if packet is not None).items()))
+
+
 def _flops(node: Node) -> int:
     from torch.utils.flop_counter import flop_registry
 
@@ -144,10 +163,10 @@ def _sent(node: Node) -> tuple[str, int]:
     if namespace == "trainshed" and name.startswith("ring_attention"):
         axis, degree = arguments[-5:-3]
         kv = arguments[2:4] if "backward" in name else arguments[1:3]
-        once = _bytes(kv) * (degree - 1)
-        if "backward" in name:  # and the gradients of K and V, in float32
-            once += sum(tensor.numel() * 4 for tensor in kv) * degree
-        return axis, once
+        if "backward" in name:  # one shift less of K and V, and their gradients, in float32
+            gradients = sum(tensor.numel() * 4 for tensor in kv)
+            return axis, _bytes(kv) * max(0, degree - 2) + gradients * (degree - 1)
+        return axis, _bytes(kv) * (degree - 1)
     return "", 0
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from parallel.container import bytes_of
 
 SLICES = 2  # of a file, written at a time
+READ = 1 << 22  # bytes that are hashed at a time
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,11 @@ class File(ABC):
     nbytes: int
 
     @abstractmethod
-    def write(self, path: Path, limit: int, progress: Callable[[int], None]) -> Any:
+    def write(self, path: Path, limit: int, progress: Callable[[int], None]) -> tuple[Any, str]:
         """Write it with slices of at most `limit` bytes; `progress` is told of bytes as they are done.
 
         Returns:
-            JSON that its format wants to know of it when all files are written.
+            JSON that its format wants to know of it when all files are written, and the sha256 of its contents.
         """
 
 
@@ -79,25 +80,47 @@ class FilledFile(File):
     def prepare(self, path: Path) -> Mapping[str, int]:
         """Make the file, all but the tensors' bytes; where each tensor's bytes begin."""
 
-    def write(self, path: Path, limit: int, progress: Callable[[int], None]) -> None:
+    def write(self, path: Path, limit: int, progress: Callable[[int], None]) -> tuple[None, str]:
         starts = self.prepare(path)
         with path.open("r+b", buffering=0) as file, ThreadPoolExecutor(SLICES) as pool:
 
-            def fill(piece: tuple[Entry, int, int]) -> None:
+            def fill(piece: tuple[Entry, int, int]) -> int:
                 entry, low, high = piece
-                offset = starts[entry.name] + low * entry.row_bytes
+                begin = offset = starts[entry.name] + low * entry.row_bytes
                 for tensor in entry.rows(low, high):
                     offset = write_at(file.fileno(), tensor.to(entry.dtype), offset)
                     progress(tensor.nbytes)
+                return begin
 
-            for _ in pool.map(fill, self._pieces(limit)):
-                pass
+            # What lies before a piece in the making is as it stays: it is hashed while what follows is written.
+            hashed = Hashed(file.fileno())
+            for begin in pool.map(fill, self._pieces(limit, starts)):
+                hashed.follow(begin)
+            return None, hashed.finish()
 
-    def _pieces(self, limit: int) -> Iterator[tuple[Entry, int, int]]:
-        for entry in self.entries:
+    def _pieces(self, limit: int, starts: Mapping[str, int]) -> Iterator[tuple[Entry, int, int]]:
+        for entry in sorted(self.entries, key=lambda entry: starts[entry.name]):
             rows = max(1, limit // entry.row_bytes)
             for low in range(0, entry.shape[0], rows):
                 yield entry, low, min(low + rows, entry.shape[0])
+
+
+class Hashed:
+    """The sha256 of a file that is written from its beginning to its end."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._at, self._digest = descriptor, 0, hashlib.sha256()
+
+    def follow(self, stop: int) -> None:
+        """Hash on to this offset, up to which the file is written."""
+        while data := os.pread(self._descriptor, min(READ, max(0, stop - self._at)), self._at):
+            self._digest.update(data)
+            self._at += len(data)
+
+    def finish(self) -> str:
+        """Hash what is left; in hexadecimal."""
+        self.follow(os.fstat(self._descriptor).st_size)
+        return self._digest.hexdigest()
 
 
 def write_at(descriptor: int, tensor: Tensor, offset: int) -> int:

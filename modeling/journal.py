@@ -60,9 +60,9 @@ class Journal:
         path = self.folder / described[0]
         return path.is_file() and path.stat().st_size == described[1]["size"]
 
-    def note(self, name: str, path: Path, note: Any) -> None:
+    def note(self, name: str, path: Path, note: Any, sha256: str) -> None:
         """A file is written; it still lies at `path`, under another name."""
-        line = {"file": name, "size": path.stat().st_size, "sha256": digest(path), "note": note}
+        line = {"file": name, "size": path.stat().st_size, "sha256": sha256, "note": note}
         with self._lock, (self.folder / JOURNAL).open("a") as file:
             file.write(json.dumps(line) + "\n")
             self.files[name] = line

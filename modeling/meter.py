@@ -101,9 +101,9 @@ def _sent(operation: Any, inputs: tuple, sizes: Mapping[str, int]) -> tuple[str,
     if operation is torch.ops.trainshed.ring_attention:
         return "context", (sizes["context"] - 1) * sum(map(_bytes, inputs[1:3]))
     if operation is torch.ops.trainshed.ring_attention_backward:
-        elements = inputs[2].numel() + inputs[3].numel()
-        each = inputs[2].element_size() + max(4, inputs[2].element_size())
-        return "context", (sizes["context"] - 1) * elements * each
+        elements, shifts = inputs[2].numel() + inputs[3].numel(), sizes["context"] - 1
+        size = inputs[2].element_size()
+        return "context", elements * (max(0, shifts - 1) * size + shifts * max(4, size))
     if operation not in (
         *(_c10d.all_gather_into_tensor, _c10d.all_gather_into_tensor_out, _c10d.reduce_scatter_tensor),
         *(_c10d.all_reduce, _c10d.all_to_all_single),

@@ -6,6 +6,7 @@ a rank reads one range; any other topology loads them too. Without a topology fi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -102,7 +103,9 @@ class ItemFile(File):
         self.name, self.weights, self.boxes = name, weights, boxes
         self.nbytes = sum(math.prod(box.sizes) * weights.dtype_of(box.name).itemsize for box in boxes)
 
-    def write(self, path: Path, limit: int, progress: Callable[[int], None]) -> list[dict[str, Any]]:
+    def write(
+        self, path: Path, limit: int, progress: Callable[[int], None]
+    ) -> tuple[list[dict[str, Any]], str]:
         def items() -> Iterator[tuple[Item, torch.Tensor]]:
             for box in self.boxes:
                 dtype = self.weights.dtype_of(box.name)
@@ -111,7 +114,9 @@ class ItemFile(File):
                     yield Item(f"{PREFIX}.{box.name}", box.shape, offsets, sizes), tensor
                     progress(tensor.nbytes)
 
-        return [{**asdict(each), "file": self.name} for each in container.write_file(path, items())]
+        digest = hashlib.sha256()
+        written = container.write_file(path, items(), digest.update)
+        return [{**asdict(each), "file": self.name} for each in written], digest.hexdigest()
 
 
 def finish(folder: Path, notes: Iterable[list[dict[str, Any]]], model: Model, source: str) -> None:

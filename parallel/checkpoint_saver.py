@@ -1,6 +1,7 @@
 """Writing checkpoints, beside the training that goes on or at once.
 
-    begin    rank 0 makes room; each rank copies its shards to host memory: all that training waits for
+    begin    rank 0 makes room; each rank copies its shards to host memory: on a CPU a thread does, beside the next forward and
+             backward, and the next update waits for it; from a device at once. It is all that training waits for
     (write)  a thread of each rank writes that rank's own boxes to a file of its own; no rank speaks to another
     finish   rank 0 gathers where the boxes lie, writes DCP's index, and the marker last; all ranks learn what came of it
 
@@ -111,12 +112,12 @@ class Saver:
         writer = Writer(checkpoint, self._agree(make_room))
         if self._plan is None:
             self._make_plan()
-        for live, copy in self._copies:
-            copy.copy_(live, non_blocking=True)
+        if self._thread and self._device.type == "cpu":
+            self.optimizer.reader = self._thread.submit(self._copy)
+        else:
+            self._copy()
         for kind, state in random_states(self._device).items():
             self._random[kind].copy_(state)
-        if self._copies and self._device.type != "cpu":
-            torch.accelerator.synchronize()
         about = {
             **about,
             "optimizer_steps": self.optimizer.steps,
@@ -180,6 +181,12 @@ class Saver:
     @property
     def _device(self) -> torch.device:
         return self.optimizer.buckets[0].values.device
+
+    def _copy(self) -> None:
+        for live, copy in self._copies:
+            copy.copy_(live, non_blocking=True)
+        if self._copies and self._device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def _write(self, writer: Writer) -> list[WriteResult] | str:
         try:

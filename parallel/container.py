@@ -200,8 +200,14 @@ class Written:
     length: int
 
 
-def write_file(path: Path, items: Iterable[tuple[Item, Tensor]]) -> list[Written]:
-    """Write one file of items in their order; tensors are taken one at a time, and written from where they lie."""
+def write_file(
+    path: Path, items: Iterable[tuple[Item, Tensor]], told: Callable[[memoryview], None] = lambda data: None
+) -> list[Written]:
+    """Write one file of items in their order; tensors are taken one at a time, and written from where they lie.
+
+    Args:
+        told: called with all bytes as they are written, in order.
+    """
     written = []
     with path.open("wb", buffering=0) as file:
         for item, tensor in items:
@@ -209,6 +215,7 @@ def write_file(path: Path, items: Iterable[tuple[Item, Tensor]]) -> list[Written
             offset = file.tell()
             before, after = _envelope(item.sizes, tensor.dtype)
             for data in (memoryview(before), bytes_of(tensor), memoryview(after)):
+                told(data)
                 while data:
                     data = data[file.write(data) :]
             dtype = str(tensor.dtype).removeprefix("torch.")

@@ -11,9 +11,9 @@ Blocks are merged in float32 by their log-sum-exp:
 
     lse' = log(exp(lse) + exp(lse_j));   out' = out + sigmoid(lse_j - lse) · (out_j - out)
 
-Backward sends keys and values round again, and dk and dv, in float32, behind them. A shift is started before the block that it
-runs beside. Bytes a rank sends, of K and V's B (un-replicated heads, its own tokens): B(c-1) forward; backward B(c-1), and
-in float32 as many elements again.
+Backward goes round the other way. It begins with the keys that forward ended with, which are kept, and ends with the rank's own,
+so every shift, of keys and values and of dk and dv, in float32, behind them, runs beside a block. Bytes a rank sends, of K
+and V's B (un-replicated heads, its own tokens): B(c-1) forward; backward B(c-2), and in float32 the elements of B(c-1).
 
 Which half is worked on depends on the rank, and a graph must not: forward and backward are opaque operators that are
 handed the axis's registered name, the same on every rank.
@@ -136,7 +136,8 @@ def _ring(
     causal: bool,
     scale: float,
     kernel: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, and the keys and values that came last, the next rank's: (2, b, k, s/c, d), none on a single rank."""
     ring, block = mesh.registered(axis, size), attention_kernels.kernel(kernel)
     b, n, s, d = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -157,7 +158,7 @@ def _ring(
                 _merge(own_out[:, :, part], own_lse[:, :, part], part_out, part_lse)
         if step + 1 < size:
             kv = collectives.wait(following)
-    return out.to(q.dtype), lse
+    return out.to(q.dtype), lse, kv if size > 1 else kv.new_empty(0)
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
@@ -168,10 +169,11 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 
 @_ring.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, documents: Any, axis: Any, size: int, *_: Any) -> tuple[Tensor, ...]:
     b, n, s, d = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(b, s, n, d).transpose(1, 2), q.new_empty(b, n, s, dtype=wide)
+    last = k.new_empty(2, *k.shape) if size > 1 else k.new_empty(0)
+    return q.new_empty(b, s, n, d).transpose(1, 2), q.new_empty(b, n, s, dtype=wide), last
 
 
 @torch.library.custom_op("trainshed::ring_attention_backward", mutates_args=())
@@ -180,6 +182,7 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    last: Tensor,
     out: Tensor,
     lse: Tensor,
     documents: Tensor | None,
@@ -190,52 +193,57 @@ def _backward(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     ring, block = mesh.registered(axis, size), attention_kernels.kernel(kernel)
-    kv = torch.stack((k, v))  # (2, b, k, s/c, d)
-    dq = torch.empty_like(out, dtype=lse.dtype)
-    arriving: Tensor | None = None
-    for step, (source, rows, keys, square) in enumerate(_steps(ring, q.shape[2], causal)):
-        if step + 1 < size:
-            following = collectives.start_shift(kv, ring)
+    dq = torch.zeros_like(out, dtype=lse.dtype)
+
+    def work(k: Tensor, v: Tensor, source: int, rows: slice, keys: slice, square: bool) -> Tensor:
+        """Adds to dq; dk and dv of these keys, (2, b, k, s/c, d) in float32."""
         seen = _documents(documents, ring.rank, rows, source, keys)
         known = (x[:, :, rows] for x in (grad, q))
         final = (x[:, :, rows] for x in (out, lse))
-        dkv = torch.zeros_like(kv, dtype=lse.dtype)
+        dkv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
         own_dq, (dk, dv) = dq[:, :, rows], dkv[:, :, :, keys].unbind()
         for part, columns, (part_q, part_k, part_v) in attention_tiles.backward(
-            block, *known, *kv[:, :, :, keys].unbind(), *final, square, scale, seen
+            block, *known, k[:, :, keys], v[:, :, keys], *final, square, scale, seen
         ):
-            if step == 0:  # with itself, so every query is in a tile
-                own_dq[:, :, part] = part_q
-            else:
-                own_dq[:, :, part] += part_q
+            own_dq[:, :, part] += part_q
             dk[:, :, columns] += part_k
             dv[:, :, columns] += part_v
-        if step == 0:
-            own = dkv
-        else:  # on to whoever works on these keys next, in the end their owner
-            if arriving is not None:
-                dkv += collectives.wait(arriving)
-            arriving = collectives.start_shift(dkv, ring)
-        if step + 1 < size:
-            kv = collectives.wait(following)
+        return dkv
+
+    home, *others = _steps(ring, q.shape[2], causal)
+    arriving: Tensor | None = None
+    for left, step in zip(range(size - 2, -1, -1), reversed(others), strict=True):
+        if left:
+            following = collectives.start_shift(last, ring, -1)
+        dkv = work(*last.unbind(), *step)
+        if arriving is not None:
+            dkv += collectives.wait(arriving)
+        arriving = collectives.start_shift(
+            dkv, ring, -1
+        )  # on to whoever has these keys next, in the end their owner
+        if left:
+            last = collectives.wait(following)
+    own = work(k, v, *home)
     if arriving is not None:
         own += collectives.wait(arriving)
     return dq.to(q.dtype), own.to(k.dtype)
 
 
 @_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, last: Tensor, out: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(out), k.new_empty(2, *k.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, documents, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, documents)
+    out, lse, last = output
+    ctx.save_for_backward(q, k, v, last, out, lse, documents)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, documents = ctx.saved_tensors
-    dq, dkv = _backward(grad, q, k, v, out, lse, documents, *ctx.settings)
+def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    dq, dkv = _backward(grad, *ctx.saved_tensors, *ctx.settings)
     return dq, *dkv.unbind(), *(None,) * (1 + len(ctx.settings))
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,7 @@ class ZeRO1:
         self.compiled = compiled
         self.mesh, self.betas, self.epsilon, self.clip = mesh, betas, epsilon, clip
         self.steps = 0  # updates applied; bias correction counts them
+        self.reader: Future[None] | None = None  # who still reads the states, for a checkpoint
         self.buckets: list[Bucket] = []
         for rate, partial, row in fill_buckets(named, lambda *each: weight_decay * decays(*each), bucket):
             self.buckets.append(Bucket(row, mesh, rate, partial, shard, gradient_dtype))
@@ -168,6 +170,7 @@ class ZeRO1:
             self.begin(1)
             return StepResult(norm, skipped=True)
         scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
+        self.settle()
         self.steps += 1
         gathering: deque[dist.Work] = deque()
         for bucket in self.buckets:
@@ -180,6 +183,12 @@ class ZeRO1:
             gathered.wait()
         self.begin(1)
         return StepResult(norm, skipped=False)
+
+    def settle(self) -> None:
+        """Wait until nobody reads the states any more: they are about to change."""
+        if self.reader is not None:
+            self.reader.result()
+            self.reader = None
 
     def _update(self, bucket: Bucket, learning_rate: float, scale: float) -> None:
         gradient = bucket.own(bucket.gradients).to(torch.float32)

@@ -16,11 +16,13 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tasks import locks
 from tasks.manifest import NAME as MANIFEST
@@ -32,6 +34,10 @@ from tasks.storage import Folder, Objects, Storage
 log = logging.getLogger(__name__)
 
 VERIFIED = 4 << 30  # bytes that one `find` hashes at most, about 2 s; the rest is verified by size
+AT_ONCE = 16  # requests to a remote store that wait for their answers
+MANY = 100  # artifacts of one kind
+T = TypeVar("T")
+R = TypeVar("R")
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -91,6 +97,11 @@ class Store:
         """
         return self._found(kind, key, limit)
 
+    def find_each(self, kind: str, keys: Sequence[str], limit: int = VERIFIED) -> list[Artifact | None]:
+        """`find` for many of a kind; the limit is of each."""
+        listed = self._listed([(kind, key) for key in keys])
+        return self._each(lambda key: self._found(kind, key, limit, listed.get((kind, key))), keys)
+
     def expect(self, kind: str, key: str) -> Artifact:
         """The artifact, which was published just now, so that its contents need no other look.
 
@@ -104,7 +115,8 @@ class Store:
 
     def remove(self, kind: str, key: str) -> None:
         """Remove an artifact, if it is there: where what it speaks of, outside of the store, is gone."""
-        self._storage.remove(_name(kind, key))
+        for storage in {self._storage, self._local}:
+            storage.remove(_name(kind, key))
 
     @contextmanager
     def publish(
@@ -267,27 +279,61 @@ class Store:
     def _staging(self, kind: str, key: str) -> AbstractContextManager[Path]:
         return staging(self._local.path("staging"), f"{kind}-{key[:12]}")
 
-    def _found(self, kind: str, key: str, limit: int) -> Artifact | None:
-        manifest = self._verify_all(kind, key, [limit])
+    def _found(
+        self, kind: str, key: str, limit: int, listed: Mapping[str, int] | None = None
+    ) -> Artifact | None:
+        manifest = self._verify_all(kind, key, [limit], listed)
         if manifest is None:
             return None
         location = self._storage.location(_name(kind, key))
         return Artifact(kind, key, location, manifest.summary, manifest.seconds)
 
-    def _verify_all(self, kind: str, key: str, limit: list[int]) -> Manifest | None:
+    def _verify_all(
+        self, kind: str, key: str, limit: list[int], listed: Mapping[str, int] | None = None
+    ) -> Manifest | None:
         """`_verify` for an artifact and everything that it requires; `limit` is of bytes to hash, counted down."""
-        manifest = self._verify(self._storage, kind, key, limit)
-        for other in manifest.requires if manifest else ():
-            if self._verify_all(*other, limit) is None:
-                log.warning("%s %s needs %s %s, which is gone", kind, key, *other)
-                return None
+        manifest = self._verify(self._storage, kind, key, limit, listed) or self._uploaded_again(kind, key)
+        required = manifest.requires if manifest else ()
+        listed_each = self._listed(required)
+        whole = self._each(
+            lambda other: self._verify_all(*other, limit, listed_each.get(other)) is not None, required
+        )
+        for other in (other for other, is_whole in zip(required, whole, strict=True) if not is_whole):
+            log.warning("%s %s needs %s %s, which is gone", kind, key, *other)
+            return None
         return manifest
 
-    def _verify(self, storage: Storage, kind: str, key: str, limit: list[int]) -> Manifest | None:
+    def _listed(self, wanted: Sequence[tuple[str, str]]) -> dict[tuple[str, str], dict[str, int]]:
+        """Files of these artifacts, of kinds of which so many are wanted that listing all of the kind is less to ask for."""
+        listed: dict[tuple[str, str], dict[str, int]] = {}
+        for kind, count in Counter(kind for kind, _ in wanted).items():
+            if self._remote and count >= MANY:
+                listed |= {(kind, key): {} for other, key in wanted if other == kind}
+                for path, size in self._remote.files(f"artifacts/{_part(kind)}").items():
+                    key, _, file = path.partition("/")
+                    if (kind, key) in listed:
+                        listed[kind, key][file] = size
+        return listed
+
+    def _each(self, call: Callable[[T], R], given: Sequence[T]) -> list[R]:
+        """The call's results in their order; where the store is remote several wait for their answers at a time."""
+        if self._remote is None or len(given) < 2:
+            return [call(each) for each in given]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(call, given))
+
+    def _verify(
+        self,
+        storage: Storage,
+        kind: str,
+        key: str,
+        limit: list[int],
+        listed: Mapping[str, int] | None = None,
+    ) -> Manifest | None:
         """The manifest of an artifact that is whole; of a damaged one None, and it is removed and that is said."""
         name = _name(kind, key)
         data = storage.read(f"{name}/{MANIFEST}")
-        found = storage.files(name)
+        found = storage.files(name) if listed is None else listed
         if data is None and (not found or storage is self._remote):
             return None  # not there, or being uploaded
         try:
@@ -332,6 +378,15 @@ class Store:
         remote.upload(folder, [file.name for file in Manifest.from_bytes(data, kind, key).files], name)
         remote.write(f"{name}/{MANIFEST}", data)
 
+    def _uploaded_again(self, kind: str, key: str) -> Manifest | None:
+        """Of an artifact that a remote store lacks, while a whole copy is on this machine: its upload was cut off, or lost."""
+        manifest = self._verify(self._local, kind, key, [VERIFIED]) if self._remote else None
+        if self._remote and manifest:
+            log.info("%s %s is whole on this machine, and is copied to the store again", kind, key)
+            with locks.held(self._remote, f"locks/{kind}-{key}-upload"):
+                self._upload(self._remote, kind, key)
+        return manifest
+
     def _fetch(self, remote: Objects, kind: str, key: str, whole: bool = True) -> None:
         """Copy an artifact, and where it is to be whole what it requires, from the remote store, unless it is here already."""
         name = _name(kind, key)
@@ -342,12 +397,11 @@ class Store:
         if self._verify(self._local, kind, key, [VERIFIED]) != manifest:
             self._local.remove(name)
             with self._staging(kind, key) as folder:
-                remote.download(name, [file.name for file in manifest.files], folder)
-                manifest.verify_contents(folder, sum(file.size for file in manifest.files))
+                files = {file.name: file for file in manifest.files}
+                remote.download(name, list(files), folder, lambda file: files[file].verify(folder))
                 (folder / MANIFEST).write_bytes(data)
                 self._place(folder, kind, key)
-        for other in manifest.requires if whole else ():
-            self._fetch(remote, *other)
+        self._each(lambda other: self._fetch(remote, *other), manifest.requires if whole else ())
 
 
 def _name(kind: str, key: str) -> str:

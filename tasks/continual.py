@@ -1,8 +1,8 @@
 """Continual pretraining: which model of a series stands, what data is new to it, and what takes its place.
 
-A series is named like the run that began it. `runs/<name>/standing.json` says which of its models was promoted last, what that
-one and its forerunners were trained on, shard by shard, and which dataset holds the held-out text that all are measured on. It is
-written whole and last, so a round that fails changes nothing.
+A series is named like the run that began it. `runs/<name>/standing.json` says which of its models was promoted last, and which
+dataset holds the held-out text that all are measured on. It is written whole and last, so a round that fails changes nothing.
+What that model and its forerunners were trained on, the ledger knows (ledger.py).
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tasks import dataset as datasets
-from tasks import keys, runs
+from tasks import keys, ledger, runs
 from tasks.artifacts import Artifact, Store
 from tasks.storage import Folder
 
@@ -22,11 +23,11 @@ CORPUS = "corpus.json"
 
 @dataclass(frozen=True)
 class Standing:
-    """The promoted model of a series: its run, how many rounds it took, paths of all shards seen, the first run's inputs."""
+    """The promoted model of a series: its run and that one's identity, how many rounds it took, the first run's inputs."""
 
     run: str
+    identity: str
     round: int
-    seen: tuple[str, ...]
     tokenizer: str
     dataset: str
 
@@ -36,14 +37,11 @@ def standing(store: Store, name: str) -> Standing | None:
     folder = store.run_directory(name)
     path = folder / FILE
     if path.exists():
-        values = json.loads(path.read_text())
-        return Standing(**{**values, "seen": tuple(values["seen"])})
+        return Standing(**json.loads(path.read_text()))
     if not runs.checkpoints(store, folder) or not (folder / "export").exists():
         return None
     inputs = runs.inputs(folder)
-    first = store.expect(datasets.KIND, inputs["dataset"])
-    seen = tuple(entry["path"] for entry in _corpus(store, first)["train"])
-    return Standing(name, 0, seen, inputs["tokenizer"], first.key)
+    return Standing(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
 
 
 def newest(store: Store, stands: Standing) -> Path:
@@ -53,13 +51,16 @@ def newest(store: Store, stands: Standing) -> Path:
 
 
 def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int) -> Artifact | None:
-    """A dataset of what a corpus has beyond what was seen; None where that is less than one window.
+    """A dataset of what a corpus has beyond what the model was trained on; None where that is less than one window.
 
     Its held-out text is that of the series.
     """
-    whole = _corpus(store, corpus)
-    held_out = _corpus(store, store.expect(datasets.KIND, stands.dataset))["validation"]
-    train = [entry for entry in whole["train"] if entry["path"] not in stands.seen]
+    whole = _read(store, corpus, CORPUS)
+    held_out = _read(store, store.expect(datasets.KIND, stands.dataset), CORPUS)["validation"]
+    known = ledger.trained_on(store, stands.identity)
+    pairs = zip(whole["train"], _read(store, corpus, datasets.SHARDS), strict=True)
+    new = [(entry, shard) for entry, shard in pairs if shard not in known]
+    train = [entry for entry, _ in new]
     if sum(entry["tokens"] for entry in train) <= sequence_length:
         return None
     made = {**whole, "train": train, "validation": held_out, "blend": None}
@@ -79,16 +80,16 @@ def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int
         }
         with store.publish(datasets.KIND, key, summary, requires) as folder:
             (folder / CORPUS).write_text(json.dumps(made))
+            (folder / datasets.SHARDS).write_text(json.dumps([shard for _, shard in new]))
     return store.expect(datasets.KIND, key)
 
 
-def promote(store: Store, name: str, stands: Standing, run: str, new: Artifact) -> Standing:
+def promote(store: Store, name: str, stands: Standing, run: str, identity: str) -> Standing:
     """Let a run's model take the place of the one that stands."""
-    seen = (*stands.seen, *(entry["path"] for entry in _corpus(store, new)["train"]))
-    after = Standing(run, stands.round + 1, seen, stands.tokenizer, stands.dataset)
+    after = Standing(run, identity, stands.round + 1, stands.tokenizer, stands.dataset)
     Folder(store.run_directory(name)).write(FILE, json.dumps(asdict(after), indent=1).encode())
     return after
 
 
-def _corpus(store: Store, artifact: Artifact) -> dict:
-    return json.loads((store.path(artifact) / CORPUS).read_text())
+def _read(store: Store, artifact: Artifact, file: str) -> Any:
+    return json.loads((store.path(artifact) / file).read_text())

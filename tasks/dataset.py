@@ -124,7 +124,8 @@ def _all(
         ),
     }[order]
     limit = VERIFIED // max(1, len(numbers))  # of contents: sizes are looked at for all
-    found = {k: store.find(kind, identity(k), limit) for k in numbers}
+    identities = [identity(k) for k in numbers]
+    found = dict(zip(numbers, store.find_each(kind, identities, limit), strict=True))
     missing = list(
         {identity(k): k for k in numbers if found[k] is None}.values()
     )  # equal files are done once
@@ -143,7 +144,9 @@ def _all(
         with Workers(plan, store, count, max(1, cores // count), token) as workers:
             for done, _ in enumerate((spread or in_threads)(workers, plan, order, missing), 1):
                 tell(missing[min(done, len(missing) - 1)], 0, done)
-    return [found[k] or store.expect(kind, identity(k)) for k in numbers]
+    made = [identity(k) for k in numbers if found[k] is None]
+    new = dict(zip(made, store.find_each(kind, made, 0), strict=True))
+    return [found[k] or new[identity(k)] or store.expect(kind, identity(k)) for k in numbers]
 
 
 def in_threads(workers: Workers, plan: Plan, order: str, numbers: Sequence[int]) -> Iterable[Artifact]:

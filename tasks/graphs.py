@@ -177,10 +177,11 @@ def _compile_all(
             pool.submit(_compile, profile, store, folder, program, limits, watch) for program in programs
         ]
         try:
-            done = 0
+            done = -1
             while done < len(waiting):  # in short waits, between which a cancellation can come
-                done = len(wait(waiting, timeout=0.2).done)
-                progress(f"compiling: {done} of {len(waiting)} programs", done / len(waiting))
+                before, done = done, len(wait(waiting, timeout=0.2).done)
+                if done > before:  # compiles can take hours, and a line goes into a log
+                    progress(f"compiling: {done} of {len(waiting)} programs", done / len(waiting))
         except BaseException:
             stop.set()
             pool.shutdown(cancel_futures=True)

@@ -1,7 +1,7 @@
 """Locks for work that must happen once, over any storage that can create a file exclusively.
 
-A lock is a folder of numbered turns, one small file each: {owner, expires, released}. The highest number has the lock, until
-it is released, expires or its process is gone; who comes next creates the number after it, and only one can. The
+A lock is a folder of numbered turns, one small file each: {owner, expires, released, nonce}. The highest number has the
+lock, until it is released, expires or its process is gone; who comes next creates the number after it, and only one can. The
 highest is never deleted, so that a late comer cannot create a number a second time. A holder moves its expiry on while it
 lives, from a thread. Costs a listing and a write to take, and leaves one file.
 
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from uuid import uuid4
 
 from tasks.owner import Owner
 from tasks.storage import Storage
@@ -112,5 +113,6 @@ def _state(expiry: float, released: bool = False) -> bytes:
         "owner": Owner.current().to_json(),
         "expires": time.time() + expiry,
         "released": released,
+        "nonce": uuid4().hex,
     }
     return json.dumps(state).encode()

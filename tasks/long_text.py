@@ -10,6 +10,7 @@ over a space, and the space itself goes, since the tokenizer puts one before eac
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ PIECE = 1 << 18  # characters
 WINDOW = 512  # characters on each side of a cut
 CANDIDATES = 32  # places tried before a piece grows
 READ = 1 << 22  # bytes
+SAFE = re.compile(rb"[ \xc2-\xf4]")
 PLACES = re.compile(r"(?<=\n)(?=[^\W\d_])|(?<=[^\W\d_]) (?=[^\W\d_])")
 
 
@@ -58,6 +60,31 @@ def of_file(open_binary: Callable[[], object], name: str) -> LongText:
                 if not data:
                     return
                 at += len(data)
+
+    return LongText(chunks)
+
+
+def of_json(literal: memoryview, place: Callable[[], str]) -> LongText:
+    """A string as JSON has it, in UTF-8, without its quotes; decoded as it is read.
+
+    It is cut before a space or a character beyond ASCII: neither stands within an escape, nor between two that belong together.
+    """
+
+    def chunks() -> Iterator[str]:
+        at = 0
+        while at < len(literal):
+            end, reach = len(literal), READ
+            while at + reach < len(literal):
+                found = SAFE.search(literal, at + reach, at + 2 * reach)
+                if found:
+                    end = found.start()
+                    break
+                reach *= 2
+            try:
+                yield json.loads(f'"{bytes(literal[at:end]).decode()}"')
+            except ValueError as error:
+                raise SourceError(f"{place()}: is not JSON: {error}") from error
+            at = end
 
     return LongText(chunks)
 

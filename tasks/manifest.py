@@ -31,6 +31,15 @@ class File:
     size: int
     sha256: str
 
+    def verify(self, folder: Path) -> None:
+        """Hash the file in a folder again. Raises `Damaged` where it has changed."""
+        self.compare(keys.file_digest(folder / self.name))
+
+    def compare(self, digest: str) -> None:
+        """Raise `Damaged` where the file's contents now have another sha256."""
+        if digest != self.sha256:
+            raise Damaged(f"{self.name} is damaged: its contents have changed")
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -129,8 +138,7 @@ class Manifest:
         except FileNotFoundError as error:
             raise Damaged(f"{Path(error.filename).name} is gone") from error
         for file, digest in zip(checked, digests, strict=True):
-            if digest != file.sha256:
-                raise Damaged(f"{file.name} is damaged: its contents have changed")
+            file.compare(digest)
         return limit
 
 

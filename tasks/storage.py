@@ -9,11 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
 from profiles.errors import ProfileError
+
+AT_ONCE = 8  # files of a remote store that are on their way
 
 
 class Storage(Protocol):
@@ -29,7 +33,7 @@ class Storage(Protocol):
         """Write a file, over an older one; readers see the one or the other."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file unless there is one; whether this call did."""
+        """Write a file unless there is one; whether this call did. No two calls give the same data."""
 
     def files(self, name: str) -> dict[str, int]:
         """Every file below a folder, by its path from there, with its size in bytes."""
@@ -113,50 +117,76 @@ class Objects:
         return f"{self._uri}/{name}"
 
     def read(self, name: str) -> bytes | None:
-        try:
+        with self._asked(name), contextlib.suppress(FileNotFoundError):
             return self._filesystem.cat_file(self._path(name))
-        except FileNotFoundError:
-            return None
+        return None
 
     def write(self, name: str, data: bytes) -> None:
-        self._filesystem.pipe_file(self._path(name), data)
+        with self._asked(name):
+            self._filesystem.pipe_file(self._path(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
         try:
-            self._filesystem.pipe_file(self._path(name), data, mode="create")
+            with self._asked(name):
+                self._filesystem.pipe_file(self._path(name), data, mode="create")
         except OSError:  # as which the refusal comes depends on the file system
-            if self._filesystem.exists(self._path(name)):
-                return False
-            raise
+            found = self.read(name)
+            if found is None:
+                raise
+            return found == data  # ours after all, where only the answer to the first try was lost
         return True
 
     def files(self, name: str) -> dict[str, int]:
         root = self._path(name)
-        found = self._filesystem.find(root, detail=True)
+        with self._asked(name):
+            found = self._filesystem.find(root, detail=True)
         return {path.removeprefix(root).lstrip("/"): info["size"] for path, info in found.items()}
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with self._asked(name), contextlib.suppress(FileNotFoundError):
             self._filesystem.rm(self._path(name), recursive=True)
 
     def move(self, name: str, to: str) -> None:
         """Give a folder another name."""
         found = [f"{self._path(name)}/{file}" for file in self.files(name)]
-        self._filesystem.copy(found, [self._path(to) + path.removeprefix(self._path(name)) for path in found])
-        self._filesystem.rm(found)
+        targets = [self._path(to) + path.removeprefix(self._path(name)) for path in found]
+        with self._asked(name):
+            self._filesystem.copy(found, targets)
+            self._filesystem.rm(found)
 
     def upload(self, folder: Path, names: list[str], to: str) -> None:
-        """Copy these files of a folder to below a name."""
+        """Copy these files of a folder to below a name, several at a time, large ones in parts."""
         targets = [f"{self._path(to)}/{name}" for name in names]
-        self._filesystem.put([str(folder / name) for name in names], targets)
+        with self._asked(to):
+            self._filesystem.put([str(folder / name) for name in names], targets)
 
-    def download(self, name: str, names: list[str], to: Path) -> None:
-        """Copy these files from below a name into a folder."""
-        for file in names:
+    def download(
+        self, name: str, names: Sequence[str], to: Path, then: Callable[[str], None] = lambda file: None
+    ) -> None:
+        """Copy these files from below a name into a folder, several at a time, large ones in parts.
+
+        Args:
+            then: called with each that is here, while others are still coming.
+        """
+
+        def fetch(file: str) -> None:
             (to / file).parent.mkdir(parents=True, exist_ok=True)
-        self._filesystem.get(
-            [f"{self._path(name)}/{file}" for file in names], [str(to / file) for file in names]
-        )
+            with self._asked(f"{name}/{file}"):
+                self._filesystem.get_file(self._path(f"{name}/{file}"), str(to / file))
+            then(file)
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(fetch, names))
+
+    @contextlib.contextmanager
+    def _asked(self, name: str) -> Iterator[None]:
+        """Its clients try again for a while; what they give up with are errors of their own kinds, here an OSError."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{self.location(name)}: {error}") from error
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

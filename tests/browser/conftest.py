@@ -14,8 +14,9 @@ import pytest
 from tests.flows.conftest import command, profile  # noqa: F401
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
+    """Chromium. Not longer than a module: playwright leaves an event loop running, and Prefect's calls would be coroutines."""
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
         pytest.skip("needs a chromium: make test-system")

@@ -4,16 +4,22 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from tests.browser.pages import visit
 from tests.flows.micro import settings, wait_for_step
 
+HOME = Path(__file__).parents[2]
 STEPS = 4000
+ROWS = 10  # of the table of the last steps
 ENOUGH = 120  # steps until there is something to see
 
 
@@ -60,8 +66,15 @@ def killed(prefect_ui, browser, profile, tmp_path_factory):
         run = folder / "store/runs/live"
         wait_for_step(run, ENOUGH, timeout=240)
         (flow_run,) = ask(f"{prefect_ui}/api/flow_runs/filter", {})
-        wait_until(lambda: "data:image" in artifacts(prefect_ui, flow_run["id"])["run"]["data"])
-        shown = artifacts(prefect_ui, flow_run["id"])
+        shown = {}
+
+        def is_shown() -> bool:
+            """The curve and a full table, each of which is renewed every few seconds."""
+            shown.update(artifacts(prefect_ui, flow_run["id"]))
+            full = "last-steps" in shown and len(json.loads(shown["last-steps"]["data"])) == ROWS
+            return full and "data:image" in shown["run"]["data"]
+
+        wait_until(is_shown)
         with visit(browser, f"{prefect_ui}/artifacts/artifact/{shown['run']['id']}", (1300, 1150)) as page:
             page.page.get_by_text(re.compile("The plan")).wait_for()
             page.page.wait_for_timeout(500)
@@ -108,7 +121,7 @@ def test_the_page_of_a_run_shows_curve_plan_and_places_while_it_trains(killed):
     assert 0 < float(shown["training"]["data"]) < 100
     assert float(shown["tokenizing"]["data"]) == 100
     steps = json.loads(shown["last-steps"]["data"])
-    assert len(steps) == 10
+    assert len(steps) == ROWS
     assert re.fullmatch(r"[\d,]+", steps[0]["tokens a second"])
     assert "MFU" not in steps[0]  # which is not known of a CPU
 
@@ -138,9 +151,6 @@ def test_a_failure_stands_first_and_says_what_to_do(killed, prefect_ui, browser)
 
 
 def test_the_form_of_a_deployment_offers_profiles_and_explains_its_fields(prefect_ui, browser, command):
-    import subprocess
-    import sys
-
     code = "from flows.pretrain import pretrain; print(pretrain.to_deployment('tiny', parameters={'profile': 'tiny'}).apply())"
     environment = {**os.environ, "PREFECT_API_URL": f"{prefect_ui}/api"}
     made = subprocess.run(
@@ -156,3 +166,29 @@ def test_the_form_of_a_deployment_offers_profiles_and_explains_its_fields(prefec
         assert "Keys to override" in text
         assert page.complaints == []
         assert page.asked == []
+
+
+# Whether a field of the form has this value, or shows it as what is chosen.
+SHOWN = """name => [...document.querySelectorAll("form *")].some(
+    each => String(each.value || (each.children.length ? "" : each.textContent)).trim() === name)"""
+
+
+def test_every_deployments_form_opens_and_names_its_profile(prefect_ui, browser):
+    environment = {**os.environ, "PREFECT_API_URL": f"{prefect_ui}/api", "TRAINSHED_FOLDER": "/"}
+    for setup in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--all"]):
+        subprocess.run(
+            [sys.executable, "-m", *setup], cwd=HOME, env=environment, check=True, capture_output=True
+        )
+    deployments = ask(f"{prefect_ui}/api/deployments/filter", {})
+    expected = yaml.safe_load((HOME / "prefect.yaml").read_text())["deployments"]
+    assert sorted(each["name"] for each in deployments) == sorted(each["name"] for each in expected)
+    named = {
+        f"{prefect_ui}/deployments/deployment/{each['id']}/run": each["parameters"].get("profile", "tiny")
+        for each in deployments
+    }
+    with visit(browser, next(iter(named))) as seen:
+        for address, name in named.items():
+            seen.page.goto(address)
+            seen.page.wait_for_function(SHOWN, arg=name)
+        assert seen.complaints == []
+        assert seen.asked == []

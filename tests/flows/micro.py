@@ -115,6 +115,26 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows}
 
 
+def exported(folder: Path, dataset: Path, length: int) -> tuple[float, str]:
+    """Of an export in transformers' hands: its loss on a data set's held-out windows, nats a token, and what it generates."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from modeling.data import Corpus, Samples
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    samples = Samples(Corpus.open(dataset, "validation"), length, seed=None)
+    windows = torch.from_numpy(samples.batch(0, samples.windows))
+    prompt = tokenizer("abc", return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits = model(windows[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+        generated = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert generated.shape[1] > prompt.shape[1]
+    return loss.item(), tokenizer.decode(generated[0])
+
+
 def wait_for_step(folder: Path, step: int, timeout: float = 120) -> None:
     """Until training has done so many steps."""
     deadline = time.monotonic() + timeout

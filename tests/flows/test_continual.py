@@ -7,6 +7,8 @@ import threading
 import pytest
 import yaml
 
+from tasks import ledger
+from tasks.artifacts import Store
 from tests.flows.micro import PROFILE
 
 ROUND = ("train.steps=8", "train.warmup_steps=3", "evaluate.every=0")
@@ -51,7 +53,7 @@ def test_nights_of_a_series(series):
     assert night().name == "NothingNew"
 
     write_texts(texts / "1.jsonl", 2)
-    state = night()
+    state = night("train.steps=null", "train.epochs=1")
     assert state.name == "Promoted", state.message
     assert "nightly-round-1 takes the place of nightly" in state.message
     first, new = corpus_of(store, "nightly"), corpus_of(store, "nightly-round-1")
@@ -62,6 +64,8 @@ def test_nights_of_a_series(series):
         json.loads(line) for line in (store / "runs/nightly-round-1/metrics.jsonl").read_text().splitlines()
     ]
     rates = [row["learning_rate"] for row in rows if "loss" in row]
+    windows = (sum(entry["tokens"] for entry in new["train"]) - 1) // 32
+    assert len(rates) == -(-windows // 4)  # every window once, four a step
     assert rates[0] < rates[1] < rates[2] > rates[-1]
     log = (store / "runs/nightly-round-1/logs/train.log").read_text()
     assert "the optimizer and the schedule start anew" in log
@@ -83,7 +87,12 @@ def test_nights_of_a_series(series):
         thread.join()
     assert sorted(state.name for state in states) == ["NothingNew", "Promoted"]
     standing = json.loads((store / "runs/nightly/standing.json").read_text())
-    assert (standing["run"], standing["round"], len(standing["seen"])) == ("nightly-round-2", 2, 3)
+    assert (standing["run"], standing["round"]) == ("nightly-round-2", 2)
+    lineage = list(ledger.lineage(Store(str(store)), standing["identity"]))
+    assert [entry.run for entry in lineage] == ["nightly-round-2", "nightly-round-1", "nightly"]
+    assert [len(entry.shards) for entry in lineage] == [1, 1, 1]
+    entries = [json.loads(path.read_text()) for path in (store / "ledger").iterdir()]
+    assert len(entries) == 4  # also of the round that was not promoted, on which nothing goes on
     assert (store / "runs/nightly-round-2~1").exists()  # the round that was not promoted
 
 

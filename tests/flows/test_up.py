@@ -48,8 +48,9 @@ def only(flow_run: str) -> dict:
 
 def test_a_deployment_runs_from_another_terminal_and_ctrl_c_ends_everything(up, profile, tmp_path):
     started, api = up
-    deployments = {deployment["name"]: deployment for deployment in ask(f"{api}/deployments/filter")}
-    assert set(resolve.names()) <= deployments.keys()
+    found = ask(f"{api}/deployments/filter")
+    deployments = {each["name"]: each for each in found if each["tags"] == ["pretrain"]}
+    assert set(resolve.names()) == deployments.keys()
     form = deployments["tiny"]["parameter_openapi_schema"]["properties"]
     assert all(form[name]["description"] for name in ("profile", "overrides", "name", "store"))
 
@@ -76,7 +77,11 @@ def test_a_deployment_runs_from_another_terminal_and_ctrl_c_ends_everything(up, 
     # The database is that of all tests of the session, so only what this run left counts.
     (run,) = ask(
         f"{api}/flow_runs/filter",
-        {"deployments": {"name": {"any_": ["tiny"]}}, "limit": 1, "sort": "START_TIME_DESC"},
+        {
+            "deployments": {"id": {"any_": [deployments["tiny"]["id"]]}},
+            "limit": 1,
+            "sort": "START_TIME_DESC",
+        },
     )
     states = {each["name"]: each["state_name"] for each in ask(f"{api}/task_runs/filter", only(run["id"]))}
     assert states["checkpoint"] == "Skipped"

@@ -197,10 +197,10 @@ def test_an_interrupted_conversion_goes_on_where_it_stopped(llama, tmp_path, mon
     monkeypatch.setattr(program, "WORKERS", 1)
     noted = journal.Journal.note
 
-    def note(self, name, path, about):
+    def note(self, name, path, about, sha256):
         if len(self.files) == 3:
             raise Interrupted
-        noted(self, name, path, about)
+        noted(self, name, path, about, sha256)
 
     with monkeypatch.context() as patched:
         patched.setattr(journal.Journal, "note", note)

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import platform
+import time
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,9 @@ def saved_beside(folder: Path) -> bool:
             train_step(program, optimizer, case, step)
             exact = [bucket.master.clone() for bucket in optimizer.buckets]
             random = torch.get_rng_state()
+            saver._thread.submit(
+                time.sleep, 0.3
+            )  # so that the copying is late, and the next update has to wait
             saver.begin(folder / f"step_{step}", {})
             torch.rand(3)
             train_step(program, optimizer, case, step + 1)

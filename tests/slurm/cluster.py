@@ -193,8 +193,9 @@ class Cluster:
             self.command("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
         _until(lambda: self.idle() == self.nodes, "the nodes did not come up again")
 
-    def kill_controller(self) -> None:
-        self._daemons["slurmctld"].kill()
+    def stop_controller(self) -> None:
+        """It writes down what it knows first: else it would give later jobs numbers that the nodes have seen already."""
+        self._daemons["slurmctld"].terminate()
         self._daemons["slurmctld"].wait()
 
     def start_controller(self) -> None:

@@ -2,8 +2,13 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +19,12 @@ from profiles import resolve
 from profiles.schema import Profile
 from tests.flows.conftest import command, pretrain, profile  # noqa: F401
 from tests.flows.micro import losses, wait_for_step
-from tests.slurm.cluster import Cluster, missing
+from tests.slurm.cluster import WITH_PARENT, Cluster, missing
 
 SLURM = ("cluster.launcher=slurm", "cluster.exclusive=false", "cluster.nodes=2", "parallel.tensor=2")
 STEPS = ("train.steps=200", "checkpoint.every=40", "evaluate.every=0")
 INTERRUPTED_AT = 50
+HOME = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -127,6 +133,34 @@ def until(true, seconds: float = 60) -> None:
     while not true():
         assert time.monotonic() < deadline, "it did not come to pass"
         time.sleep(0.1)
+
+
+def register(api: str, name: str) -> None:
+    """The deployments of this name, as `trainshed up` registers them."""
+    environment = {**os.environ, "PREFECT_API_URL": api, "TRAINSHED_FOLDER": "/"}
+    for setup in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--name", name]):
+        subprocess.run(
+            [sys.executable, "-m", *setup], cwd=HOME, env=environment, check=True, capture_output=True
+        )
+
+
+@contextmanager
+def worker(api: str, log: Path, **environment: str) -> Iterator[subprocess.Popen]:
+    """A worker of the pool, until the block ends."""
+    with log.open("ab") as output:
+        started = subprocess.Popen(
+            [*WITH_PARENT, sys.executable, "-m", "prefect", "worker", "start", "--pool", "trainshed"],
+            env={**os.environ, "PREFECT_API_URL": api, **environment},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        yield started
+    finally:
+        if started.poll() is None:
+            started.send_signal(signal.SIGINT)
+        started.wait(timeout=60)
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -164,7 +164,7 @@ def test_an_array_runs_each_of_its_jobs_and_fails_where_one_does(place, launcher
 def test_a_controller_that_is_gone_for_a_while_changes_nothing(place, launcher, cluster):
     handle = launcher.submit(job(place))
     wait_for(place / "pid-0")
-    cluster.kill_controller()
+    cluster.stop_controller()
     try:
         until = time.monotonic() + 5
         while time.monotonic() < until:

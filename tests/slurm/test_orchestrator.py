@@ -13,10 +13,9 @@ import pytest
 from tests.flows.micro import losses, settings, wait_for_step
 from tests.flows.test_up import ask, free_port  # noqa: F401
 from tests.slurm.cluster import WITH_PARENT
-from tests.slurm.conftest import SLURM, until
+from tests.slurm.conftest import SLURM, register, until, worker
 
 LONG = (*SLURM, "train.steps=1500", "checkpoint.every=300", "evaluate.every=0")
-HOME = __file__.rpartition("/tests/")[0]
 
 
 @pytest.fixture
@@ -68,25 +67,14 @@ def healthy(address: str) -> bool:
 @pytest.fixture(scope="module")
 def deployment(prefect_server):
     """`pretrain/tiny`, registered as `trainshed up` does it."""
-    environment = {**os.environ, "PREFECT_API_URL": prefect_server, "TRAINSHED_FOLDER": "/"}
-    for setup in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--name", "tiny"]):
-        subprocess.run(
-            [sys.executable, "-m", *setup], cwd=HOME, env=environment, check=True, capture_output=True
-        )
+    register(prefect_server, "tiny")
     return next(each for each in ask(f"{prefect_server}/deployments/filter") if each["tags"] == ["pretrain"])
 
 
 @pytest.fixture
 def deployed(deployment, prefect_server, cluster, profile, tmp_path):
     """A run of the deployment that trains on the cluster: its worker, folder and the id of the flow run."""
-    worker = subprocess.Popen(
-        [*WITH_PARENT, sys.executable, "-m", "prefect", "worker", "start", "--pool", "trainshed"],
-        env={**os.environ, "PREFECT_API_URL": prefect_server},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
+    with worker(prefect_server, tmp_path / "worker.log") as started:
         parameters = {"profile": str(profile), "overrides": list(LONG), "name": "deployed"}
         parameters["store"] = str(tmp_path / "store")
         made = ask(
@@ -94,11 +82,7 @@ def deployed(deployment, prefect_server, cluster, profile, tmp_path):
         )
         folder = tmp_path / "store/runs/deployed"
         wait_for_step(folder, 50)
-        yield worker, folder, made["id"]
-    finally:
-        if worker.poll() is None:
-            worker.send_signal(signal.SIGINT)
-        worker.wait(timeout=60)
+        yield started, folder, made["id"]
 
 
 def test_cancelled_in_the_ui_the_job_saves_and_is_gone_within_seconds(deployed, prefect_server, cluster):

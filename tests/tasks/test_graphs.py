@@ -2,9 +2,12 @@
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -163,6 +166,28 @@ def test_a_killed_compile_leaves_no_lock(place, run, compiled, caplog):
     caplog.set_level(logging.INFO)
     assert status(place.compile(run).summary)[LOSS] == "compiled"
     assert "waiting for" not in caplog.text
+
+
+def test_a_cancelled_compile_ends_its_processes(place, run, compiled, caplog):
+    place.forget(run, LOSS)
+    caplog.set_level(logging.INFO, logger="tasks.graphs")
+
+    def interrupt() -> None:
+        while f"compiling {LOSS}" not in caplog.text:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            place.compile(run)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    left = subprocess.run(
+        ["pgrep", "-f", f"modeling.compile.*{run}"], capture_output=True, text=True, check=False
+    )
+    assert left.stdout == ""
 
 
 def test_without_a_cpp_compiler_one_line_says_that_training_runs_eager(place, tmp_path, monkeypatch, caplog):

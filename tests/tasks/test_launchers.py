@@ -131,7 +131,8 @@ def test_ranks_do_not_outlive_a_torchrun_that_was_killed(job, tmp_path):
     while launcher.poll(handle).running:
         assert time.monotonic() < deadline
     assert launcher.poll(handle).exit_code == -signal.SIGKILL
-    assert all(gone(pid) for pid in running)
+    while not all(gone(pid) for pid in running):
+        assert time.monotonic() < deadline
 
 
 def test_another_orchestrator_joins_the_running_job(job, tmp_path):

@@ -160,11 +160,11 @@ def test_one_of_many_gets_each_turn_on_s3(monkeypatch):
         barrier = threading.Barrier(4)
         got = []
 
-        def take() -> None:
+        def take(who: int) -> None:
             barrier.wait()
-            got.append(storage.create("locks/work/1", b"mine"))
+            got.append(storage.create("locks/work/1", b"mine: %d" % who))
 
-        threads = [threading.Thread(target=take) for _ in range(4)]
+        threads = [threading.Thread(target=take, args=(who,)) for who in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modeling.data import Corpus
 from modeling.indexed import IndexedDatasetBuilder, IndexedError
@@ -18,7 +20,7 @@ from profiles.errors import ProfileError
 from tasks import corpora, dataset, readers, source_files, tokenizer
 from tasks.artifacts import Store
 from tasks.long_text import LongText
-from tasks.shard import SourceError
+from tasks.shard import Shard, SourceError
 from tests import s3
 from tests.hub import TOKEN, Hub
 
@@ -129,6 +131,33 @@ def test_a_long_file_is_one_document_read_in_parts(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes(b"good " * 40 + b"\xff")
     with pytest.raises(SourceError, match=r"a\.txt, byte 200: is not UTF-8"):
         texts(profile(files(tmp_path / "a.txt")))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.text(st.sampled_from('abc "\\/\n\té日👩{}:,'), max_size=60), min_size=1, max_size=6),
+    st.booleans(),
+    st.integers(1, 40),
+)
+def test_long_json_strings_are_read_in_parts_as_the_same_text(documents, ascii_alone, part):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "LONG_FILE", 30)
+        patch.setattr(readers, "LONG_STRING", 10)
+        patch.setattr("tasks.long_text.READ", part)
+        records = ({"a": text, "text": text, "b": [text, 1.5]} for text in documents)
+        made = (json.dumps(record, ensure_ascii=ascii_alone).encode() for record in records)
+        shard = Shard("a.jsonl", "jsonl", "digest", ("a.jsonl",), column="text")
+        found = readers._json_texts(shard, ((lambda: "a.jsonl, line 1", line) for line in made))
+        assert [each if isinstance(each, str) else "".join(each.chunks()) for each in found] == documents
+
+
+def test_a_long_json_string_that_is_damaged_is_refused_by_its_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "LONG_FILE", 100)
+    monkeypatch.setattr(readers, "LONG_STRING", 50)
+    good = json.dumps({"text": "words " * 30})
+    (tmp_path / "a.jsonl").write_text(good + "\n" + good.replace("words", r"wo\qrds") + "\n")
+    with pytest.raises(SourceError, match=r"a\.jsonl, line 2: is not JSON: Invalid \\escape"):
+        texts(profile(files(tmp_path / "a.jsonl")))
 
 
 def test_a_file_that_grows_changes_its_last_shard_alone(tmp_path, small_shards):

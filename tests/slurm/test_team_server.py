@@ -1,0 +1,171 @@
+"""A server that a team shares: PostgreSQL, a password, CSRF protection; and no secret is left in what a run leaves behind."""
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from base64 import b64encode
+from pathlib import Path
+
+import pytest
+
+from tests.flows.micro import settings
+from tests.slurm.cluster import WITH_PARENT
+
+PASSWORD = "team:planted-password-3f9c"
+TOKENS = {
+    "HF_TOKEN": "hf_planted-token-71ab",
+    "PREFECT_API_AUTH_STRING": PASSWORD,
+    "AWS_SECRET_ACCESS_KEY": "planted-key-c0de",
+}
+SLURM = (
+    *("cluster.launcher=slurm", "cluster.exclusive=false", "cluster.nodes=2", "cluster.devices_per_node=1"),
+    *("parallel.tensor=2", "train.steps=4", "checkpoint.every=2", "evaluate.every=0"),
+)
+
+
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    """An empty database on loopback; gives its address."""
+    programs = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
+    if programs is None or os.geteuid() != 0:
+        pytest.skip("needs Debian's postgresql, and root to start it as another user")
+    try:
+        user = pwd.getpwnam("postgres").pw_name
+    except KeyError:
+        pytest.skip("there is no user postgres")
+    folder = Path("/tmp") / f"trainshed-postgresql-{os.getpid()}"
+    folder.mkdir()
+    shutil.chown(folder, user)
+
+    def run(*command: str) -> None:
+        subprocess.run(
+            command, user=user, group=user, extra_groups=[], cwd="/", check=True, capture_output=True
+        )
+
+    number = port()
+    run(str(programs / "initdb"), "-D", f"{folder}/data", "-A", "trust", "-U", "prefect")
+    server = subprocess.Popen(
+        [
+            *(*WITH_PARENT, programs / "postgres", "-D", f"{folder}/data"),
+            *("-h", "127.0.0.1", "-p", str(number), "-k", str(folder)),
+        ],
+        user=user,
+        group=user,
+        extra_groups=[],
+        cwd="/",
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while subprocess.run(
+            [programs / "pg_isready", "-h", "127.0.0.1", "-p", str(number)], capture_output=True
+        ).returncode:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        psql = [programs / "psql", "-h", "127.0.0.1", "-p", str(number), "-U", "prefect", "-Atc"]
+        for statement in ("CREATE DATABASE prefect", "CREATE EXTENSION pg_trgm"):
+            subprocess.run(
+                [*psql, statement, "postgres" if "DATABASE" in statement else "prefect"], check=True
+            )
+        yield f"postgresql+asyncpg://prefect@127.0.0.1:{number}/prefect", [*psql]
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def team_server(database, tmp_path_factory):
+    """Prefect's server on it, as docs/clusters.md starts it; gives its API's address."""
+    number = port()
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    environment = {
+        **os.environ,
+        "PREFECT_API_DATABASE_CONNECTION_URL": database[0],
+        "PREFECT_SERVER_API_AUTH_STRING": PASSWORD,
+        "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "true",
+        "PREFECT_EVENTS_RETENTION_PERIOD": "P7D",
+    }
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [
+                *(*WITH_PARENT, sys.executable, "-m", "prefect", "server", "start"),
+                *("--host", "127.0.0.1", "--port", str(number)),
+            ],
+            env=environment,
+            stdout=output,
+            stderr=output,
+        )
+    api = f"http://127.0.0.1:{number}/api"
+    try:
+        deadline = time.monotonic() + 120
+        while ask(f"{api}/admin/version", PASSWORD) is None:
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        yield api
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+
+
+def ask(address: str, password: str | None = None, body: bytes | None = None) -> int | None:
+    """The status of an answer; None where there is none."""
+    request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+    if password:
+        request.add_header("Authorization", f"Basic {b64encode(password.encode()).decode()}")
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (urllib.error.URLError, ConnectionError):
+        return None
+
+
+def test_a_run_on_the_cluster_reports_to_the_teams_server_and_leaves_no_secret(
+    team_server, database, cluster, command, profile, tmp_path
+):
+    assert ask(f"{team_server}/admin/version") == 401
+    assert ask(f"{team_server}/admin/version", "team:wrong") == 401
+    assert ask(f"{team_server}/flows/", PASSWORD, b'{"name": "forged"}') == 403  # without a CSRF token
+
+    ran = command("run", str(profile), *settings(*SLURM), PREFECT_API_URL=team_server, **TOKENS)
+    code, out, err = ran.result()
+    assert code == 0, err
+    told = subprocess.run(
+        [*database[1], "SELECT name, state_type FROM flow_run", "prefect"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.split() == ["micro|COMPLETED"]
+
+    files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert {"train.sbatch", "train.log", "micro.log", "profile.yaml", "report.html"} <= {
+        path.name for path in files
+    }
+    for secret in ("planted-password-3f9c", "planted-token-71ab", "planted-key-c0de"):
+        assert [path for path in files if secret.encode() in path.read_bytes()] == []
+        assert secret not in out + err
+        (kept,) = subprocess.run(
+            [*database[1], f"SELECT count(*) FROM log WHERE message LIKE '%{secret}%'", "prefect"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        assert kept == "0"

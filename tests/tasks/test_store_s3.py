@@ -1,0 +1,143 @@
+"""The store on S3 where things go wrong: a server that is busy, connections that are lost, uploads cut off, many shards."""
+
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import s3fs
+
+from tasks.artifacts import Store
+from tests import s3
+from tests.tasks.test_artifacts import FILES, publish
+from tests.unreliable import Proxy
+
+SECRET = "a-secret-access-key-that-only-the-tests-know"
+LARGE = {"large.bin": os.urandom(12 << 20)}
+
+
+@pytest.fixture
+def network(monkeypatch):
+    """The network between the stores and the server, and the store's address."""
+    with s3.bucket(monkeypatch) as address, Proxy(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield proxy, f"{address}/store"
+
+
+def contents(store: Store, artifact) -> dict[str, bytes]:
+    """Every file of an artifact but its manifest, as it is on this machine."""
+    folder = store.path(artifact)
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("fault", ["busy", "lost", "unanswered"])
+def test_a_burst_of_failures_is_waited_out(network, tmp_path, fault, caplog):
+    caplog.set_level(logging.DEBUG)
+    proxy, address = network
+    here, there = Store(address, tmp_path / "here"), Store(address, tmp_path / "there")
+    tried = itertools.count()
+    proxy.fault = lambda method, path: fault if next(tried) % 3 == 0 else None
+    with here.lock("tokens", "k1"):
+        made = publish(here, files={**FILES, **LARGE})
+    assert there.find("tokens", "k1") == made
+    assert contents(there, made) == {**FILES, **LARGE}
+    assert proxy.faults > 5
+    assert SECRET not in caplog.text
+
+
+def test_answers_that_end_in_their_midst_are_asked_for_again(network, tmp_path):
+    proxy, address = network
+    made = publish(Store(address, tmp_path / "here"), files={**FILES, **LARGE})
+    tried = itertools.count()
+    proxy.fault = lambda method, path: "half" if method == "GET" and next(tried) % 2 else None
+    there = Store(address, tmp_path / "there")
+    assert contents(there, made) == {**FILES, **LARGE}
+    assert proxy.faults
+
+
+def test_an_upload_that_fails_leaves_nothing_that_counts_and_is_made_up_for(
+    network, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
+    proxy, address = network
+    here, there = Store(address, tmp_path / "here"), Store(address, tmp_path / "there")
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # else it is patient
+    proxy.fault = lambda method, path: "lost" if method in ("PUT", "POST") and "large.bin" in path else None
+    with pytest.raises(OSError, match="artifacts/tokens/k1: Connection was closed"):
+        publish(here, files={**FILES, **LARGE})
+    proxy.fault = lambda method, path: None
+    assert there.find("tokens", "k1") is None
+    assert here.find("tokens", "k1")  # what was made is not made again
+    assert "tokens k1 is whole on this machine, and is copied to the store again" in caplog.text
+    assert contents(there, there.find("tokens", "k1")) == {**FILES, **LARGE}
+    here.remove("tokens", "k1")
+    assert here.find("tokens", "k1") is None
+
+
+def test_a_process_killed_while_it_uploads_leaves_nothing_that_counts(network, tmp_path):
+    proxy, address = network
+    uploading = threading.Event()
+
+    def slow(method: str, path: str) -> None:
+        if method in ("PUT", "POST") and "large.bin" in path:
+            uploading.set()
+            time.sleep(0.5)
+
+    proxy.fault = slow
+    code = """
+        import os, sys
+        from tasks.artifacts import Store
+        with Store(sys.argv[1], sys.argv[2]).publish("tokens", "k1") as folder:
+            for part in range(4):
+                (folder / f"{part}-large.bin").write_bytes(os.urandom(12 << 20))
+    """
+    writer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), address, str(tmp_path / "here")])
+    try:
+        assert uploading.wait(60)
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    proxy.fault = lambda method, path: None
+    there = Store(address, tmp_path / "there")
+    assert there.find("tokens", "k1") is None
+    assert contents(there, publish(there)) == FILES
+
+
+def test_two_writers_of_one_artifact_leave_one_that_is_whole(network, tmp_path):
+    _, address = network
+    stores = [Store(address, tmp_path / str(number)) for number in range(4)]
+    files = [{**FILES, "writer": str(number).encode() * (6 << 20)} for number in range(4)]
+    threads = [
+        threading.Thread(target=publish, args=(store,), kwargs={"files": each})
+        for store, each in zip(stores, files, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    there = Store(address, tmp_path / "there")
+    assert contents(there, there.find("tokens", "k1")) in files
+
+
+def test_a_thousand_shards_are_found(tmp_path, monkeypatch):
+    """Their files are more than a page of a listing holds, twice over."""
+    with s3.bucket(monkeypatch) as address:
+        shards = [f"k{number}" for number in range(1001)]
+        aside = Store(str(tmp_path / "aside"))
+        for key in shards:
+            with aside.publish("tokens", key) as folder:
+                (folder / "train.idx").write_bytes(key.encode())
+        publish(aside, "dataset", "d1", FILES, requires=[{"kind": "tokens", "key": key} for key in shards])
+        s3fs.S3FileSystem().put(f"{tmp_path}/aside/artifacts", f"{address}/artifacts", recursive=True)
+        there = Store(address, tmp_path / "there")
+        assert len(there.storage.files("artifacts/tokens")) == 2002
+        assert there.find("dataset", "d1").summary == {"tokens": 3}

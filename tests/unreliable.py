@@ -1,0 +1,88 @@
+"""A network that fails: a proxy on loopback in front of an HTTP server, which a test tells what is to become of each request."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+Fault = str | None
+"""None: it goes through. "busy": answered 503. "lost": the connection ends before it gets there. "unanswered": after
+it was done. "half": in the answer's midst."""
+
+
+class Proxy:
+    """A context manager that serves until it is left.
+
+    Args:
+        upstream: address of the real server.
+
+    Attributes:
+        url: its own address.
+        fault: called with the method and the path of each request; may be exchanged at any time.
+        faults: how many requests did not go through.
+    """
+
+    def __init__(self, upstream: str) -> None:
+        self.fault: Callable[[str, str], Fault] = lambda method, path: None
+        self.faults = 0
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._server.proxy, self._server.upstream = self, urlsplit(upstream).netloc
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Proxy:
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments) -> None:
+        """Quiet."""
+
+    def _answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        proxy = self.server.proxy
+        fault = proxy.fault(self.command, self.path)
+        proxy.faults += fault is not None
+        if fault == "lost":
+            self.close_connection = True
+            return
+        if fault == "busy":
+            self._send(
+                503, {}, b"<Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"
+            )
+            return
+        upstream = http.client.HTTPConnection(self.server.upstream, timeout=60)
+        try:
+            upstream.request(self.command, self.path, body or None, dict(self.headers))
+            answer = upstream.getresponse()
+            data = answer.read()
+        finally:
+            upstream.close()
+        if fault == "unanswered":
+            self.close_connection = True
+            return
+        left_out = {"transfer-encoding", "connection", "content-length", "date", "server"}
+        headers = {name: value for name, value in answer.getheaders() if name.lower() not in left_out}
+        if self.command == "HEAD":  # the length of what a GET would give
+            headers["Content-Length"] = answer.getheader("Content-Length") or "0"
+            data = b""
+        self._send(answer.status, headers, data, half=fault == "half")
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
+
+    def _send(self, status: int, headers: dict[str, str], data: bytes, *, half: bool = False) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if half else data)
+        self.close_connection = half
