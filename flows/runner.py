@@ -20,7 +20,7 @@ from prefect.states import Completed
 
 from flows.console import OURS, in_one_line
 from flows.plan import sentence
-from modeling.anomalies import record
+from modeling import anomalies
 from modeling.planner import Plan
 from profiles.errors import ProfileError
 from tasks import graphs, keys, runs
@@ -48,7 +48,7 @@ class Runner:
         """The run's folder, whose events.jsonl is told of attempts that fail, and of those that did before."""
         self._folder = folder
         for failure in self._failures:
-            record(folder, **failure)
+            anomalies.record(folder, **failure)
         self._failures.clear()
 
     def always(self, step: Task[..., Any], *arguments: Any) -> Any:
@@ -121,7 +121,7 @@ class Runner:
             self._failures.append(event)
             return
         rows = runs.read_metrics(self._folder) if name == "train" else ()
-        record(self._folder, **event, **({"step": rows[-1]["step"]} if rows else {}))
+        anomalies.record(self._folder, **event, **({"step": rows[-1]["step"]} if rows else {}))
 
     def _note(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

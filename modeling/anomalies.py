@@ -10,6 +10,7 @@ topology: the stream of samples is that of the seed with those ranges cut out of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -76,7 +77,10 @@ def sample(position: int, left_out: Ranges) -> int:
 
 
 def record(run: Path, event: str, *, reason: str, **facts: Any) -> None:
-    """One line in the run's events.jsonl, which its report reads; `facts` may have a `time` of their own."""
+    """One line in the run's events.jsonl, which its report reads; `facts` may have a `time` of their own.
+
+    A disk that takes no more costs the line, which the log has too, and not the run.
+    """
     row = {"event": event, "time": round(time.time(), 3), "reason": reason, **facts}
-    with (run / "events.jsonl").open("a") as file:
+    with contextlib.suppress(OSError), (run / "events.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
