@@ -1,8 +1,9 @@
-"""Text to token ids, by either of two engines behind one seam; no text becomes a special token.
+"""Text to token ids, by one of several engines behind one seam; no text becomes a special token.
 
-`tokenizers` takes every tokenizer. `gigatoken` (MIT, github.com/marcelroed/gigatoken) is several times as fast where it takes a
-tokenizer, and is believed only as far as it is checked: on the first texts of each shard, and then on one short text of every
-batch, its ids must be those of `tokenizers`.
+`tokenizers` takes every tokenizer. `gigatoken` (MIT, github.com/marcelroed/gigatoken) is many times as fast where it takes a
+tokenizer; where it does not, `tokenizers` is asked once for each word, if the tokenizer goes by words. Both are believed
+only as far as they are checked: on the first texts of each shard, and then on one short text of every batch, their ids must be
+those of `tokenizers` on the whole text.
 
 The text "<|endoftext|>" in a document is thirteen characters that somebody wrote, not an end: with special tokens recognized
 in text, whoever writes a web page could end documents, or begin turns of a chat, inside the training data. So these are
@@ -23,17 +24,19 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tasks.tokenizer import load as load_tokenizer
+from tasks.words import Unsuited, Words
 
 log = logging.getLogger(__name__)
 
 SAMPLE = 1 << 17  # characters that both engines take before the faster is believed
 SPOT = 4096  # length in characters up to which a text of a batch is taken by both
+MANY = 4  # threads of `tokenizers` that are faster than one that goes by words
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts, one after another, and how many each has
 
 
 class Disagreement(RuntimeError):
-    """The fast engine gave other tokens than `tokenizers`: what it gave before is in doubt too."""
+    """An engine gave other tokens than `tokenizers`: what it gave before is in doubt too."""
 
 
 class Engine(Protocol):
@@ -64,16 +67,12 @@ class General:
         return flat, counts
 
 
-class Fast:
-    """`gigatoken`, checked against `tokenizers` on one short text of every batch."""
+class Checked:
+    """An engine that is held against `tokenizers` on one short text of every batch."""
 
-    name = "gigatoken"
+    name: str
 
-    def __init__(self, tokenizer: Tokenizer, threads: int) -> None:
-        import gigatoken
-
-        self._parallel = threads > 1
-        self._encoder = gigatoken.Tokenizer(_without_special(tokenizer))
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._general = General(tokenizer)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
@@ -81,13 +80,33 @@ class Fast:
         spot = next((i for i, text in enumerate(texts) if 0 < len(text) <= SPOT), None)
         if spot is not None:
             start = int(counts[:spot].sum())
-            same(self._general.encode([texts[spot]])[0], flat[start : start + int(counts[spot])])
+            self._same(self._general.encode([texts[spot]])[0], flat[start : start + int(counts[spot])])
         return flat, counts
 
     def agree(self, texts: Sequence[str]) -> None:
         """Raises Disagreement unless both engines make the same tokens of all these texts."""
         for mine, other in zip(self._encode(texts), self._general.encode(texts), strict=True):
-            same(mine, other)
+            self._same(mine, other)
+
+    def _same(self, mine: np.ndarray, other: np.ndarray) -> None:
+        if not np.array_equal(mine, other):
+            raise Disagreement(f"{self.name} and tokenizers make different tokens of the same text")
+
+    def _encode(self, texts: Sequence[str]) -> Encoded:
+        raise NotImplementedError
+
+
+class Fast(Checked):
+    """`gigatoken`."""
+
+    name = "gigatoken"
+
+    def __init__(self, tokenizer: Tokenizer, threads: int) -> None:
+        super().__init__(tokenizer)
+        import gigatoken
+
+        self._parallel = threads > 1
+        self._encoder = gigatoken.Tokenizer(_without_special(tokenizer))
 
     def _encode(self, texts: Sequence[str]) -> Encoded:
         rows = self._encoder.encode_batch(list(texts), parallel=self._parallel).layout
@@ -95,9 +114,32 @@ class Fast:
         return np.asarray(rows.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
 
 
-def same(mine: np.ndarray, other: np.ndarray) -> None:
-    if not np.array_equal(mine, other):
-        raise Disagreement("gigatoken and tokenizers make different tokens of the same text")
+class ByWords(Checked):
+    """`tokenizers`, asked once for each word; on one core."""
+
+    name = "tokenizers by words"
+
+    def __init__(self, tokenizer: Tokenizer, threads: int) -> None:
+        super().__init__(tokenizer)
+        if threads >= MANY:
+            raise Unsuited(f"{threads} threads of tokenizers are faster")
+        self._words = Words(_without_special(tokenizer))
+
+    def agree(self, texts: Sequence[str]) -> None:
+        super().agree(texts)
+        if not self._words.recur(texts):
+            raise Unsuited("its words hardly come again")
+
+    def _encode(self, texts: Sequence[str]) -> Encoded:
+        found = [self._words.ids(text) for text in texts]
+        whole = [i for i, ids in enumerate(found) if ids is None]
+        if whole:
+            flat, counts = self._general.encode([texts[i] for i in whole])
+            for i, ids in zip(whole, np.split(flat, np.cumsum(counts)[:-1]), strict=True):
+                found[i] = ids.tobytes()
+        width = np.dtype(np.uintc).itemsize
+        counts = np.fromiter((len(ids) // width for ids in found), np.int64, len(found))
+        return np.frombuffer(b"".join(found), np.uintc), counts
 
 
 def load(folder: Path) -> Tokenizer:
@@ -108,19 +150,20 @@ def load(folder: Path) -> Tokenizer:
 
 
 def choose(tokenizer: Tokenizer, sample: Sequence[str], threads: int = 1) -> Engine:
-    """The fast engine if it is here, takes the tokenizer and agrees on the sample; else the general one, and why is logged."""
-    reason = ""
-    try:
-        fast = Fast(tokenizer, threads)
-        fast.agree([*sample, *_traps(tokenizer)])
-        return fast
-    except ImportError:
-        reason = "gigatoken is not installed"
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of its Rust code is no Exception
-        reason = f"gigatoken does not do for this tokenizer: {' '.join(str(error).split())[:200]}"
-    log.info("tokenizing with tokenizers, not gigatoken: %s", reason)
+    """The fastest engine that takes the tokenizer and agrees with `tokenizers` on the sample; why others do not is logged."""
+    texts = [*sample, *_traps(tokenizer)]
+    for kind in (Fast, ByWords):
+        try:
+            engine = kind(tokenizer, threads)
+            engine.agree(texts)
+            return engine
+        except ImportError:
+            reason = "it is not installed"
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of gigatoken's Rust code is no Exception
+            reason = " ".join(str(error).split())[:200]
+        log.info("not tokenizing with %s: %s", kind.name, reason)
     return General(tokenizer)
 
 

@@ -4,11 +4,14 @@ import json
 import logging
 import random
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from modeling.indexed import IndexedDataset
 from profiles.errors import ProfileError
@@ -70,8 +73,6 @@ def llama3():
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    from tokenizers import Regex
-
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(words), "isolated"),
@@ -153,12 +154,58 @@ def test_the_fast_engine_takes_byte_level_tokenizers_and_gives_the_same_tokens(k
         assert np.array_equal(mine, other)
 
 
+def deepseek():
+    """DeepSeek Coder's words: cut in turns, digits one by one."""
+    made = Tokenizer(models.BPE())
+    turns = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"]
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(turn), "isolated") for turn in turns),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return made
+
+
+@pytest.fixture(scope="module", params=[gpt2, llama3, deepseek])
+def by_words(request):
+    """The engine that goes by words, and the one that takes texts whole, of one tokenizer."""
+    made = trained(request.param())
+    made.encode_special_tokens = True
+    made.add_tokens(["<pad>", "   "])  # not special: they are recognized in texts
+    return engines.ByWords(made, 1), engines.General(made)
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts=st.lists(st.one_of(st.text(), st.text("a1 \t\n\r'sSſlL.<pad>é日\x1c\x85\u2028٣Ⅷ²")), max_size=4))
+def test_texts_by_words_have_the_tokens_of_the_whole(by_words, texts):
+    for mine, other in zip(*(engine.encode(texts) for engine in by_words), strict=True):
+        assert np.array_equal(mine, other)
+
+
+def test_without_gigatoken_words_that_come_again_are_tokenized_once(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    made = trained(gpt2())
+    made.encode_special_tokens = True
+    engine = engines.choose(made, DOCUMENTS[:5])
+    assert engine.name == "tokenizers by words"
+    for mine, other in zip(engine.encode(DOCUMENTS), engines.General(made).encode(DOCUMENTS), strict=True):
+        assert np.array_equal(mine, other)
+    with caplog.at_level(logging.INFO):
+        assert engines.choose(made, DOCUMENTS[:5], threads=16).name == "tokenizers"
+        assert engines.choose(trained(metaspace(), ["<unk>"]), DOCUMENTS[:5]).name == "tokenizers"
+    assert "16 threads of tokenizers are faster" in caplog.text
+    assert "it does not begin by cutting at a regular expression" in caplog.text
+
+
 def test_a_fast_engine_that_differs_is_not_used_and_that_is_said(caplog, monkeypatch):
     made = trained(gpt2())
+    made.encode_special_tokens = True
     monkeypatch.setattr(engines.Fast, "_encode", lambda self, texts: (np.zeros(9, np.uint32), np.array([9])))
     with caplog.at_level(logging.INFO):
-        assert engines.choose(made, DOCUMENTS[:5]).name == "tokenizers"
-    assert "tokenizing with tokenizers, not gigatoken: " in caplog.text
+        assert engines.choose(made, DOCUMENTS[:5]).name == "tokenizers by words"
+    assert "not tokenizing with gigatoken: " in caplog.text
     assert "different tokens" in caplog.text
 
 
