@@ -52,6 +52,15 @@ def wait(tensor: Tensor) -> Tensor:
     return result
 
 
+def after(x: Tensor, grad: Tensor) -> Tensor:
+    """x (n, h), which a compiled graph has no earlier than `grad`.
+
+    What depends on x alone a compiler does in forward, once, and keeps: a gather that is meant to be done again in backward, so
+    that its result need not be kept, must depend on backward.
+    """
+    return torch.cat((grad.flatten()[:0].view(0, *x.shape[1:]), x)) if torch.compiler.is_compiling() else x
+
+
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """(p, ...) on each of n ranks -> (n·p, ...), in the order of the ranks. The result may be read after `wait`."""
     if axis.reduces:

@@ -58,6 +58,7 @@ def column_input_gradient(
     """The begun reduction of dX = Σ dYi Wi, to wait for after dW, and the whole X (b·s, h) for dW; None where not wanted."""
     gathering = grad_x = None
     if wanted(ctx, 1):
+        x = collectives.after(x, grad) if ctx.sequence else x
         gathering = collectives.start_all_gather(x, ctx.axis) if ctx.sequence else x
     if wanted(ctx, 0):
         start = collectives.start_reduce_scatter if ctx.sequence else collectives.start_all_reduce

@@ -145,6 +145,13 @@ def test_bytes_sent_follow_from_the_degrees(tmp_path):
     assert forward.sent == {"tensor": 4 * 32 * 32 * 4 // 2}
 
 
+def test_a_compiled_graph_gathers_again_in_backward_instead_of_keeping_what_it_gathered(tmp_path):
+    block = next(p for p in trace(profile(tmp_path)).programs if p.name == "block, training")
+    forward, backward = (graph.operators["_c10d_functional.all_to_all_single"] for graph in block.graphs)
+    assert forward == 4  # of column and row layers, twice each
+    assert backward == 6  # theirs, and X twice
+
+
 def test_an_error_names_the_module_and_the_line_of_the_model(tmp_path, monkeypatch):
     with torch.library._scoped_library("trainshed_tests", "DEF") as library:
         library.define("unknown(Tensor x) -> Tensor")
