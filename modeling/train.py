@@ -173,7 +173,8 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
                 **program.ledger.totals(compiled),
             }
             metrics.write(values)
-            log.info(metrics.line(values, sum(recent) / len(recent) * (settings.steps - step)))
+            if step % settings.log_every == 0 or step in (1, settings.steps):
+                log.info(metrics.line(values, sum(recent) / len(recent) * (settings.steps - step)))
 
         traced = trace.end(step)
         if traced:

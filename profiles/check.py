@@ -17,10 +17,6 @@ from profiles.schema import Profile
 CPU_PROCESSES = 16
 ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200"), "neuron": ("trn1", "trn2", "trn3")}
 BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron", "neuron_parallel_compile")}
-# Keys of which the programs honour one value so far: another one is refused, since to ignore it would be to mislead.
-ONE_VALUE = {
-    "train.log_every": 1,
-}
 # Options of sbatch that the launcher sets itself, or that have a key of their own.
 OWN_OPTIONS = {
     *(
@@ -74,7 +70,6 @@ def check_start(profile: Profile) -> None:
     """
     if profile.cluster.launcher == "slurm" and shutil.which("sbatch") is None:
         raise ProfileError("cluster.launcher", "slurm", "this machine has no sbatch", ["local"])
-    _honoured(profile)
     functions.check(profile)
 
 
@@ -278,15 +273,6 @@ def _compile(profile: Profile) -> None:
     if compile.flags is not None and device != "neuron":
         reason = f"are the Neuron compiler's, and the device is {device}"
         raise ProfileError("compile.flags", compile.flags, reason, ["null"])
-
-
-def _honoured(profile: Profile) -> None:
-    values = profile.model_dump(mode="json")
-    for key, only in ONE_VALUE.items():
-        section, name = key.split(".")
-        if values[section][name] != only:
-            valid = "null" if only is None else only
-            raise ProfileError(key, values[section][name], "is not supported yet", [valid])
 
 
 def _folder_or_repository(key: str, source: str) -> None:

@@ -258,7 +258,7 @@ RULES: dict[str, Rule] = {
         if isinstance(value, int) and value > 0
         else ({}, "all held-out text is evaluated")
     ),
-    "trainer.log_every_n_steps": _drop("every step is logged"),
+    "trainer.log_every_n_steps": _to("train.log_every"),
     "trainer.sequential_move_factor": _drop("weights are made where they lie, and nothing is moved"),
     "distributed_strategy.tensor_model_parallel_size": _to("parallel.tensor"),
     "distributed_strategy.pipeline_model_parallel_size": _to("parallel.pipeline"),

@@ -199,7 +199,9 @@ class Train(Section):
         description="module:function of the user's, (logits (tokens, vocabulary) float32, targets (tokens), -100 where nothing "
         "counts) -> their sum, a 0-dim tensor; null: cross-entropy",
     )
-    log_every: Count = Field(1, description="steps between lines in the log")
+    log_every: Count = Field(
+        1, description="steps between lines in the job's log; metrics.jsonl has every step"
+    )
     spike_factor: Annotated[float, Field(gt=1)] | None = Field(
         None,
         description="a step whose loss is so many times the usual one is skipped; null: only where it is not finite",

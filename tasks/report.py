@@ -23,7 +23,7 @@ from tasks import page
 from tasks.chart import Series, line_chart
 from tasks.history import History
 from tasks.runs import read_events
-from tasks.text import duration, in_bytes, in_words, number
+from tasks.text import duration, in_bytes, in_flops, in_words, number
 
 FACTS = "report.json"
 LEFT_OUT = {"missing": "without text", "short": "too short", "duplicates": "duplicates"}  # of documents
@@ -341,12 +341,12 @@ def _graphs(summary: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
             f"stage {place}",
             in_bytes(planned["bytes"]["activations"]),
             in_bytes(came["activations"]),
-            f"{planned['flops']:.3g}",
-            f"{came['flops']:.3g}",
+            in_flops(planned["flops"]),
+            in_flops(came["flops"]),
         )
         for place, (planned, came) in enumerate(zip(facts["plan"]["stages"], facts["traced"], strict=False))
     ]
-    columns = ("", "activations, planned", "traced", "FLOPs a step, planned", "traced")
+    columns = ("", "activations, planned", "traced", "work a step, planned", "traced")
     return [
         page.facts(shown),
         page.grid(("program", "graphs", "status", "time", "memory"), programs),

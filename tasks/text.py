@@ -29,6 +29,15 @@ def in_bytes(size: float) -> str:
     return f"{size:,.2f} TiB"
 
 
+def in_flops(count: float) -> str:
+    """12900000000 -> '12.9 GFLOP'."""
+    for unit in ("", "K", "M", "G", "T", "P"):
+        if count < 1000:
+            return f"{count:.3g} {unit}FLOP"
+        count /= 1000
+    return f"{count:,.3g} EFLOP"
+
+
 def number(value: object) -> str:
     """A figure of a summary: integers with commas, others with four decimals, anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, int | float):

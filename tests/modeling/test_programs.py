@@ -126,9 +126,11 @@ def test_another_topology_continues_the_run(undisturbed, dataset, tmp_path):
     (run / "checkpoints").mkdir()
     source = undisturbed / "checkpoints" / "step_8"
     (run / "checkpoints" / "step_8").symlink_to(source)
-    micro.run_folder(run, "parallel.tensor=1", "cluster.devices_per_node=2")
+    micro.run_folder(run, "parallel.tensor=1", "cluster.devices_per_node=2", "train.log_every=5")
     log = micro.finish(micro.start("train", "--run-folder", run, "--dataset", dataset))
     assert "resumed from step 8" in log
+    assert re.findall("^step ([0-9]+)/12  loss", log, re.MULTILINE) == ["10", "12"]
+    assert list(micro.losses(run)) == [9, 10, 11, 12]
     expected = micro.losses(undisturbed)
     for step, loss in micro.losses(run).items():
         assert loss == pytest.approx(expected[step], rel=1e-5)

@@ -236,18 +236,6 @@ def test_what_lies_elsewhere_is_not_looked_for_here(source):
     accepted(f"init.from={source}")
 
 
-@pytest.mark.parametrize(
-    ("override", "choice"),
-    [
-        ("train.log_every=10", 1),
-    ],
-)
-def test_what_would_be_ignored_is_refused(override, choice):
-    error = not_started(override)
-    assert error.key == override.partition("=")[0]
-    assert error.choices == (choice,)
-
-
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """A folder to start runs in, with a module of the user's."""

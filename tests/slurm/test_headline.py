@@ -135,7 +135,7 @@ def test_llama3_70b_goes_through_server_worker_and_slurm_though_a_node_dies(
             return state() in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
         metrics = folder / "metrics.jsonl"
-        until(lambda: ended() or (metrics.exists() and metrics.read_text().count('"loss"') >= KILLED_AT), 300)
+        until(lambda: ended() or (metrics.exists() and metrics.read_text().count('"loss"') >= KILLED_AT), 600)
         cluster.kill_node("n2")
         until(ended, seconds=300)
         assert state() == "COMPLETED", (tmp_path / "worker.log").read_text()
