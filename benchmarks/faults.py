@@ -25,8 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -118,8 +119,8 @@ class Bench:
         return {**done, "seconds": time.monotonic() - at, "repeated": max(0, stopped - resumed)}
 
 
-def measure(folder: Path, cluster: Cluster) -> dict:
-    """All faults; seconds and steps of each, and whether the losses are those of an undisturbed run."""
+def measure(folder: Path, cluster: Cluster) -> Iterator[tuple[str, Any]]:
+    """All faults, as they are over; seconds and steps of each, and whether the losses are those of an undisturbed run."""
     write_profile(folder)
     calm = Bench(folder, cluster, "calm")
     process = calm.start()
@@ -128,13 +129,12 @@ def measure(folder: Path, cluster: Cluster) -> dict:
     expected = {row["step"]: row["loss"] for row in calm.rows()}
     bench = Bench(folder, cluster, "stormy")
     process = bench.start()
-    found: dict = {}
-    found["process killed"] = bench.fault(lambda: os.kill(bench.ranks()[1].pid, signal.SIGKILL))
+    yield "process killed", bench.fault(lambda: os.kill(bench.ranks()[1].pid, signal.SIGKILL))
     victim = cluster.command("scontrol", "show", "hostnames", cluster.jobs("RUNNING")[0][3]).split()[1]
-    found["node killed"] = bench.fault(lambda: cluster.kill_node(victim))
+    yield "node killed", bench.fault(lambda: cluster.kill_node(victim))
     median = statistics.median(row["step_seconds"] for row in bench.rows()[-100:])
-    found["rank hung"] = bench.fault(lambda: bench.ranks()[1].suspend(), ended=True)
-    found["rank hung"]["limit"] = 5 * median + 30
+    hung = bench.fault(lambda: bench.ranks()[1].suspend(), ended=True)
+    yield "rank hung", {**hung, "limit": 5 * median + 30}
 
     bench.wait(lambda: bench.last() % EVERY > EVERY // 2)
     jobs = [job[0] for job in cluster.jobs()]
@@ -143,14 +143,13 @@ def measure(folder: Path, cluster: Cluster) -> dict:
     size = log.stat().st_size
     process = bench.start()
     bench.wait(lambda: b"joined it" in log.read_bytes()[size:])
-    found["orchestrator killed"] = {"seconds": time.monotonic() - at, "repeated": 0}
-    found["one job"] = [job[0] for job in cluster.jobs()] == jobs
-    found["exit code"] = process.wait(900)
+    yield "orchestrator killed", {"seconds": time.monotonic() - at, "repeated": 0}
+    yield "one job", [job[0] for job in cluster.jobs()] == jobs
+    yield "exit code", process.wait(900)
     rows = bench.rows()
-    found["each step once"] = [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    found["losses alike"] = {row["step"]: row["loss"] for row in rows} == expected
-    found["cold compiles"] = rows[-1]["cold_compiles"]
-    return found
+    yield "each step once", [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    yield "losses alike", {row["step"]: row["loss"] for row in rows} == expected
+    yield "cold compiles", rows[-1]["cold_compiles"]
 
 
 def effective(restart: float, stall: float, devices: int) -> tuple[float, float]:
@@ -172,31 +171,35 @@ def main() -> None:
     if missing():
         sys.exit(missing())
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, Cluster() as cluster:
-        found = measure(Path(folder), cluster)
-    again = [value["seconds"] for value in found.values() if isinstance(value, dict)]
+        found = {}
+        for name, value in measure(Path(folder), cluster):
+            found[name] = value
+            if not options.json:
+                print(line(name, value), flush=True)
+    stops = ("process killed", "node killed", "rank hung")  # the orchestrator's death stops no training
+    again = [found[name]["seconds"] for name in stops]
     found["effective"] = {
         devices: effective(statistics.mean(again), options.stall, devices) for devices in (512, 16_384)
     }
     if options.json:
         print(json.dumps(found, indent=1))
         return
-    for name, value in found.items():
-        if name == "effective":
-            for devices, (interval, share) in value.items():
-                print(
-                    f"{devices:,} devices: a checkpoint every {interval / 60:.1f} min, {share:.2%} of the time trains"
-                )
-        elif isinstance(value, dict):
-            limit = (
-                f", attempt ended after {value['detected']:.1f} s (limit {value['limit']:.1f})"
-                if "limit" in value
-                else ""
-            )
-            print(
-                f"{name:<20} training again after {value['seconds']:5.1f} s, {value['repeated']} steps repeated{limit}"
-            )
-        else:
-            print(f"{name:<20} {value}")
+    for devices, (interval, share) in found["effective"].items():
+        print(
+            f"{devices:,} devices: a checkpoint every {interval / 60:.1f} min, {share:.2%} of the time trains"
+        )
+
+
+def line(name: str, value: Any) -> str:
+    """A finding as it is printed."""
+    if not isinstance(value, dict):
+        return f"{name:<20} {value}"
+    limit = (
+        f", attempt ended after {value['detected']:.1f} s (limit {value['limit']:.1f})"
+        if "limit" in value
+        else ""
+    )
+    return f"{name:<20} training again after {value['seconds']:5.1f} s, {value['repeated']} steps repeated{limit}"
 
 
 if __name__ == "__main__":
