@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modeling.language_model import LanguageModel
 from parallel import (
     ColumnParallelLinear,
     Embedding,
@@ -29,10 +30,8 @@ from parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     attention,
-    linear_cross_entropy,
 )
 from parallel.dropout_attention import dropout_attention
-from parallel.logits import full_logits
 from parallel.random import Keys, dropout, token_keys
 from profiles.model import Model
 
@@ -98,7 +97,7 @@ class Block(nn.Module):
         return y if keys is None else dropout(y, keys.fold(place).own, self.dropout)
 
 
-class GPT(nn.Module):
+class GPT(LanguageModel):
     """The model, or the pipeline stage of it that holds `layers`. Arguments as for Llama."""
 
     def __init__(
@@ -158,26 +157,3 @@ class GPT(nn.Module):
         for number, layer in self.layers.items():
             x = layer(x, positions, documents, keys and keys.fold(int(number)))
         return self.norm(x) if self.last else x
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Summed cross-entropy of the last stage's hidden states against token ids (b, s/c); -100 counts nothing."""
-        head = self._head()
-        return linear_cross_entropy(
-            x,
-            head.weight,
-            targets.flatten(),
-            self.axis,
-            first=head.first,
-            vocabulary=self.model.vocab_size,
-            sequence_parallel=self.sequence,
-        )
-
-    def logits(self, x: Tensor) -> Tensor:
-        """The last stage's hidden states to logits (b·s/c, v), float32, whole on every tensor rank."""
-        vocabulary = self.model.vocab_size
-        return full_logits(
-            x, self._head().weight, self.axis, vocabulary=vocabulary, sequence_parallel=self.sequence
-        )
-
-    def _head(self) -> VocabParallelEmbedding:
-        return self.embedding if self.model.tie_word_embeddings else self.head

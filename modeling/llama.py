@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modeling.language_model import LanguageModel
 from modeling.rope import frequencies, rotate, tables
 from parallel import (
     ColumnParallelLinear,
@@ -26,9 +27,7 @@ from parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     attention,
-    linear_cross_entropy,
 )
-from parallel.logits import full_logits
 from profiles.model import Model
 
 
@@ -83,7 +82,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Llama(nn.Module):
+class Llama(LanguageModel):
     """The model, or the pipeline stage of it that holds `layers`.
 
     Args:
@@ -142,26 +141,3 @@ class Llama(nn.Module):
         for layer in self.layers.values():
             x = layer(x, cos, sin, documents)
         return self.norm(x) if self.last else x
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Summed cross-entropy of the last stage's hidden states against token ids (b, s/c); -100 counts nothing."""
-        head = self._head()
-        return linear_cross_entropy(
-            x,
-            head.weight,
-            targets.flatten(),
-            self.axis,
-            first=head.first,
-            vocabulary=self.model.vocab_size,
-            sequence_parallel=self.sequence,
-        )
-
-    def logits(self, x: Tensor) -> Tensor:
-        """The last stage's hidden states to logits (b·s/c, v), float32, whole on every tensor rank."""
-        vocabulary = self.model.vocab_size
-        return full_logits(
-            x, self._head().weight, self.axis, vocabulary=vocabulary, sequence_parallel=self.sequence
-        )
-
-    def _head(self) -> VocabParallelEmbedding:
-        return self.embedding if self.model.tie_word_embeddings else self.head
