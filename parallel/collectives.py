@@ -56,9 +56,12 @@ def after(x: Tensor, grad: Tensor) -> Tensor:
     """x (n, h), which a compiled graph has no earlier than `grad`.
 
     What depends on x alone a compiler does in forward, once, and keeps: a gather that is meant to be done again in backward, so
-    that its result need not be kept, must depend on backward.
+    that its result need not be kept, must depend on backward. So x comes out of a tensor that has a row of `grad` too.
     """
-    return torch.cat((grad.flatten()[:0].view(0, *x.shape[1:]), x)) if torch.compiler.is_compiling() else x
+    if not torch.compiler.is_compiling():
+        return x
+    row = grad.flatten()[:1].expand(1, *x.shape[1:])
+    return torch.cat((row, x))[1:]
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
