@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
@@ -30,3 +31,14 @@ def bucket(monkeypatch: pytest.MonkeyPatch, name: str = "bucket") -> Iterator[st
     finally:
         s3fs.S3FileSystem.clear_instance_cache()
         server.stop()
+
+
+def fill(folder: Path, prefix: str, name: str = "bucket") -> None:
+    """Put a folder's files into the bucket from within the server: what is not tested is not asked for by HTTP."""
+    from moto.core import DEFAULT_ACCOUNT_ID
+    from moto.s3.models import s3_backends
+
+    backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+    for path in folder.rglob("*"):
+        if path.is_file():
+            backend.put_object(name, f"{prefix}/{path.relative_to(folder)}", path.read_bytes())

@@ -16,10 +16,14 @@ def profile(tmp_path_factory):
 @pytest.fixture(scope="session")
 def pretrain(prefect_server, profile):
     """The flow in this process: `pretrain(store, *overrides, name=None)` gives its result, steps by name."""
+    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
     from flows.pretrain import pretrain
 
     def call(store: Path, *overrides: str, name: str | None = None) -> dict:
-        result = pretrain(str(profile), list(overrides), name, str(store))
+        # A flow's end waits for its heartbeat, up to a second.
+        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+            result = pretrain(str(profile), list(overrides), name, str(store))
         return {**result, "how": {step["step"]: step["how"] for step in result["steps"]}}
 
     return call

@@ -137,7 +137,7 @@ def test_a_thousand_shards_are_found(tmp_path, monkeypatch):
             with aside.publish("tokens", key) as folder:
                 (folder / "train.idx").write_bytes(key.encode())
         publish(aside, "dataset", "d1", FILES, requires=[{"kind": "tokens", "key": key} for key in shards])
-        s3fs.S3FileSystem().put(f"{tmp_path}/aside/artifacts", f"{address}/artifacts", recursive=True)
+        s3.fill(tmp_path / "aside/artifacts", "artifacts")
         there = Store(address, tmp_path / "there")
         assert len(there.storage.files("artifacts/tokens")) == 2002
         assert there.find("dataset", "d1").summary == {"tokens": 3}
