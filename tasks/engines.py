@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -67,7 +68,7 @@ class General:
         return flat, counts
 
 
-class Checked:
+class Checked(ABC):
     """An engine that is held against `tokenizers` on one short text of every batch."""
 
     name: str
@@ -92,8 +93,9 @@ class Checked:
         if not np.array_equal(mine, other):
             raise Disagreement(f"{self.name} and tokenizers make different tokens of the same text")
 
+    @abstractmethod
     def _encode(self, texts: Sequence[str]) -> Encoded:
-        raise NotImplementedError
+        """As `encode`, unchecked."""
 
 
 class Fast(Checked):
