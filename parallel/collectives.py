@@ -53,15 +53,15 @@ def wait(tensor: Tensor) -> Tensor:
 
 
 def after(x: Tensor, grad: Tensor) -> Tensor:
-    """x (n, h), which a compiled graph has no earlier than `grad`.
+    """x (n, h), which a compiled graph has no earlier than `grad` (m, o).
 
     What depends on x alone a compiler does in forward, once, and keeps: a gather that is meant to be done again in backward, so
     that its result need not be kept, must depend on backward. So x comes out of a tensor that has a row of `grad` too.
     """
     if not torch.compiler.is_compiling():
         return x
-    row = grad.flatten()[:1].expand(1, *x.shape[1:])
-    return torch.cat((row, x))[1:]
+    row = grad[:1, :1].expand(1, x.shape[1])  # (1, h)
+    return torch.cat((row, x))[1:]  # (n, h)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LONGEST = 64  # characters of a word that is remembered
-MOST = 400_000  # words that are: about 100 MB
+MOST = 400_000  # words that are: 64 MB for words of nine letters
 RECUR = 0.5  # share of the words of a sample that may be new
 PROBE = "a{0}a 1{0}1 {0} .{0}. '{0}'s{0}{0}\n{0}\n\n{0}\t"
 
