@@ -27,11 +27,16 @@ def test_what_changes_is_copied_beside_the_work_and_at_its_end(tmp_path, monkeyp
             eventually(lambda: files.exists(f"{run}/metrics.jsonl"))
             (tmp_path / "metrics.jsonl").write_text("1\n2\n")
             eventually(lambda: files.cat_file(f"{run}/metrics.jsonl") == b"1\n2\n")
-            files.rm(f"{run}/metrics.jsonl")
             (tmp_path / "logs/last.log").write_text("written at the end")
         assert files.cat_file(f"{run}/logs/last.log") == b"written at the end"
-        assert not files.exists(f"{run}/metrics.jsonl")  # unchanged, so not copied again
         assert not files.exists(f"{run}/checkpoints")
+        # Copied by hand, so that the file is surely recorded as copied when it is taken away there.
+        with Mirror(tmp_path, Objects(f"{address}/store"), "runs/r", seconds=3600) as mirror:
+            mirror.copy()
+            files.rm(f"{run}/metrics.jsonl")
+            (tmp_path / "logs/last.log").write_text("changed since")
+        assert files.cat_file(f"{run}/logs/last.log") == b"changed since"
+        assert not files.exists(f"{run}/metrics.jsonl")  # unchanged, so not copied again
     # With the store out of reach the work goes on.
     with Mirror(tmp_path, Objects(f"{address}/store"), "runs/r", seconds=60):
         pass
