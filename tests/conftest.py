@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 
+import hypothesis
 import pytest
 
 pytest_plugins = ["tests.pool"]
@@ -15,6 +16,12 @@ atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 for _name in ("PREFECT_API_URL", "PREFECT_PROFILE"):
     os.environ.pop(_name, None)
+
+# A loaded machine is no failure.
+hypothesis.settings.register_profile(
+    "trainshed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("trainshed")
 
 NO_SKIPS = os.environ.get("TRAINSHED_NO_SKIPS") == "1"
 

@@ -37,7 +37,6 @@ def make(store, tokens, cuts=(), document=7, **more):
     return folder
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 2**40))
 def test_permutation_is_a_bijection(n, seed, epoch):
     assert sorted(permute(np.arange(n), n, seed, epoch)) == list(range(n))
@@ -59,7 +58,6 @@ def test_order_never_changes_between_versions():
     assert permute(np.array([10**12 - 1]), 10**12, 1234, 3).tolist() == [54027305403]
 
 
-@settings(deadline=None)
 @given(
     tokens=st.integers(5, 400),
     cuts=st.lists(st.integers(0, 400), max_size=6),
@@ -131,7 +129,6 @@ def test_a_corpus_shorter_than_one_window_is_refused(tmp_path):
 WEIGHTS = st.lists(st.integers(1, 999).map(lambda n: n / 1000), min_size=1, max_size=6)
 
 
-@settings(deadline=None)
 @given(weights=WEIGHTS)
 def test_a_blend_has_each_streams_share_at_all_times_and_exactly_in_the_end(weights):
     pattern = blend(weights)
@@ -161,7 +158,7 @@ def test_sources_with_weights_are_read_at_their_shares_whatever_their_sizes(tmp_
         assert own[:windows].tolist() != own[windows : 2 * windows].tolist()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(span=st.integers(1, 70), seed=st.integers(0, 99))
 def test_shuffled_in_spans_every_window_comes_once_and_few_spans_are_open(span, seed, tmp_path_factory):
     folder = make(tmp_path_factory.mktemp("store"), np.arange(601), [200, 400], span=span * 10)

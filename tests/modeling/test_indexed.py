@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from modeling.indexed import IndexedDataset, IndexedDatasetBuilder, IndexedError, token_dtype
@@ -97,7 +97,6 @@ def test_damage_is_named_with_file_and_offset(tmp_path, name, damage, message):
         IndexedDataset(tmp_path / "a")
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_no_damage_reads_outside_the_data(data, tmp_path_factory):
     """Any bytes changed, cut or added in either file: refused, or every sequence lies within the data."""

@@ -51,7 +51,7 @@ def test_matches_where_a_sequence_is_too_long_for_cutting(dtype, documents):
     assert max(errors(case)) < case.tolerance()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.builds(
         Case,

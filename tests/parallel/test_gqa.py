@@ -68,7 +68,7 @@ def distances(heads: int, kv_heads: int, sequence: bool, bias: bool) -> tuple[di
 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_trains_like_one_process(pool, degree, data):
     heads, kv_heads = data.draw(

@@ -44,7 +44,7 @@ def layouts(draw) -> Layout:
     return Layout(sections, degree, Normal(1.0))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(layouts())
 def test_pieces_of_all_ranks_cover_each_tensor_once(layout):
     for section in layout.sections:
@@ -61,7 +61,7 @@ def test_pieces_of_all_ranks_cover_each_tensor_once(layout):
         assert (copies == layout.replicas(section)).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(layouts(), st.integers(0, 2**31))
 def test_initialization_is_the_same_at_every_degree(layout, seed):
     whole = nn.Module()
@@ -108,7 +108,7 @@ def test_large_tensors_are_drawn_in_blocks_with_the_same_result(monkeypatch):
     assert torch.equal(torch.cat([draw(4, rank) for rank in range(4)]), draw(1, 0))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.data())
 def test_ranges_are_cut_into_contiguous_boxes(shape, data):
     numbers = torch.arange(math.prod(shape)).view(shape)
@@ -125,7 +125,7 @@ def test_ranges_are_cut_into_contiguous_boxes(shape, data):
 HEADS = st.sampled_from([(4, 1), (4, 2), (8, 2), (8, 8)])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(HEADS, st.integers(1, 3), st.integers(1, 2), st.integers(1, 2), st.booleans(), st.data())
 def test_every_element_is_saved_once_and_counts_once_in_norms(heads, data, context, pipeline, shard, draws):
     """Over a whole mesh, sharded or not, with KV replicas and a vocabulary that does not divide."""

@@ -77,7 +77,7 @@ def distances(tokens: int, width: int, vocabulary: int, sequence: bool, chunk: i
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_same_as_torch(pool, degree, data):
     arguments = {

@@ -85,7 +85,7 @@ def test_ranks_of_a_ring_need_not_be_neighbours(pool):
     assert worst(parts[1::2], case) < case.tolerance()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     size=st.sampled_from(SIZES),
     chunk=st.integers(1, 12),

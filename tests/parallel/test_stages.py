@@ -3,13 +3,12 @@
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.stages import balance, cut_layers
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(1, 5))
 def test_no_other_cut_has_a_cheaper_costliest_stage(costs, stages):
     if len(costs) < stages:

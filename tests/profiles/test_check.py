@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.schedules import SCHEDULES, check_microbatches
@@ -294,7 +294,6 @@ def brute_force(heads: int, kv_heads: int, tensor: int) -> bool:
     )
 
 
-@settings(deadline=None)
 @given(st.integers(1, 16), st.integers(1, 12), st.integers(1, 200))
 def test_tensor_degrees_are_those_that_share_heads_evenly(kv_heads, group, tensor):
     heads = kv_heads * group
@@ -302,7 +301,6 @@ def test_tensor_degrees_are_those_that_share_heads_evenly(kv_heads, group, tenso
     assert (tensor in valid) == brute_force(heads, kv_heads, tensor)
 
 
-@settings(deadline=None)  # a loaded machine is no failure
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 70))
 def test_a_refused_degree_names_both_neighbours(kv_heads, group, tensor):
     heads = kv_heads * group

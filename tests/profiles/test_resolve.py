@@ -265,7 +265,7 @@ CHANGES = {
 }
 
 
-@settings(deadline=None, max_examples=50)  # a loaded machine is no failure
+@settings(max_examples=50)
 @given(st.fixed_dictionaries({}, optional=CHANGES))
 def test_dumping_and_loading_gives_the_same_profile(tmp_path_factory, changes):
     profile = Profile.model_validate({"name": "drawn", **MINIMAL, **changes})

@@ -150,7 +150,7 @@ def test_damage_is_noticed_named_and_mended_by_publishing_again(store, caplog, n
     assert store.find("tokens", "k1") == made
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_flipped_bit_of_any_file_is_noticed(tmp_path_factory, data):
     store = Store(str(tmp_path_factory.mktemp("store")))

@@ -127,7 +127,7 @@ def test_ranks_do_not_outlive_a_torchrun_that_was_killed(job, tmp_path):
     handle = launcher.submit(job("stubborn"))
     running = pids(tmp_path)
     os.kill(psutil.Process(running[0]).ppid(), signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while launcher.poll(handle).running:
         assert time.monotonic() < deadline
     assert launcher.poll(handle).exit_code == -signal.SIGKILL

@@ -133,7 +133,7 @@ def test_a_long_file_is_one_document_read_in_parts(tmp_path, monkeypatch):
         texts(profile(files(tmp_path / "a.txt")))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.text(st.sampled_from('abc "\\/\n\té日👩{}:,'), max_size=60), min_size=1, max_size=6),
     st.booleans(),

@@ -177,7 +177,7 @@ def by_words(request):
     return engines.ByWords(made, 1), engines.General(made)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(texts=st.lists(st.one_of(st.text(), st.text("a1 \t\n\r'sSſlL.<pad>é日\x1c\x85\u2028٣Ⅷ²")), max_size=4))
 def test_texts_by_words_have_the_tokens_of_the_whole(by_words, texts):
     for mine, other in zip(*(engine.encode(texts) for engine in by_words), strict=True):
