@@ -1,13 +1,15 @@
 """A run's checkpoints: what it goes on from, what a checkpoint says, which are kept, what follows when one fails.
 
 Kept are the newest `checkpoint.keep`, those of every `checkpoint.keep_every` steps, and the one with the lowest validation
-loss, where an evaluation fell on its step. A save that fails is reported and training goes on; two in a row end it.
+loss, where an evaluation fell on its step. A save that fails is reported, training goes on, and it is tried again after 1, 2, 4
+and more steps; only where the last one cannot be written either does the run end badly.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from modeling.anomalies import record
 from modeling.program import Program
 from modeling.schedule import learning_rate
 from parallel import ZeRO1, checkpoint
@@ -29,8 +32,16 @@ class Refused(ValueError):
     """What the user wants to go on from is not there, or is of another model."""
 
 
+PAUSES = (
+    1.0,
+    2.0,
+    4.0,
+    8.0,
+)  # seconds between attempts at the last save; within the grace of a job that is to end
+
+
 class CannotSave(RuntimeError):
-    """Two checkpoints in a row could not be written."""
+    """The last checkpoint could not be written, and there is no later step to try it again."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,8 @@ class Checkpoints:
             optimizer, beside=self.profile.checkpoint.async_, allowed=self._require_current
         )
         self._saved: dict[int, float | None] = {}  # validation loss of each complete one; known to the leader
-        self._step = 0  # of the save under way
+        self._identity = identity(run)
+        self._step = 0  # of the save under way, or of the last one
         self._loss: float | None = None  # its validation loss
         self._failures = 0  # in a row
 
@@ -123,6 +135,14 @@ class Checkpoints:
         if self._saver.begun and not writing:
             self._finish()
 
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be written after this step: at its interval, or because the last save failed."""
+        every = self.profile.checkpoint.every
+        if not every:
+            return False
+        again = self._failures and not self._saver.begun and step - self._step >= 2 ** (self._failures - 1)
+        return step % every == 0 or bool(again)
+
     def save(
         self, step: int, validation_loss: float | None = None, *, last: bool = False, **others: Any
     ) -> None:
@@ -132,19 +152,32 @@ class Checkpoints:
             others: JSON values that the checkpoint is to say besides.
 
         Raises:
-            CannotSave: this one failed and so did the one before; a `last` one is tried twice.
+            CannotSave: a `last` one failed, as often as it was tried.
             Superseded: another attempt has begun.
         """
         if self._saver.begun:
             self._finish()
-        failures = self._failures
-        self._begin(step, validation_loss, others)
-        if self._saver.begun and (last or not self.profile.checkpoint.async_):
-            self._finish()
-        if last and self._failures > failures:
-            self.save(step, validation_loss, **others)
-            if self._saver.begun:
-                self._finish()
+        reason = self._begin(step, validation_loss, others)
+        if last or not self.profile.checkpoint.async_:
+            reason = reason or self._finish()
+        if not last:
+            return
+        for pause in PAUSES:
+            if reason is None:
+                return
+            time.sleep(pause)
+            reason = self._begin(step, validation_loss, others) or self._finish()
+        if reason is not None:
+            good = max(self._saved, default=None)  # as the leader knows
+            rest = (
+                "there is no good one"
+                if good is None
+                else f"the last good one is step_{good} in {self.place}"
+            )
+            raise CannotSave(
+                f"step {step} could not be saved: {reason}; it was tried {len(PAUSES) + 1} times, and is the last"
+                + (f"; {rest}" if self.leader else "")
+            )
 
     def close(self) -> None:
         """Complete what is under way."""
@@ -152,7 +185,10 @@ class Checkpoints:
             self._finish()
         self._saver.close()
 
-    def _begin(self, step: int, validation_loss: float | None, others: dict[str, Any]) -> None:
+    def _begin(
+        self, step: int, validation_loss: float | None, others: dict[str, Any]
+    ) -> checkpoint.SaveFailed | None:
+        """Begin to write; why that failed, where it did."""
         self._step, self._loss = step, validation_loss
         settings = self.profile.train
         about = {
@@ -167,34 +203,27 @@ class Checkpoints:
         try:
             self._saver.begin(checkpoint.join(self.place, f"step_{step}"), about)
         except checkpoint.SaveFailed as reason:
-            self._failed(reason)
+            return self._failed(reason)
+        return None
 
-    def _finish(self) -> None:
+    def _finish(self) -> checkpoint.SaveFailed | None:
+        """Complete the save under way; why that failed, where it did."""
         try:
             self._saver.finish()
         except checkpoint.SaveFailed as reason:
-            self._failed(reason)
-            return
+            return self._failed(reason)
         self._failures = 0
         if self.leader:
             self._saved[self._step] = self._loss
             self._retain()
+        return None
 
-    def _failed(self, reason: checkpoint.SaveFailed) -> None:
+    def _failed(self, reason: checkpoint.SaveFailed) -> checkpoint.SaveFailed:
         self._failures += 1
-        said = f"step {self._step} could not be saved: {reason}"
-        if self._failures > 1:
-            good = max(self._saved, default=None)  # as the leader knows
-            rest = (
-                "there is no good one"
-                if good is None
-                else f"the last good one is step_{good} in {self.place}"
-            )
-            raise CannotSave(
-                f"{said}; it is the second time in a row, so training ends; {rest if self.leader else ''}"
-            )
         if self.leader:
-            log.warning(f"warning: {said}; training goes on")
+            log.warning(f"warning: step {self._step} could not be saved: {reason}; it is tried again")
+            record(self.run, "not saved", step=self._step, reason=str(reason))
+        return reason
 
     def _retain(self) -> None:
         """Remove what is not to be kept; called on the leader."""
@@ -252,13 +281,24 @@ class Checkpoints:
         return Start(None, False, 0, f"from scratch, seed {self.profile.train.seed}")
 
     def _require_current(self) -> None:
-        """Raise `Superseded` where a later attempt has begun: a rank cut off from its launcher may still be running."""
+        """Raise `Superseded` where a later attempt has begun, or the folder is another run's by now.
+
+        A rank that is cut off from its launcher may still be running.
+        """
+        if identity(self.run) != self._identity:
+            raise checkpoint.Superseded(f"this run ends: {self.run} is another run's by now")
         if self.attempt is None:
             return
         current = int((self.run / "attempt").read_text())
         if current != self.attempt:
             reason = f"attempt {self.attempt} ends: attempt {current} has taken over the run"
             raise checkpoint.Superseded(reason)
+
+
+def identity(run: Path) -> str | None:
+    """What tells the run in this folder from others of its name; None where nothing does."""
+    note = run / "run.json"
+    return json.loads(note.read_text())["identity"] if note.exists() else None
 
 
 def kept(saved: dict[int, float | None], newest: int, every: int) -> set[int]:

@@ -195,11 +195,7 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
                 row = {"step": step, "validation_loss": held_out.loss}
                 metrics.write({**row, **held_out.metrics, **held_out.graphs})
                 log.info(f"step {step}/{settings.steps}  validation loss {held_out.loss:.4f}")
-        if (
-            (stopping and profile.checkpoint.on_stop)
-            or step == settings.steps
-            or (profile.checkpoint.every and step % profile.checkpoint.every == 0)
-        ):
+        if (stopping and profile.checkpoint.on_stop) or step == settings.steps or checkpoints.due(step):
             with watchdog.patience():
                 last = bool(stopping) or step == settings.steps
                 loss_held_out = held_out.loss if held_out else None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from modeling.checkpoints import kept
+from tasks import runs
 from tests import disk
 from tests.modeling import micro
 
@@ -63,21 +64,38 @@ def test_which_checkpoints_are_kept():
     assert kept(dict.fromkeys(saved), 1, 0) == {50}
 
 
-def test_a_full_disk_is_reported_once_and_ends_the_run_the_second_time(dataset, tmp_path):
+ONE_FITS = "700k"
+
+
+def test_on_a_full_disk_training_goes_on_and_only_the_last_save_ends_it(dataset, tmp_path):
     run = micro.run_folder(tmp_path / "full", *ALONE)
     place = tmp_path / "disk"
     whole = command(run, dataset, "--checkpoints", place)
-    one_fits = disk.small(place, "700k")
-    done = subprocess.run([*one_fits, *whole], capture_output=True, text=True, check=False)
+    done = subprocess.run([*disk.small(place, ONE_FITS), *whole], capture_output=True, text=True, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == 1, said
     assert "Traceback" not in said
-    assert "warning: step 8 could not be saved: rank 0: No space left on device; training goes on" in said
-    assert (
-        "step 12 could not be saved: rank 0: No space left on device; it is the second time in a row" in said
-    )
+    failed = [event["step"] for event in runs.read_events(run) if event["event"] == "not saved"]
+    assert failed == [8, 9, 11, *[12] * 5]
+    assert "warning: step 8 could not be saved: rank 0: No space left on device; it is tried again" in said
+    assert "step 12 could not be saved: rank 0: No space left on device; it was tried 5 times" in said
     assert f"the last good one is step_4 in {place}" in said
     assert list(micro.losses(run)) == list(range(1, 13))
+
+
+def test_a_disk_that_was_full_for_a_while_costs_no_checkpoint_but_those(dataset, finished, tmp_path):
+    run = micro.run_folder(tmp_path / "full", *ALONE, "checkpoint.keep=1")
+    place = tmp_path / "disk"
+    whole = command(run, dataset, "--checkpoints", place)
+    filled = (
+        'head -c 700k /dev/zero > "$0/filler"; (until [ -e "$1" ]; do sleep 0.05; done; rm "$0/filler") &'
+    )
+    freed = ["sh", "-c", filled + ' shift; exec "$@"', place, run / "events.jsonl"]
+    begin = [*disk.small(place, "1400k"), *map(str, freed)]
+    done = subprocess.run([*begin, *whole], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert runs.read_events(run)[0]["step"] == 8
+    assert micro.losses(run) == micro.losses(finished)
 
 
 @pytest.fixture(scope="module")
