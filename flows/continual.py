@@ -91,10 +91,9 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     key = keys.evaluation(stands.run, keys.digest([stands.identity, start.name, held_out.key]))
     old = do.once(steps.evaluate, evaluation.KIND, key, own, kept, base, key, held_out, None, None)
     key = keys.training(mine.name, identity)
-    train = steps.train.with_options(retries=mine.cluster.retries, retry_delay_seconds=steps.DELAYS)
-    trained = do.once(
-        train, training.KIND, key, mine, kept, folder, key, new, compiled, start, run_folder=folder
-    )
+    inputs = (mine, kept, folder, key, new, compiled, start)
+    patience = mine.cluster.retries
+    trained = do.once(steps.train, training.KIND, key, *inputs, run_folder=folder, patience=patience)
     ledger.record(kept, mine.name, identity, new, parent=stands.identity)
     key = keys.evaluation(mine.name, keys.digest([identity, held_out.key]))
     now = do.once(steps.evaluate, evaluation.KIND, key, mine, kept, folder, key, held_out, compiled, trained)

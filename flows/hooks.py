@@ -23,16 +23,14 @@ GRACE = 30.0  # seconds to save
 
 
 def end_jobs(flow: Any, flow_run: Any, state: Any) -> None:
-    """Cancel whatever this flow run's jobs still have running; done twice it does nothing."""
+    """Cancel whatever this flow run's jobs still have running; done twice it does nothing, nor to those of others."""
     given = flow_run.parameters
     run = resolve.load(given["profile"], given.get("overrides") or (), given.get("name"))
     kept = Store(given.get("store") or "./store", run.cluster.work_dir or "store")
     launcher = create(run.cluster.launcher, run.cluster)
-    beside = kept.run_directory(run.name).parent
-    for pattern in (run.name, f"{run.name}~*", f"{run.name}-round-*"):  # moved aside, and of a series
-        for folder in beside.glob(f"{pattern}/logs"):
-            for handle in noted(folder):
-                launcher.cancel(handle, GRACE)
+    for folder in runs.worked_in(kept, run, str(flow_run.id)):
+        for handle in noted(folder / "logs"):
+            launcher.cancel(handle, GRACE)
 
 
 def explain(flow: Any, flow_run: Any, state: Any) -> None:

@@ -91,38 +91,36 @@ def pretrain(
         do.skip("checkpoint", "from scratch")
 
     identity = keys.run_identity(run, vocabulary.key, corpus.key, weights and weights.key)
-    folder = kept.run(run.name, identity)
-    (folder / "profile.yaml").write_text(resolve.dump(run))
-    runs.note_inputs(folder, identity, vocabulary, corpus)
-    do.record_in(folder)
-    overview = Overview(run, folder)
-    overview.begin(planned)
-    compiled = compile_graphs(do, run, kept, folder, corpus)
+    with runs.opened(kept, run, identity, str(flow_run.id)) as folder:
+        runs.note_inputs(folder, identity, vocabulary, corpus)
+        do.record_in(folder)
+        overview = Overview(run, folder)
+        overview.begin(planned)
+        compiled = compile_graphs(do, run, kept, folder, corpus)
 
-    key = keys.training(run.name, identity)
-    train = steps.train.with_options(retries=run.cluster.retries, retry_delay_seconds=steps.DELAYS)
-    trained = do.once(
-        train, training.KIND, key, run, kept, folder, key, corpus, compiled, weights, run_folder=folder
-    )
-    ledger.record(kept, run.name, identity, corpus)
-    key = keys.evaluation(run.name, identity)
-    evaluated = do.once(
-        steps.evaluate, evaluation.KIND, key, run, kept, folder, key, corpus, compiled, trained
-    )
-    key = keys.export(run.name, identity)
-    exported = do.once(
-        steps.export, export.KIND, key, run, kept, folder, key, vocabulary, trained, run_folder=folder
-    )
-    page = do.always(steps.report, run, kept, folder, planned, evaluated, do.outcomes)
-    overview.show(now=True)
-    return {
-        "run": run.name,
-        "folder": str(folder),
-        "export": str(folder / exported.summary["part"]),
-        "metrics": str(folder / "metrics.jsonl"),
-        "report": str(page),
-        "parameters": planned.parameters,
-        "validation_loss": evaluated.summary["validation_loss"],
-        "perplexity": evaluated.summary["perplexity"],
-        "steps": [asdict(outcome) for outcome in do.outcomes],
-    }
+        key = keys.training(run.name, identity)
+        inputs = (run, kept, folder, key, corpus, compiled, weights)
+        patience = run.cluster.retries
+        trained = do.once(steps.train, training.KIND, key, *inputs, run_folder=folder, patience=patience)
+        ledger.record(kept, run.name, identity, corpus)
+        key = keys.evaluation(run.name, identity)
+        evaluated = do.once(
+            steps.evaluate, evaluation.KIND, key, run, kept, folder, key, corpus, compiled, trained
+        )
+        key = keys.export(run.name, identity)
+        exported = do.once(
+            steps.export, export.KIND, key, run, kept, folder, key, vocabulary, trained, run_folder=folder
+        )
+        page = do.always(steps.report, run, kept, folder, planned, evaluated, do.outcomes)
+        overview.show(now=True)
+        return {
+            "run": run.name,
+            "folder": str(folder),
+            "export": str(folder / exported.summary["part"]),
+            "metrics": str(folder / "metrics.jsonl"),
+            "report": str(page),
+            "parameters": planned.parameters,
+            "validation_loss": evaluated.summary["validation_loss"],
+            "perplexity": evaluated.summary["perplexity"],
+            "steps": [asdict(outcome) for outcome in do.outcomes],
+        }

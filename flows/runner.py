@@ -33,6 +33,8 @@ from tasks.workers import Ended
 
 log = logging.getLogger(__name__)
 
+ANY_NUMBER = 1_000_000  # of retries, where Prefect is not to count them
+
 
 class Runner:
     """Runs the steps of one flow run, one after another, and remembers what became of each."""
@@ -56,12 +58,20 @@ class Runner:
         return self._run(step, *arguments)
 
     def once(
-        self, step: Task[..., Artifact], kind: str, key: str, *arguments: Any, run_folder: Path | None = None
+        self,
+        step: Task[..., Artifact],
+        kind: str,
+        key: str,
+        *arguments: Any,
+        run_folder: Path | None = None,
+        patience: int | None = None,
     ) -> Artifact:
         """A step whose artifact of this kind and key is reused while it is whole.
 
         Args:
             run_folder: of the run that the artifact points into, where it does.
+            patience: attempts in a row that may fail without a new checkpoint in that folder, where that is how its attempts
+                are counted: a long run may fail any number of times, as long as it gets on.
         """
         if run_folder is None:
             known = self._store.find(kind, key)
@@ -75,19 +85,29 @@ class Runner:
             result_serializer="json",
             result_storage=self._results,
         )
-        return self._run(step, *arguments, known=known)
+        getting_on = None
+        if run_folder is not None and patience is not None:
+            step = step.with_options(retries=ANY_NUMBER)
+            getting_on = GettingOn(self._store, run_folder, patience)
+        return self._run(step, *arguments, known=known, getting_on=getting_on)
 
     def skip(self, name: str, reason: str) -> None:
         """A step that this run does not need, shown as such."""
         self._run(_nothing.with_options(name=name, task_run_name=name), reason)
 
-    def _run(self, step: Task[..., Any], *arguments: Any, known: Artifact | None = None) -> Any:
+    def _run(
+        self,
+        step: Task[..., Any],
+        *arguments: Any,
+        known: Artifact | None = None,
+        getting_on: GettingOn | None = None,
+    ) -> Any:
         begun = time.monotonic()
         retries = 0
 
         def condition(_: Task[..., Any], run: TaskRun, state: State) -> bool:
             nonlocal retries
-            worth = worth_retrying(step, run, state)
+            worth = worth_retrying(step, run, state) and (getting_on is None or getting_on.failed())
             if worth:
                 retries += 1
                 self._record(step.name, "tried again", state)
@@ -127,6 +147,30 @@ class Runner:
         self.outcomes.append(outcome)
         took = duration(outcome.seconds) if outcome.how in ("done", "failed") and outcome.seconds else ""
         log.info("%s", f"{outcome.step:<10}  {outcome.how:<7}  {took:>7}  {outcome.note}".rstrip())
+
+
+class GettingOn:
+    """Whether a run that fails again and again gets on in between: each new checkpoint makes good for what failed before.
+
+    Args:
+        patience: failures in a row, without one, after which it is tried again.
+    """
+
+    def __init__(self, store: Store, folder: Path, patience: int) -> None:
+        self._store, self._folder, self._patience = store, folder, patience
+        self._in_a_row = 0
+        self._newest = self._newest_checkpoint()
+
+    def failed(self) -> bool:
+        """Note a failure; whether it is to be tried again."""
+        newest = self._newest_checkpoint()
+        if newest > self._newest:
+            self._newest, self._in_a_row = newest, 0
+        self._in_a_row += 1
+        return self._in_a_row <= self._patience
+
+    def _newest_checkpoint(self) -> int:
+        return max(runs.checkpoints(self._store, self._folder), default=0)
 
 
 @task

@@ -12,7 +12,6 @@ from typing import Any
 
 from prefect import task, unmapped
 from prefect.cache_policies import NO_CACHE
-from prefect.tasks import exponential_backoff
 
 from flows.artifacts import Bar
 from flows.progress import Progress, show_graphs, tell, watched
@@ -36,7 +35,13 @@ from tasks.workers import Workers
 # Of tasks whose arguments Prefect need not hash to find out whether they are done; of the others the runner tells it.
 UNKEYED: dict[str, Any] = {"cache_policy": NO_CACHE}
 # Of tasks that can fail for reasons that pass: a network, a machine, a disk that was full.
-DELAYS = exponential_backoff(2)  # seconds: 2, 4, 8, ...
+DELAYS = [
+    2.0,
+    4.0,
+    8.0,
+    16.0,
+    30.0,
+]  # seconds; the last for all that follow, also of a run that fails a hundred times
 RETRIED: dict[str, Any] = {
     "retries": 2,
     "retry_delay_seconds": DELAYS,

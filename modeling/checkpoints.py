@@ -74,7 +74,7 @@ class Checkpoints:
             optimizer, beside=self.profile.checkpoint.async_, allowed=self._require_current
         )
         self._saved: dict[int, float | None] = {}  # validation loss of each complete one; known to the leader
-        self._identity = identity(run)
+        self._whose = whose(run)
         self._step = 0  # of the save under way, or of the last one
         self._loss: float | None = None  # its validation loss
         self._failures = 0  # in a row
@@ -285,7 +285,7 @@ class Checkpoints:
 
         A rank that is cut off from its launcher may still be running.
         """
-        if identity(self.run) != self._identity:
+        if whose(self.run) != self._whose:
             raise checkpoint.Superseded(f"this run ends: {self.run} is another run's by now")
         if self.attempt is None:
             return
@@ -295,10 +295,10 @@ class Checkpoints:
             raise checkpoint.Superseded(reason)
 
 
-def identity(run: Path) -> str | None:
-    """What tells the run in this folder from others of its name; None where nothing does."""
+def whose(run: Path) -> bytes:
+    """What tells the run in this folder from others of its name; empty where nothing does."""
     note = run / "run.json"
-    return json.loads(note.read_text())["identity"] if note.exists() else None
+    return note.read_bytes() if note.exists() else b""
 
 
 def kept(saved: dict[int, float | None], newest: int, every: int) -> set[int]:

@@ -283,7 +283,8 @@ class Cluster(Section):
         None, description="torch threads a process on CPUs; null: its share of the cores"
     )
     retries: Natural = Field(
-        2, description="further attempts after a failure, each from the newest checkpoint"
+        2,
+        description="further attempts after failures in a row; a new checkpoint starts the count again",
     )
     hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
         20.0, description="a step may take so long beyond hang_factor median steps; null: it is not watched"

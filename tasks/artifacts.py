@@ -218,7 +218,7 @@ class Store:
         note = folder / "run.json"
         if self._remote:
             self._restore(self._remote, name, identity)
-        if folder.exists() and any(folder.iterdir()) and _identity(note) != identity:
+        if folder.exists() and any(folder.iterdir()) and identity_of(folder) != identity:
             aside = _move_aside(folder)
             log.warning(
                 "run %s differs from the one of that name (model, data or training): moved to %s", name, aside
@@ -414,9 +414,10 @@ def _part(name: str) -> str:
     return name
 
 
-def _identity(note: Path) -> str | None:
+def identity_of(folder: Path) -> str | None:
+    """What tells the run in this folder from others of its name; None where nothing does."""
     try:
-        return json.loads(note.read_text())["identity"]
+        return json.loads((folder / "run.json").read_text())["identity"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tasks.artifacts import VERIFIED, Artifact, Store
+from profiles import resolve
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+from tasks.artifacts import VERIFIED, Artifact, Store, identity_of
+from tasks.launchers import create, noted
 from tasks.manifest import Damaged, Manifest
 from tasks.storage import Folder
 from tasks.tail import Tail
@@ -23,6 +28,47 @@ MARKER = "complete.json"
 POINTER = "points-to.json"
 INPUTS = "inputs.json"
 ATTEMPT = "attempt"  # file with the number of the start that may complete checkpoints
+FLOW_RUN = "flow-run"  # file with the id of the flow run that works in the folder, or did last
+
+
+@contextmanager
+def opened(store: Store, profile: Profile, identity: str, flow_run: str) -> Iterator[Path]:
+    """The run's folder with its profile, in which no other flow run works for the block: who comes later waits.
+
+    Raises:
+        ProfileError: the folder is of another run of that name, of which a job lives on: two must not write into one folder.
+    """
+    with store.lock("run", profile.name):
+        _refuse_to_take_from_the_living(store, profile, identity)
+        folder = store.run(profile.name, identity)
+        for name, text in (("profile.yaml", resolve.dump(profile)), (FLOW_RUN, flow_run)):
+            Folder(folder).write(name, text.encode())
+        yield folder
+
+
+def worked_in(store: Store, profile: Profile, flow_run: str) -> list[Path]:
+    """Folders of runs of this profile's name, rounds of its series among them, in which a flow run was the last to work."""
+    beside = store.run_directory(profile.name).parent
+    notes = [beside / profile.name / FLOW_RUN, *beside.glob(f"{profile.name}-round-*/{FLOW_RUN}")]
+    return [note.parent for note in notes if note.exists() and note.read_text() == flow_run]
+
+
+def _refuse_to_take_from_the_living(store: Store, profile: Profile, identity: str) -> None:
+    folder = store.run_directory(profile.name)
+    if identity_of(folder) in (None, identity):
+        return
+    try:
+        cluster = resolve.load(str(folder / "profile.yaml")).cluster
+    except ProfileError:  # of another version, or damaged
+        cluster = profile.cluster
+    launcher = create(cluster.launcher, cluster)
+    for handle in noted(folder / "logs"):
+        if where := launcher.whereabouts(handle):
+            reason = (
+                f"the run of this name is another one (model, data or training), and its {handle.job.name} still runs as "
+                f"{where}; end that first, or give this one another name"
+            )
+            raise ProfileError("name", profile.name, reason, [f"{profile.name}-2"])
 
 
 def checkpoints(store: Store, folder: Path) -> list[int]:

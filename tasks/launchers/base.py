@@ -107,6 +107,9 @@ class Launcher(Protocol):
     def poll(self, handle: Handle) -> Status:
         """How the job is doing; quick enough to be asked several times a second."""
 
+    def whereabouts(self, handle: Handle) -> str:
+        """Where the job is to be found by hand, 'job 12 of Slurm', whoever submitted it; empty where it is over."""
+
     def tail(self, handle: Handle, lines: int) -> Sequence[str]:
         """The last lines that matter of this attempt: those of the rank that failed first, where that is known."""
 

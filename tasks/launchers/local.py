@@ -81,6 +81,10 @@ class LocalLauncher:
         _end(handle.identifier, signal.SIGKILL)  # ranks that outlived a torchrun that was killed
         return Status(running=False, exit_code=code)
 
+    def whereabouts(self, handle: Handle) -> str:
+        pids = [str(process.pid) for process in _processes(handle.identifier)]
+        return f"process {', '.join(pids)}" if pids else ""
+
     def tail(self, handle: Handle, lines: int) -> Sequence[str]:
         return causes.last_lines(causes.attempt_log(handle), lines)
 

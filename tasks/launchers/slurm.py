@@ -110,6 +110,9 @@ class SlurmLauncher:
             return Status(running=True)
         return Status(running=False, note=self._epitaph(handle))
 
+    def whereabouts(self, handle: Handle) -> str:
+        return f"job {handle.identifier} of Slurm" if self._line(handle) else ""
+
     def tail(self, handle: Handle, lines: int) -> Sequence[str]:
         return causes.last_lines(causes.attempt_log(handle), lines)
 

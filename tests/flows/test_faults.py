@@ -6,11 +6,14 @@ import os
 import signal
 import threading
 import time
+import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from flows.hooks import end_jobs
 from tests.flows.micro import LONGER, losses, settings, wait_for_step
 
 INTERRUPTED_AT = 50  # of 240 steps, with a checkpoint every 40
@@ -45,30 +48,35 @@ def ranks(folder) -> list[psutil.Process]:
     return found
 
 
-def test_a_killed_rank_fails_the_attempt_and_the_retry_ends_with_the_same_losses(
+def test_killed_again_and_again_a_run_that_gets_on_ends_with_the_same_losses(
     pretrain, undisturbed, tmp_path, caplog
 ):
+    """More often than it may fail in a row: a new checkpoint starts the count again."""
     folder = tmp_path / "store/runs/micro"
 
     def kill_one():
-        wait_for_step(folder, INTERRUPTED_AT)
-        os.kill(ranks(folder)[1].pid, signal.SIGKILL)
+        for step in (INTERRUPTED_AT, 2 * INTERRUPTED_AT):
+            wait_for_step(folder, step)
+            os.kill(ranks(folder)[1].pid, signal.SIGKILL)
+            while ranks(folder):
+                time.sleep(0.05)
 
     caplog.set_level("INFO")
     killer = threading.Thread(target=kill_one)
     killer.start()
-    result = pretrain(tmp_path / "store", *LONGER)
+    result = pretrain(tmp_path / "store", *LONGER, "cluster.retries=1")
     killer.join()
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "was killed by SIGKILL" in said
     assert "resumed from step 40" in said
     assert losses_of(result) == undisturbed
     kinds, reasons = incidents(folder)
-    assert kinds == ["train tried again", "resumed"]
+    assert kinds == ["train tried again", "resumed"] * 2
     assert "rank 1 was killed by SIGKILL" in reasons[0]
     assert reasons[1] == "start 2, from the checkpoint of step 40"
+    assert reasons[3] == "start 3, from the checkpoint of step 80"
     report = (folder / "report.html").read_text()
-    assert all(part in report for part in (*kinds, *map(html.escape, reasons), "2 attempts"))
+    assert all(part in report for part in (*kinds, *map(html.escape, reasons), "3 attempts"))
 
 
 def test_what_failed_before_there_was_a_folder_is_among_the_incidents_too(pretrain, tmp_path, monkeypatch):
@@ -143,6 +151,14 @@ def test_a_run_goes_on_watching_when_its_command_is_killed_and_started_again(
     os.kill(first.process.pid, signal.SIGKILL)
     for process in training:  # so that it is not over before the second command gets there
         process.suspend()
+    # Another run of that name takes nothing from one that lives on, nor does whoever cancels another flow run.
+    code, _, err = command(*arguments, "--set", "train.seed=2", PREFECT_API_URL=prefect_server).result()
+    assert code == 2
+    assert "its train still runs as process" in err
+    assert not (tmp_path / "store/runs/micro~1").exists()
+    given = {"profile": str(profile), "overrides": LONGER, "store": str(tmp_path / "store")}
+    end_jobs(None, SimpleNamespace(id=uuid.uuid4(), parameters=given), None)
+    assert {process.pid for process in ranks(folder)} == before
     second = command(*arguments, PREFECT_API_URL=prefect_server)
     log, deadline = tmp_path / "store/logs/micro.log", time.monotonic() + 90
     while "joined it instead" not in log.read_text() and time.monotonic() < deadline:
