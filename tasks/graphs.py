@@ -51,8 +51,8 @@ class GraphsFailed(RuntimeError):
     """Some graphs failed to compile; the message names them. What did not fail is kept."""
 
 
-class _Stopped(Exception):
-    pass
+class _Stopped(BaseException):
+    """Ends a compile: another failed, or the flow is being cancelled."""
 
 
 def run(

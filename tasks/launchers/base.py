@@ -16,6 +16,7 @@ from typing import Protocol
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 600.0  # seconds without an answer about a job until nobody asks any more
 NOT_FOR_JOBS = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # beginnings of names
 
 
@@ -131,29 +132,75 @@ def execute(
 ) -> None:
     """Run a job to its end, calling `watch` several times a second, or join it where it is running already.
 
-    Whatever ends this function early (a failure, Ctrl-C, a cancellation: all of them exceptions here) ends the job too.
+    What ends this process on purpose (Ctrl-C, a cancellation: no `Exception`, but a `BaseException`) ends the job too.
+    Nothing else does, since a file that cannot be read for a while, or an error in what `watch` shows, says nothing about
+    the job: it is asked about again, and left running where no answer comes for `PATIENCE`.
+
+    Args:
+        timeout: seconds that the job may take.
+        grace: seconds that it has to save when it is ended.
 
     Raises:
-        JobFailed: the job ended with another exit code than 0.
-        TimeoutError: it ran longer than `timeout` seconds.
+        JobFailed: the job ended with another exit code than 0, or it cannot be told for `PATIENCE` how it is doing.
+        TimeoutError: it ran longer than `timeout` seconds, and was ended.
     """
     handle = launcher.find(job)
     if handle is None:
         handle = launcher.submit(job)
     else:
         log.warning("%s is still running: joined it instead of starting another", job.name)
-    deadline = None if timeout is None else time.monotonic() + timeout
+    begun = known = time.monotonic()
+    once = _Once()
     try:
-        while (status := launcher.poll(handle)).running:
-            watch()
-            if deadline is not None and time.monotonic() > deadline:
+        while True:
+            try:
+                running, failure = _state(launcher, handle)
+                known = time.monotonic()
+            except Exception as error:
+                running, failure = True, None
+                once.warn(error, f"it cannot be told just now how {job.name} is doing; it is asked again")
+                if time.monotonic() - known > PATIENCE:
+                    raise JobFailed(_lost(job, error)) from error
+            try:
+                watch()
+            except Exception as error:
+                once.warn(error, f"it cannot be shown what {job.name} does; it runs on")
+            if failure is not None:
+                raise failure
+            if not running:
+                return
+            if timeout is not None and time.monotonic() - begun > timeout:
+                launcher.cancel(handle, grace)
                 raise TimeoutError(f"{job.name} took longer than {timeout:.0f} s; its log: {job.log_file}")
             time.sleep(poll_seconds)
-        watch()
     except BaseException as error:
         if not isinstance(error, Exception):
             log.warning("stopping %s; it may take a moment to save where it is", job.name)
-        launcher.cancel(handle, grace)
+            launcher.cancel(handle, grace)
         raise
-    if status.exit_code not in (0, None) or status.note:
-        raise launcher.failure(handle, status)
+
+
+def _state(launcher: Launcher, handle: Handle) -> tuple[bool, JobFailed | None]:
+    """Whether a job runs; of one that ended badly, how."""
+    status = launcher.poll(handle)
+    badly = not status.running and (status.exit_code not in (0, None) or status.note)
+    return status.running, launcher.failure(handle, status) if badly else None
+
+
+def _lost(job: Job, error: Exception) -> str:
+    return (
+        f"{job.name}: for {PATIENCE:.0f} s it could not be told how it is doing ({error!r}). It was left as it is; the same "
+        f"run again joins it if it still runs; its log: {job.log_file}"
+    )
+
+
+class _Once:
+    """Says of each kind of error once that it came, with where it came from."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[str, type]] = set()
+
+    def warn(self, error: Exception, words: str) -> None:
+        if (words, type(error)) not in self._said:
+            self._said.add((words, type(error)))
+            log.warning("%s: %r", words, error, exc_info=None if isinstance(error, OSError) else error)

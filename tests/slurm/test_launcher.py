@@ -176,6 +176,25 @@ def test_a_controller_that_is_gone_for_a_while_changes_nothing(place, launcher, 
     execute(launcher, job(place))
 
 
+def test_a_record_that_cannot_be_read_for_a_while_ends_no_job(place, launcher, cluster):
+    """The record's place is taken by a folder, which cannot be read as a file either."""
+    record, asked = place / "logs/work.exit.json", []
+
+    def watch():
+        asked.append(len(asked))
+        if (place / "pid-3").exists() and not (place / "go-on").exists():
+            if asked[-1] % 10 == 5:
+                record.mkdir(exist_ok=True)
+            elif asked[-1] % 10 == 0 and record.exists():
+                record.rmdir()
+                (place / "go-on").touch()
+
+    execute(launcher, job(place), watch)
+    assert json.loads(record.read_text())["exit_code"] == 0
+    assert not (place / "saved-0").exists()
+    assert (place / "logs/work.log").read_text().count("they meet at") == 1
+
+
 def test_what_slurm_ends_without_a_record_is_said_to_be_so(place, launcher, cluster, monkeypatch):
     monkeypatch.setattr(slurm, "GONE_SECONDS", 1.0)
     handle = launcher.submit(job(place, nodes=1))

@@ -1,5 +1,6 @@
 """The local launcher with real processes: small programs under torchrun, killed, cancelled and found again."""
 
+import errno
 import os
 import signal
 import time
@@ -8,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.launchers import Job, JobFailed, create, execute
+from tasks.launchers import Job, JobFailed, base, create, execute
 from tasks.launchers.local import MARKER, LocalLauncher
+from tasks.tail import Tail
 
 RANKS = """
 import os, pathlib, signal, sys, time
@@ -57,12 +59,14 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def leftovers() -> list[psutil.Process]:
-    """Every process that carries a job's marker."""
+def leftovers(folder: Path) -> list[psutil.Process]:
+    """Every process that carries the marker of a job of this test."""
     found = []
     for process in psutil.process_iter():
         try:
-            if MARKER in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+            environment = process.environ()
+            ours = MARKER in environment and environment.get("PYTHONPATH") == str(folder)
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue
@@ -165,6 +169,55 @@ def test_another_job_of_the_same_name_takes_the_place_of_the_running_one(job, tm
     second.cancel(other, grace=5)
 
 
+class Forgetful(LocalLauncher):
+    """Cannot say how a job is doing while there is a file `stale`, as on a file server that is started again."""
+
+    def poll(self, handle):
+        if (handle.job.folder.parent / "stale").exists():
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return super().poll(handle)
+
+
+def test_what_cannot_be_read_for_a_while_ends_no_job(job, tmp_path, caplog):
+    """Neither how the job is doing, nor what is shown of it."""
+    log, tail, asked = tmp_path / "logs/work.log", Tail(tmp_path / "logs/work.log"), []
+
+    def watch():
+        asked.append(len(asked))
+        if asked[-1] == 5:
+            (tmp_path / "stale").touch()
+            log.rename(log.with_suffix(".kept"))  # in which the job writes on
+            log.mkdir()
+        if asked[-1] == 10:
+            (tmp_path / "stale").unlink()
+            log.rmdir()
+            log.with_suffix(".kept").rename(log)
+            (tmp_path / "go-on").touch()
+        if asked[-1] == 11:
+            raise ZeroDivisionError("a bug in what is shown")
+        tail.lines()
+
+    execute(Forgetful(), job(), watch)
+    assert log.read_text().count("rank 0 here") == 1
+    assert not (tmp_path / "saved-0").exists()
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("Stale file handle" in line and "is asked again" in line for line in said) == 1
+    assert sum("IsADirectoryError" in line and "runs on" in line for line in said) == 1
+    assert sum("a bug in what is shown" in line for line in said) == 1
+
+
+def test_a_job_that_nobody_can_tell_of_is_left_running_and_joined_later(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "PATIENCE", 0.5)
+    (tmp_path / "stale").touch()
+    with pytest.raises(JobFailed, match="the same run again joins it"):
+        execute(Forgetful(), job())
+    running = pids(tmp_path)
+    assert not any(gone(pid) for pid in running)
+    (tmp_path / "go-on").touch()
+    execute(create("local"), job())
+    assert pids(tmp_path) == running
+
+
 def test_a_job_that_takes_too_long_is_ended(job, tmp_path):
     with pytest.raises(TimeoutError, match="longer than 1 s"):
         execute(create("local"), job("stubborn", processes=0), timeout=1, grace=0.5)
@@ -172,7 +225,6 @@ def test_a_job_that_takes_too_long_is_ended(job, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _no_process_is_left():
-    before = {process.pid for process in leftovers()}
+def _no_process_is_left(tmp_path):
     yield
-    assert {process.pid for process in leftovers()} <= before
+    assert leftovers(tmp_path) == []
