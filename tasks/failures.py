@@ -15,11 +15,8 @@ from profiles.check import check, tensor_degrees
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.launchers import JobFailed
+from tasks.launchers.causes import NO_MEMORY
 
-NO_MEMORY = re.compile(
-    r"out of memory|OutOfMemory|oom[-_ ]kill|Cannot allocate memory|can't allocate memory|NRT_RESOURCE",
-    re.IGNORECASE,
-)
 TOLD = re.compile(r"^\[rank \d+\] (?:\w+\.)*(\w*(?:Error|Superseded)|refused): (.*)$", re.MULTILINE)
 
 
@@ -30,8 +27,6 @@ class Hopeless(JobFailed):
 def classified(profile: Profile, failure: JobFailed) -> JobFailed:
     """The failure with what is known of its cause, as `Hopeless` where no further attempt is to be made."""
     code = failure.exit_code
-    if code == exits.OUT_OF_MEMORY or NO_MEMORY.search(failure.detail):
-        return _as(Hopeless, failure, f"out of memory; {_advice(profile)}")
     if code == exits.REFUSED:
         told = TOLD.findall(failure.detail)
         return _as(Hopeless, failure, told[-1][1] if told else "what it was started with was refused")
@@ -43,6 +38,9 @@ def classified(profile: Profile, failure: JobFailed) -> JobFailed:
             failure,
             "a rank stood still; the stacks of all are in the folder stacks beside the log",
         )
+    # What else is said of memory counts where no rank knew better.
+    if code == exits.OUT_OF_MEMORY or NO_MEMORY.search(failure.detail):
+        return _as(Hopeless, failure, f"out of memory; {_advice(profile)}")
     return failure
 
 

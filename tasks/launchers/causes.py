@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tasks.launchers.base import Handle, JobFailed, Status
 
 LOG_TAIL = 256 * 1024  # bytes of a log that are looked through for the cause of a failure
+LAST = 20  # lines of a rank that count as its last ones
 PREFIX = "[rank ${rank}] "  # of each line, as torchrun fills it in
 ROOT_CAUSE = re.compile(
     r"Root Cause.*?time\s*:\s*(\S+).*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL
+)
+# What the script on Slurm (batch.py) says at each start: a job that was queued again goes on in the same log.
+START = re.compile(r"^job \d+, start \d+, on .*$", re.MULTILINE)
+SPEAKER = re.compile(r"\[rank \d+\] ")
+NO_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|oom[-_ ]kill|Cannot allocate memory|can't allocate memory|NRT_RESOURCE",
+    re.IGNORECASE,
 )
 
 
@@ -26,14 +35,16 @@ class Cause:
 
 
 def attempt_log(handle: Handle) -> str:
-    """The end of what this attempt has logged."""
+    """The end of what this attempt has logged, from its last start on; the jobs of an array write in between each other."""
     try:
         with handle.job.log_file.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(handle.log_start, end - LOG_TAIL))
-            return file.read().decode(errors="replace")
+            log = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
+    starts = [] if handle.job.array else [start.end() for start in START.finditer(log)]
+    return log[starts[-1] :] if starts else log
 
 
 def first_cause(log: str) -> Cause | None:
@@ -59,6 +70,21 @@ def last_lines(log: str, lines: int) -> Sequence[str]:
     return found[-lines:]
 
 
+def want_of_memory(log: str) -> str | None:
+    """The last line that tells of it: anywhere of Slurm's and torchrun's own, of a rank's only among its last ones.
+
+    What a rank says earlier it has outlived.
+    """
+    said: Counter[str] = Counter()
+    for line in reversed(log.splitlines()):
+        speaker = SPEAKER.match(line)
+        if speaker:
+            said[speaker[0]] += 1
+        if (speaker is None or said[speaker[0]] <= LAST) and NO_MEMORY.search(line):
+            return line
+    return None
+
+
 def failure(handle: Handle, status: Status, nodes: Sequence[str] = ()) -> JobFailed:
     """What to raise for a job that ended badly; `nodes` are the names of the job's nodes, in the order of the ranks."""
     log = attempt_log(handle)
@@ -72,7 +98,10 @@ def failure(handle: Handle, status: Status, nodes: Sequence[str] = ()) -> JobFai
     else:
         ended = status.note or how_it_ended(code or 0)
     message = f"{handle.job.name}: {ended}; its log: {handle.job.log_file}"
-    return JobFailed(message, "\n".join(last_lines(log, 20)), code)
+    detail, decisive = list(last_lines(log, LAST)), want_of_memory(log)
+    if decisive is not None and decisive not in detail:
+        detail.append(decisive)
+    return JobFailed(message, "\n".join(detail), code)
 
 
 def how_it_ended(code: int) -> str:

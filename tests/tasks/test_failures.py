@@ -1,15 +1,83 @@
 """What the end of a job means to whoever waits for it."""
 
+from pathlib import Path
+
 import pytest
 
 from modeling import exits
 from profiles import resolve
 from tasks.failures import Hopeless, classified
-from tasks.launchers import JobFailed
+from tasks.launchers import Handle, Job, JobFailed, Status, causes
 
 
-def failure(code: int, detail: str = "") -> JobFailed:
+def failure(code: int | None, detail: str = "") -> JobFailed:
     return classified(resolve.load("tiny"), JobFailed("train: rank 1 ended; its log: x", detail, code))
+
+
+def told(folder: Path, *log: str, code: int = 1) -> JobFailed:
+    """The failure of a job of two processes a node that left this log."""
+    job = Job("train", "modeling.train", (), folder, nodes=2, processes=2)
+    job.log_file.write_text("\n".join(log) + "\n")
+    return causes.failure(Handle(job, "7"), Status(running=False, exit_code=code), ("n1", "n2"))
+
+
+def report(rank: int, code: int, time: str) -> str:
+    """What torchrun says when a rank failed."""
+    return f"""============================================================
+modeling.train FAILED
+------------------------------------------------------------
+Failures:
+  <NO_OTHER_FAILURES>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_{time}
+  host      : n1
+  rank      : {rank} (local_rank: {rank % 2})
+  exitcode  : {code} (pid: 4711)
+  error_file: <N/A>
+============================================================"""
+
+
+OOM_KILL = (
+    "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed."
+)
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        ("[rank 3] step 7/100  loss 5", report(3, -9, "10:00:00"), OOM_KILL),
+        (OOM_KILL, "[rank 3] step 7/100  loss 5", report(3, -9, "10:00:00")),
+        ("srun: error: n2: task 1: Out Of Memory", *["[rank 0] connection lost"] * 30),
+        # Another rank's end was seen first.
+        ("[rank 3] torch.OutOfMemoryError: CUDA out of memory.", report(0, 1, "10:00:00")),
+    ],
+)
+def test_want_of_memory_is_found_whoever_tells_of_it(tmp_path, log):
+    found = told(tmp_path, *log)
+    assert isinstance(classified(resolve.load("tiny"), found), Hopeless)
+    assert len(found.detail.splitlines()) <= causes.LAST + 1
+
+
+def test_what_a_rank_outlived_is_not_why_it_failed(tmp_path):
+    lines = ("[rank 3] UserWarning: Cannot allocate memory, trying another way",)
+    lines += tuple(f"[rank 3] step {step}/100  loss 5" for step in range(50))
+    found = told(tmp_path, *lines, report(3, -9, "10:00:00"))
+    assert "rank 3 on n2 was killed by SIGKILL" in str(found)
+    assert not isinstance(classified(resolve.load("tiny"), found), Hopeless)
+
+
+def test_a_failure_after_a_job_was_queued_again_is_that_of_its_last_start(tmp_path):
+    first = ("job 7, start 1, on n3 n4; they meet at n3:20000", "[rank 0] interrupted: saved step 40")
+    first += (report(0, 143, "10:00:00"), OOM_KILL, "saved; queued again")
+    last = ("job 7, start 2, on n1 n2; they meet at n1:20000", "[rank 1] resumed from step 40")
+    found = told(tmp_path, *first, *last, "[rank 3] out of memory", report(3, 71, "11:00:00"))
+    assert str(found).startswith("train: rank 3 on n2 ended with exit code 71")
+    assert found.exit_code == 71
+    assert found.detail == "[rank 3] out of memory"
+    killed = told(tmp_path, *first, *last, report(2, -9, "11:00:00"))
+    assert not isinstance(classified(resolve.load("tiny"), killed), Hopeless)
 
 
 @pytest.mark.parametrize(
@@ -17,10 +85,6 @@ def failure(code: int, detail: str = "") -> JobFailed:
     [
         (exits.OUT_OF_MEMORY, ""),
         (1, "[rank 1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
-        (
-            -9,
-            "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
-        ),
     ],
 )
 def test_want_of_memory_is_not_retried_and_names_what_takes_less(code, detail):
