@@ -1,7 +1,7 @@
 """Held-out loss: `python -m modeling.evaluate --run-folder RUN --dataset FOLDER --output FILE`, one process a device.
 
 Evaluates the newest complete checkpoint of the run on the whole validation split and writes
-{step, validation_loss, perplexity, tokens, samples} as JSON.
+{step, validation_loss, perplexity, tokens, samples} as JSON, whole or not at all. Why it failed is in its exit code (exits.py).
 """
 
 from __future__ import annotations
@@ -80,33 +80,46 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
     graphs, ahead = opened(profile, options.graphs, options.run_folder)
-    with Program(profile, graphs, ahead=ahead) as program:
-        saved = list(checkpoint.complete(options.checkpoints or options.run_folder / "checkpoints"))
-        if not saved:
-            raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
-        step, folder = saved[-1]
-        optimizer = ZeRO1(program.named_parameters(), program.mesh, shard=profile.parallel.zero1)
-        checkpoint.load(folder, optimizer, weights_only=True)
-        staged = stage.of(options, profile.data.cache_gigabytes)
-        corpus = Corpus.open(options.dataset, "validation", staged)
-        samples = Samples(corpus, profile.train.sequence_length, seed=None)
-        held_out = validation_loss(program, samples)
-        written = continuations(program, samples)
-        if program.leader:
-            result = {
-                "step": step,
-                "validation_loss": held_out.loss,
-                "perplexity": held_out.perplexity,
-                "tokens": held_out.tokens,
-                "samples": written,
-                **held_out.metrics,
-                **held_out.graphs,
-            }
-            options.output.write_text(json.dumps(result, indent=1))
-            log.info(
-                f"step {step}: validation loss {held_out.loss:.4f}, perplexity {held_out.perplexity:.1f}"
-            )
+    try:
+        with Program(profile, graphs, ahead=ahead) as program:
+            evaluate(program, options)
+    except (torch.OutOfMemoryError, MemoryError):
+        log.exception("out of memory")
+        return exits.OUT_OF_MEMORY
+    except ValueError:  # of the profile, the data or the checkpoint, each in words of its own
+        log.exception("refused")
+        return exits.REFUSED
     return 0
+
+
+def evaluate(program: Program, options: argparse.Namespace) -> None:
+    """Measure the newest complete checkpoint, and write what came of it. Raises ValueError where there is none."""
+    profile = program.profile
+    saved = list(checkpoint.complete(options.checkpoints or options.run_folder / "checkpoints"))
+    if not saved:
+        raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
+    step, folder = saved[-1]
+    optimizer = ZeRO1(program.named_parameters(), program.mesh, shard=profile.parallel.zero1)
+    checkpoint.load(folder, optimizer, weights_only=True)
+    staged = stage.of(options, profile.data.cache_gigabytes)
+    corpus = Corpus.open(options.dataset, "validation", staged)
+    samples = Samples(corpus, profile.train.sequence_length, seed=None)
+    held_out = validation_loss(program, samples)
+    written = continuations(program, samples)
+    if program.leader:
+        result = {
+            "step": step,
+            "validation_loss": held_out.loss,
+            "perplexity": held_out.perplexity,
+            "tokens": held_out.tokens,
+            "samples": written,
+            **held_out.metrics,
+            **held_out.graphs,
+        }
+        partial = options.output.with_suffix(".partial")
+        partial.write_text(json.dumps(result, indent=1))
+        partial.replace(options.output)
+        log.info(f"step {step}: validation loss {held_out.loss:.4f}, perplexity {held_out.perplexity:.1f}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,24 @@
-"""Evaluation: held-out loss and perplexity of a finished run, measured by `modeling.evaluate` on the run's cluster."""
+"""Evaluation: held-out loss and perplexity of a finished run, measured by `modeling.evaluate` on the run's cluster.
+
+What it measures lies in the run's folder until it is published, so that whoever comes after an orchestrator that died asks for
+the same job, and joins it or takes what it left.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 from profiles.schema import Profile
+from tasks import failures
 from tasks.artifacts import Artifact, Store
-from tasks.launchers import create, execute
+from tasks.launchers import Job, JobFailed, create, execute
 from tasks.training import Words, cluster_job
+
+log = logging.getLogger(__name__)
 
 KIND = "evaluation"
 FILE = "evaluation.json"
@@ -23,17 +32,23 @@ def run(
 
     The artifact's summary: step, validation_loss (nats a token), perplexity, tokens, and samples of what the model writes, as
     token ids.
+
+    Raises:
+        JobFailed: the attempt failed; another one begins again.
+        Hopeless: it failed for a reason that another one would meet again.
+        TimeoutError: it took longer than `TIMEOUT`.
     """
     job = cluster_job("evaluate", profile, store, folder, key, dataset, graphs)
+    output = job.folder / FILE
+    job = job.extended("--output", str(output))
     with store.lock(KIND, key):
         found = store.find(KIND, key)
         if found:
             return found
         summary: dict[str, Any] = {}
         with store.publish(KIND, key, summary) as staging:
-            output = staging / FILE
-            job, words = job.extended("--output", str(output)), Words(job.log_file)
-            execute(create(profile.cluster.launcher, profile.cluster), job, words.forward, timeout=TIMEOUT)
+            if not output.exists():  # else it ended while nobody watched
+                _execute(profile, job)
             result = json.loads(output.read_text())
             summary.update(
                 {
@@ -41,4 +56,18 @@ def run(
                     for name in ("validation_loss", "perplexity", "tokens", "step", "samples")
                 }
             )
+            shutil.copyfile(output, staging / FILE)
+        output.unlink()
     return store.expect(KIND, key)
+
+
+def _execute(profile: Profile, job: Job) -> None:
+    words = Words(job.log_file)
+    launcher = create(profile.cluster.launcher, profile.cluster)
+    try:
+        execute(launcher, job, words.forward, timeout=TIMEOUT, grace=0)  # there is nothing to save
+    except JobFailed as failure:
+        log.warning("%s\n%s", failure, failure.detail)
+        raise failures.classified(profile, failure) from failure
+    if not (job.folder / FILE).exists():
+        raise JobFailed(f"{job.name} ended without a result; its log: {job.log_file}")

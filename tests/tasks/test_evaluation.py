@@ -1,0 +1,73 @@
+"""Evaluation of a run, with real processes: what its failures mean, and whose job it is."""
+
+import json
+import multiprocessing
+import time
+
+import pytest
+
+from profiles import resolve
+from tasks import dataset, evaluation, tokenizer, training
+from tasks.artifacts import Store
+from tasks.failures import Hopeless
+from tasks.launchers import create, noted
+from tests.flows.micro import write_profile
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """A profile, a store with its tokens in it, and these."""
+    folder = tmp_path_factory.mktemp("lab")
+    profile = resolve.load(str(write_profile(folder)), ["evaluate.every=0"])
+    store = Store(str(folder / "store"))
+    return profile, store, dataset.run(profile, store, tokenizer.run(profile, store))
+
+
+def run_folder(profile, store, name):
+    folder = store.run(name, "identity")
+    (folder / "profile.yaml").write_text(resolve.dump(profile))
+    return folder
+
+
+def test_a_run_without_a_checkpoint_is_refused_in_words_and_not_tried_again(lab):
+    profile, store, tokens = lab
+    with pytest.raises(Hopeless, match=r"^run empty has no complete checkpoint to evaluate"):
+        evaluation.run(profile, store, run_folder(profile, store, "empty"), "key-of-empty", tokens)
+
+
+def abandoned(profile, store, folder, key, tokens):
+    """An evaluation whose orchestrator is killed as soon as the job runs."""
+    note = folder / "logs/evaluate.job.json"
+    note.unlink(missing_ok=True)
+    arguments = (profile, store, folder, key, tokens)
+    orchestrator = multiprocessing.get_context("spawn").Process(target=evaluation.run, args=arguments)
+    orchestrator.start()
+    while not note.exists():
+        assert orchestrator.is_alive()
+        time.sleep(0.02)
+    orchestrator.kill()
+    orchestrator.join()
+    (handle,) = (each for each in noted(folder / "logs") if each.job.name == "evaluate")
+    return handle
+
+
+def test_whoever_comes_later_joins_the_evaluation_or_takes_what_it_left(lab, caplog):
+    profile, store, tokens = lab
+    folder = run_folder(profile, store, "trained")
+    training.run(profile, store, folder, "key-of-training", tokens)
+    log = folder / "logs/evaluate.log"
+
+    abandoned(profile, store, folder, "key-one", tokens)
+    joined = evaluation.run(profile, store, folder, "key-one", tokens)
+    assert "evaluate is still running: joined it" in caplog.text
+    assert log.read_text().count("validation loss") == 1
+    assert joined.summary["step"] == profile.train.steps
+
+    handle, launcher = abandoned(profile, store, folder, "key-two", tokens), create("local")
+    while launcher.poll(handle).running:
+        time.sleep(0.1)
+    taken = evaluation.run(profile, store, folder, "key-two", tokens)
+    assert log.read_text().count("validation loss") == 2
+    assert taken.summary == joined.summary
+    assert json.loads((store.path(taken) / evaluation.FILE).read_text())["step"] == profile.train.steps
+    assert not (folder / "logs" / evaluation.FILE).exists()  # so that none is taken for a later one's
