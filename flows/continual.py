@@ -1,9 +1,10 @@
 """Continual pretraining: a finished model is trained further on what is new, and replaced only by one that is no worse.
 
-    new data -> graphs -> evaluate before -> train -> evaluate after -> export and promote -> report
+    new data -> graphs -> evaluate before -> train -> evaluate after -> export if no worse -> report -> promote
 
 The weights are those of the newest checkpoint; the optimizer is new, so the learning rate warms up and decays once more
-(arXiv 2403.08763). Meant for a schedule: where nothing is new the run is done at once, and says so by its state's name.
+(arXiv 2403.08763). The report leaves the run's folder whole in a remote store too, and only then is its model promoted. Meant
+for a schedule: where nothing is new the run is done at once, and says so by its state's name.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _round(run: Profile, kept: Store) -> State[Any]:
         return Completed(name="NothingNew", message=f"no data that {stands.run} was not trained on")
 
     run = dataset.with_steps(run, new)
-    base = kept.run_directory(stands.run)
+    base = runs.existing(kept, stands.run)
     start = series.newest(kept, stands)
     mine = run.model_copy(update={"name": f"{run.name}-round-{stands.round + 1}"})
     planned = do.always(steps.plan, mine)
@@ -97,13 +98,17 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     ledger.record(kept, mine.name, identity, new, parent=stands.identity)
     key = keys.evaluation(mine.name, keys.digest([identity, held_out.key]))
     now = do.once(steps.evaluate, evaluation.KIND, key, mine, kept, folder, key, held_out, compiled, trained)
+    better = now.summary["validation_loss"] <= old.summary["validation_loss"] + run.evaluate.tolerance
+    if better:
+        key = keys.export(mine.name, identity)
+        do.once(
+            steps.export, export.KIND, key, mine, kept, folder, key, vocabulary, trained, run_folder=folder
+        )
     do.always(steps.report, mine, kept, folder, planned, now, do.outcomes)
     overview.show(now=True)
 
     losses = f"held-out loss {old.summary['validation_loss']:.4f} before, {now.summary['validation_loss']:.4f} after"
-    if now.summary["validation_loss"] > old.summary["validation_loss"] + run.evaluate.tolerance:
+    if not better:
         return Completed(name="NotPromoted", message=f"{stands.run} stands: {losses}")
-    key = keys.export(mine.name, identity)
-    do.once(steps.export, export.KIND, key, mine, kept, folder, key, vocabulary, trained, run_folder=folder)
     series.promote(kept, run.name, stands, mine.name, identity)
     return Completed(name="Promoted", message=f"{mine.name} takes the place of {stands.run}: {losses}")

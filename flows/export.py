@@ -20,21 +20,22 @@ def run_name() -> str:
 
 
 @flow(name="export", flow_run_name=run_name)
-def export(run: str, store: str = "./store") -> str:
+def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
     """Write a run's newest checkpoint as a Hugging Face model; returns its folder.
 
     Args:
         run: Name of the run.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
+        work_dir: The folder that runs lie in where the store is on S3, as the profile's cluster.work_dir; one that does not have
+            the run gets it from the store.
     """
     forward_logs()
-    kept = Store(store)
-    folder = kept.run_directory(run)
+    kept = Store(store, work_dir)
+    folder = runs.existing(kept, run)
     saved = runs.checkpoints(kept, folder)
     if not saved:
         raise ProfileError("run", run, f"has no complete checkpoint in {store}")
     profile = resolve.load(str(folder / "profile.yaml"))
-    kept = Store(store, profile.cluster.work_dir or "store")
     inputs, step = runs.inputs(folder), saved[-1]
     key = keys.export(
         run, inputs["identity"] if step == profile.train.steps else f"{inputs['identity']} {step}"
@@ -42,4 +43,5 @@ def export(run: str, store: str = "./store") -> str:
     vocabulary = kept.expect(tokenizer.KIND, inputs["tokenizer"])
     arguments = (profile, kept, folder, key, vocabulary, None)
     made = Runner(kept).once(steps.export, exports.KIND, key, *arguments, run_folder=folder)
+    exports.mirror(kept, folder)
     return str(folder / made.summary["part"])

@@ -1,7 +1,8 @@
 """Continual pretraining: which model of a series stands, what data is new to it, and what takes its place.
 
-A series is named like the run that began it. `runs/<name>/standing.json` says which of its models was promoted last, and which
-dataset holds the held-out text that all are measured on. It is written whole and last, so a round that fails changes nothing.
+A series is named like the run that began it. The store's `runs/<name>/standing.json` says which of its models was promoted last,
+and which dataset holds the held-out text that all are measured on. It is written whole and last, so a round that fails changes
+nothing.
 What that model and its forerunners were trained on, the ledger knows (ledger.py).
 """
 
@@ -13,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks import dataset as datasets
-from tasks import keys, ledger, runs
+from tasks import export, keys, ledger, runs
 from tasks.artifacts import Artifact, Store
-from tasks.storage import Folder
 
 FILE = "standing.json"
 CORPUS = "corpus.json"
@@ -34,13 +34,13 @@ class Standing:
 
 def standing(store: Store, name: str) -> Standing | None:
     """What stands; None where nothing was trained to its end yet."""
-    folder = store.run_directory(name)
-    path = folder / FILE
-    if path.exists():
-        return Standing(**json.loads(path.read_text()))
-    if not runs.checkpoints(store, folder) or not (folder / "export").exists():
+    promoted = store.storage.read(_name(name, FILE))
+    if promoted is not None:
+        return Standing(**json.loads(promoted))
+    noted = store.storage.read(_name(name, runs.INPUTS))
+    if noted is None or not store.run_files(name, export.PART):
         return None
-    inputs = runs.inputs(folder)
+    inputs = json.loads(noted)
     return Standing(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
 
 
@@ -87,9 +87,13 @@ def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int
 def promote(store: Store, name: str, stands: Standing, run: str, identity: str) -> Standing:
     """Let a run's model take the place of the one that stands."""
     after = Standing(run, identity, stands.round + 1, stands.tokenizer, stands.dataset)
-    Folder(store.run_directory(name)).write(FILE, json.dumps(asdict(after), indent=1).encode())
+    store.storage.write(_name(name, FILE), json.dumps(asdict(after), indent=1).encode())
     return after
 
 
+def _name(run: str, file: str) -> str:
+    return f"runs/{run}/{file}"
+
+
 def _read(store: Store, artifact: Artifact, file: str) -> Any:
-    return json.loads((store.path(artifact) / file).read_text())
+    return json.loads((store.path(artifact, whole=False) / file).read_text())

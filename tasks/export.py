@@ -11,9 +11,17 @@ from profiles.schema import Profile
 from tasks import runs
 from tasks.artifacts import Artifact, Store
 from tasks.manifest import NAME as MANIFEST
+from tasks.mirror import Mirror
+from tasks.storage import Objects
 
 KIND = "export"
 PART = "export"
+
+
+def mirror(store: Store, folder: Path) -> None:
+    """Copy the export to the store, where that is remote; of the folder it alone, since the run may go on elsewhere."""
+    if isinstance(store.storage, Objects):
+        Mirror(folder / PART, store.storage, f"runs/{folder.name}/{PART}").copy()
 
 
 def run(profile: Profile, store: Store, folder: Path, key: str, tokenizer: Artifact) -> Artifact:

@@ -16,7 +16,8 @@ from tasks.storage import Objects
 log = logging.getLogger(__name__)
 
 SECONDS = 60.0
-LEFT_OUT = ("checkpoints", "graphs")  # the one is in the store already, the other an artifact's copy
+# In the store already, an artifact's copy, and what only whoever promotes a model writes there (continual.py).
+LEFT_OUT = ("checkpoints", "graphs", "standing.json")
 
 
 class Mirror:

@@ -78,6 +78,24 @@ def checkpoints(store: Store, folder: Path) -> list[int]:
     return sorted(int(name.removeprefix("step_")) for name in marked)
 
 
+def existing(store: Store, name: str) -> Path:
+    """The folder of a run that there is, brought from its mirror in the store where this machine has none.
+
+    Raises:
+        ProfileError: the store has no such run, or not yet what others need to know of it.
+    """
+    folder = store.run_directory(name)
+    note = store.storage.read(f"runs/{folder.name}/run.json")
+    if note is None:
+        raise ProfileError("run", name, f"there is no such run in {store.uri}")
+    store.run(name, json.loads(note)["identity"])
+    missing = [file for file in ("profile.yaml", INPUTS) if not (folder / file).exists()]
+    if missing:
+        reason = f"{missing[0]} is neither in {folder} nor in the mirror of {store.uri}: name the folder that its runs lie in"
+        raise ProfileError("work_dir", str(store.work_dir), reason)
+    return folder
+
+
 def note_inputs(folder: Path, identity: str, tokenizer: Artifact, dataset: Artifact) -> None:
     """Keep with a run what it was made from, for those who go on from it."""
     inputs = {"identity": identity, "tokenizer": tokenizer.key, "dataset": dataset.key}

@@ -3,12 +3,14 @@
 import json
 import random
 import threading
+from pathlib import Path
 
 import pytest
 import yaml
 
 from tasks import ledger
 from tasks.artifacts import Store
+from tests import s3
 from tests.flows.micro import PROFILE
 
 ROUND = ("train.steps=8", "train.warmup_steps=3", "evaluate.every=0")
@@ -22,6 +24,16 @@ def write_texts(path, seed: int) -> None:
     path.write_text("\n".join(lines))
 
 
+def write_profile(folder: Path) -> tuple[Path, Path]:
+    """The profile `nightly` of all texts in a folder, in which there is one file; gives both paths."""
+    texts, path = folder / "texts", folder / "nightly.yaml"
+    texts.mkdir()
+    write_texts(texts / "0.jsonl", 1)
+    data = {"sources": [{"kind": "files", "path": str(texts / "*.jsonl")}], "validation_fraction": 0.1}
+    path.write_text(yaml.safe_dump({**PROFILE, "data": data}))
+    return path, texts
+
+
 @pytest.fixture(scope="module")
 def series(prefect_server, tmp_path_factory):
     """A finished run on one file of texts in a folder; gives the folder, the store and a function to run a round."""
@@ -29,11 +41,8 @@ def series(prefect_server, tmp_path_factory):
     from flows.pretrain import pretrain
 
     root = tmp_path_factory.mktemp("series")
-    texts, store, path = root / "texts", root / "store", root / "nightly.yaml"
-    texts.mkdir()
-    write_texts(texts / "0.jsonl", 1)
-    data = {"sources": [{"kind": "files", "path": str(texts / "*.jsonl")}], "validation_fraction": 0.1}
-    path.write_text(yaml.safe_dump({**PROFILE, "data": data}))
+    store = root / "store"
+    path, texts = write_profile(root)
 
     def night(*overrides: str):
         return continual(str(path), [*ROUND, *overrides], None, str(store), return_state=True)
@@ -102,5 +111,47 @@ def test_a_run_is_exported_alone(series):
     _, store, _ = series
     folder = export("nightly", str(store))
     assert folder.endswith("nightly/export")
-    with pytest.raises(ValueError, match="has no complete checkpoint"):
+    with pytest.raises(ValueError, match="run = nobody: there is no such run in"):
         export("nobody", str(store))
+
+
+def test_a_series_in_a_store_on_s3_goes_on_on_whatever_machine(prefect_server, tmp_path, monkeypatch):
+    from flows.continual import continual
+    from flows.export import export
+    from flows.pretrain import pretrain
+
+    path, texts = write_profile(tmp_path)
+    with s3.bucket(monkeypatch) as address:
+        store = f"{address}/store"
+        bucket = Store(store, tmp_path / "looks").storage
+
+        def night(machine: str, *overrides: str):
+            work = f"cluster.work_dir={tmp_path / machine}"
+            return continual(str(path), [*ROUND, work, *overrides], None, store, return_state=True)
+
+        pretrain(str(path), [f"cluster.work_dir={tmp_path / 'first'}"], None, store)
+        assert night("second").name == "NothingNew"
+        write_texts(texts / "1.jsonl", 2)
+        state = night("second", "evaluate.tolerance=1")
+        assert state.name == "Promoted", state.message
+        assert json.loads(bucket.read("runs/nightly/standing.json"))["run"] == "nightly-round-1"
+        kept = bucket.files("runs/nightly-round-1")
+        assert {
+            "export/config.json",
+            "export/model.safetensors",
+            "report.html",
+            "metrics.jsonl",
+        } <= kept.keys()
+
+        # A machine that knew nothing of the series; what it then has of the run does not undo what is promoted elsewhere.
+        assert night("third").name == "NothingNew"
+        for name in ("nightly", "nightly-round-1"):
+            for file in bucket.files(f"runs/{name}/export"):
+                bucket.remove(f"runs/{name}/export/{file}")
+            folder = Path(export(name, store, str(tmp_path / "third")))
+            assert folder == tmp_path / "third/runs" / name / "export"
+            assert (folder / "config.json").exists()
+            assert "model.safetensors" in bucket.files(f"runs/{name}/export")
+        assert not (tmp_path / "third/runs/nightly/standing.json").exists()
+        with pytest.raises(ValueError, match="run = nobody: there is no such run in s3://"):
+            export("nobody", store, str(tmp_path / "third"))
