@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +24,9 @@ from modeling.indexed import IndexedError, data_path, map_index, map_tokens, rea
 from modeling.order import Windows, blend, stream_seed
 from modeling.stage import Stage
 
-OPEN_SHARDS = 64  # each holds two file descriptors; systems commonly allow a process 1024
+OPEN_SHARDS = (
+    64  # of this machine; each holds two file descriptors, and systems commonly allow a process 1024
+)
 AHEAD = 2  # spans whose shards are staged: the one that is read, and the next
 
 
@@ -34,17 +38,46 @@ class Stream(NamedTuple):
     tokens: int
 
 
-class Open(NamedTuple):
+@dataclass(frozen=True)
+class Open:
     """A shard that is mapped: the tokens of its split, and where they start in its file."""
 
     tokens: np.ndarray
     start: int
     prefix: Path
 
+    @cached_property
+    def documents(self) -> tuple[np.ndarray, np.ndarray]:
+        """Pointers of its sequences, and the sequence that each document starts with; mapped when first asked for."""
+        _, pointers, indices = map_index(self.prefix, read_header(self.prefix))
+        return pointers, indices
+
+    def read(self, offset: int, count: int, vocabulary_size: int) -> np.ndarray:
+        """A copy of these tokens (count). Raises IndexedError where one is beyond the vocabulary."""
+        part = self.tokens[offset : offset + count]
+        if part.max() >= vocabulary_size or part.min() < 0:
+            i = int(((part >= vocabulary_size) | (part < 0)).argmax())
+            reason = f"token {part[i]} is not in the vocabulary of {vocabulary_size}"
+            raise IndexedError(data_path(self.prefix), (self.start + offset + i) * part.itemsize, reason)
+        return part.astype(np.int64)
+
+    def begins(self, offset: int, count: int) -> np.ndarray:
+        """The places among these tokens (count) where documents begin, in log₂(documents) looks at the index."""
+        size = self.tokens.itemsize
+        pointers, indices = self.documents
+
+        def begin(sequence: int) -> float:
+            return pointers[sequence] if sequence < len(pointers) else float("inf")
+
+        offset += self.start
+        first = bisect_right(indices, offset * size, key=begin)
+        last = bisect_left(indices, (offset + count) * size, lo=first, key=begin)
+        return pointers[indices[first:last]] // size - offset
+
 
 @dataclass
 class Corpus:
-    """The tokens of one split over many shards, mapped when first read and at most OPEN_SHARDS at a time.
+    """The tokens of one split over many shards, mapped when read; of those on this machine OPEN_SHARDS stay so.
 
     Attributes:
         paths: of the shards' `.bin`/`.idx` without the ending; of those in the store, from its artifacts on.
@@ -121,36 +154,20 @@ class Corpus:
         out = np.empty(count, np.int64)
         filled = 0
         for i, offset, length in self._parts(start, count):
-            shard = self._shard(i)
-            part = shard.tokens[offset : offset + length]
-            if part.max() >= self.vocabulary_size or part.min() < 0:
-                wrong = int(((part >= self.vocabulary_size) | (part < 0)).argmax())
-                reason = f"token {part[wrong]} is not in the vocabulary of {self.vocabulary_size}"
-                at = (shard.start + offset + wrong) * part.dtype.itemsize
-                raise IndexedError(data_path(shard.prefix), at, reason)
-            out[filled : filled + length] = part
+            look = partial(Open.read, offset=offset, count=length, vocabulary_size=self.vocabulary_size)
+            out[filled : filled + length] = self._look(i, look)
             filled += length
         return out
 
     def documents(self, start: int, count: int) -> np.ndarray:
         """For each of the tokens (count) from `start` on, the place among them where its document begins, int64.
 
-        A document that begins before them begins with them. Finding the first takes log₂(documents) looks at the index.
+        A document that begins before them begins with them.
         """
         out = np.zeros(count, np.int64)
         filled = 0
         for i, offset, length in self._parts(start, count):
-            shard = self._shard(i)
-            size = shard.tokens.dtype.itemsize
-            _, pointers, indices = map_index(shard.prefix, read_header(shard.prefix))
-
-            def begin(sequence: int, pointers: np.ndarray = pointers) -> float:
-                return pointers[sequence] if sequence < len(pointers) else float("inf")
-
-            offset += shard.start
-            first = bisect_right(indices, offset * size, key=begin)
-            last = bisect_left(indices, (offset + length) * size, lo=first, key=begin)
-            places = filled + pointers[indices[first:last]] // size - offset
+            places = filled + self._look(i, partial(Open.begins, offset=offset, count=length))
             out[filled], out[places] = filled, places
             filled += length
         return np.maximum.accumulate(out)
@@ -177,11 +194,19 @@ class Corpus:
     def _staged(self, i: int) -> bool:
         return self.stage is not None and self.stage.has(self.paths[i])
 
-    def _shard(self, i: int) -> Open:
-        if i in self._open:
-            self._open.move_to_end(i)
-            return self._open[i]
-        prefix = self.stage.local(self.paths[i]) if self._staged(i) else self.artifacts / self.paths[i]
+    def _look(self, i: int, look: Callable[[Open], np.ndarray]) -> np.ndarray:
+        """What `look` finds in a shard, a copy; one that is staged is closed after it, so that others can have its disk."""
+        if self._staged(i):
+            with self.stage.held(self.paths[i]) as prefix:
+                return look(self._map(i, prefix))
+        if i not in self._open:
+            if len(self._open) >= OPEN_SHARDS:
+                self._open.popitem(last=False)
+            self._open[i] = self._map(i, self.artifacts / self.paths[i])
+        self._open.move_to_end(i)
+        return look(self._open[i])
+
+    def _map(self, i: int, prefix: Path) -> Open:
         # In constant time; that no byte has changed since it was written is for the store to verify.
         tokens = map_tokens(prefix, read_header(prefix).dtype)
         start, count = int(self.starts[i]), int(self.counts[i])
@@ -189,10 +214,7 @@ class Corpus:
         if len(part) != count:
             reason = f"has {len(tokens)} tokens, corpus.json says {start + count}"
             raise IndexedError(data_path(prefix), tokens.nbytes, reason)
-        if len(self._open) >= OPEN_SHARDS:
-            self._open.popitem(last=False)
-        self._open[i] = Open(part, start, prefix)
-        return self._open[i]
+        return Open(part, start, prefix)
 
 
 def _streams(blend: list[dict[str, float]], counts: np.ndarray) -> list[Stream]:
