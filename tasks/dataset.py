@@ -8,6 +8,7 @@ document is held out for validation by its own hash, so which are never changes 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -22,14 +23,16 @@ from tasks import corpora, duplicates, keys
 from tasks.artifacts import VERIFIED, Artifact, Store
 from tasks.digests import Digests
 from tasks.plan import TOKENS, Plan
-from tasks.shard import local_path
+from tasks.shard import Shard, local_path
 from tasks.tokenization import Counts, tokenize
 from tasks.workers import Workers
 
 KIND = "dataset"
-SHARDS = "shards.json"
+CORPUS, SHARDS = "corpus.json", "shards.json"
+PLACE = {"path", "anonymous"}  # of an entry of corpus.json, what says where a shard is read
 SPANS = 3  # that a node holds of each stream: the one it reads, the next, and shards that reach beyond them
 Progress = Callable[[str, float], None]
+log = logging.getLogger(__name__)
 # How a list of shards is done: with the workers, an order and the shards' numbers.
 Spread = Callable[[Workers, Plan, str, Sequence[int]], Iterable[Artifact]]
 
@@ -45,8 +48,14 @@ def key(
     token: str | None = None,
     without: Collection[str] = (),
 ) -> str:
-    """Cache key of the corpus: of its shards in their order, and of how they are read. Arguments as for `plan`."""
-    return _key(profile, plan(profile, store, tokenizer, token, without))
+    """Cache key of the corpus: of its shards in their order, and of how they are read. Arguments as for `plan`.
+
+    A corpus of this key that points to where ready-made pairs were, and are not now, is removed, to be made again.
+    """
+    made = plan(profile, store, tokenizer, token, without)
+    identity = _key(profile, made)
+    _standing(store, made, identity, limit=0)  # whoever wants it looks at its contents
+    return identity
 
 
 def plan(
@@ -189,11 +198,11 @@ def assemble(
     }
     requires = [{"kind": TOKENS, "key": key} for key in dict.fromkeys(shard.key for shard in tokens)]
     with store.lock(KIND, identity):
-        found = store.find(KIND, identity)
+        found = _standing(store, plan, identity)
         if found:
             return found
         with store.publish(KIND, identity, summary, requires) as folder:
-            (folder / "corpus.json").write_text(json.dumps(corpus))
+            (folder / CORPUS).write_text(json.dumps(corpus))
             (folder / SHARDS).write_text(json.dumps(list(keys_of_shards)))
             (folder / "report.json").write_text(json.dumps(_report(profile, plan, tokens), indent=1))
     return store.expect(KIND, identity)
@@ -226,13 +235,36 @@ def _key(profile: Profile, plan: Plan) -> str:
     )
 
 
-def _entry(shard: Any, tokens: Artifact, split: str, prefix: str) -> dict[str, str | int]:
-    """Where a split of a shard lies: in the store, or where the pair was that is used as it is."""
+def _standing(store: Store, plan: Plan, identity: str, limit: int = VERIFIED) -> Artifact | None:
+    """The corpus of this key, if it is in the store and its ready-made pairs lie where the plan has them.
+
+    The key is of contents, so it stays when a pair is moved; the paths in the corpus then lead nowhere, or to another pair.
+    """
+    found = store.find(KIND, identity, limit)
+    if found is None:
+        return None
+    entries = json.loads((store.path(found, whole=False) / CORPUS).read_text())["train"]
+    for shard, entry in zip(plan.shards, entries, strict=True):
+        if shard.format == "megatron" and _place(shard) != {
+            name: entry[name] for name in PLACE & entry.keys()
+        }:
+            log.info("%s was at %s: the corpus that points there is made again", shard.name, entry["path"])
+            store.remove(KIND, identity)
+            return None
+    return found
+
+
+def _place(shard: Shard) -> dict[str, str | bool]:
+    """Where a ready-made pair is read."""
+    local = local_path(shard.paths[0])
+    path = str(local.absolute()) if local else shard.paths[0]
+    return {"path": path.removesuffix(".idx"), **({"anonymous": True} if shard.anonymous else {})}
+
+
+def _entry(shard: Shard, tokens: Artifact, split: str, prefix: str) -> dict[str, str | int]:
+    """Where a split of a shard lies: in the store, or where the pair is that is used as it is."""
     if shard.format == "megatron":
-        local = local_path(shard.paths[0])
-        path = str(local.absolute()) if local else shard.paths[0]
-        more = {"anonymous": True} if shard.anonymous else {}
-        return {"path": path.removesuffix(".idx"), **tokens.summary["pair"][split], **more}
+        return {**_place(shard), **tokens.summary["pair"][split]}
     counts = {name: tokens.summary[f"{prefix}{name}"] for name in ("tokens", "documents")}
     return {"path": f"{TOKENS}/{tokens.key}/{split}", "start": 0, **counts}
 

@@ -273,6 +273,21 @@ def test_a_megatron_pair_is_read_where_it_lies(tmp_path, store, words):
     assert not list((tmp_path / "store/artifacts/tokens").glob("*/*.bin"))
 
 
+def test_a_megatron_pair_that_was_moved_is_read_where_it_lies_now(tmp_path, store, words):
+    (tmp_path / "old").mkdir()
+    write_pair(tmp_path / "old/pair", [list(range(i, i + 30)) for i in range(100)])
+    before = dataset.run(pair_profile(tmp_path / "old/pair"), store, words)
+    assert dataset.key(pair_profile(tmp_path / "old/pair"), store, words) == before.key
+    assert store.find(dataset.KIND, before.key)
+    (tmp_path / "old").rename(tmp_path / "new")
+    wanted = pair_profile(tmp_path / "new/pair")
+    assert dataset.key(wanted, store, words) == before.key  # so that a run goes on
+    assert store.find(dataset.KIND, before.key) is None
+    after = dataset.run(wanted, store, words)
+    for split, first in ("train", 0), ("validation", 90):
+        assert Corpus.open(store.path(after), split).read(0, 2).tolist() == [first, first + 1]
+
+
 def test_a_damaged_pair_is_refused_with_file_and_offset(tmp_path, store, words):
     write_pair(tmp_path / "a", [[1, 2], [3, 299], [300, 5]])
     with pytest.raises(IndexedError, match=r"a\.bin, byte 8: token 300 is not in the vocabulary of 300"):
