@@ -18,10 +18,12 @@ from pathlib import Path
 
 from modeling.exits import REFUSED
 from profiles.schema import Cluster
+from tasks import keys
 from tasks.artifacts import Artifact, Store
 from tasks.launchers import Job, JobFailed, create, execute
 from tasks.plan import Plan
 from tasks.shard import SourceError
+from tasks.storage import Folder
 from tasks.workers import Workers
 
 MOST = 1000  # jobs of an array; a cluster that is not told otherwise takes 1001
@@ -45,14 +47,15 @@ class Array:
         self, workers: Workers, plan: Plan, order: str, numbers: Sequence[int]
     ) -> Iterable[Artifact]:
         """All of them are in the store once the last is done; `workers`, which are of this machine, stay idle."""
-        folder = self._store.notes / "array"
-        folder.mkdir(parents=True, exist_ok=True)
-        given, shards = folder / f"{order}.plan.json", folder / f"{order}.shards.json"
-        given.write_text(json.dumps(plan.to_json()))
-        shards.write_text(json.dumps(list(numbers)))
+        contents = {"plan.json": plan.to_json(), "shards.json": list(numbers)}
+        # A folder for each array, after what it does: flows that share a store would stop each other's, or do another's plan.
+        folder = self._store.notes / "array" / keys.digest({"order": order, **contents})
+        for name, value in contents.items():
+            Folder(folder).write(name, json.dumps(value).encode())
         count = min(MOST, len(numbers))
-        arguments = ("--plan", given, "--shards", shards, "--store", self._store.uri)
-        arguments += ("--work-dir", self._store.work_dir, "--order", order, "--of", count)
+        arguments = ("--plan", folder / "plan.json", "--shards", folder / "shards.json")
+        arguments += ("--store", self._store.uri, "--work-dir", self._store.work_dir)
+        arguments += ("--order", order, "--of", count)
         job = Job(
             order, "tasks.array", tuple(map(str, arguments)), folder, array=count, secrets=self._secrets
         )

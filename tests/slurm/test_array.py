@@ -1,6 +1,7 @@
 """Tokenizing on a cluster: shards side by side as an array of jobs, with the tokens that this machine would make."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
@@ -36,9 +37,9 @@ def test_an_array_makes_the_tokens_that_this_machine_would(cluster, corpus, tmp_
     assert made.summary == same.summary
     for one in (tmp_path / "here/artifacts/tokens").rglob("*.bin"):
         assert (tmp_path / "there" / one.relative_to(tmp_path / "here")).read_bytes() == one.read_bytes()
-    log = (there.notes / "array/tokenize.log").read_text()
+    (log,) = (path.read_text() for path in (there.notes / "array").glob("*/tokenize.log"))
     assert log.count(": done") == 5
-    script = (there.notes / "array/tokenize.sbatch").read_text()
+    (script,) = (path.read_text() for path in (there.notes / "array").glob("*/tokenize.sbatch"))
     assert "--array=0-4" in script
     assert "--partition=spot" in script
     assert "hf_planted" not in script + log
@@ -50,3 +51,19 @@ def test_a_damaged_source_is_named_and_not_tried_again(cluster, corpus, tmp_path
     (tmp_path / "3.jsonl").write_text(json.dumps({"text": "abc"}) + "\n{broken")
     with pytest.raises(SourceError, match=r"3\.jsonl"):
         dataset.run(corpus, store, made, spread=Array(corpus.cluster, store))
+
+
+def test_arrays_of_two_flows_of_one_store_go_side_by_side(cluster, corpus, tmp_path):
+    store = Store(str(tmp_path / "store"))
+    words = tokenizer.run(corpus, store)
+
+    def made(pattern):
+        source = f"data.sources=[{{kind: files, path: '{tmp_path}/{pattern}.jsonl'}}]"
+        own = resolve.load(str(tmp_path / "five.yaml"), (*SPOT, source))
+        return dataset.run(own, store, words, spread=Array(own.cluster, store))
+
+    with ThreadPoolExecutor() as pool:
+        both = list(pool.map(made, ("[01]", "[234]")))
+    assert [one.summary["shards"] for one in both] == [2, 3]
+    logs = [path.read_text() for path in (store.notes / "array").glob("*/tokenize.log")]
+    assert sorted(log.count(": done") for log in logs) == [2, 3]
