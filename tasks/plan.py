@@ -39,10 +39,15 @@ class Plan:
 
     @classmethod
     def of(cls, profile: Profile, tokenizer: Artifact, shards: list[Shard]) -> Plan:
-        """Raises ProfileError where documents shall begin with a BOS token, and the tokenizer has none."""
-        data = profile.data
-        if data.prepend_bos and tokenizer.summary["bos"] is None:
-            raise ProfileError("data.prepend_bos", True, "the tokenizer names no BOS token", [False])
+        """Raises ProfileError where documents shall begin with BOS or end with EOS, and the tokenizer has no such token."""
+        data, facts = profile.data, tokenizer.summary
+        for key, name, wanted in (
+            ("prepend_bos", "bos", data.prepend_bos),
+            ("append_eos", "eos", data.append_eos),
+        ):
+            if wanted and facts[name] is None:
+                reason = f"{facts['source']} names no {name.upper()} token"
+                raise ProfileError(f"data.{key}", True, reason, [False])
         options = {
             field.name: getattr(data, field.name) for field in fields(cls) if hasattr(data, field.name)
         }

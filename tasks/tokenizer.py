@@ -51,7 +51,7 @@ def run(
         progress: called with what is being done and how much of the step is behind it, 0 to 1.
 
     Raises:
-        ProfileError: no tokenizer at the source, or one without an EOS token where documents are to be ended.
+        ProfileError: no tokenizer at the source.
     """
     report = progress or (lambda message, fraction: None)
     identity = key(profile, token, store)
@@ -76,11 +76,6 @@ def run(
                 convert(source, Path(raw), folder)
             tokenizer = load(folder)
             eos, bos = (special_id(folder, tokenizer, name) for name in ("eos_token", "bos_token"))
-            if eos is None and profile.data.append_eos:
-                reason = (
-                    "names no EOS token to end documents with; data.append_eos = false leaves them joined"
-                )
-                raise ProfileError("tokenizer.source", source, reason)
             size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
             summary.update(vocabulary_size=size, eos=eos, bos=bos, source=source, revision=revision)
         report(f"{size} tokens", 1.0)

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+from contextlib import nullcontext
 from itertools import islice
 
 import pytest
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer, models
 
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks import python_docs, tokenizer
+from tasks import dataset, python_docs, tokenizer
 from tasks.artifacts import Store
 from tasks.tokenizer_files import EOS, byte_level
 from tests import s3
@@ -299,11 +300,17 @@ def test_damaged_tokenizer_is_refused_by_file(store, folder):
         tokenizer.run(from_source(folder({"tokenizer.model": b"\xff\xff"}, "other")), store)
 
 
-def test_tokenizer_without_eos_is_refused_where_documents_are_to_be_ended(store, folder):
+def test_tokenizer_without_eos_is_refused_where_documents_are_to_be_ended(store, folder, texts):
     source = folder({"tokenizer.json": Tokenizer(models.WordLevel({"a": 0, "?": 1}, "?")).to_str().encode()})
-    with pytest.raises(ProfileError, match="names no EOS token"):
-        tokenizer.run(from_source(source), store)
-    assert tokenizer.run(from_source(source, "data.append_eos=false"), store).summary["eos"] is None
+    for append, message in (
+        ("false", None),
+        ("true", r"data\.append_eos = true: .*/source names no EOS token"),
+    ):
+        wanted = from_source(source, f"data.append_eos={append}", *texts)
+        made = tokenizer.run(wanted, store)
+        assert made.summary["eos"] is None
+        with pytest.raises(ProfileError, match=message) if message else nullcontext():
+            dataset.key(wanted, store, made)
 
 
 def test_tokenizer_larger_than_the_model_is_refused(store, folder, gpt2_files):
