@@ -288,7 +288,9 @@ def _report(profile: Profile, plan: Plan, tokens: Sequence[Artifact]) -> list[di
         made = counts["tokens"] + counts["validation_tokens"]
         where = source.repository or source.path or source.kind
         rate = round(counts["bytes"] / made, 3) if made else None
-        rows.append({"source": where, "shards": len(own), **counts, "bytes_per_token": rate})
+        engines = sorted({shard.summary["engine"] for shard in own if shard.summary.get("engine")})
+        row = {"source": where, "shards": len(own), **counts, "bytes_per_token": rate, "engines": engines}
+        rows.append(row)
     return rows
 
 

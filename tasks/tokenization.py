@@ -80,7 +80,9 @@ def tokenize(
                 summary.update(_pair_counts(splits), pair=splits)
                 (folder / "pair.json").write_text(json.dumps(splits))
             else:
-                summary.update(vars(_Writer(plan, store, shard, threads, token).write(k, folder, report)))
+                writer = _Writer(plan, store, shard, threads, token)
+                summary.update(vars(writer.write(k, folder, report)))
+                summary["engine"] = writer.engine and writer.engine.name  # None where there was no text
     made = store.expect(TOKENS, identity)
     store.release(made)  # training has it staged when its turn comes
     return made
@@ -264,6 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     plan = Plan.from_json(json.loads(options.plan.read_text()))
     store = Store(options.store, options.work_dir)
     if options.serve:
+        logging.getLogger().addHandler(_Said())
         for line in sys.stdin:
             order, _, number = line.partition(" ")
             _answer(_obeyed(order, plan, store, int(number), options.threads))
@@ -293,8 +296,17 @@ def _obeyed(order: str, plan: Plan, store: Store, k: int, threads: int) -> dict[
         return {"failed": f"{type(error).__name__}: {error}"}
 
 
+class _Said(logging.Handler):
+    """What our own modules log, as answers: standard error is read only where a worker dies."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name.partition(".")[0] in ("tasks", "modeling", "__main__") and not record.exc_info:
+            _answer({"log": [record.levelno, record.getMessage()]})
+
+
 def _answer(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

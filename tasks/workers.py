@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Self
@@ -21,6 +23,8 @@ from profiles.errors import ProfileError
 from tasks.artifacts import Artifact, Store
 from tasks.plan import Plan
 from tasks.shard import SourceError
+
+log = logging.getLogger(__name__)
 
 GRACE = 5.0  # seconds that a worker has to end by itself
 ERROR_LINES = 20
@@ -54,6 +58,8 @@ class Workers:
         self._environment = {**os.environ, **({"HF_TOKEN": token} if token else {})}
         self._free: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         self._workers: set[_Worker] = set()
+        self._said: set[str] = set()
+        self._telling = threading.Lock()
         self._closed = False
         for _ in range(count):
             self._free.put(None)  # not started yet
@@ -69,7 +75,7 @@ class Workers:
             if self._closed:
                 raise Ended("the workers were ended")
             if worker is None:
-                worker = _Worker(self._command, self._environment)
+                worker = _Worker(self._command, self._environment, self._pass_on)
                 self._workers.add(worker)
             return worker.run(order, k, report or (lambda tokens: None))
         except WorkerFailed:
@@ -80,6 +86,13 @@ class Workers:
             raise
         finally:
             self._free.put(worker)
+
+    def _pass_on(self, level: int, message: str) -> None:
+        """Log what a worker has logged, once, though each of them says it of each shard."""
+        with self._telling:
+            if message not in self._said:
+                self._said.add(message)
+                log.log(level, "%s", message)
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +105,10 @@ class Workers:
 
 
 class _Worker:
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, command: list[str], environment: dict[str, str], pass_on: Callable[[int, str], None]
+    ) -> None:
+        self._pass_on = pass_on
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  `end` closes it
         self._process = subprocess.Popen(
             command,
@@ -111,6 +127,8 @@ class _Worker:
                 answer: dict[str, Any] = json.loads(line)
                 if "tokens" in answer:
                     report(answer["tokens"])
+                elif "log" in answer:
+                    self._pass_on(*answer["log"])
                 elif "done" in answer:
                     return Artifact.from_json(answer["done"])
                 elif "refused" in answer:

@@ -324,6 +324,22 @@ def test_shards_done_by_several_processes_are_those_done_by_one(store, tmp_path)
     assert shown[-1] == 1
 
 
+def test_which_engine_was_used_and_why_is_said_once_whoever_tokenizes(store, tmp_path, caplog):
+    wanted = many(tmp_path)
+    (tmp_path / "source").mkdir()
+    trained(metaspace(), ["<unk>", EOS]).save(str(tmp_path / "source/tokenizer.json"))
+    (tmp_path / "source/tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    own = {"source": str(tmp_path / "source"), "vocabulary_size": None}
+    wanted = wanted.model_copy(update={"tokenizer": wanted.tokenizer.model_copy(update=own)})
+    with caplog.at_level(logging.INFO):
+        made = make(wanted, store)
+    assert made.summary["shards"] == 5
+    assert caplog.text.count("not tokenizing with gigatoken: ") == 1
+    assert caplog.text.count("not tokenizing with tokenizers by words: ") == 1
+    (row,) = json.loads((store.path(made) / "report.json").read_text())
+    assert row["engines"] == ["tokenizers"]
+
+
 def test_a_plan_can_be_written_down_and_worked_from_elsewhere(store, tmp_path, capsys):
     wanted = many(tmp_path)
     plan = dataset.plan(wanted, store, tokenizer.run(wanted, store))
