@@ -6,12 +6,14 @@ documents in the same order.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 HUB = "hf://datasets/"
+BLOCK = 1 << 23  # bytes asked for at once of a file that is elsewhere
 
 
 class SourceError(ValueError):
@@ -75,7 +77,10 @@ def local_path(path: str) -> Path | None:
 
 
 def open_file(shard: Shard, path: str, token: str | None = None) -> BinaryIO:
-    """One of a shard's files for reading in binary."""
+    """One of a shard's files for reading in binary.
+
+    What fsspec opens is read in blocks: its own readline asks for a whole block of the store for each line.
+    """
     if shard.fetch and path.startswith(HUB):
         from huggingface_hub import hf_hub_download
 
@@ -87,4 +92,4 @@ def open_file(shard: Shard, path: str, token: str | None = None) -> BinaryIO:
     if local is not None:
         return local.open("rb")
     there, inner = filesystem(path, anonymous=shard.anonymous, token=token)
-    return there.open(inner, "rb")
+    return io.BufferedReader(there.open(inner, "rb", block_size=BLOCK), BLOCK)

@@ -160,6 +160,31 @@ def test_a_long_json_string_that_is_damaged_is_refused_by_its_line(tmp_path, mon
         texts(profile(files(tmp_path / "a.jsonl")))
 
 
+def test_lines_on_s3_are_read_in_blocks_and_about_once(tmp_path, monkeypatch):
+    import fsspec
+    import s3fs
+
+    monkeypatch.setattr(source_files, "SHARD_BYTES", 400_000)
+    monkeypatch.setattr("tasks.shard.BLOCK", 50_000)
+    fetched = []
+    honest = s3fs.S3File._fetch_range
+
+    def counted(self, start, end):
+        fetched.append(end - start)
+        return honest(self, start, end)
+
+    monkeypatch.setattr(s3fs.S3File, "_fetch_range", counted)
+    documents = [f"{i} {text}" for i in range(60) for text in DOCUMENTS]
+    content = lines(documents)
+    with s3.bucket(monkeypatch) as bucket:
+        fsspec.filesystem("s3").pipe_file(f"{bucket}/a.jsonl", content)
+        shards = texts(profile(files(f"{bucket}/a.jsonl")))
+    assert joined(shards) == documents
+    assert len(shards) > 4
+    assert len(content) < sum(fetched) < 1.4 * len(content)  # what follows a part is read ahead
+    assert len(fetched) < 1.4 * len(content) / 50_000
+
+
 def test_a_file_that_grows_changes_its_last_shard_alone(tmp_path, small_shards):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(DOCUMENTS))
@@ -375,6 +400,15 @@ def test_a_split_of_a_configuration_of_a_hub_data_set(hub, streaming):
     assert texts(profile({**source, "split": "test"})) == [DOCUMENTS[:5]]
     whole = [path for method, path, _ in hub.requests if method == "GET" and path.endswith("train-0.parquet")]
     assert whole
+
+
+def test_lines_of_a_hub_data_set_are_streamed_in_blocks(hub, monkeypatch):
+    monkeypatch.setattr("tasks.shard.BLOCK", 20_000)
+    content = lines(DOCUMENTS * 5)
+    hub.commit("org/lines", {"a.jsonl": content}, kind="datasets")
+    assert texts(profile({"kind": "hub", "repository": "org/lines", "streaming": True})) == [DOCUMENTS * 5]
+    asked = [path for method, path, _ in hub.requests if method == "GET" and path.endswith("a.jsonl")]
+    assert 2 < len(asked) <= len(content) // 20_000 + 1
 
 
 def test_hub_shards_are_keyed_by_their_files_not_by_the_commit(hub):
