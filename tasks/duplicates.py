@@ -120,5 +120,7 @@ def _hash(document: readers.Document) -> bytes:
         for chunk in document.chunks():
             total.update(chunk.encode())
         return total.digest()[:16]
-    data = document.encode() if isinstance(document, str) else b"\0ids" + document.astype("<i8").tobytes()
+    data = (
+        document.encode() if isinstance(document, str) else b"\0ids" + document.values.astype("<i8").tobytes()
+    )
     return hashlib.sha256(data).digest()[:16]

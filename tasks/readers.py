@@ -1,7 +1,8 @@
 """The documents of a shard, by its format, read as a stream in an order that never changes.
 
-A document is text (a str, or a LongText where a file is one), token ids where the source is tokenized already, or None where a
-record has no text. What a file's name promises and its contents do not hold is refused by file and place.
+A document is text (a str, or a LongText where it is long), token ids where the source is tokenized already, or None where a
+record has no text, or one that no encoding has: a corpus of the web does not end at such a line, which is counted. What a
+file's name promises and its contents do not hold is refused by file and place.
 """
 
 from __future__ import annotations
@@ -12,21 +13,19 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import uuid4
 
-import numpy as np
-
-from profiles.errors import ProfileError
-from tasks import long_text, python_docs
+from tasks import long_text, python_docs, tables
 from tasks.long_text import LongText
-from tasks.shard import Shard, SourceError, local_path, open_file
+from tasks.shard import Shard, SourceError, is_damage, open_file
+from tasks.tables import Ids
 
-Document = str | LongText | np.ndarray | None
+Document = str | LongText | Ids | None
 LONG_FILE = 1 << 24  # bytes; longer files of plain text are read in chunks
 LONG_STRING = 1 << 22  # bytes
+HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a surrogate pair
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-ROWS = 1024  # records of a parquet or arrow file at a time
 
 
 def documents(shard: Shard, token: str | None = None) -> Iterator[Document]:
@@ -72,7 +71,7 @@ def _json_lines(shard: Shard, token: str | None) -> Iterator[Document]:
 
 def _gzip_json_lines(shard: Shard, token: str | None) -> Iterator[Document]:
     def lines() -> Iterator[Line]:
-        with open_file(shard, shard.paths[0], token) as file, gzip.open(file) as content:
+        with _compressed(shard, token, "gzip") as file, gzip.open(file) as content:
             yield from _numbered(shard, content, "gzip")
 
     return _json_texts(shard, lines())
@@ -82,11 +81,21 @@ def _zstd_json_lines(shard: Shard, token: str | None) -> Iterator[Document]:
     def lines() -> Iterator[Line]:
         import pyarrow
 
-        with open_file(shard, shard.paths[0], token) as file:
+        with _compressed(shard, token, "zstd") as file:
             content = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
             yield from _numbered(shard, content, "zstd")
 
     return _json_texts(shard, lines())
+
+
+def _compressed(shard: Shard, token: str | None, compression: str) -> BinaryIO:
+    """The shard's file, which is not empty: its reader would take one of no bytes for one of no lines."""
+    file = open_file(shard, shard.paths[0], token)
+    if not file.read(1):
+        file.close()
+        raise SourceError(f"{shard.paths[0]}, byte 0: damaged {compression}: the file is empty")
+    file.seek(0)
+    return file
 
 
 Line = tuple[Callable[[], str], bytes]  # where it is, in words, and what it holds
@@ -120,31 +129,51 @@ def _numbered(shard: Shard, content: Iterable[bytes], compression: str) -> Itera
 
 
 def _json_texts(shard: Shard, lines: Iterator[Line]) -> Iterator[Document]:
-    import orjson
-
     columns: dict[str, None] = {}  # an ordered set
     for place, line in lines:
         if line.isspace():
             continue
         short, long = _without_long_strings(line)
-        try:
-            record = orjson.loads(short)
-        except ValueError:
-            try:
-                record = json.loads(short)  # which takes NaN, as Python writes it
-            except ValueError as error:
-                raise SourceError(f"{place()}: is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise SourceError(f"{place()}: is no JSON object")
+        record = _record(short, place)
         if shard.column not in columns:
             columns.update(dict.fromkeys(record))
         value = record.get(shard.column)
-        if isinstance(value, str) and value in long:
-            yield long_text.of_json(long[value], place)
+        if not isinstance(value, str):
+            yield None
+        elif value in long:
+            text = long_text.of_json(long[value], place)
+            yield text if not HALF.search(long[value]) or _is_unicode(text.chunks()) else None
         else:
-            yield value if isinstance(value, str) else None
+            yield value if _is_unicode([value]) else None
     if columns:
-        _require_column(shard, list(columns))
+        tables.require_column(shard, list(columns))
+
+
+def _record(line: bytes, place: Callable[[], str]) -> dict[str, Any]:
+    import orjson
+
+    try:
+        record = orjson.loads(line)
+    except ValueError:
+        try:
+            record = json.loads(line)  # which takes NaN, as Python writes it, and halves of surrogate pairs
+        except ValueError as error:
+            raise SourceError(f"{place()}: is not JSON: {error}") from error
+        except RecursionError as error:
+            raise SourceError(f"{place()}: is JSON nested too deeply to be read") from error
+    if not isinstance(record, dict):
+        raise SourceError(f"{place()}: is no JSON object")
+    return record
+
+
+def _is_unicode(chunks: Iterable[str]) -> bool:
+    """Whether no half of a surrogate pair stands alone in a text: JSON can say it, and nothing can encode it."""
+    try:
+        for chunk in chunks:
+            chunk.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _without_long_strings(line: bytes) -> tuple[bytes, dict[str, memoryview]]:
@@ -165,85 +194,6 @@ def _without_long_strings(line: bytes) -> tuple[bytes, dict[str, memoryview]]:
     return b"".join([*parts, bytes(whole[at:])]), long
 
 
-def _parquet(shard: Shard, token: str | None) -> Iterator[Document]:
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
-
-    with open_file(shard, shard.paths[0], token) as file:
-        try:
-            table = ParquetFile(file)
-            _require_column(shard, table.schema_arrow.names)
-            groups = range(shard.start, table.num_row_groups if shard.stop is None else shard.stop)
-            for batch in table.iter_batches(batch_size=ROWS, row_groups=list(groups), columns=[shard.column]):
-                yield from _values(batch.column(0))
-        except (pyarrow.ArrowException, OSError) as error:
-            if not is_damage(error):
-                raise
-            raise SourceError(f"{shard.paths[0]}: damaged parquet: {error}") from error
-
-
-def _arrow(shard: Shard, token: str | None) -> Iterator[Document]:
-    import pyarrow
-
-    try:
-        for number, batch in enumerate(arrow_batches(shard, token)):
-            if shard.stop is not None and number >= shard.stop:
-                return
-            if number >= shard.start:
-                _require_column(shard, batch.schema.names)
-                column = batch.column(shard.column)
-                for at in range(0, len(column), ROWS):
-                    yield from _values(column.slice(at, ROWS))
-    except (pyarrow.ArrowException, OSError) as error:
-        if not is_damage(error):
-            raise
-        raise SourceError(f"{shard.paths[0]}: damaged arrow file: {error}") from error
-
-
-def arrow_batches(shard: Shard, token: str | None = None) -> Iterator[Any]:
-    """The record batches of an arrow file, in either of its two forms."""
-    import pyarrow
-
-    path = local_path(shard.paths[0])
-    file = pyarrow.memory_map(str(path)) if path else open_file(shard, shard.paths[0], token)
-    with file:
-        magic = file.read(6)
-        file.seek(0)
-        if magic != b"ARROW1":
-            yield from pyarrow.ipc.open_stream(file)
-            return
-        reader = pyarrow.ipc.open_file(file)
-        for i in range(reader.num_record_batches):
-            yield reader.get_batch(i)
-
-
-def _values(column: Any) -> Iterator[Document]:
-    """Texts, or rows of token ids, of an arrow array; None for all else."""
-    from pyarrow import types
-
-    kind = column.type
-    lists = types.is_list, types.is_large_list, types.is_fixed_size_list
-    if types.is_string(kind) or types.is_large_string(kind):
-        yield from column.to_pylist()
-    elif any(is_kind(kind) for is_kind in lists) and types.is_integer(kind.value_type):
-        for i in range(len(column)):
-            yield column[i].values.to_numpy(zero_copy_only=False) if column[i].is_valid else None
-    else:
-        yield from (None for _ in range(len(column)))
-
-
-def is_damage(error: Exception) -> bool:
-    """Whether an error is the file's contents', and not one of the network, the disk or its rights."""
-    if isinstance(error, ConnectionError | TimeoutError | FileNotFoundError | PermissionError):
-        return False
-    return not isinstance(error, OSError) or error.errno is None
-
-
-def _require_column(shard: Shard, columns: list[str]) -> None:
-    if shard.column not in columns:
-        raise ProfileError("data.text", shard.column, f"{shard.paths[0]} has no such column", tuple(columns))
-
-
 READERS: dict[str, Callable[[Shard, str | None], Iterator[Document]]] = {
     "python-docs": _python_docs,
     "text": _text,
@@ -251,7 +201,7 @@ READERS: dict[str, Callable[[Shard, str | None], Iterator[Document]]] = {
     "jsonl": _json_lines,
     "jsonl.gz": _gzip_json_lines,
     "jsonl.zst": _zstd_json_lines,
-    "parquet": _parquet,
-    "arrow": _arrow,
-    "tokens": _arrow,
+    "parquet": tables.parquet,
+    "arrow": tables.arrow,
+    "tokens": tables.arrow,
 }

@@ -20,6 +20,13 @@ class SourceError(ValueError):
     """A source file that cannot be read as what its name says; the message names the file and the place in it."""
 
 
+def is_damage(error: Exception) -> bool:
+    """Whether an error is the file's contents', and not one of the network, the disk or its rights."""
+    if isinstance(error, ConnectionError | TimeoutError | FileNotFoundError | PermissionError):
+        return False
+    return not isinstance(error, OSError) or error.errno is None
+
+
 @dataclass(frozen=True)
 class Shard:
     """One cacheable piece of a source.

@@ -1,7 +1,8 @@
 """Sources that are files, here or anywhere that fsspec reaches: which files there are, and the shards that they are cut into.
 
 A file that can be read from its middle is cut into parts of about SHARD_BYTES: lines by bytes, parquet by row groups, arrow by
-record batches. A compressed file is one shard, whatever its size. Documents that are files of their own are gathered
+record batches. A compressed file is one shard, whatever its size, and so is an arrow file that is elsewhere, since all that is
+before a part of it would be fetched for the part. Documents that are files of their own are gathered
 into shards whose ends depend on the files there alone, so that a new file changes the shard it falls into and no other.
 
 A local file's digest is that of its contents; elsewhere the store's own ETag (or the hub's) stands for them, and nothing is read.
@@ -21,9 +22,9 @@ from typing import Any
 
 from profiles.errors import ProfileError
 from profiles.schema import Source
+from tasks import tables
 from tasks.digests import Digests
-from tasks.readers import arrow_batches, is_damage
-from tasks.shard import Shard, SourceError, filesystem, local_path, open_file
+from tasks.shard import Shard, SourceError, filesystem, local_path
 
 SHARD_BYTES = 100_000_000
 READ = 1 << 22  # bytes
@@ -83,6 +84,7 @@ def tokens(source: Source, key: str, column: str, digests: Digests) -> list[Shar
 
     Raises:
         ProfileError: no such folder.
+        SourceError: a damaged state.json or data file.
     """
     there, folder = filesystem(source.path, anonymous=source.anonymous)
     state = f"{folder.rstrip('/')}/state.json"
@@ -93,7 +95,10 @@ def tokens(source: Source, key: str, column: str, digests: Digests) -> list[Shar
         )
         splits = [path for path in there.ls(folder, detail=False) if there.isdir(path)] if several else []
         raise ProfileError(f"{key}.path", source.path, reason, splits)
-    names = [entry["filename"] for entry in json.loads(there.cat_file(state))["_data_files"]]
+    try:
+        names = [entry["filename"] for entry in json.loads(there.cat_file(state))["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{source.path}/state.json: is not as save_to_disk writes it: {error}") from error
     if not names:
         raise ProfileError(f"{key}.path", source.path, "holds no data files")
     paths = [there.unstrip_protocol(f"{folder.rstrip('/')}/{name}") for name in names]
@@ -154,8 +159,8 @@ def cut(
             return _by_lines(shard, file, digests)
         if kind == "parquet":
             return _by_groups(shard, file, _row_groups(shard, digests, token))
-        if kind == "arrow" and file.size > 2 * SHARD_BYTES:
-            return _by_groups(shard, file, [batch.nbytes for batch in arrow_batches(shard, token)])
+        if kind == "arrow" and file.size > 2 * SHARD_BYTES and local_path(file.path):
+            return _by_groups(shard, file, [batch.nbytes for batch in tables.arrow_batches(shard, token)])
         return [replace(shard, name=_name(file), digest=_digest(kind, column, file.content))]
 
     if any(ending(file.path) == "text" for file in files) and not source.lines:
@@ -211,25 +216,7 @@ def _row_groups(shard: Shard, digests: Digests, token: str | None) -> list[int]:
     """Bytes of each row group's column, uncompressed."""
 
     def read() -> list[int]:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-
-        try:
-            with open_file(replace(shard, fetch=False), shard.paths[0], token) as file:
-                about = ParquetFile(file).metadata
-                groups = (about.row_group(i) for i in range(about.num_row_groups))
-                return [
-                    sum(
-                        group.column(j).total_uncompressed_size
-                        for j in range(group.num_columns)
-                        if group.column(j).path_in_schema.partition(".")[0] == shard.column
-                    )
-                    for group in groups
-                ]
-        except (pyarrow.ArrowException, OSError) as error:
-            if not is_damage(error):
-                raise
-            raise SourceError(f"{shard.paths[0]}: damaged parquet: {error}") from error
+        return tables.row_groups(replace(shard, fetch=False), token)
 
     local = local_path(shard.paths[0])
     return read() if local is None else digests.note(local, f"groups of {shard.column}", read)

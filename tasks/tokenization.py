@@ -30,6 +30,7 @@ from tasks.artifacts import Artifact, Store
 from tasks.long_text import Cutter, LongText
 from tasks.plan import TOKENS, Plan
 from tasks.shard import Shard, SourceError
+from tasks.tables import Ids
 
 BATCH = 1 << 20  # characters: enough to keep an engine busy, little enough to keep memory flat
 TELL_SECONDS = 1.0
@@ -124,7 +125,7 @@ class _Writer:
             for batch in self._batches(dropped):
                 if isinstance(batch, LongText):
                     self._add_long(batch)
-                elif isinstance(batch, np.ndarray):
+                elif isinstance(batch, Ids):
                     self._add_ids(batch)
                 else:
                     self._add(batch)
@@ -134,7 +135,7 @@ class _Writer:
         self.counts.validation_tokens = self.validation.tokens
         return self.counts
 
-    def _batches(self, dropped: set[int]) -> Iterator[list[str] | LongText | np.ndarray]:
+    def _batches(self, dropped: set[int]) -> Iterator[list[str] | LongText | Ids]:
         """Texts of about BATCH characters together; what is longer, or has tokens already, by itself."""
         batch: list[str] = []
         size = 0
@@ -189,13 +190,13 @@ class _Writer:
         builder.extend(np.array(self.end, np.int64))
         builder.end_document(builder.tokens - before)
 
-    def _add_ids(self, ids: np.ndarray) -> None:
+    def _add_ids(self, document: Ids) -> None:
         """A document that has its tokens already: as it is, with neither BOS nor EOS added."""
+        ids = document.values
         wrong = (ids < 0) | (ids >= self.vocabulary_size)
         if wrong.any():
-            number = len(self.train.lengths) + len(self.validation.lengths) + self.counts.missing
             reason = f"token {ids[wrong.argmax()]} is not in the vocabulary of {self.vocabulary_size}"
-            raise SourceError(f"{self.shard.name}, record {number}, token {wrong.argmax()}: {reason}")
+            raise SourceError(f"{document.place()}, token {wrong.argmax()}: {reason}")
         digest = hashlib.sha256(ids.astype("<i8").tobytes()).digest()
         (self.validation if self._held_out(digest) else self.train).add_document(ids)
 

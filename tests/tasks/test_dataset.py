@@ -197,7 +197,7 @@ def test_missing_text_column_is_refused_with_those_there_are(store, tmp_path, en
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: is not JSON"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-4], r"a\.jsonl\.gz, after line 1: damaged gzip"),
         ("a.jsonl.gz", b'{"text": "a"}\n', r"a\.jsonl\.gz, after line 0: damaged gzip"),
-        ("a.parquet", b"PAR1 and no more", r"a\.parquet: damaged parquet"),
+        ("a.parquet", b"PAR1 and no more", r"a\.parquet, footer: damaged parquet"),
         ("a.txt", b"good \xff", r"a\.txt, byte 5: is not UTF-8"),
     ],
 )

@@ -224,17 +224,40 @@ def test_digests_are_remembered_until_a_file_changes(tmp_path, store, monkeypatc
     assert [shard.digest for shard in corpora.shards(wanted, Digests(store.notes))] != before
 
 
+def stream(rows=40):
+    out = io.BytesIO()
+    with pa.ipc.new_stream(out, table().schema) as writer:
+        writer.write_table(table(), max_chunksize=rows)
+    return out.getvalue()
+
+
+def cut_after(content, batches):
+    """An arrow stream's first batches, without its end."""
+    file = io.BytesIO(content)
+    reader = pa.ipc.open_stream(file)
+    for _ in range(batches):
+        reader.read_next_batch()
+    return content[: file.tell()]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("a.jsonl", lines(["good"]) + b"[" * 200_000, r"a\.jsonl, line 2: is JSON nested too deeply"),
+        ("a.jsonl.gz", b"", r"a\.jsonl\.gz, byte 0: damaged gzip: the file is empty"),
+        ("a.jsonl.zst", b"", r"a\.jsonl\.zst, byte 0: damaged zstd: the file is empty"),
         ("a.jsonl.zst", zstd(lines(DOCUMENTS))[:-9], r"a\.jsonl\.zst, after line \d+: damaged zstd"),
         ("a.jsonl.zst", b"no zstd at all", r"a\.jsonl\.zst, after line 0: damaged zstd"),
-        ("a.arrow", b"no arrow at all, but long enough", r"a\.arrow: damaged arrow file"),
-        ("a.arrow", b"ARROW1\0\0" + b"no more" * 9, r"a\.arrow: damaged arrow file"),
-        ("a.parquet", b"PAR1" + bytes(99) + b"PAR1", r"a\.parquet: damaged parquet"),
+        ("a.arrow", b"", r"a\.arrow, schema: damaged arrow file"),
+        ("a.arrow", b"no arrow at all, but long enough", r"a\.arrow, schema: damaged arrow file"),
+        ("a.arrow", b"ARROW1\0\0" + b"no more" * 9, r"a\.arrow, footer: damaged arrow file"),
+        ("a.arrow", stream()[:9000], r"a\.arrow, record batch [1-6]: damaged arrow file"),
+        ("a.arrow", cut_after(stream(), 3), r"a\.arrow, record batch 3: the stream's end is missing"),
+        ("a.parquet", b"", r"a\.parquet, footer: damaged parquet"),
+        ("a.parquet", b"PAR1" + bytes(99) + b"PAR1", r"a\.parquet, footer: damaged parquet"),
     ],
 )
-def test_damaged_files_are_refused_by_name(name, content, message, tmp_path):
+def test_damaged_files_are_refused_by_name_and_place(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SourceError, match=message):
         texts(profile(files(tmp_path / name)))
@@ -242,12 +265,75 @@ def test_damaged_files_are_refused_by_name(name, content, message, tmp_path):
 
 def test_a_parquet_file_with_a_damaged_page_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
-    parquet.write_table(table(), path, compression="zstd", use_dictionary=False)
+    options = {"compression": "zstd", "use_dictionary": False, "row_group_size": 200}
+    parquet.write_table(table(), path, **options)
+    second = parquet.ParquetFile(path).metadata.row_group(1).column(1)
     content = bytearray(path.read_bytes())
-    content[len(content) // 4 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 4)
+    low = second.data_page_offset + second.total_compressed_size // 2
+    content[low : low + 40] = bytes(40)
     path.write_bytes(content)
-    with pytest.raises(SourceError, match=r"a\.parquet: damaged parquet"):
+    with pytest.raises(SourceError, match=r"a\.parquet, row group 1, from record 0 on: damaged parquet"):
         texts(profile(files(path)))
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_a_text_of_a_table_that_is_not_utf8_is_refused_by_its_record(ending, tmp_path):
+    values = [b"good", b"as good", b"bad \xff"]
+    found = pa.table({"text": pa.array(values, pa.binary()).view(pa.string())})
+    if ending == "parquet":
+        parquet.write_table(found, tmp_path / "a.parquet", row_group_size=2)
+        place = "row group 1, record 0, byte 4"
+    else:
+        with pa.ipc.new_stream(str(tmp_path / "a.arrow"), found.schema) as writer:
+            writer.write_table(found)
+        place = "record batch 0, record 2, byte 4"
+    with pytest.raises(SourceError, match=rf"a\.{ending}, {place}: is not UTF-8"):
+        texts(profile(files(tmp_path / f"a.{ending}")))
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
+)
+def test_texts_of_a_table_are_read_however_they_are_laid_out(kind, tmp_path):
+    column = pa.array([*DOCUMENTS, None, ""]).cast(kind)
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), pa.schema([("text", kind)])) as writer:
+        writer.write_batch(pa.record_batch({"text": column}))
+    assert texts(profile(files(tmp_path / "a.arrow"))) == [[*DOCUMENTS, None, ""]]
+
+
+def test_long_texts_of_a_table_are_read_a_few_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.tables.LONG_VALUE", 1 << 18)
+    documents = [f"{i} naïve " + "word " * 200_000 for i in range(30)] + ["short"]
+    options = {"use_dictionary": False, "write_batch_size": 1, "data_page_size": 1}
+    parquet.write_table(pa.table({"text": documents}), tmp_path / "a.parquet", **options)
+    pool = pa.proxy_memory_pool(pa.default_memory_pool())
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(pool)
+    try:
+        (shard,) = corpora.shards(profile(files(tmp_path / "a.parquet")).data)
+        found = readers.documents(shard)
+        assert all("".join(next(found).chunks()) == document for document in documents[:30])
+        assert list(found) == ["short"]
+        assert pool.max_memory() < 10_000_000  # of 30 MB
+    finally:
+        pa.set_memory_pool(before)
+
+
+def test_a_text_with_half_a_surrogate_pair_is_no_text_and_stops_nothing(tmp_path, monkeypatch):
+    good, bad = r'{"text": "a pair \ud83d\ude00", "n": "\ud800"}', r'{"text": "half a pair \ud83d"}'
+    (tmp_path / "a.jsonl").write_text("\n".join([good, bad, good]))
+    assert texts(profile(files(tmp_path / "a.jsonl"))) == [["a pair 😀", None, "a pair 😀"]]
+    monkeypatch.setattr(readers, "LONG_FILE", 10)
+    monkeypatch.setattr(readers, "LONG_STRING", 10)
+    assert texts(profile(files(tmp_path / "a.jsonl"))) == [["a pair 😀", None, "a pair 😀"]]
+
+
+def test_an_arrow_file_elsewhere_is_read_once_whole(monkeypatch, small_shards):
+    import fsspec
+
+    with s3.bucket(monkeypatch) as bucket:
+        fsspec.filesystem("s3").pipe_file(f"{bucket}/a.arrow", stream())
+        assert texts(profile(files(f"{bucket}/a.arrow"))) == [DOCUMENTS]
 
 
 def test_a_saved_data_set_of_tokens_is_used_as_it_is(tmp_path, store):
@@ -265,10 +351,17 @@ def test_a_saved_data_set_of_tokens_is_used_as_it_is(tmp_path, store):
     several = {**source, "path": str(tmp_path / "dict")}
     with pytest.raises(ProfileError, match=r"several splits.*nearest valid: .*dict/train"):
         dataset.run(profile(several), store, words)
-    large = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3, 300]]})
+    large = datasets.Dataset.from_dict({"input_ids": [[1, 2], [1, 2], [3, 300]]})
     large.save_to_disk(tmp_path / "large")
-    with pytest.raises(SourceError, match=r"record 1, token 1: token 300 is not in the vocabulary of 300"):
-        dataset.run(profile({**source, "path": str(tmp_path / "large")}), store, words)
+    with pytest.raises(SourceError, match=r"arrow, record batch 0, record 2, token 1: token 300 is not in"):
+        dataset.run(profile({**source, "path": str(tmp_path / "large")}, deduplicate=True), store, words)
+    again = datasets.Dataset.from_dict({"input_ids": [[1, 2], [1, 2], [1, 2], [5, None, 6]]})
+    again.save_to_disk(tmp_path / "again")
+    with pytest.raises(SourceError, match=r"arrow, record batch 0, record 3, token 1: is null"):
+        dataset.run(profile({**source, "path": str(tmp_path / "again")}, deduplicate=True), store, words)
+    (tmp_path / "again/state.json").write_text('{"_data_files": [')
+    with pytest.raises(SourceError, match=r"again/state\.json: is not as save_to_disk writes it: Expecting"):
+        dataset.run(profile({**source, "path": str(tmp_path / "again")}), store, words)
 
 
 def write_pair(prefix, documents):

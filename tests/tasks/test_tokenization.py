@@ -256,14 +256,14 @@ def test_bos_and_eos_stand_where_they_are_asked_for(store, tmp_path):
 def test_duplicates_short_texts_and_missing_ones_are_left_out_and_counted(store, tmp_path):
     first, second = DOCUMENTS[:60], [*DOCUMENTS[50:120], DOCUMENTS[119], "short", "short"]
     (tmp_path / "a.jsonl").write_bytes(lines(first))
-    (tmp_path / "b.jsonl").write_bytes(lines(second) + b'{"n": 1}\n')
+    (tmp_path / "b.jsonl").write_bytes(lines([*second, "half a pair: \ud800"]) + b'{"n": 1}\n')
     source = files(tmp_path / "*.jsonl")
     options = {"deduplicate": True, "minimum_length": 6, "validation_fraction": 0}
     words = tokenizer.run(profile(source, **options), store)
     artifact = dataset.run(profile(source, **options), store, words)
     summary = artifact.summary
     assert (summary["documents"], summary["duplicates"], summary["short"]) == (120, 12, 1)
-    assert summary["missing"] == 1
+    assert summary["missing"] == 2
     report = json.loads((store.path(artifact) / "report.json").read_text())
     assert report[0]["duplicates"] == 12
     assert report[0]["bytes_per_token"] > 1
