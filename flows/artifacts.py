@@ -1,7 +1,7 @@
 """What a flow run shows among the artifacts of Prefect's UI while it goes on: bars, a table, pages of text.
 
 An artifact is made when it is first shown and changed afterwards, also by a later attempt of its task, so that each stands once.
-What Prefect cannot take now is left out: the work goes on.
+What cannot be made, or Prefect cannot take now, is left out: the work goes on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from uuid import UUID
 
@@ -31,12 +31,20 @@ class Shown:
         self._kind, self._key, self._description, self._flow_run = kind, key, description, flow_run
         self._id: UUID | None = None
         self._sent_at = 0.0
+        self._warned = False
 
-    def show(self, data: Any, *, now: bool = False) -> None:
-        """Show this from now on; dropped where the last change was only just made, unless it is to be `now`."""
+    def show(self, make: Callable[[], Any], *, now: bool = False) -> None:
+        """Show what `make` gives from now on; it is not called where the last change was only just made, unless `now`."""
         if not now and time.monotonic() - self._sent_at < SECONDS:
             return
         self._sent_at = time.monotonic()
+        try:
+            data = make()
+        except Exception as error:  # of a file that someone else spoilt, or a mistake of ours
+            if not self._warned:
+                log.warning("the artifact %s cannot be shown: %s: %s", self._key, type(error).__name__, error)
+            self._warned = True
+            return
         try:
             self._send(data)
         except Exception as error:
@@ -82,7 +90,7 @@ class Bar:
 
     def show(self, done: float) -> None:
         """The share that is done, 0 to 1."""
-        self._shown.show(min(100.0, round(100 * done, 1)), now=done >= 1)
+        self._shown.show(lambda: min(100.0, round(100 * done, 1)), now=done >= 1)
 
 
 def cells(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -46,7 +46,9 @@ def explain(flow: Any, flow_run: Any, state: Any) -> None:
             return
     except Exception as error:
         log.debug("the run has no folder to show: %s", error)
-    Shown("markdown", KEY, "What happened, and what to do next", flow_run.id).show(failed(failure), now=True)
+    Shown("markdown", KEY, "What happened, and what to do next", flow_run.id).show(
+        lambda: failed(failure), now=True
+    )
 
 
 def _failure(state: Any) -> BaseException:

@@ -40,12 +40,13 @@ class Overview:
 
     def show(self, *, now: bool = False) -> None:
         """Renew the page, every few seconds at most."""
-        self._shown.show(markdown(self._profile, self._folder), now=now)
+        self._shown.show(lambda: markdown(self._profile, self._folder), now=now)
 
     def fail(self, failure: BaseException, saved: Sequence[int]) -> None:
-        """Put a failure first; `saved` are the steps of complete checkpoints."""
+        """Put a failure first; `saved` are the steps of complete checkpoints. Raises what keeps the rest from being made."""
         first = failed(failure, self._folder / "logs", saved)
-        self._shown.show(f"{first}\n\n{markdown(self._profile, self._folder)}", now=True)
+        rest = markdown(self._profile, self._folder)
+        self._shown.show(lambda: f"{first}\n\n{rest}", now=True)
 
 
 def markdown(profile: Profile, folder: Path) -> str:
@@ -108,7 +109,7 @@ def _plan(folder: Path) -> str:
     rows = {
         "parameters": f"{plan['parameters']:,}",
         "mesh": " × ".join(f"{axis} {size}" for axis, size in plan["mesh"].items()),
-        "tokens": in_words(plan["tokens"]),
+        "tokens": in_words(plan["tokens"]) if plan["tokens"] else "as many as its data has",
         "fullest rank": f"{in_bytes(fullest)} of {in_bytes(plan['device_bytes'])}",
     }
     if plan.get("step_seconds"):

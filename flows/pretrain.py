@@ -23,6 +23,7 @@ from flows.overview import Overview
 from flows.parameters import ProfileName, RunName
 from flows.runner import Runner, forward_logs
 from flows.secrets import hub_token
+from modeling.planner import plan
 from profiles import resolve
 from profiles.schema import Profile
 from tasks import checkpoint, dataset, evaluation, export, graphs, keys, ledger, runs, tokenizer, training
@@ -82,7 +83,9 @@ def pretrain(
     tokenizer.check_fits(run, vocabulary)
     key = dataset.key(run, kept, vocabulary, hub_token(run))
     corpus = do.once(steps.dataset, dataset.KIND, key, run, kept, vocabulary)
-    run = dataset.with_steps(run, corpus)
+    if run.train.epochs is not None:
+        run = dataset.with_steps(run, corpus)
+        planned = plan(run)  # once more: how long the run is, the data has only now decided
     weights = None
     if checkpoint.needed(run):
         key = checkpoint.key(run, kept, hub_token(run))

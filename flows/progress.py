@@ -74,7 +74,7 @@ class Progress:
             log.info("%s", line(list(self._recent), self._steps), extra={"progress": True})
         step = self._recent[-1]["step"]
         self._bar.show(step / self._steps)
-        self._table.show(cells(shown(row) for row in reversed(self._recent)), now=step >= self._steps)
+        self._table.show(lambda: cells(map(shown, reversed(self._recent))), now=step >= self._steps)
         self._overview.show(now=step >= self._steps)
 
 
@@ -125,4 +125,4 @@ def show_graphs(record: Path) -> None:
         }
         for entry in summary["programs"]
     ]
-    Shown("table", "graphs", graphs.sentence(summary)).show(cells(rows), now=True)
+    Shown("table", "graphs", graphs.sentence(summary)).show(lambda: cells(rows), now=True)

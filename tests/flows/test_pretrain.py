@@ -1,5 +1,6 @@
 """What is done again and what is not: the same pipeline after each kind of change, and after each kind of damage."""
 
+import json
 import logging
 import shutil
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from profiles.errors import ProfileError
+from tasks.text import in_words
 from tests import s3
 from tests.flows.micro import exported, losses
 
@@ -38,6 +40,19 @@ def done(result: dict) -> list[str]:
     return [step for step, how in result["how"].items() if how == "done" and step not in ("plan", "report")]
 
 
+def shown(result: dict) -> dict[str, str]:
+    """Artifacts in Prefect's UI of the flow run that worked last under the result's name, by their keys."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    named = FlowRunFilter(name=FlowRunFilterName(any_=[result["run"]]))
+    with get_client(sync_client=True) as client:
+        run, *_ = client.read_flow_runs(flow_run_filter=named, sort=FlowRunSort.START_TIME_DESC)
+        within = FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+        return {each.key: each.data for each in client.read_artifacts(flow_run_filter=within)}
+
+
 def test_a_first_run_does_every_step_and_leaves_what_it_names(finished):
     _, result = finished
     assert list(result["how"]) == STEPS
@@ -63,6 +78,22 @@ def test_the_export_loads_generates_and_has_the_evaluated_loss(finished):
     loss, text = exported(result["export"], dataset, 32)
     assert loss == pytest.approx(result["validation_loss"], abs=1e-3)
     assert isinstance(text, str)
+
+
+def test_a_run_of_epochs_trains_on_all_of_its_data_and_shows_how_much_that_is(pretrain, store, caplog):
+    batch = ("train.global_batch_size=64", "train.micro_batch_size=64")
+    epochs = ("train.steps=null", "train.epochs=1", *batch)
+    result = pretrain(store, *epochs, name="epochs")
+    assert done(result) == ["train", "evaluate", "export"]
+    (corpus,) = (store / "artifacts/dataset").glob("*/corpus.json")
+    windows = (sum(entry["tokens"] for entry in json.loads(corpus.read_text())["train"]) - 1) // 32
+    steps = -(-windows // 64)
+    assert list(losses(store / "runs/epochs")) == list(range(1, steps + 1))
+    page = shown(result)["run"]
+    assert f"All {steps:,} steps are done" in page
+    assert f"| tokens | {in_words(steps * 64 * 32)} |" in page
+    assert "cannot be shown" not in caplog.text
+    assert done(pretrain(store, *epochs, name="epochs")) == []
 
 
 def test_a_second_run_does_nothing_but_plan_and_report(pretrain, store):
