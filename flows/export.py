@@ -6,6 +6,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows import steps
+from flows.hooks import explain
 from flows.runner import Runner, forward_logs
 from profiles import resolve
 from profiles.errors import ProfileError
@@ -19,7 +20,7 @@ def run_name() -> str:
     return str(flow_run.parameters["run"])
 
 
-@flow(name="export", flow_run_name=run_name)
+@flow(name="export", flow_run_name=run_name, on_failure=[explain], on_crashed=[explain])
 def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
     """Write a run's newest checkpoint as a Hugging Face model; returns its folder.
 

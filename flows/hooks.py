@@ -8,6 +8,8 @@ failed, crashed    the run's page says first what happened, and what to do next
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from flows.artifacts import Shown
@@ -20,6 +22,7 @@ from tasks.launchers import create, noted
 log = logging.getLogger(__name__)
 
 GRACE = 30.0  # seconds to save
+NOTE = "flow-run"  # file of a run's folder: id of the flow run that works there
 
 
 def end_jobs(flow: Any, flow_run: Any, state: Any) -> None:
@@ -36,19 +39,36 @@ def end_jobs(flow: Any, flow_run: Any, state: Any) -> None:
 def explain(flow: Any, flow_run: Any, state: Any) -> None:
     """Put the failure on the page of the flow run, which may have failed before it had a folder, or a profile."""
     failure = _failure(state)
-    given = flow_run.parameters
     try:
-        run = resolve.load(given["profile"], given.get("overrides") or (), given.get("name"))
-        kept = Store(given.get("store") or "./store", run.cluster.work_dir or "store")
-        folder = kept.run_directory(run.name)
-        if (folder / "profile.yaml").exists():
-            Overview(run, folder, flow_run.id).fail(failure, runs.checkpoints(kept, folder))
-            return
+        kept, name = _run(flow_run.parameters)
+        folder = _folder(kept, name, str(flow_run.id))
+        run = resolve.load(
+            str(folder / "profile.yaml")
+        )  # whose steps are known, and whose name is the folder's
+        Overview(run, folder, flow_run.id).fail(failure, runs.checkpoints(kept, folder))
+        return
     except Exception as error:
         log.debug("the run has no folder to show: %s", error)
     Shown("markdown", KEY, "What happened, and what to do next", flow_run.id).show(
         lambda: failed(failure), now=True
     )
+
+
+def _run(given: Mapping[str, Any]) -> tuple[Store, str]:
+    """The store and the name of the run that a flow run with these parameters is about."""
+    uri = given.get("store") or "./store"
+    if "run" in given:  # the flow `export`, of a run that is there
+        return Store(uri), given["run"]
+    run = resolve.load(given["profile"], given.get("overrides") or (), given.get("name"))
+    return Store(uri, run.cluster.work_dir or "store"), run.name
+
+
+def _folder(kept: Store, name: str, flow_run: str) -> Path:
+    """Where a flow run works: in the run's folder or in that of a round of its series, as a note in it says; else the run's."""
+    own = kept.run_directory(name)
+    notes = [own / NOTE, *own.parent.glob(f"{name}-round-*/{NOTE}")]
+    mine = [note for note in notes if note.is_file() and note.read_text().strip() == flow_run]
+    return max(mine, key=lambda note: note.stat().st_mtime, default=own / NOTE).parent
 
 
 def _failure(state: Any) -> BaseException:

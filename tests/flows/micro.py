@@ -115,6 +115,19 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows}
 
 
+def shown(name: str) -> dict[str, str]:
+    """Artifacts in Prefect's UI of the newest flow run of this name, by their keys."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    named = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
+    with get_client(sync_client=True) as client:
+        run, *_ = client.read_flow_runs(flow_run_filter=named, sort=FlowRunSort.START_TIME_DESC, limit=1)
+        within = FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+        return {each.key: each.data for each in client.read_artifacts(flow_run_filter=within)}
+
+
 def exported(folder: Path, dataset: Path, length: int) -> tuple[float, str]:
     """Of an export in transformers' hands: its loss on a data set's held-out windows, nats a token, and what it generates."""
     import torch

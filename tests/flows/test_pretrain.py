@@ -11,7 +11,7 @@ import pytest
 from profiles.errors import ProfileError
 from tasks.text import in_words
 from tests import s3
-from tests.flows.micro import exported, losses
+from tests.flows.micro import exported, losses, shown
 
 STEPS = ["plan", "tokenizer", "dataset", "checkpoint", "graphs", "train", "evaluate", "export", "report"]
 WORK = ["tokenizer", "dataset", "train", "evaluate", "export"]
@@ -38,19 +38,6 @@ def said(caplog):
 
 def done(result: dict) -> list[str]:
     return [step for step, how in result["how"].items() if how == "done" and step not in ("plan", "report")]
-
-
-def shown(result: dict) -> dict[str, str]:
-    """Artifacts in Prefect's UI of the flow run that worked last under the result's name, by their keys."""
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
-    from prefect.client.schemas.sorting import FlowRunSort
-
-    named = FlowRunFilter(name=FlowRunFilterName(any_=[result["run"]]))
-    with get_client(sync_client=True) as client:
-        run, *_ = client.read_flow_runs(flow_run_filter=named, sort=FlowRunSort.START_TIME_DESC)
-        within = FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
-        return {each.key: each.data for each in client.read_artifacts(flow_run_filter=within)}
 
 
 def test_a_first_run_does_every_step_and_leaves_what_it_names(finished):
@@ -89,7 +76,7 @@ def test_a_run_of_epochs_trains_on_all_of_its_data_and_shows_how_much_that_is(pr
     windows = (sum(entry["tokens"] for entry in json.loads(corpus.read_text())["train"]) - 1) // 32
     steps = -(-windows // 64)
     assert list(losses(store / "runs/epochs")) == list(range(1, steps + 1))
-    page = shown(result)["run"]
+    page = shown("epochs")["run"]
     assert f"All {steps:,} steps are done" in page
     assert f"| tokens | {in_words(steps * 64 * 32)} |" in page
     assert "cannot be shown" not in caplog.text

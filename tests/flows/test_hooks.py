@@ -1,0 +1,70 @@
+"""The page of a flow run that failed: it is about the folder that this one worked in."""
+
+import json
+
+import pytest
+from prefect import flow
+from prefect.runtime import flow_run
+
+from flows.export import export
+from flows.hooks import explain
+from profiles import resolve
+from tests.flows.micro import shown
+
+ROUND = ["train.steps=null", "train.epochs=1"]
+
+
+@pytest.fixture
+def store(profile, tmp_path):
+    """A store with a finished run of six steps, and a round of eight that came to the third, and saved the second."""
+    store = tmp_path / "store"
+    for name, steps, done in (("nightly", 6, 6), ("nightly-round-1", 8, 8), ("nightly-round-2", 8, 3)):
+        folder = store / "runs" / name
+        folder.mkdir(parents=True)
+        run = resolve.load(str(profile), [f"train.steps={steps}"], name)
+        (folder / "profile.yaml").write_text(resolve.dump(run))
+        rows = ({"step": step, "loss": 9.0 - step} for step in range(1, done + 1))
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        marker = folder / f"checkpoints/step_{done - done % 2}/complete.json"
+        marker.parent.mkdir(parents=True)
+        marker.write_text("{}")
+    return store
+
+
+def failed(profile, store, works_in: str | None) -> str:
+    """The page of a flow run that fails, about the run `nightly`, after it has left its note in a folder."""
+
+    @flow(name="failing", flow_run_name="fails", on_failure=[explain])
+    def failing(profile: str, overrides: list[str], name: str | None, store: str) -> None:
+        if works_in:
+            with open(f"{store}/runs/{works_in}/flow-run", "w") as note:
+                note.write(str(flow_run.id))
+        raise RuntimeError("the disk is full")
+
+    failing(str(profile), ROUND, "nightly", str(store), return_state=True)
+    page = shown("fails")["run"]
+    assert page.startswith("# Failed\n\n**What happened:** the disk is full")
+    return page
+
+
+def test_a_round_that_failed_is_shown_with_its_own_curve_logs_and_checkpoints(prefect_server, profile, store):
+    (store / "runs/nightly/flow-run").write_text("of another one")
+    page = failed(profile, store, "nightly-round-2")
+    assert "Step 3 of 8, loss 6.0000" in page
+    assert "data:image" in page
+    assert "goes on from step 2, its newest checkpoint" in page
+    assert f"{store}/runs/nightly-round-2/logs" in page
+    assert "trainshed tensorboard nightly-round-2" in page
+
+
+def test_a_failure_before_there_is_a_folder_shows_the_run_so_far(prefect_server, profile, store):
+    assert "All 6 steps are done" in failed(profile, store, None)
+
+
+def test_an_export_that_failed_says_so_on_a_page(prefect_server, store):
+    with pytest.raises(FileNotFoundError):
+        export("nightly-round-1", str(store))
+    page = shown("nightly-round-1")["run"]
+    assert page.startswith("# Failed")
+    assert "inputs.json" in page.replace("\\", "")
+    assert "All 8 steps are done" in page
