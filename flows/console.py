@@ -21,6 +21,7 @@ from rich.text import Text
 
 OURS = ("flows", "tasks", "profiles", "modeling")
 PLAIN_PROGRESS_SECONDS = 10.0
+BETWEEN = "  "  # the parts of a line of progress
 
 
 class Terminal(logging.Handler):
@@ -54,7 +55,8 @@ class Terminal(logging.Handler):
             if self._live is None:
                 self._live = Live(console=self.console, transient=True, refresh_per_second=4)
                 self._live.start()
-            self._live.update(Text(text, "cyan", no_wrap=True, overflow="ellipsis"))
+            shown = fitting(text, self.console.width)
+            self._live.update(Text(shown, "cyan", no_wrap=True, overflow="ellipsis"))
         elif time.monotonic() - self._shown >= PLAIN_PROGRESS_SECONDS:
             self._shown = time.monotonic()
             self.console.print(Text(text), soft_wrap=True)
@@ -63,6 +65,13 @@ class Terminal(logging.Handler):
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def fitting(text: str, width: int) -> str:
+    """As many of a line's parts as fit; of the first as much as fits is shown, if that is not all of it."""
+    while len(text) > width and BETWEEN in text:
+        text = text.rpartition(BETWEEN)[0]
+    return text
 
 
 def take_over_logging(terminal: Terminal, log_file: Path) -> None:

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from flows.artifacts import Bar, Shown, cells
+from flows.console import BETWEEN
 from flows.overview import Overview
 from profiles.schema import Profile
 from tasks import graphs
@@ -92,21 +93,22 @@ def shown(row: dict[str, Any]) -> dict[str, str | None]:
 
 
 def line(rows: list[dict[str, Any]], steps: int) -> str:
-    """The newest step in words: step, loss, learning rate, gradient norm, tokens/s, MFU if known, time left."""
+    """The newest step in words, what matters most first, as narrow terminals leave out the end: step, loss, tokens/s, time
+    left, MFU if known, learning rate, gradient norm.
+    """
     row = rows[-1]
     parts = [
         f"step {row['step']:>{len(str(steps))}}/{steps}",
         f"loss {row['loss']:.4f}",
-        f"learning rate {row['learning_rate']:.2e}",
-        f"gradient norm {row['gradient_norm']:.2f}",
         f"{row['tokens_per_second']:,.0f} tokens/s",
     ]
-    if row.get("mfu") is not None:
-        parts.append(f"MFU {row['mfu']:.1%}")
     if row["step"] < steps and len(rows) > 1:  # the first step warms up and tells nothing
         left = (steps - row["step"]) * median(entry["step_seconds"] for entry in rows)
         parts.append(f"{duration(left)} left")
-    return "  ".join(parts)
+    if row.get("mfu") is not None:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    parts += [f"lr {row['learning_rate']:.2e}", f"grad norm {row['gradient_norm']:.2f}"]
+    return BETWEEN.join(parts)
 
 
 def show_graphs(record: Path) -> None:
