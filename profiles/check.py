@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from profiles import functions, sources
 from profiles.errors import ProfileError
@@ -15,6 +17,7 @@ from profiles.model import neighbours
 from profiles.schema import Profile
 
 CPU_PROCESSES = 16
+FARTHEST = 1024  # steps from a value that its nearest valid ones are looked for
 ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200"), "neuron": ("trn1", "trn2", "trn3")}
 BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron", "neuron_parallel_compile")}
 # Options of sbatch that the launcher sets itself, or that have a key of their own.
@@ -43,23 +46,31 @@ def check(profile: Profile) -> None:
     Raises:
         ProfileError: the first such thing.
     """
-    for rule in (
-        _cluster,
-        _trace,
-        _tensor,
-        _pipeline,
-        _context,
-        _data_parallel,
-        _batch,
-        _microbatches,
-        _recompute,
-        _schedule,
-        _vocabulary,
-        _files,
-        _compile,
-        sources.check,
-    ):
-        rule(profile)
+    for rule in (*TOPOLOGY, _trace, _schedule, _vocabulary, _files, _compile, sources.check):
+        try:
+            rule(profile)
+        except ProfileError as error:
+            if rule in CURES and not error.choices:
+                choices = _cures(profile, rule, error.key)
+                raise ProfileError(error.key, error.value, error.reason, choices) from None
+            raise
+
+
+def passes(profile: Profile, rules: Iterable[Callable[[Profile], None]] | None = None) -> bool:
+    """Whether a profile can be spread over its cluster as it says: those rules, or all that look at degrees and batches."""
+    try:
+        for rule in TOPOLOGY if rules is None else rules:
+            rule(profile)
+    except ProfileError:
+        return False
+    return True
+
+
+def changed(profile: Profile, key: str, value: Any) -> Profile:
+    """The profile with one key (`section.name`) of another value."""
+    section, name = key.split(".")
+    part = getattr(profile, section).model_copy(update={name: value})
+    return profile.model_copy(update={section: part})
 
 
 def check_start(profile: Profile) -> None:
@@ -162,19 +173,12 @@ def _microbatches(profile: Profile) -> None:
     if ranks == 1:
         return
 
-    def fits(count: int) -> bool:
-        # The other two run in rounds of about one microbatch a rank, all alike.
-        return count >= ranks if schedule == "1f1b" else count % max(1, count // ranks) == 0
-
-    if not fits(count):
-        samples = profile.data_parallel * profile.train.micro_batch_size
-        nearest = neighbours(count, [n for n in range(1, count + 2 * ranks) if fits(n)])
+    # The other two run in rounds of about one microbatch a rank, all alike.
+    if not (count >= ranks if schedule == "1f1b" else count % max(1, count // ranks) == 0):
         reason = (
             f"makes {count} microbatches a step, which schedule {schedule} on {ranks} ranks does not take"
         )
-        raise ProfileError(
-            "train.global_batch_size", profile.train.global_batch_size, reason, [n * samples for n in nearest]
-        )
+        raise ProfileError("train.global_batch_size", profile.train.global_batch_size, reason)
 
 
 def _context(profile: Profile) -> None:
@@ -198,14 +202,14 @@ def _data_parallel(profile: Profile) -> None:
         return
     cluster, parallel = profile.cluster, profile.parallel
     degrees = f"tensor {parallel.tensor} × pipeline {parallel.pipeline} × context {parallel.context} = {copy}"
-    reason = f"on {cluster.nodes} nodes that is {world} processes, no multiple of {degrees}"
-    if cluster.nodes == 1:
-        reason = f"is no multiple of {degrees}"
-    fitting = [n for n in range(1, cluster.devices_per_node + copy + 1) if cluster.nodes * n % copy == 0]
-    if cluster.launcher == "local" and cluster.device == "cpu":
-        fitting = [n for n in fitting if n <= CPU_PROCESSES]
-    nearest = neighbours(cluster.devices_per_node, fitting)
-    raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason, nearest)
+    if cluster.launcher == "local":
+        raise ProfileError(
+            "cluster.devices_per_node", cluster.devices_per_node, f"is no multiple of {degrees}"
+        )
+    reason = (
+        f"with {cluster.devices_per_node} devices on each that is {world} processes, no multiple of {degrees}"
+    )
+    raise ProfileError("cluster.nodes", cluster.nodes, reason)
 
 
 def _batch(profile: Profile) -> None:
@@ -285,4 +289,44 @@ def _folder_or_repository(key: str, source: str) -> None:
 
 def _multiple(key: str, value: int, of: int, reason: str) -> None:
     if value % of:
-        raise ProfileError(key, value, reason, [n for n in (value // of * of, (value // of + 1) * of) if n])
+        raise ProfileError(key, value, reason)
+
+
+# The rules that look at degrees, batches and the cluster, in order.
+TOPOLOGY = (_cluster, _tensor, _pipeline, _context, _data_parallel, _batch, _microbatches, _recompute)
+# By rule, what else than the refused key may be changed to keep it.
+CURES: dict[Callable[[Profile], None], tuple[str, ...]] = {
+    _context: ("parallel.context",),
+    _data_parallel: ("parallel.pipeline", "parallel.context", "parallel.tensor"),
+    _batch: (),
+    _microbatches: (),
+}
+
+
+def _cures(profile: Profile, rule: Callable[[Profile], None], key: str) -> list[Any]:
+    """Values of the refused key, and `key=value` of others, with which a profile passes; one that breaks more rules, this one."""
+    for rules in (TOPOLOGY, TOPOLOGY[: TOPOLOGY.index(rule) + 1]):
+        found = [
+            value if each == key else f"{each}={value}"
+            for each in (key, *CURES[rule])
+            for value in _nearest(profile, each, rules)
+        ]
+        if found:
+            return found
+    return []
+
+
+def _nearest(profile: Profile, key: str, rules: Sequence[Callable[[Profile], None]]) -> list[int]:
+    """The values of a key next to its own, below and above, with which a profile keeps these rules."""
+    section, name = key.split(".")
+    value = getattr(getattr(profile, section), name)
+    step = {
+        "train.global_batch_size": profile.train.micro_batch_size * max(1, profile.data_parallel),
+        "train.sequence_length": 2 * profile.parallel.context if profile.parallel.context > 1 else 1,
+    }.get(key, 1)
+    here = value // step
+    ways = range(here - (value % step == 0), max(0, here - FARTHEST), -1), range(here + 1, here + FARTHEST)
+    found = (
+        next((n * step for n in way if passes(changed(profile, key, n * step), rules)), None) for way in ways
+    )
+    return [each for each in found if each]

@@ -100,14 +100,21 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
         ),
         (
             ["parallel.context=2", "parallel.tensor=1", "train.sequence_length=250"],
-            *("train.sequence_length", 250, "2 of 4 equal parts", (248, 252)),
+            *("train.sequence_length", 250, "2 of 4 equal parts", (248, 252, "parallel.context=1")),
         ),
         (
             ["train.sequence_length=255", "train.micro_batch_size=1"],
             *("train.sequence_length", 255, "sequence parallelism", (254, 256)),
         ),
         (["cluster.devices_per_node=3"], "cluster.devices_per_node", 3, "tensor 2 × pipeline 1", (2, 4)),
-        (["cluster.devices_per_node=1"], "cluster.devices_per_node", 1, "= 2", (2,)),
+        (["cluster.devices_per_node=1"], "cluster.devices_per_node", 1, "= 2", (2, "parallel.tensor=1")),
+        (["parallel.pipeline=3"], "cluster.devices_per_node", 2, "= 6", ("parallel.pipeline=1",)),
+        (["parallel.context=3"], "train.sequence_length", 256, "of 6 equal", ("parallel.context=1",)),
+        (
+            ["parallel.context=3", "train.warmup_steps=999"],
+            *("train.sequence_length", 256, "of 6 equal"),
+            ("parallel.context=1",),
+        ),
         (["train.global_batch_size=10"], "train.global_batch_size", 10, "micro_batch_size 4 ×", (8, 12)),
         (
             ["cluster.devices_per_node=6", "train.micro_batch_size=1"],
@@ -161,14 +168,33 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_can(overrides, key, v
 def test_choices_that_are_named_work():
     for degree in refused("parallel.tensor=3").choices:
         accepted(f"parallel.tensor={degree}", f"cluster.devices_per_node={degree}")
-    for size in refused("train.global_batch_size=10").choices:
-        accepted(f"train.global_batch_size={size}")
-    pipeline = (*EIGHT_LAYERS, "parallel.schedule=interleaved")
-    for size in refused(*pipeline, "train.global_batch_size=20").choices:
-        accepted(*pipeline, f"train.global_batch_size={size}")
-    split = ("parallel.context=2", *ONE[:1])
-    for length in refused(*split, "train.sequence_length=250").choices:
-        accepted(*split, f"train.sequence_length={length}")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "choices"),
+    [
+        ("llama3-70b", ["cluster.nodes=7"], (4, 8, "parallel.pipeline=7")),
+        ("llama3-70b", ["parallel.pipeline=7"], (7, 14, "parallel.pipeline=4", "parallel.pipeline=8")),
+        ("llama3-70b", ["parallel.context=3"], ("parallel.context=2", "parallel.context=4")),
+        ("llama3-70b", ["train.global_batch_size=6"], (16,)),
+        ("llama3-70b", ["train.global_batch_size=1001", "train.micro_batch_size=2"], (1000, 1008)),
+        ("deepseek-coder-1.3b", ["parallel.pipeline=3"], None),
+        ("llama2-7b", ["train.sequence_length=4095"], None),
+        ("gpt3-175b", ["parallel.schedule=interleaved", "train.global_batch_size=60"], None),
+        ("tiny", ["parallel.context=2", "parallel.tensor=1", "train.sequence_length=250"], None),
+        ("tiny", [*EIGHT_LAYERS, "parallel.schedule=interleaved", "train.global_batch_size=20"], None),
+        ("tiny", ["cluster.devices_per_node=15"], None),
+    ],
+)
+def test_every_choice_that_is_named_for_a_cluster_or_a_batch_passes(name, overrides, choices):
+    with pytest.raises(ProfileError) as caught:
+        resolve.check(resolve.load(name, overrides))
+    error = caught.value
+    assert error.choices
+    assert choices in (None, error.choices)
+    for choice in error.choices:
+        change = choice if isinstance(choice, str) else f"{error.key}={choice}"
+        resolve.check(resolve.load(name, [*overrides, change]))
 
 
 def is_accepted(check: Callable[..., None], *arguments, error: type[Exception]) -> bool:
