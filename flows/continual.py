@@ -14,6 +14,7 @@ from typing import Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
 from prefect.states import Completed
 
 from flows import steps
@@ -79,36 +80,47 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     identity = keys.run_identity(
         mine, vocabulary.key, new.key, weights=keys.digest([stands.identity, start.name])
     )
-    folder = kept.run(mine.name, identity)
-    (folder / "profile.yaml").write_text(resolve.dump(mine))
-    runs.note_inputs(folder, identity, vocabulary, new)
-    do.record_in(folder)
-    overview = Overview(mine, folder)
-    overview.begin(planned)
-    compiled = compile_graphs(do, mine, kept, folder, new)
+    runs.note_flow_run(base, str(flow_run.id))
+    with runs.opened(kept, mine, identity, str(flow_run.id)) as folder:
+        runs.note_inputs(folder, identity, vocabulary, new)
+        do.record_in(folder)
+        overview = Overview(mine, folder)
+        overview.begin(planned)
+        compiled = compile_graphs(do, mine, kept, folder, new)
 
-    held_out = kept.expect(dataset.KIND, stands.dataset)
-    own = resolve.load(str(base / "profile.yaml"))
-    key = keys.evaluation(stands.run, keys.digest([stands.identity, start.name, held_out.key]))
-    old = do.once(steps.evaluate, evaluation.KIND, key, own, kept, base, key, held_out, None, None)
-    key = keys.training(mine.name, identity)
-    inputs = (mine, kept, folder, key, new, compiled, start)
-    patience = mine.cluster.retries
-    trained = do.once(steps.train, training.KIND, key, *inputs, run_folder=folder, patience=patience)
-    ledger.record(kept, mine.name, identity, new, parent=stands.identity)
-    key = keys.evaluation(mine.name, keys.digest([identity, held_out.key]))
-    now = do.once(steps.evaluate, evaluation.KIND, key, mine, kept, folder, key, held_out, compiled, trained)
-    better = now.summary["validation_loss"] <= old.summary["validation_loss"] + run.evaluate.tolerance
-    if better:
-        key = keys.export(mine.name, identity)
-        do.once(
-            steps.export, export.KIND, key, mine, kept, folder, key, vocabulary, trained, run_folder=folder
+        held_out = kept.expect(dataset.KIND, stands.dataset)
+        own = resolve.load(str(base / "profile.yaml"))
+        key = keys.evaluation(stands.run, keys.digest([stands.identity, start.name, held_out.key]))
+        old = do.once(steps.evaluate, evaluation.KIND, key, own, kept, base, key, held_out, None, None)
+        key = keys.training(mine.name, identity)
+        inputs = (mine, kept, folder, key, new, compiled, start)
+        patience = mine.cluster.retries
+        trained = do.once(steps.train, training.KIND, key, *inputs, run_folder=folder, patience=patience)
+        ledger.record(kept, mine.name, identity, new, parent=stands.identity)
+        key = keys.evaluation(mine.name, keys.digest([identity, held_out.key]))
+        now = do.once(
+            steps.evaluate, evaluation.KIND, key, mine, kept, folder, key, held_out, compiled, trained
         )
-    do.always(steps.report, mine, kept, folder, planned, now, do.outcomes)
-    overview.show(now=True)
+        better = now.summary["validation_loss"] <= old.summary["validation_loss"] + run.evaluate.tolerance
+        if better:
+            key = keys.export(mine.name, identity)
+            do.once(
+                steps.export,
+                export.KIND,
+                key,
+                mine,
+                kept,
+                folder,
+                key,
+                vocabulary,
+                trained,
+                run_folder=folder,
+            )
+        do.always(steps.report, mine, kept, folder, planned, now, do.outcomes)
+        overview.show(now=True)
 
-    losses = f"held-out loss {old.summary['validation_loss']:.4f} before, {now.summary['validation_loss']:.4f} after"
-    if not better:
-        return Completed(name="NotPromoted", message=f"{stands.run} stands: {losses}")
-    series.promote(kept, run.name, stands, mine.name, identity)
-    return Completed(name="Promoted", message=f"{mine.name} takes the place of {stands.run}: {losses}")
+        losses = f"held-out loss {old.summary['validation_loss']:.4f} before, {now.summary['validation_loss']:.4f} after"
+        if not better:
+            return Completed(name="NotPromoted", message=f"{stands.run} stands: {losses}")
+        series.promote(kept, run.name, stands, mine.name, identity)
+        return Completed(name="Promoted", message=f"{mine.name} takes the place of {stands.run}: {losses}")

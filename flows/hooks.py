@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from flows.artifacts import Shown
@@ -22,16 +21,14 @@ from tasks.launchers import create, noted
 log = logging.getLogger(__name__)
 
 GRACE = 30.0  # seconds to save
-NOTE = "flow-run"  # file of a run's folder: id of the flow run that works there
 
 
 def end_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     """Cancel whatever this flow run's jobs still have running; done twice it does nothing, nor to those of others."""
-    given = flow_run.parameters
-    run = resolve.load(given["profile"], given.get("overrides") or (), given.get("name"))
-    kept = Store(given.get("store") or "./store", run.cluster.work_dir or "store")
-    launcher = create(run.cluster.launcher, run.cluster)
-    for folder in runs.worked_in(kept, run, str(flow_run.id)):
+    kept, name = _run(flow_run.parameters)
+    for folder in runs.worked_in(kept, name, str(flow_run.id)):
+        cluster = resolve.load(str(folder / "profile.yaml")).cluster
+        launcher = create(cluster.launcher, cluster)
         for handle in noted(folder / "logs"):
             launcher.cancel(handle, GRACE)
 
@@ -41,10 +38,9 @@ def explain(flow: Any, flow_run: Any, state: Any) -> None:
     failure = _failure(state)
     try:
         kept, name = _run(flow_run.parameters)
-        folder = _folder(kept, name, str(flow_run.id))
-        run = resolve.load(
-            str(folder / "profile.yaml")
-        )  # whose steps are known, and whose name is the folder's
+        worked_in = runs.worked_in(kept, name, str(flow_run.id))
+        folder = worked_in[0] if worked_in else kept.run_directory(name)
+        run = resolve.load(str(folder / "profile.yaml"))
         Overview(run, folder, flow_run.id).fail(failure, runs.checkpoints(kept, folder))
         return
     except Exception as error:
@@ -58,17 +54,9 @@ def _run(given: Mapping[str, Any]) -> tuple[Store, str]:
     """The store and the name of the run that a flow run with these parameters is about."""
     uri = given.get("store") or "./store"
     if "run" in given:  # the flow `export`, of a run that is there
-        return Store(uri), given["run"]
+        return Store(uri, given.get("work_dir") or "store"), given["run"]
     run = resolve.load(given["profile"], given.get("overrides") or (), given.get("name"))
     return Store(uri, run.cluster.work_dir or "store"), run.name
-
-
-def _folder(kept: Store, name: str, flow_run: str) -> Path:
-    """Where a flow run works: in the run's folder or in that of a round of its series, as a note in it says; else the run's."""
-    own = kept.run_directory(name)
-    notes = [own / NOTE, *own.parent.glob(f"{name}-round-*/{NOTE}")]
-    mine = [note for note in notes if note.is_file() and note.read_text().strip() == flow_run]
-    return max(mine, key=lambda note: note.stat().st_mtime, default=own / NOTE).parent
 
 
 def _failure(state: Any) -> BaseException:

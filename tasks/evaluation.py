@@ -39,7 +39,7 @@ def run(
         TimeoutError: it took longer than `TIMEOUT`.
     """
     job = cluster_job("evaluate", profile, store, folder, key, dataset, graphs)
-    output = job.folder / FILE
+    output = job.folder / f"evaluation-{key[:16]}.json"  # of this key: a run is also evaluated on others' data
     job = job.extended("--output", str(output))
     with store.lock(KIND, key):
         found = store.find(KIND, key)
@@ -48,7 +48,7 @@ def run(
         summary: dict[str, Any] = {}
         with store.publish(KIND, key, summary) as staging:
             if not output.exists():  # else it ended while nobody watched
-                _execute(profile, job)
+                _execute(profile, job, output)
             result = json.loads(output.read_text())
             summary.update(
                 {
@@ -61,7 +61,7 @@ def run(
     return store.expect(KIND, key)
 
 
-def _execute(profile: Profile, job: Job) -> None:
+def _execute(profile: Profile, job: Job, output: Path) -> None:
     words = Words(job.log_file)
     launcher = create(profile.cluster.launcher, profile.cluster)
     try:
@@ -69,5 +69,5 @@ def _execute(profile: Profile, job: Job) -> None:
     except JobFailed as failure:
         log.warning("%s\n%s", failure, failure.detail)
         raise failures.classified(profile, failure) from failure
-    if not (job.folder / FILE).exists():
+    if not output.exists():
         raise JobFailed(f"{job.name} ended without a result; its log: {job.log_file}")

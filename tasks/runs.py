@@ -41,16 +41,22 @@ def opened(store: Store, profile: Profile, identity: str, flow_run: str) -> Iter
     with store.lock("run", profile.name):
         _refuse_to_take_from_the_living(store, profile, identity)
         folder = store.run(profile.name, identity)
-        for name, text in (("profile.yaml", resolve.dump(profile)), (FLOW_RUN, flow_run)):
-            Folder(folder).write(name, text.encode())
+        Folder(folder).write("profile.yaml", resolve.dump(profile).encode())
+        note_flow_run(folder, flow_run)
         yield folder
 
 
-def worked_in(store: Store, profile: Profile, flow_run: str) -> list[Path]:
-    """Folders of runs of this profile's name, rounds of its series among them, in which a flow run was the last to work."""
-    beside = store.run_directory(profile.name).parent
-    notes = [beside / profile.name / FLOW_RUN, *beside.glob(f"{profile.name}-round-*/{FLOW_RUN}")]
-    return [note.parent for note in notes if note.exists() and note.read_text() == flow_run]
+def note_flow_run(folder: Path, flow_run: str) -> None:
+    """Say that a flow run works in this folder, so that who cancels it finds its jobs."""
+    Folder(folder).write(FLOW_RUN, flow_run.encode())
+
+
+def worked_in(store: Store, name: str, flow_run: str) -> list[Path]:
+    """Folders of a run, and of rounds of its series, in which a flow run was the last to work; the one it came to last first."""
+    own = store.run_directory(name)
+    notes = [own / FLOW_RUN, *own.parent.glob(f"{name}-round-*/{FLOW_RUN}")]
+    found = [note for note in notes if note.exists() and note.read_text() == flow_run]
+    return [note.parent for note in sorted(found, key=lambda note: note.stat().st_mtime_ns, reverse=True)]
 
 
 def _refuse_to_take_from_the_living(store: Store, profile: Profile, identity: str) -> None:
