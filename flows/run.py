@@ -22,14 +22,19 @@ from flows.server import SETTINGS, serving
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.artifacts import Store
+from tasks.shard import DAMAGED
 
 log = logging.getLogger(__name__)
 
-FAILED = 1
+FAILED, REFUSED = 1, 2
 
 
 def run(profile: str, overrides: Sequence[str], name: str | None, store: str, *, as_json: bool) -> int:
-    """Run the flow and show what came of it; returns the exit code. ProfileError where the profile is refused."""
+    """Run the flow and show what came of it; returns the exit code.
+
+    Raises:
+        ProfileError: the profile is refused.
+    """
     resolved = resolve.load(profile, overrides, name)
     resolve.check(resolved)
     resolve.check_start(resolved)
@@ -50,6 +55,10 @@ def run(profile: str, overrides: Sequence[str], name: str | None, store: str, *,
     except KeyboardInterrupt:
         console.say("stopped; the same command goes on from the newest checkpoint")
         return FAILED
+    except DAMAGED as error:
+        log.debug("a source was refused", exc_info=True)
+        console.say(f"trainshed: {console.in_one_line(error)}")
+        return REFUSED
     except Exception as error:
         log.debug("the run failed", exc_info=True)
         console.say(f"trainshed: {console.in_one_line(error)}")

@@ -27,7 +27,7 @@ from tasks import graphs, keys, runs
 from tasks.artifacts import Artifact, Store
 from tasks.failures import Hopeless
 from tasks.report import Outcome
-from tasks.shard import SourceError
+from tasks.shard import DAMAGED
 from tasks.text import duration
 from tasks.workers import Ended
 
@@ -182,7 +182,7 @@ def worth_retrying(step: Task[..., Any], run: TaskRun, state: State) -> bool:
     """Whether another attempt could end better: not where the user's input was refused, or memory was too small."""
     try:
         state.result()
-    except (ProfileError, SourceError, Ended, Hopeless):
+    except (ProfileError, *DAMAGED, Ended, Hopeless):
         return False
     except Exception:
         return True

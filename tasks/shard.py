@@ -12,12 +12,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from modeling.indexed import IndexedError
+
 HUB = "hf://datasets/"
 BLOCK = 1 << 23  # bytes asked for at once of a file that is elsewhere
 
 
 class SourceError(ValueError):
     """A source file that cannot be read as what its name says; the message names the file and the place in it."""
+
+
+DAMAGED = (
+    SourceError,
+    IndexedError,
+)  # what a source's files are refused with: they are the user's, as a profile is
 
 
 def is_damage(error: Exception) -> bool:

@@ -11,6 +11,7 @@ import yaml
 
 from flows.cli import main, parser
 from tests.flows.micro import settings
+from tests.tasks.test_sources import write_pair
 
 COMMANDS = ("run", "plan", "up", "convert", "profiles", "compare", "tensorboard", "import-config")
 
@@ -194,6 +195,23 @@ def test_a_run_in_words_is_clean_and_says_where_everything_is(command, profile, 
     assert "validation loss" in out
     assert "perplexity" in out
     assert yaml.safe_load((folder / "profile.yaml").read_text())["name"] == "first"
+
+
+@pytest.mark.parametrize("kind", ["files", "megatron"])
+def test_damaged_data_is_refused_with_exit_code_2(command, profile, tmp_path, kind):
+    texts = {"kind": "files", "path": str(profile.with_name("texts.jsonl"))}
+    if kind == "files":
+        (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n')
+        bad, expected = {"kind": kind, "path": str(tmp_path / "bad.jsonl")}, "bad.jsonl, line 2: is not JSON"
+    else:
+        write_pair(tmp_path / "bad", [[1, 2], [3, 999]])
+        bad, expected = {"kind": kind, "path": str(tmp_path / "bad")}, "bad.bin, byte 6: token 999 is not in"
+    sources = f"data.sources={json.dumps([texts, bad] if kind == 'megatron' else [bad])}"
+    code, _, err = command("run", str(profile), *settings(sources)).result()
+    assert code == 2, err
+    assert expected in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert "traceback" not in err
 
 
 def test_a_failure_that_is_no_refusal_is_one_line_and_exit_code_1(command, profile, tmp_path):

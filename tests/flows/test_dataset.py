@@ -1,14 +1,20 @@
 """The data's shards as Prefect shows them: tasks of their own, each tried again alone, and a bar for all."""
 
+from pathlib import Path
+
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
+from prefect.states import Failed
 
 from flows import steps
+from flows.runner import worth_retrying
+from modeling.indexed import IndexedError
 from profiles.errors import ProfileError
 from tasks import tokenizer
 from tasks.artifacts import Store
+from tasks.shard import SourceError
 from tests.tasks.test_sources import files, lines, profile
 from tests.tasks.test_tokenization import DOCUMENTS
 
@@ -25,6 +31,19 @@ def _seen(run_id):
         key = ArtifactFilter(key=ArtifactFilterKey(any_=["tokenizing"]))
         bars = client.read_artifacts(artifact_filter=key, flow_run_filter=run)
     return {task.name: task.state_name for task in tasks}, [bar.data for bar in bars]
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (SourceError("a.jsonl, line 2: is not JSON"), False),
+        (IndexedError(Path("a.bin"), 6, "token 999 is not in the vocabulary of 300"), False),
+        (ProfileError("data.text", "text", "a.jsonl has no such column"), False),
+        (ConnectionError("reset by peer"), True),
+    ],
+)
+def test_refused_data_is_not_tried_again(error, again):
+    assert worth_retrying(steps.dataset, None, Failed(data=error)) is again
 
 
 def test_shards_are_mapped_tasks_with_progress(prefect_server, tmp_path):
