@@ -49,8 +49,8 @@ class Open:
     @cached_property
     def documents(self) -> tuple[np.ndarray, np.ndarray]:
         """Pointers of its sequences, and the sequence that each document starts with; mapped when first asked for."""
-        _, pointers, indices = map_index(self.prefix, read_header(self.prefix))
-        return pointers, indices
+        index = map_index(self.prefix, read_header(self.prefix))
+        return index.pointers, index.document_indices
 
     def read(self, offset: int, count: int, vocabulary_size: int) -> np.ndarray:
         """A copy of these tokens (count). Raises IndexedError where one is beyond the vocabulary."""

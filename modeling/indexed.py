@@ -11,10 +11,11 @@ megatron/core/datasets/indexed_dataset.py.
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple
@@ -32,6 +33,7 @@ DTYPES = {
     8: np.dtype("<u2"),
 }  # 6 and 7 are floats, which no token is
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+TOGETHER = 1 << 20  # entries of an index that are checked together
 
 
 class IndexedError(ValueError):
@@ -105,15 +107,32 @@ def map_tokens(prefix: str | Path, dtype: np.dtype) -> np.ndarray:
     return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)  # an empty file cannot be mapped
 
 
-def map_index(prefix: str | Path, header: Header) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lengths (S) int32, pointers (S) int64 and document indices (D) int64 of `<prefix>.idx`, mapped and unchecked."""
-    index = np.memmap(index_path(prefix), np.uint8, mode="r")
+class Arrays(NamedTuple):
+    """An `.idx`, mapped and unchecked.
+
+    Attributes:
+        lengths: (sequences) int32, tokens in each.
+        pointers: (sequences) int64, bytes into `.bin` where each starts.
+        document_indices: (documents + 1) int64, the sequence that each document starts with.
+        pages: of all of them.
+    """
+
+    lengths: np.ndarray
+    pointers: np.ndarray
+    document_indices: np.ndarray
+    pages: mmap.mmap
+
+
+def map_index(prefix: str | Path, header: Header) -> Arrays:
+    """The arrays of `<prefix>.idx`."""
+    with index_path(prefix).open("rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     at, arrays = HEADER.size, []
     counts = header.sequences, header.sequences, header.document_indices
     for dtype, count in zip(("<i4", "<i8", "<i8"), counts, strict=True):
-        arrays.append(np.frombuffer(index, dtype, count, at) if count else np.empty(0, dtype))
+        arrays.append(np.frombuffer(pages, dtype, count, at) if count else np.empty(0, dtype))
         at += arrays[-1].nbytes
-    return arrays[0], arrays[1], arrays[2]
+    return Arrays(*arrays, pages)
 
 
 class Index:
@@ -140,29 +159,43 @@ class Index:
         path = index_path(prefix)
         if not document_indices:
             raise IndexedError(path, 26, "no document indices; even an empty index holds the number 0")
-        self.lengths, self.pointers, self.document_indices = map_index(prefix, header)
+        self.lengths, self.pointers, self.document_indices, self._pages = map_index(prefix, header)
 
-        def refuse(wrong: np.ndarray, start: int, width: int, values: np.ndarray, reason: str) -> None:
+        def refuse(wrong: np.ndarray, start: int, first: int, values: np.ndarray, reason: str) -> None:
             if wrong.any():
                 i = int(wrong.argmax())
-                raise IndexedError(path, start + i * width, f"entry {i} is {values[i]}: {reason}")
+                at = start + (first + i) * values.itemsize
+                raise IndexedError(path, at, f"entry {first + i} is {values[i]}: {reason}")
 
-        at = HEADER.size
-        pointers_at = at + 4 * sequences
+        lengths_at = HEADER.size
+        pointers_at = lengths_at + 4 * sequences
         documents_at = pointers_at + 8 * sequences
-        refuse(self.lengths < 0, at, 4, self.lengths, "a sequence's length cannot be negative")
-        past = (self.pointers < 0) | (
-            self.pointers > size - self.lengths.astype(np.int64) * self.dtype.itemsize
-        )
-        reason = f"the sequence reaches outside {data_path(prefix)}, which has {size} bytes"
-        refuse(past, pointers_at, 8, self.pointers, reason)
-        misaligned = self.pointers % self.dtype.itemsize != 0
-        refuse(misaligned, pointers_at, 8, self.pointers, f"not a multiple of {self.dtype.itemsize} bytes")
-        wrong = np.diff(self.document_indices, prepend=0) < 0
-        wrong[0] = self.document_indices[0] != 0
-        wrong[-1] |= self.document_indices[-1] != sequences
+        outside = f"the sequence reaches outside {data_path(prefix)}, which has {size} bytes"
+        for part in self.parts(sequences):
+            lengths, pointers = self.lengths[part], self.pointers[part]
+            refuse(lengths < 0, lengths_at, part.start, lengths, "a sequence's length cannot be negative")
+            past = (pointers < 0) | (pointers > size - lengths.astype(np.int64) * self.dtype.itemsize)
+            refuse(past, pointers_at, part.start, pointers, outside)
+            misaligned = pointers % self.dtype.itemsize != 0
+            reason = f"not a multiple of {self.dtype.itemsize} bytes"
+            refuse(misaligned, pointers_at, part.start, pointers, reason)
         reason = f"document indices rise from 0 to the number of sequences, {sequences}"
-        refuse(wrong, documents_at, 8, self.document_indices, reason)
+        before = 0
+        for part in self.parts(document_indices):
+            indices = self.document_indices[part]
+            wrong = np.diff(indices, prepend=before) < 0
+            if part.start == 0:
+                wrong[0] = indices[0] != 0
+            if part.stop == document_indices:
+                wrong[-1] |= indices[-1] != sequences
+            refuse(wrong, documents_at, part.start, indices, reason)
+            before = indices[-1]
+
+    def parts(self, count: int) -> Iterator[slice]:
+        """[0, count) as slices to look at one after another; what was looked at does not stay in memory."""
+        for start in range(0, count, TOGETHER):
+            yield slice(start, min(start + TOGETHER, count))
+            self._pages.madvise(mmap.MADV_DONTNEED)
 
     @property
     def documents(self) -> int:

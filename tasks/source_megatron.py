@@ -68,13 +68,15 @@ def check(
         IndexedError: a damaged pair, one whose sequences do not follow each other, or a token beyond the vocabulary.
     """
     prefix, size, index = _index(shard)
-    total = int(index.lengths.sum(dtype=np.int64))
-    starts = np.cumsum(index.lengths, dtype=np.int64) - index.lengths
-    misplaced = index.pointers != starts * index.dtype.itemsize
-    if misplaced.any():
-        i = int(misplaced.argmax())
-        at = HEADER.size + 4 * len(index.lengths) + 8 * i
-        raise IndexedError(index_path(prefix), at, f"sequence {i} does not follow the one before it")
+    total = 0
+    for part in index.parts(len(index.lengths)):
+        ends = total + np.cumsum(index.lengths[part], dtype=np.int64)
+        misplaced = index.pointers[part] != (ends - index.lengths[part]) * index.dtype.itemsize
+        if misplaced.any():
+            i = part.start + int(misplaced.argmax())
+            at = HEADER.size + 4 * len(index.lengths) + 8 * i
+            raise IndexedError(index_path(prefix), at, f"sequence {i} does not follow the one before it")
+        total = int(ends[-1])
     if total * index.dtype.itemsize != size:
         at = total * index.dtype.itemsize
         raise IndexedError(data_path(prefix), at, f"holds {size} bytes, of which its index knows {at}")
@@ -94,7 +96,7 @@ def check(
     )
     kept = index.documents - held_out
     sequence = int(index.document_indices[kept])
-    cut = int(starts[sequence]) if sequence < len(starts) else total
+    cut = int(index.pointers[sequence]) // index.dtype.itemsize if sequence < len(index.pointers) else total
     return {
         "train": {"start": 0, "tokens": cut, "documents": kept},
         "validation": {"start": cut, "tokens": total - cut, "documents": held_out},

@@ -3,6 +3,9 @@
 import gzip
 import io
 import json
+import struct
+import subprocess
+import sys
 from itertools import chain
 
 import datasets
@@ -14,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modeling.data import Corpus
-from modeling.indexed import IndexedDatasetBuilder, IndexedError
+from modeling.indexed import Index, IndexedDatasetBuilder, IndexedError
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks import corpora, dataset, readers, source_files, tokenizer
@@ -415,9 +418,47 @@ def test_a_damaged_pair_is_refused_with_file_and_offset(tmp_path, store, words):
         file.write(bytes(2))
     with pytest.raises(IndexedError, match=r"b\.bin, byte 6: holds 8 bytes, of which its index knows 6"):
         dataset.run(pair_profile(tmp_path / "b"), store, words)
+    write_pair(tmp_path / "b", [[1, 2], [3], [4, 5]])
+    index = bytearray((tmp_path / "b.idx").read_bytes())
+    index[34 + 3 * 4 + 2 * 8] = 2  # where the last sequence starts: at byte 2, not 6
+    (tmp_path / "b.idx").write_bytes(index)
+    with pytest.raises(IndexedError, match=r"b\.idx, byte 62: sequence 2 does not follow the one before it"):
+        dataset.run(pair_profile(tmp_path / "b"), store, words)
     (tmp_path / "b.bin").unlink()
     with pytest.raises(ProfileError, match=r"there is no .*b\.bin"):
         dataset.run(pair_profile(tmp_path / "b"), store, words)
+
+
+def test_a_pair_of_many_documents_is_checked_in_little_memory(tmp_path):
+    """Four million documents of a token: 80 MB of index, which is sound, and then is not in its last entries."""
+    count = 4_000_000
+    with (tmp_path / "a.idx").open("wb") as file:
+        file.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, count, count + 1))
+        np.ones(count, "<i4").tofile(file)
+        np.arange(0, 2 * count, 2, dtype="<i8").tofile(file)
+        np.arange(count + 1, dtype="<i8").tofile(file)
+    with (tmp_path / "a.bin").open("wb") as file:
+        file.truncate(2 * count)
+    program = """
+import resource, sys
+from tasks import dataset, source_megatron
+from tasks.shard import Shard
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+splits = source_megatron.check(Shard("a", "megatron", "", (sys.argv[1],)), 300, 0.25, lambda tokens: None)
+print(splits["train"]["tokens"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "a.idx")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    tokens, kilobytes = map(int, told.stdout.split())
+    assert tokens == 3_000_000
+    assert kilobytes < 80_000  # less than the index alone
+    with (tmp_path / "a.idx").open("r+b") as file:
+        file.seek(-16, 2)
+        file.write(struct.pack("<q", 7))
+    with pytest.raises(
+        IndexedError, match=rf"byte {34 + 12 * count + 8 * (count - 1)}: entry {count - 1} is 7: "
+    ):
+        Index(tmp_path / "a", 2 * count)
 
 
 def test_pairs_and_saved_tokens_on_s3(tmp_path, store, words, monkeypatch):
