@@ -43,23 +43,35 @@ class Pattern(NamedTuple):
         return stream, rounds * self.quotas[stream] + self.rank[at]
 
 
-def blend(weights: Sequence[float]) -> Pattern:
-    """The pattern of streams with these weights, which need not sum to 1."""
+def quotas(weights: Sequence[float]) -> list[int]:
+    """How many samples of a pattern each stream has, of streams with these weights; 0 where one weighs too little."""
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
-    length = math.lcm(*(share.denominator for share in shares))
-    if length > LONGEST_PATTERN:
-        length = LONGEST_PATTERN
-    quotas = [math.floor(share * length) for share in shares]
+    length = min(math.lcm(*(share.denominator for share in shares)), LONGEST_PATTERN)
+    found = [math.floor(share * length) for share in shares]
     # The largest remainders get what rounding has left.
-    by_rest = sorted(range(len(shares)), key=lambda i: quotas[i] - shares[i] * length)
-    for i in by_rest[: length - sum(quotas)]:
-        quotas[i] += 1
-    times = np.concatenate([(np.arange(quota) + 0.5) / max(quota, 1) for quota in quotas])
-    streams = np.repeat(np.arange(len(quotas)), quotas)
-    ranks = np.concatenate([np.arange(quota) for quota in quotas])
+    by_rest = sorted(range(len(shares)), key=lambda i: found[i] - shares[i] * length)
+    for i in by_rest[: length - sum(found)]:
+        found[i] += 1
+    return found
+
+
+def blend(weights: Sequence[float]) -> Pattern:
+    """The pattern of streams with these weights, which need not sum to 1.
+
+    Raises:
+        ValueError: one of so small a share that it would never be read.
+    """
+    each = quotas(weights)
+    if 0 in each:
+        raise ValueError(
+            f"stream {each.index(0)} has less than one of {LONGEST_PATTERN:,} samples: weights {[*weights]}"
+        )
+    times = np.concatenate([(np.arange(quota) + 0.5) / quota for quota in each])
+    streams = np.repeat(np.arange(len(each)), each)
+    ranks = np.concatenate([np.arange(quota) for quota in each])
     order = np.argsort(times, kind="stable")
-    return Pattern(streams[order], ranks[order], np.array(quotas))
+    return Pattern(streams[order], ranks[order], np.array(each))
 
 
 class Windows:

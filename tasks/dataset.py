@@ -16,6 +16,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from modeling.indexed import token_dtype
+from modeling.order import LONGEST_PATTERN, quotas
 from profiles import check
 from profiles.errors import ProfileError
 from profiles.schema import Profile
@@ -72,8 +73,10 @@ def plan(
         without: keys of shards that are left out, as the ledger has them.
 
     Raises:
-        ProfileError: a source that lists nothing. SourceError: a damaged one. NothingNew: all are left out.
+        ProfileError: a source that lists nothing, or would never be read. SourceError: a damaged one. NothingNew: all are
+            left out.
     """
+    _require_shares(profile)
     whole = Plan.of(profile, tokenizer, corpora.shards(profile.data, Digests(store.notes), token))
     new = tuple(shard for k, shard in enumerate(whole.shards) if whole.key(k) not in without)
     if not new:
@@ -181,7 +184,7 @@ def assemble(
     """
     total = _sum(tokens)
     _require_text(profile, plan, tokens)
-    _require_windows(profile, total)
+    _require_windows(profile, plan, tokens, total)
     _require_room(profile, store, plan, total)
     made = total["tokens"] + total["validation_tokens"]
     summary = {**total, "shards": len(tokens), "bytes_per_token": round(total["bytes"] / made, 3)}
@@ -330,14 +333,29 @@ def _require_room(profile: Profile, store: Store, plan: Plan, total: dict[str, i
         raise ProfileError("data.cache_gigabytes", data.cache_gigabytes, reason, [math.ceil(needed)])
 
 
-def _require_windows(profile: Profile, total: dict[str, int]) -> None:
-    """Refuse a corpus that training or evaluation could read nothing from."""
+def _require_shares(profile: Profile) -> None:
+    """Refuse weights so small beside the others that their sources would never be read."""
+    weighted = [(i, source.weight) for i, source in enumerate(profile.data.sources) if source.weight]
+    each = quotas([weight for _, weight in weighted]) if weighted else []
+    if 0 in each:
+        i, weight = weighted[each.index(0)]
+        least = (sum(own for _, own in weighted) - weight) / (LONGEST_PATTERN - 1)
+        reason = f"is less than one of {LONGEST_PATTERN:,} samples, so that the source would never be read"
+        raise ProfileError(f"data.sources.{i}.weight", weight, reason, [float(f"{1.01 * least:.2g}")])
+
+
+def _require_windows(profile: Profile, plan: Plan, tokens: Sequence[Artifact], total: dict[str, int]) -> None:
+    """Refuse a corpus that training or evaluation could read nothing from, or one that a weighted source has no part in."""
     length, fraction = profile.train.sequence_length, profile.data.validation_fraction
-    if total["tokens"] <= length:
-        reason = (
-            f"the sources hold {total['tokens']} tokens to train on, fewer than one window of {length} + 1"
-        )
-        raise ProfileError("train.sequence_length", length, reason)
+    streams = [("the sources hold", total["tokens"])]
+    for i, part in enumerate(_blend(profile, plan) or ()):
+        own = [found for shard, found in zip(plan.shards, tokens, strict=True) if shard.source == i]
+        if part["weight"]:
+            streams.append((f"data.sources.{i} has a weight and holds", _sum(own)["tokens"]))
+    for holds, count in streams:
+        if count <= length:
+            reason = f"{holds} {count} tokens to train on, fewer than one window of {length} + 1"
+            raise ProfileError("train.sequence_length", length, reason)
     held_out = total["validation_tokens"]
     if (fraction or held_out) and held_out <= length:
         reason = f"holds out {held_out} tokens, fewer than one window of {length} + 1; hold out more"

@@ -144,6 +144,11 @@ def test_a_blend_has_each_streams_share_at_all_times_and_exactly_in_the_end(weig
         assert np.abs(had - wanted).max() <= max(1.0, len(weights) / 2)
 
 
+def test_a_weight_too_small_to_be_read_is_refused():
+    with pytest.raises(ValueError, match="stream 1 has less than one of 1,048,576 samples"):
+        blend([3, 1e-7])
+
+
 def test_sources_with_weights_are_read_at_their_shares_whatever_their_sizes(tmp_path):
     sources = [{"weight": 0.5, "shards": 2}, {"weight": None, "shards": 1}, {"weight": 0.25, "shards": 1}]
     corpus = Corpus.open(make(tmp_path, np.arange(4000), [500, 1000, 3000], blend=sources), "train")

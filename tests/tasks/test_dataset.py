@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from contextlib import nullcontext
 from itertools import islice
 
 import numpy as np
@@ -231,6 +232,52 @@ def test_corpus_too_short_for_a_window_is_refused(store, tmp_path):
     write(path)
     with pytest.raises(ProfileError, match=r"data\.validation_fraction = 1e-09: holds out 0 tokens"):
         make(profile(path, "data.validation_fraction=0.000000001"), store)
+
+
+def test_a_weighted_source_that_would_not_be_read_is_refused_before_training(store, tmp_path):
+    write(tmp_path / "a.jsonl")
+    write(tmp_path / "b.jsonl", ["few words"])
+
+    def blended(weight):
+        sources = [
+            {"kind": "files", "path": str(tmp_path / name), "weight": own}
+            for name, own in (("a.jsonl", 3), ("b.jsonl", weight))
+        ]
+        return profile(tmp_path / "a.jsonl", f"data.sources={json.dumps(sources)}")
+
+    tokens = tokenizer.run(blended(1), store)
+    with pytest.raises(
+        ProfileError, match=r"sequence_length = 16: data\.sources\.1 has a weight and holds \d+ tok"
+    ):
+        dataset.run(blended(1), store, tokens)
+    with pytest.raises(
+        ProfileError, match=r"data\.sources\.1\.weight = 1e-07: .*never be read; .*: 2\.9e-06"
+    ):
+        dataset.key(blended(1e-7), store, tokens)
+    write(tmp_path / "b.jsonl", DOCUMENTS[:100])
+    assert dataset.run(blended(2.9e-6), store, tokens).summary["shards"] == 2
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "message"),
+    [
+        (
+            "null",
+            r"data\.cache_gigabytes = 1e-05: 0\.0 GB of data are shuffled together.*shuffle_tokens = 1666",
+        ),
+        ("4000", r"data\.shuffle_tokens = 4000: 0\.0 GB of data are shuffled together.*nearest valid: 1666"),
+        ("1666", None),
+    ],
+)
+def test_data_that_would_be_fetched_again_and_again_is_refused(tmp_path, monkeypatch, shuffle, message):
+    """Ten kilobytes for a node, of a corpus of more, in a store that is elsewhere."""
+    texts = write(tmp_path / "a.jsonl", DOCUMENTS * 3)
+    with s3.bucket(monkeypatch) as bucket:
+        there = Store(f"{bucket}/store", tmp_path / "work")
+        wanted = profile(texts, "data.cache_gigabytes=1e-5", f"data.shuffle_tokens={shuffle}")
+        tokens = tokenizer.run(wanted, there)
+        with pytest.raises(ProfileError, match=message) if message else nullcontext():
+            dataset.run(wanted, there, tokens)
 
 
 def test_python_docs_are_much_english_text_in_a_fixed_order_without_repetition():
