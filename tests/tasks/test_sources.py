@@ -526,14 +526,16 @@ def hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_split_of_a_configuration_of_a_hub_data_set(hub, streaming):
+def test_a_split_of_a_configuration_of_a_hub_data_set(hub, streaming, tmp_path):
     source = {"kind": "hub", "repository": "org/texts", "config": "en", "streaming": streaming}
     shards = texts(profile(source))
     assert joined(shards) == DOCUMENTS
     assert len(shards) == 2
     assert texts(profile({**source, "split": "test"})) == [DOCUMENTS[:5]]
-    whole = [path for method, path, _ in hub.requests if method == "GET" and path.endswith("train-0.parquet")]
-    assert whole
+    asked = {path.rpartition("/")[2] for method, path, _ in hub.requests if method == "GET"}
+    tables = {"train-0.parquet", "train-1.parquet", "test.parquet"}
+    assert tables <= asked
+    assert {path.name for path in (tmp_path / "cache").rglob("*.parquet")} == (set() if streaming else tables)
 
 
 def test_lines_of_a_hub_data_set_are_streamed_in_blocks(hub, monkeypatch):
