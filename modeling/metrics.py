@@ -47,7 +47,7 @@ class Metrics:
         self.total = total
         path = run / "metrics.jsonl"
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step(line) <= last]
+            kept = [line for line in path.read_text(errors="replace").splitlines() if _step(line) <= last]
             partial = path.with_suffix(".partial")
             partial.write_text("".join(f"{line}\n" for line in kept))
             partial.replace(path)
@@ -110,6 +110,6 @@ def clock(seconds: float) -> str:
 def _step(line: str) -> float:
     """The step of a line; a line that a crash cut short counts as later than any."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
         return float("inf")

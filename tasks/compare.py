@@ -44,7 +44,7 @@ def load(store: Store, named: Sequence[str]) -> list[dict[str, Any]]:
     """Facts of runs, given by name or by folder: run, folder, profile (flat, by key path), and what FIGURES names.
 
     Raises:
-        ProfileError: no such run.
+        ProfileError: no such run, or its report is damaged.
     """
     return [_facts(_folder(store, name)) for name in named]
 
@@ -108,9 +108,21 @@ def _facts(folder: Path) -> dict[str, Any]:
         found["validation_loss"] = history.evaluations[-1]["validation_loss"]
     found["state"] = f"at step {len(history.steps):,} of {profile.train.steps:,}"
     if (folder / FACTS).is_file():
-        report = json.loads((folder / FACTS).read_text())
-        found |= {name: report["evaluation"].get(name) for name in ("validation_loss", "perplexity")}
-        found |= {"state": "finished", "parameters": report["plan"]["parameters"]}
+        found |= {"state": "finished", **_reported(folder / FACTS)}
+    return found
+
+
+def _reported(path: Path) -> dict[str, Any]:
+    """What the report adds to the metrics."""
+    try:
+        report = json.loads(path.read_text())
+        found = {"parameters": report["plan"]["parameters"]}
+        found |= {name: report["evaluation"][name] for name in ("validation_loss", "perplexity")}
+        if not all(isinstance(value, int | float) for value in found.values()):
+            raise ValueError("a figure is none")
+    except (ValueError, LookupError, TypeError) as error:
+        reason = f"its report {path} is damaged; running it again writes it anew"
+        raise ProfileError("run", path.parent.name, reason) from error
     return found
 
 

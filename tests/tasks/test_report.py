@@ -170,6 +170,31 @@ def test_runs_are_compared_by_figures_curves_and_what_differs_in_their_profiles(
     assert "nearest valid: second" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{}", "[]", '{"plan": {}}', '{"plan": {"parameters": 5}, "evaluation": {"perplexity": "x"}}'],
+)
+def test_a_damaged_report_is_refused_by_its_name(capsys, tmp_path, monkeypatch, damage):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "store/runs/first")
+    (tmp_path / "store/runs/first/report.json").write_text(damage)
+    assert main(["compare", "first"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert f"{tmp_path}/store/runs/first/report.json is damaged" in told
+
+
+def test_lines_that_are_damaged_are_left_out_of_a_comparison(capsys, caplog, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "store/runs/first", losses=20)
+    metrics = tmp_path / "store/runs/first/metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"step": 7,', '"step": 7'))
+    assert main(["compare", "first", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["steps"], run["loss"]) == (19, pytest.approx(8.1))
+    assert f"{metrics}: line 7 is no JSON object: left out" in caplog.text
+
+
 def test_what_users_wrote_is_escaped(page):
     assert "<script" not in page
     assert "&lt;script&gt;alert" in page

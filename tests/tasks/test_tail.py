@@ -33,3 +33,18 @@ def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path):
     other.write_text("new, and longer\n")
     other.replace(path)
     assert tail.lines() == ["new, and longer"]
+
+
+def test_a_line_that_is_no_json_object_is_named_once_and_left_out(tmp_path, caplog):
+    path = tmp_path / "file"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo{"step": 3}\n\0\0\xff\n5\n{"step": 4}\n')
+    tail = Tail(path)
+    for _ in range(2):  # as those do who draw the whole curve again and again
+        assert [row["step"] for row in Tail(path).rows()] == [1, 4]
+    assert [row["step"] for row in tail.rows()] == [1, 4]
+    (said,) = caplog.records
+    assert said.getMessage() == f"{path}: line 2 is no JSON object, nor are 2 after it: left out"
+    with path.open("a") as file:
+        file.write('{"step": 5}\ntorn\n')
+    assert [row["step"] for row in tail.rows()] == [5]
+    assert caplog.records[-1].getMessage() == f"{path}: line 7 is no JSON object: left out"
