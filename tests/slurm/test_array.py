@@ -5,7 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
+from huggingface_hub import HfFileSystem
 
+from flows.secrets import HUB_BLOCK, hub_token
 from profiles import resolve
 from tasks import dataset, tokenizer
 from tasks.array import Array
@@ -13,6 +15,7 @@ from tasks.artifacts import Store
 from tasks.shard import SourceError
 from tests.flows.micro import PROFILE
 from tests.flows.test_continual import write_texts
+from tests.hub import TOKEN, Hub
 
 SPOT = ("cluster.launcher=slurm", "cluster.shards_partition=spot")
 
@@ -43,6 +46,58 @@ def test_an_array_makes_the_tokens_that_this_machine_would(cluster, corpus, tmp_
     assert "--array=0-4" in script
     assert "--partition=spot" in script
     assert "hf_planted" not in script + log
+
+
+@pytest.fixture
+def gated(tmp_path, monkeypatch):
+    """A profile of a gated data set of two files on a hub, which this process and its jobs reach."""
+    with Hub() as hub:
+        hub.patch(monkeypatch, tmp_path / "cache")
+        for name, value in {
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": tmp_path / "home",
+        }.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.url)
+        monkeypatch.setattr("datasets.config.HF_MODULES_CACHE", str(tmp_path / "modules"))
+        HfFileSystem.clear_instance_cache()
+        for number in range(2):
+            write_texts(tmp_path / f"{number}.jsonl", number)
+        files = {f"{number}.jsonl": (tmp_path / f"{number}.jsonl").read_bytes() for number in range(2)}
+        hub.commit("org/gated", files, kind="datasets", gated=True)
+        data = {"sources": [{"kind": "hub", "repository": "org/gated"}], "validation_fraction": 0.1}
+        path = tmp_path / "gated.yaml"
+        path.write_text(yaml.safe_dump({**PROFILE, "data": data}))
+        yield hub, resolve.load(str(path), SPOT)
+
+
+@pytest.mark.parametrize("source", ["environment", "block"])
+def test_an_array_reads_gated_data_with_the_token_and_writes_it_nowhere(
+    cluster, gated, prefect_server, tmp_path, monkeypatch, source
+):
+    from prefect.blocks.system import Secret
+
+    hub, profile = gated
+    if source == "environment":
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    else:
+        Secret(value=TOKEN).save(HUB_BLOCK, overwrite=True)
+    try:
+        token, store = hub_token(profile), Store(str(tmp_path / "store"))
+        words = tokenizer.run(profile, store, token)
+        hub.requests.clear()
+        made = dataset.run(profile, store, words, spread=Array(profile.cluster, store, token), token=token)
+    finally:
+        if source == "block":
+            Secret.delete(HUB_BLOCK)
+    assert made.summary["shards"] == 2
+    log = (store.notes / "array/tokenize.log").read_text()
+    assert log.count(": done") == 2
+    assert {token for _, path, token in hub.requests if path.endswith(".jsonl")} == {TOKEN}
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"tokenize.sbatch", "tokenize.log", "tokenize.plan.json"} <= {path.name for path in files}
+    assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
 
 
 def test_a_damaged_source_is_named_and_not_tried_again(cluster, corpus, tmp_path):
