@@ -106,7 +106,7 @@ def pretrain(
         patience = run.cluster.retries
         trained = do.once(steps.train, training.KIND, key, *inputs, run_folder=folder, patience=patience)
         ledger.record(kept, run.name, identity, corpus)
-        key = keys.evaluation(run.name, identity)
+        key = keys.evaluation(run.name, identity, run.evaluate.metrics)
         evaluated = do.once(
             steps.evaluate, evaluation.KIND, key, run, kept, folder, key, corpus, compiled, trained
         )

@@ -21,7 +21,7 @@ from flows.overview import Overview
 from profiles.schema import Profile
 from tasks import graphs
 from tasks.tail import Tail
-from tasks.text import duration, in_bytes
+from tasks.text import duration, in_bytes, number
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class Progress:
     def __init__(self, profile: Profile, folder: Path) -> None:
         self._tail = Tail(folder / "metrics.jsonl")
         self._steps = profile.train.steps
+        self._metrics = [name.partition(":")[2] for name in profile.evaluate.metrics]
         self._recent: deque[dict[str, Any]] = deque(maxlen=TABLE_STEPS)
         self._said_at = 0.0
         self._bar = Bar("training", "Steps of training done")
@@ -64,7 +65,8 @@ class Progress:
             if "loss" in row:
                 self._recent.append(row)
             elif self._started and "validation_loss" in row:
-                log.info("step %d: validation loss %.4f", row["step"], row["validation_loss"])
+                own = "".join(f", {name} {number(row[name])}" for name in self._metrics if name in row)
+                log.info("step %d: validation loss %.4f%s", row["step"], row["validation_loss"], own)
         # What was there before this attempt is no news, apart from the last steps that the table shows.
         self._started = True
         if not self._recent or not new:

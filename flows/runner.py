@@ -28,7 +28,7 @@ from tasks.artifacts import Artifact, Store
 from tasks.failures import Hopeless
 from tasks.report import Outcome
 from tasks.shard import DAMAGED
-from tasks.text import duration
+from tasks.text import duration, number
 from tasks.workers import Ended
 
 log = logging.getLogger(__name__)
@@ -208,7 +208,10 @@ def describe(result: Any) -> str:
         case "training":
             return f"loss {facts['loss']:.4f} after {facts['steps']:,} steps"
         case "evaluation":
-            return f"validation loss {facts['validation_loss']:.4f}, perplexity {facts['perplexity']:.1f}"
+            own = "".join(f", {name} {number(value)}" for name, value in facts.get("metrics", {}).items())
+            return (
+                f"validation loss {facts['validation_loss']:.4f}, perplexity {facts['perplexity']:.1f}{own}"
+            )
         case "export":
             return f"{facts['bytes'] / 1e6:,.1f} MB"
     return ""

@@ -1,7 +1,8 @@
 """Held-out loss: `python -m modeling.evaluate --run-folder RUN --dataset FOLDER --output FILE`, one process a device.
 
 Evaluates the newest complete checkpoint of the run on the whole validation split and writes
-{step, validation_loss, perplexity, tokens, samples} as JSON, whole or not at all. Why it failed is in its exit code (exits.py).
+{step, validation_loss, perplexity, tokens, metrics, samples} as JSON, whole or not at all; metrics are the user's, by their
+names. Why it failed is in its exit code (exits.py).
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ def evaluate(program: Program, options: argparse.Namespace) -> None:
             "validation_loss": held_out.loss,
             "perplexity": held_out.perplexity,
             "tokens": held_out.tokens,
+            "metrics": held_out.metrics,
             "samples": written,
-            **held_out.metrics,
             **held_out.graphs,
         }
         partial = options.output.with_suffix(".partial")

@@ -11,7 +11,7 @@ from typing import Any
 
 log = logging.getLogger("trainshed")
 
-# Of TensorBoard's page; what is in none of them is of the device or its host.
+# Of TensorBoard's page; what is in none of them is a metric of the user's, under the name of its function.
 GROUPS = {
     "loss": ("loss", "validation_loss"),
     "optimizer": ("learning_rate", "gradient_norm", "parameter_norm", "skipped"),
@@ -26,6 +26,15 @@ GROUPS = {
     "memory": ("memory_bytes",),
     "consumed": ("consumed_samples", "consumed_tokens"),
     "graphs": ("cold_compiles", "warm_graphs"),
+    "device": (
+        "device_utilization",
+        "device_memory_bytes",
+        "device_power_watts",
+        "device_celsius",
+        "host_memory_bytes",
+        "host_memory_share",
+        "host_cpu_cores",
+    ),
 }
 
 
@@ -96,8 +105,8 @@ class Metrics:
 
 
 def tag(name: str) -> str:
-    """Where TensorBoard shows a figure: 'step_seconds' -> 'time/step_seconds'."""
-    group = next((group for group, names in GROUPS.items() if name in names), "device")
+    """Where TensorBoard shows a figure: 'step_seconds' -> 'time/step_seconds', and 'accuracy' -> 'evaluation/accuracy'."""
+    group = next((group for group, names in GROUPS.items() if name in names), "evaluation")
     return f"{group}/{name}"
 
 

@@ -30,8 +30,8 @@ def run(
 ) -> Artifact:
     """Evaluate the run's newest checkpoint on the whole validation split.
 
-    The artifact's summary: step, validation_loss (nats a token), perplexity, tokens, and samples of what the model writes, as
-    token ids.
+    The artifact's summary: step, validation_loss (nats a token), perplexity, tokens, metrics (the user's, by name), and
+    samples of what the model writes, as token ids.
 
     Raises:
         JobFailed: the attempt failed; another one begins again.
@@ -53,7 +53,7 @@ def run(
             summary.update(
                 {
                     name: result[name]
-                    for name in ("validation_loss", "perplexity", "tokens", "step", "samples")
+                    for name in ("validation_loss", "perplexity", "tokens", "step", "metrics", "samples")
                 }
             )
             shutil.copyfile(output, staging / FILE)

@@ -132,8 +132,7 @@ def run_identity(profile: Profile, tokenizer: str, dataset: str, weights: str | 
     """
     train = profile.train.model_dump(mode="json", exclude=NOT_MATHEMATICS)
     if profile.train.loss:
-        path = functions.source(profile.train.loss.partition(":")[0])
-        train["loss"] = [profile.train.loss, file_digest(path) if path else None]
+        train["loss"] = _own(profile.train.loss)
     inputs = {"tokenizer": tokenizer, "dataset": dataset, "weights": weights}
     return digest({"model": _model(profile), "train": train, **inputs})
 
@@ -142,8 +141,10 @@ def training(run: str, identity: str) -> str:
     return digest({"step": "training", "run": run, "identity": identity})
 
 
-def evaluation(run: str, identity: str) -> str:
-    return digest({"step": "evaluation", "run": run, "identity": identity})
+def evaluation(run: str, identity: str, metrics: Sequence[str] = ()) -> str:
+    """Of a run, and of the metrics of the user's that are measured beside the loss."""
+    own = {"metrics": [_own(name) for name in metrics]} if metrics else {}
+    return digest({"step": "evaluation", "run": run, "identity": identity, **own})
 
 
 def export(run: str, identity: str) -> str:
@@ -175,6 +176,12 @@ def code_digest(*packages: str) -> str:
         for path in sorted(folder.rglob("*.py")):
             total.update(f"{package}/{path.relative_to(folder)}\0{file_digest(path)}\n".encode())
     return total.hexdigest()[:32]
+
+
+def _own(name: str) -> list[str | None]:
+    """A function of the user's, `module:function`, and what its module's file holds."""
+    path = functions.source(name.partition(":")[0])
+    return [name, file_digest(path) if path else None]
 
 
 def _model(profile: Profile) -> dict[str, Any]:

@@ -255,8 +255,11 @@ def _incidents(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _evaluation(found: Mapping[str, Any]) -> str:
-    shown = {name.replace("_", " "): number(value) for name, value in found.items()}
-    return page.facts(shown | {"perplexity": f"{found['perplexity']:,.1f}"})
+    """The figures, and those of the user's metrics, which runs of former versions lack."""
+    shown = {name.replace("_", " "): number(value) for name, value in found.items() if name != "metrics"}
+    shown["perplexity"] = f"{found['perplexity']:,.1f}"
+    own = {name: number(value) for name, value in found.get("metrics", {}).items()}
+    return page.facts(shown | own)
 
 
 def _texts(vocabulary: Path, samples: Sequence[Mapping[str, Sequence[int]]]) -> list[dict[str, str]]:

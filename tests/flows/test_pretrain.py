@@ -166,6 +166,26 @@ def test_what_leaves_the_mathematics_alone_redoes_nothing(pretrain, store, overr
     assert done(pretrain(store, override)) == []
 
 
+def test_metrics_of_the_users_own_are_measured_of_a_finished_run_and_reported(
+    pretrain, store, said, monkeypatch, tmp_path
+):
+    own = tmp_path / "counts.py"
+    own.write_text("def share(logits, targets):\n    return (targets >= 0).sum().float() / 4\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    result = pretrain(store, "evaluate.metrics=[counts:share]", "evaluate.every=0")
+    assert done(result) == ["evaluate"]
+    (evaluated,) = (step for step in result["steps"] if step["step"] == "evaluate")
+    assert evaluated["summary"]["metrics"] == {"share": pytest.approx(0.25)}
+    assert any("perplexity" in line and "share 0.2500" in line for line in said())
+    page = Path(result["report"])
+    assert "<th>share</th><td>0.2500</td>" in page.read_text()
+    assert json.loads(page.with_suffix(".json").read_text())["evaluation"]["metrics"].keys() == {"share"}
+    assert done(pretrain(store, "evaluate.metrics=[counts:share]")) == []
+    own.write_text(own.read_text().replace("4", "5"))
+    assert done(pretrain(store, "evaluate.metrics=[counts:share]")) == ["evaluate"]
+
+
 def test_a_run_starts_from_pretrained_weights(pretrain, store, finished):
     source = f"init.from={finished[1]['export']}"
     result = pretrain(store, source, name="continued")

@@ -102,6 +102,7 @@ def report(folder):
         "perplexity": 1635.98,
         "tokens": 12345,
         "step": 100,
+        "metrics": {"own_accuracy": 0.123456},
         "samples": samples,
     }
     return run(profile, folder, plan, evaluation, outcomes)
@@ -121,7 +122,7 @@ def test_the_report_is_well_formed_and_says_everything(page):
     text = "".join(parser.text)
     expected = (
         *("tokenizer", "cached · took 4.0 s when made", "skipped", "from <scratch>", "done · 1:15"),
-        *("7.4000", "12,345", "2,735,424", "data 1 × tensor 2", "& more"),
+        *("7.4000", "own_accuracy", "0.1235", "12,345", "2,735,424", "data 1 × tensor 2", "& more"),
         *("0.300 s (60%)", "200%", "768 MiB", "52%"),  # parts of a step, and planned against measured
         *(
             "604,605 tokens in 681 documents",
