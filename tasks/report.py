@@ -6,6 +6,7 @@ what the model writes, and how to load it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import subprocess
@@ -20,12 +21,14 @@ from typing import Any
 from modeling import planner, traced
 from profiles.schema import Profile
 from tasks import page
+from tasks.artifacts import Artifact, Store
 from tasks.chart import Series, line_chart
 from tasks.history import History
-from tasks.runs import read_events
+from tasks.runs import INPUTS, inputs, read_events
 from tasks.text import duration, in_bytes, in_flops, in_words, number
 
 FACTS = "report.json"
+PART = "export"  # of the run's folder
 LEFT_OUT = {"missing": "without text", "short": "too short", "duplicates": "duplicates"}  # of documents
 PARTS = {  # of a step's time, by their keys in the metrics
     "data_wait_seconds": "waiting for data",
@@ -78,10 +81,10 @@ def run(
         "traced": traced_figures(profile, outcomes),
         "measured": measured(profile, history),
         "evaluation": {key: value for key, value in evaluation.items() if key != "samples"},
-        "samples": _texts(folder / "export" / "tokenizer.json", evaluation.get("samples", [])),
+        "samples": _texts(_vocabulary(folder), evaluation.get("samples", [])),
         "steps": [asdict(outcome) for outcome in outcomes],
         "events": read_events(folder),
-        "export": str(folder / "export"),
+        "export": str(folder / PART) if (folder / PART).is_dir() else None,
     }
     _write(folder / FACTS, json.dumps(facts, indent=1))
     return _write(
@@ -126,7 +129,7 @@ def html(profile: Profile, facts: Mapping[str, Any], history: History, resolved:
             page.section("Incidents", *_incidents(facts)),
             page.section("Evaluation", _evaluation(facts["evaluation"])),
             page.section("What it writes", *_samples(facts["samples"])),
-            page.section("The model", _model(facts["export"])),
+            page.section("The model", _model(facts["export"]) if facts["export"] else ""),
             page.section(
                 "Data", _data(profile, summaries.get("dataset", {}), summaries.get("tokenizer", {}))
             ),
@@ -262,9 +265,20 @@ def _evaluation(found: Mapping[str, Any]) -> str:
     return page.facts(shown | own)
 
 
-def _texts(vocabulary: Path, samples: Sequence[Mapping[str, Sequence[int]]]) -> list[dict[str, str]]:
-    """Samples of token ids as text; none where the run has no export, with whose tokenizer they are read."""
-    if not samples or not vocabulary.exists():
+def _vocabulary(folder: Path) -> Path | None:
+    """The tokenizer of a run that lies in its store: the export's, or where nothing is exported what the run was made from."""
+    places = [folder / PART]
+    if (folder / INPUTS).exists():
+        artifacts = Store(str(folder.parents[1]))
+        with contextlib.suppress(FileNotFoundError):
+            places.append(artifacts.path(Artifact("tokenizer", inputs(folder)["tokenizer"], "", {})))
+    files = (place / "tokenizer.json" for place in places)
+    return next((file for file in files if file.exists()), None)
+
+
+def _texts(vocabulary: Path | None, samples: Sequence[Mapping[str, Sequence[int]]]) -> list[dict[str, str]]:
+    """Samples of token ids as text; none where there is no tokenizer to read them with."""
+    if not samples or vocabulary is None:
         return []
     from tokenizers import Tokenizer
 

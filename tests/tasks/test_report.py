@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from flows.cli import main
 from profiles import resolve
+from tasks.artifacts import Store
 from tasks.chart import MAX_POINTS, Series, line_chart, thinned, ticks
 from tasks.report import Outcome, run
 
@@ -194,6 +196,23 @@ def test_lines_that_are_damaged_are_left_out_of_a_comparison(capsys, caplog, tmp
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["steps"], run["loss"]) == (19, pytest.approx(8.1))
     assert f"{metrics}: line 7 is no JSON object: left out" in caplog.text
+
+
+def test_a_run_that_is_not_exported_has_samples_and_no_code_to_load_it(tmp_path):
+    folder = tmp_path / "store/runs/first"
+    write_run(folder)
+    with Store(str(tmp_path / "store")).publish("tokenizer", "key") as artifact:
+        (folder / "export/tokenizer.json").rename(artifact / "tokenizer.json")
+    (folder / "export").rmdir()
+    (folder / "inputs.json").write_text('{"identity": "x", "tokenizer": "key", "dataset": "y"}')
+    page = report(folder).read_text()
+    assert " or &lt;b&gt;not&lt;/b&gt;</blockquote>" in page
+    assert "from_pretrained" not in page
+    assert "The model" not in page
+    assert json.loads((folder / "report.json").read_text())["export"] is None
+
+    shutil.rmtree(tmp_path / "store/artifacts")  # of a run that was copied from its store
+    assert "What it writes" not in report(folder).read_text()
 
 
 def test_what_users_wrote_is_escaped(page):
