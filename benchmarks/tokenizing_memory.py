@@ -1,9 +1,10 @@
 """Peak memory of a process that tokenizes, over text of any size, with a document of 200 MB in its midst.
 
-    python -m benchmarks.tokenizing_memory [--megabytes 400] [--document 200]
+    python -m benchmarks.tokenizing_memory [--megabytes 400] [--document 200] [--text csv]
 
 A file of json lines, compressed so that it is one shard, is tokenized by one `tasks.tokenization` process. The text is
-benchmarks/text.py's, repeated where there is not enough of it: repetition changes the speed, not the memory.
+benchmarks/text.py's, repeated where there is not enough of it: repetition changes the speed, not the memory. The long document is
+prose too, or rows of numbers, or indented JSON: the last two have no letters with a space between them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import gzip
 import itertools
 import json
+import random
 import re
 import subprocess
 import sys
@@ -25,12 +27,17 @@ from tasks import dataset, tokenizer
 from tasks.artifacts import Store
 
 UNIQUE = 20  # MB
+ROWS = {
+    "csv": "{0:.6},{1},2024-01-02,{0:.3}\n",
+    "json": '    {{\n        "a": {0:.6},\n        "b": {1}\n    }},\n',
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.tokenizing_memory")
     parser.add_argument("--megabytes", type=float, default=400)
     parser.add_argument("--document", type=float, default=200, help="MB of the long document")
+    parser.add_argument("--text", choices=("prose", *ROWS), default="prose", help="of the long document")
     options = parser.parse_args()
     texts = list(documents(UNIQUE))
     with tempfile.TemporaryDirectory() as name:
@@ -41,8 +48,7 @@ def main() -> None:
                 if written >= options.megabytes:
                     break
                 if i == len(texts) // 2 and options.document:
-                    text = " ".join(itertools.islice(itertools.cycle(texts), int(options.document * 250)))
-                    text = text[: int(options.document * 1e6)]
+                    text = long_document(options.text, texts, int(options.document * 1e6))
                 file.write(json.dumps({"text": text}) + "\n")
                 written += len(text) / 1e6
         overrides = [f"data.sources=[{{kind: files, path: '{folder}/a.jsonl.gz'}}]"]
@@ -54,9 +60,18 @@ def main() -> None:
         command = [sys.executable, "-m", "tasks.tokenization", "--plan", str(plan), "--store", store.uri]
         peak = watched([*command, "--shard", "0"]) / 1e9
     print(
-        f"{written:.0f} MB of text, a document of {options.document:.0f} MB in it: "
+        f"{written:.0f} MB of text, a document of {options.document:.0f} MB of {options.text} in it: "
         f"peak of the worker {peak:.2f} GB (goal: under 1)"
     )
+
+
+def long_document(kind: str, texts: list[str], size: int) -> str:
+    """A text of so many bytes."""
+    if kind == "prose":
+        return " ".join(itertools.islice(itertools.cycle(texts), size // 4000))[:size]
+    chance = random.Random(0)
+    rows = [ROWS[kind].format(chance.random(), chance.randrange(10**6)) for _ in range(10_000)]
+    return "".join(itertools.islice(itertools.cycle(rows), size // min(map(len, rows)) + 1))[:size]
 
 
 def watched(command: list[str]) -> int:

@@ -1,10 +1,12 @@
 """Texts too long to be tokenized at once, in pieces whose tokens joined are those of the whole.
 
 A piece ends where the tokenizer's own pre-tokenizer ends a word, found near every PIECE characters: after the newlines before a
-letter, or at the single space between two letters. Each place is proved before it is used: the tokens of the WINDOW characters
-around it must be those of its two halves, and where there is a pre-tokenizer it must cut there. A tokenizer without one
-(SentencePiece's as Llama 2 has it) takes a text as one word; there the vocabulary must have no token that reaches from a letter
-over a space, and the space itself goes, since the tokenizer puts one before each text. Where no place is proved the piece grows.
+letter, or at the single space between two letters; in text that has neither (numbers, indented JSON) at any word's end on
+which the pre-tokenizer settles from wherever it begins to read. Each place is proved before it is used: the tokens of the
+WINDOW characters around it must be those of its two halves, and where there is a pre-tokenizer it must cut there. A tokenizer
+without one (SentencePiece's as Llama 2 has it) takes a text as one word; there the vocabulary must have no token that reaches
+over what comes before a space, and the space itself goes, since the tokenizer puts one before each text. Where no place is
+proved the piece grows: a text without spaces, for such a tokenizer, is never cut.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ WINDOW = 512  # characters on each side of a cut
 CANDIDATES = 32  # places tried before a piece grows
 READ = 1 << 22  # bytes
 SAFE = re.compile(rb"[ \xc2-\xf4]")
+STARTS = 16  # places, one after another, from which the pre-tokenizer must come to the same end of a word
+WINDOWS = 4  # stretches of a piece that are searched for an end of a word
 PLACES = re.compile(r"(?<=\n)(?=[^\W\d_])|(?<=[^\W\d_]) (?=[^\W\d_])")
+SPACES = re.compile(r"(?<=\S) ")
 
 
 @dataclass(frozen=True)
@@ -118,13 +123,35 @@ class Cutter:
             yield buffer
 
     def _cut(self, text: str, reach: int) -> tuple[int, int] | None:
-        """Where the piece ends and where the next begins, the last such place before `reach`."""
-        found = [place.start() for place in PLACES.finditer(text, reach // 2, reach)]
-        for at in reversed(found[-CANDIDATES:]):
+        """Where the piece ends and where the next begins, one of the last such places before `reach`."""
+        for at in self._places(text, reach):
             for next_at in (at, at + 1) if text[at] == " " else (at,):
                 if self._proved(text, at, next_at):
                     return at, next_at
         return None
+
+    def _places(self, text: str, reach: int) -> Iterator[int]:
+        """Where a text might be cut, the best first."""
+        found = [place.start() for place in PLACES.finditer(text, reach // 2, reach)]
+        yield from reversed(found[-CANDIDATES:])
+        for i in range(WINDOWS):
+            near = reach - i * reach // (2 * WINDOWS)
+            yield from reversed(self._ends(text, near)[-CANDIDATES:])
+
+    def _ends(self, text: str, near: int) -> list[int]:
+        """Where words end in the WINDOW characters before `near`.
+
+        In a run longer than a window, of digits that are taken three by three, the ends depend on where reading begins. So it
+        begins at STARTS places: where the text itself has a word's end at one of them, what all have in common is its own too.
+        """
+        low = max(0, near - WINDOW)
+        if self._whole:
+            return [place.start() for place in SPACES.finditer(text, low, near)]
+        common = set(range(low + STARTS, near + 1))
+        for start in range(low, low + STARTS):
+            words = self._words.pre_tokenize_str(text[start : near + WINDOW])
+            common &= {start + end for _, (_, end) in words}
+        return sorted(common)
 
     def _proved(self, text: str, at: int, next_at: int) -> bool:
         before, after = text[max(0, at - WINDOW) : at], text[next_at : next_at + WINDOW]

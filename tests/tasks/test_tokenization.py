@@ -97,6 +97,20 @@ def llama2():
     return made
 
 
+def deepseek():
+    """DeepSeek Coder's words: cut in turns, digits one by one."""
+    made = Tokenizer(models.BPE())
+    turns = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"]
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(turn), "isolated") for turn in turns),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return made
+
+
 def trained(made, special=(EOS,)):
     trainer = trainers.BpeTrainer(
         vocab_size=600,
@@ -116,6 +130,46 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(kind, monkeypatch):
     assert len(pieces) > 10
     joined = [token for piece in pieces for token in made.encode(piece, add_special_tokens=False).ids]
     assert joined == made.encode(PROSE, add_special_tokens=False).ids
+
+
+@pytest.fixture(scope="module", params=[gpt2, llama3, deepseek])
+def whole_words(request):
+    return trained(request.param())
+
+
+CSV = "".join(f"{CHANCE.random():.6},{CHANCE.randrange(10**9)},2024-01-{i % 28:02}\n" for i in range(2000))
+JSON = json.dumps([{"a": i / 7, "b": [i, {"c-d": "1"}]} for i in range(900)], indent=4)
+CODE = "".join(f"\tif (x[{i}] != 0x{i:04x}) {{\n\t\ty += {i};  // {i}!\n\t}}\n" for i in range(900))
+
+
+@pytest.mark.parametrize("text", [CSV, JSON, CODE], ids=["csv", "json", "code"])
+@pytest.mark.parametrize("kind", [gpt2, llama3, deepseek, metaspace, llama2])
+def test_numbers_and_code_are_cut_as_well(kind, text, monkeypatch):
+    made = kind() if kind is llama2 else trained(kind(), ["<unk>"] if kind is metaspace else [EOS])
+    monkeypatch.setattr(long_text, "PIECE", 2000)
+    pieces = list(Cutter(made).pieces(long_text.of_text(text)))
+    without_spaces = text is CSV and kind in (metaspace, llama2)  # one word, to them
+    assert max(map(len, pieces)) < (len(text) + 1 if without_spaces else 2600)
+    joined = [token for piece in pieces for token in made.encode(piece, add_special_tokens=False).ids]
+    assert joined == made.encode(text, add_special_tokens=False).ids
+
+
+@settings(max_examples=60)
+@given(
+    runs=st.lists(
+        st.tuples(st.sampled_from(["1", "-", " ", "\n", "'s", "a", "B", "é", "日", ",\n", "\r\n", "12 "]),
+                  st.sampled_from([1, 2, 3, 40, 97])),
+        min_size=10, max_size=40,
+    )
+)  # fmt: skip
+def test_a_text_of_long_runs_in_pieces_has_the_tokens_of_the_whole(whole_words, runs):
+    text = "".join(part * count for part, count in runs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_text, "PIECE", 150)
+        patch.setattr(long_text, "WINDOW", 64)  # shorter than some of the runs
+        pieces = list(Cutter(whole_words).pieces(long_text.of_text(text)))
+    joined = [token for piece in pieces for token in whole_words.encode(piece, add_special_tokens=False).ids]
+    assert joined == whole_words.encode(text, add_special_tokens=False).ids
 
 
 def test_a_text_without_a_place_to_cut_stays_whole(monkeypatch):
@@ -152,20 +206,6 @@ def test_the_fast_engine_takes_byte_level_tokenizers_and_gives_the_same_tokens(k
     assert fast.name == "gigatoken"
     for mine, other in zip(fast.encode(DOCUMENTS), engines.General(made).encode(DOCUMENTS), strict=True):
         assert np.array_equal(mine, other)
-
-
-def deepseek():
-    """DeepSeek Coder's words: cut in turns, digits one by one."""
-    made = Tokenizer(models.BPE())
-    turns = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"]
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            *(pre_tokenizers.Split(Regex(turn), "isolated") for turn in turns),
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    return made
 
 
 @pytest.fixture(scope="module", params=[gpt2, llama3, deepseek])
