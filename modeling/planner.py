@@ -14,7 +14,7 @@ What layers keep, send and multiply is counted from the layers themselves (meter
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,8 +27,9 @@ from modeling.pieces import Counted, Piece, Pieces
 from modeling.program import ahead, flops_per_token, stage_layers
 from parallel import device as devices
 from parallel import parameter_count
+from parallel.recompute import MODES
 from parallel.schedules import in_flight
-from profiles.check import ACCELERATORS
+from profiles.check import ACCELERATORS, changed, passes, tensor_degrees
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 
@@ -68,8 +69,9 @@ class Plan:
         parameters: of the model.
         mesh: size by axis.
         stages: of the pipeline's ranks, in order.
+        host_bytes: what a process takes of the device's memory besides tensors, where the device is the host.
         device_bytes: one device's memory; on CPUs a process's share of the host's.
-        fits: whether the fullest rank leaves 5 % of it free.
+        fits: whether the fullest rank leaves 5 % of it free, what its process takes counted in.
         flops_per_token: of the model in training, 6 a multiply-add of the forward pass.
         tokens: of the whole run, None where the data decides.
         sent: bytes that the busiest rank sends in a step, by dimension.
@@ -83,6 +85,7 @@ class Plan:
     parameters: int
     mesh: dict[str, int]
     stages: tuple[Stage, ...]
+    host_bytes: int
     device_bytes: int
     fits: bool
     flops_per_token: float
@@ -102,6 +105,11 @@ class Plan:
     def fullest(self) -> int:
         """Number of the stage that needs most."""
         return max(range(len(self.stages)), key=lambda number: self.stages[number].total)
+
+    @property
+    def needs(self) -> int:
+        """Bytes of a device's memory that the fullest rank takes."""
+        return self.stages[self.fullest].total + self.host_bytes
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -125,7 +133,7 @@ def plan(profile: Profile, counted: Counted | None = None) -> Plan:
     """
     parallel, settings = profile.parallel, profile.train
     stages = _stages(profile, Pieces(profile, counted))
-    device_bytes = _device_bytes(profile)
+    own, there = host_bytes(profile), device_bytes(profile)
     step_tokens = settings.global_batch_size * settings.sequence_length
     times = estimate(profile, stages, len(stages[0].layers))
     return Plan(
@@ -137,8 +145,9 @@ def plan(profile: Profile, counted: Counted | None = None) -> Plan:
             "tensor": parallel.tensor,
         },
         stages=stages,
-        device_bytes=device_bytes,
-        fits=max(stage.total for stage in stages) + host_bytes(profile) <= MARGIN * device_bytes,
+        host_bytes=own,
+        device_bytes=there,
+        fits=max(stage.total for stage in stages) + own <= MARGIN * there,
         flops_per_token=flops_per_token(profile),
         tokens=step_tokens * settings.steps if settings.steps else None,
         sent={axis: max(stage.sent[axis] for stage in stages) for axis in stages[0].sent},
@@ -151,23 +160,50 @@ def require_fit(profile: Profile, planned: Plan) -> None:
     """Refuse a plan that does not fit.
 
     Raises:
-        ProfileError: names the fullest stage, what it needs and what would help.
+        ProfileError: names the fullest stage, what it needs, and single changes that make the run fit.
     """
     if planned.fits:
         return
-    index, fullest = planned.fullest, planned.stages[planned.fullest]
-    parts = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in fullest.bytes.items())
-    choices = ["a higher parallel.tensor or parallel.pipeline"]
-    if profile.train.micro_batch_size > 1:
-        choices.append("a smaller train.micro_batch_size")
-    if profile.train.recompute != "full":
-        choices.append("train.recompute = full")
-    raise ProfileError(
-        "parallel",
-        f"tensor {profile.parallel.tensor} x pipeline {profile.parallel.pipeline}",
-        f"stage {index} needs {fullest.total / 2**30:.1f} GiB a device ({parts}), "
-        f"of which {planned.device_bytes / 2**30:.1f} GiB are there and 5 % stay free",
-        choices,
+    held = planned.stages[planned.fullest].bytes | (
+        {"process": planned.host_bytes} if planned.host_bytes else {}
+    )
+    parts = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in held.items())
+    reason = (
+        f"stage {planned.fullest} needs {planned.needs / 2**30:.1f} GiB a device ({parts}), "
+        f"of which {planned.device_bytes / 2**30:.1f} GiB are there and 5 % stay free"
+    )
+    choices = lighter(profile, lambda other: other.fits and other.needs < planned.needs)
+    if not choices:
+        reason += "; no single change is enough, trainshed plan --search looks for several"
+    degrees = f"tensor {profile.parallel.tensor} x pipeline {profile.parallel.pipeline}"
+    raise ProfileError("parallel", degrees, reason, list(choices))
+
+
+def lighter(profile: Profile, enough: Callable[[Plan], bool]) -> dict[str, Plan]:
+    """Single changes that take less memory, `key=value` each: of every key the smallest whose plan is enough, and that plan."""
+    counted: Counted = {}
+    found: dict[str, Plan] = {}
+    for key, values in _savings(profile):
+        for other in (changed(profile, key, value) for value in values):
+            if passes(other) and enough(planned := plan(other, counted)):
+                section, name = key.split(".")
+                found[f"{key}={getattr(getattr(other, section), name)}"] = planned
+                break
+    return found
+
+
+def _savings(profile: Profile) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Keys, and values of them that take less memory than the profile's own, the smallest change first."""
+    train, parallel, model = profile.train, profile.parallel, profile.model
+    size = train.micro_batch_size
+    yield "train.micro_batch_size", [n for n in range(size - 1, 0, -1) if size % n == 0]
+    yield "train.recompute", MODES[MODES.index(train.recompute) + 1 :]
+    degrees = tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
+    node = profile.cluster.devices_per_node
+    yield "parallel.tensor", [t for t in degrees if parallel.tensor < t <= node]
+    yield (
+        "parallel.pipeline",
+        range(parallel.pipeline + 1, min(model.num_hidden_layers, profile.world_size) + 1),
     )
 
 
@@ -242,7 +278,12 @@ def _sent(
     }
 
 
-def _device_bytes(profile: Profile) -> int:
+def device_bytes(profile: Profile) -> int:
+    """One device's memory; on CPUs a process's share of the host's.
+
+    Raises:
+        ProfileError: it is known neither here nor to the profile.
+    """
     cluster = profile.cluster
     memory = devices.resolve(cluster.device, cluster.accelerator).memory_bytes
     if memory is None and cluster.device != "cpu":

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from modeling.estimate import estimate
-from modeling.planner import MARGIN, Plan, host_bytes
+from modeling.planner import MARGIN, Plan
 from modeling.program import ahead, stage_layers
 from parallel.schedules import in_flight
 from profiles.schema import Profile
@@ -58,7 +58,7 @@ def replaced(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> Plan
         replace(stage, bytes={**stage.bytes, "activations": rank.activations}, flops=rank.flops)
         for stage, rank in zip(planned.stages, ranks(profile, traced), strict=True)
     )
-    fits = max(stage.total for stage in stages) + host_bytes(profile) <= MARGIN * planned.device_bytes
+    fits = max(stage.total for stage in stages) + planned.host_bytes <= MARGIN * planned.device_bytes
     return replace(
         planned, stages=stages, fits=fits, **asdict(estimate(profile, stages, len(stages[0].layers)))
     )

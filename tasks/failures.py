@@ -7,12 +7,8 @@ by what the system says of it. Everything else counts as a failure of the machin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
 
 from modeling import exits, planner
-from profiles.check import check, tensor_degrees
-from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.launchers import JobFailed
 from tasks.launchers.causes import NO_MEMORY
@@ -50,37 +46,9 @@ def _as(kind: type[JobFailed], failure: JobFailed, words: str) -> JobFailed:
 
 def _advice(profile: Profile) -> str:
     """What would take less memory, as the planner sees it."""
-    now = _fullest(profile)
-    found = []
-    for change, other in _alternatives(profile):
-        try:
-            check(other)
-        except ProfileError:
-            continue
-        then = _fullest(other)
-        if then < now:
-            found.append(f"{change} (planned {then / 2**30:.2g} GiB a device instead of {now / 2**30:.2g})")
+    now = planner.plan(profile).needs
+    found = [
+        f"{change} (planned {planned.needs / 2**30:.2g} GiB a device instead of {now / 2**30:.2g})"
+        for change, planned in planner.lighter(profile, lambda other: other.needs < now).items()
+    ]
     return f"try {' or '.join(found)}" if found else "try more devices, or a smaller model"
-
-
-def _fullest(profile: Profile) -> int:
-    return max(stage.total for stage in planner.plan(profile).stages)
-
-
-def _alternatives(profile: Profile) -> Iterator[tuple[str, Profile]]:
-    train, parallel, model = profile.train, profile.parallel, profile.model
-    if train.micro_batch_size > 1:
-        smaller = next(n for n in range(train.micro_batch_size - 1, 0, -1) if train.micro_batch_size % n == 0)
-        yield _changed(profile, "train", "micro_batch_size", smaller)
-    further = {"none": "selective", "selective": "full"}.get(train.recompute)
-    if further:
-        yield _changed(profile, "train", "recompute", further)
-    degrees = tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
-    higher = next((degree for degree in degrees if degree > parallel.tensor), None)
-    if higher:
-        yield _changed(profile, "parallel", "tensor", higher)
-
-
-def _changed(profile: Profile, section: str, key: str, value: Any) -> tuple[str, Profile]:
-    part = getattr(profile, section).model_copy(update={key: value})
-    return f"{section}.{key}={value}", profile.model_copy(update={section: part})

@@ -1,5 +1,7 @@
 """The preflight against what is: real runs on this machine, published throughputs, the layers themselves."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.memory import CASES, case, measure
@@ -84,6 +86,38 @@ def test_what_does_not_fit_is_refused_with_its_bytes():
         ProfileError, match=r"stage 0 needs \d+\.\d GiB a device .* of which 16\.0 GiB are there"
     ):
         require_fit(profile, planned)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "among", "not_among"),
+    [
+        ("llama3-8b", ["parallel.tensor=1"], "parallel.tensor=8", "train.recompute=full"),
+        ("llama3-8b", ["train.micro_batch_size=8"], "train.recompute=selective", "train.recompute=full"),
+        ("llama3-70b-trn1", ["parallel.pipeline=1", "cluster.nodes=2"], None, "train.recompute=full"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_changes_that_make_it_fit(name, overrides, among, not_among):
+    profile = resolve.load(name, overrides)
+    with pytest.raises(ProfileError) as caught:
+        require_fit(profile, plan(profile))
+    choices = caught.value.choices
+    assert among is None or among in choices
+    assert not_among not in choices
+    assert choices or "no single change is enough" in caught.value.reason
+    for change in choices:
+        mended = resolve.load(name, [*overrides, change])
+        resolve.check(mended)
+        assert plan(mended).fits
+
+
+def test_on_a_cpu_a_process_takes_memory_besides_its_tensors():
+    planned = plan(resolve.load("tiny"))
+    assert planned.host_bytes > 300 << 20
+    assert planned.needs == planned.stages[0].total + planned.host_bytes
+    tight = replace(planned, device_bytes=planned.needs, fits=False)
+    with pytest.raises(ProfileError, match=r"needs 0\.5 GiB a device \(.*process 0\.4\), of which 0\.5 GiB"):
+        require_fit(resolve.load("tiny"), tight)
+    assert plan(resolve.load("llama3-8b")).host_bytes == 0
 
 
 def test_a_gpu_that_is_neither_here_nor_named_is_asked_for():
