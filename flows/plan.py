@@ -15,7 +15,7 @@ from profiles.schema import Profile
 from tasks.text import duration, in_bytes, in_words
 
 ROWS = 8  # stages that are shown one by one
-BAR = 10  # characters
+BAR = 10  # characters; half as many where there is a column more
 GIB = 2**30
 
 
@@ -33,11 +33,10 @@ def show(profile: Profile, *, as_json: bool) -> int:
 
 def sentence(planned: Plan) -> str:
     """The plan in a line, for the log of a run."""
-    fullest = planned.stages[planned.fullest].total
     axes = " × ".join(f"{axis} {size}" for axis, size in planned.mesh.items() if size > 1) or "one process"
     parts = [
         f"{in_words(planned.parameters)} parameters on {axes}",
-        f"{in_bytes(fullest)} of {in_bytes(planned.device_bytes)} a device",
+        f"{in_bytes(planned.needs)} of {in_bytes(planned.device_bytes)} a device",
     ]
     if planned.step_seconds:
         parts.append(f"about {duration(planned.step_seconds)} a step")
@@ -100,20 +99,32 @@ def _run(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
 
 
 def _memory(planned: Plan) -> Table:
-    small = planned.stages[planned.fullest].total < GIB
+    """Of each stage, what it holds; on a narrow screen its layers wrap, figures never do."""
+    small = planned.needs < GIB
     unit, size = ("MiB", 2**20) if small else ("GiB", GIB)
-    result = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for column in ("stage", "layers"):
-        result.add_column(column, no_wrap=True)
-    for column in ("weights", "gradients", "optimizer", "activations", unit):
-        result.add_column(column, justify="right", no_wrap=True)
-    result.add_column(f"of {planned.device_bytes / size:,.0f}", no_wrap=True)
+    kinds = {"weights": "parameters", **{kind: kind for kind in ("gradients", "optimizer", "activations")}}
+    titles = [*kinds, *(["process"] if planned.host_bytes else []), unit]
+    rows = []
     for number in _shown(planned):
         stage = planned.stages[number]
-        layers = ", ".join(f"{first}–{end - 1}" for first, end in stage.layers)
-        sizes = [f"{part / size:,.2f}" for part in (*stage.bytes.values(), stage.total)]
+        total = stage.total + planned.host_bytes
+        parts = [stage.bytes[kind] for kind in kinds.values()] + [planned.host_bytes] * bool(
+            planned.host_bytes
+        )
+        rows.append((number, stage.layers, [f"{part / size:,.2f}" for part in (*parts, total)], total))
+    result = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    result.add_column("stage", no_wrap=True, min_width=len("stage"))
+    longest = max(len(f"{first}–{end - 1},") for _, held, _, _ in rows for first, end in held)
+    result.add_column("layers", min_width=max(longest, len("layers")))
+    for title, cells in zip(titles, zip(*(sizes for _, _, sizes, _ in rows), strict=True), strict=True):
+        result.add_column(title, justify="right", no_wrap=True, min_width=max(map(len, (title, *cells))))
+    bar = BAR // 2 if planned.host_bytes else BAR
+    share = f"of {planned.device_bytes / size:,.0f}"
+    result.add_column(share, no_wrap=True, min_width=max(len(share), bar + len(" 100%")))
+    for number, held, sizes, total in rows:
+        layers = ", ".join(f"{first}–{end - 1}" for first, end in held)
         style = "bold" if number == planned.fullest and len(planned.stages) > 1 else ""
-        result.add_row(str(number), layers, *sizes, _bar(stage.total / planned.device_bytes), style=style)
+        result.add_row(str(number), layers, *sizes, _bar(total / planned.device_bytes, bar), style=style)
     return result
 
 
@@ -126,17 +137,16 @@ def _shown(planned: Plan) -> list[int]:
     return sorted({0, 1, 2, planned.fullest, emptiest, count - 2, count - 1})
 
 
-def _bar(share: float) -> Text:
+def _bar(share: float, width: int) -> Text:
     """A share of the device's memory as a bar, in colour by how much is left."""
-    full = min(BAR, round(share * BAR))
+    full = min(width, round(share * width))
     colour = "red" if share > MARGIN else "yellow" if share > 0.85 else "green"
-    return Text.assemble(("█" * full, colour), ("░" * (BAR - full), "dim"), f" {share:4.0%}")
+    return Text.assemble(("█" * full, colour), ("░" * (width - full), "dim"), f" {share:4.0%}")
 
 
 def _verdict(planned: Plan) -> Text:
-    fullest = planned.stages[planned.fullest].total
-    left = planned.device_bytes - fullest
     if planned.fits:
+        left = planned.device_bytes - planned.needs
         return Text(f"fits in {in_bytes(planned.device_bytes)} a device, {in_bytes(left)} to spare", "green")
     return Text(
         f"does not fit in {in_bytes(planned.device_bytes)} a device with {1 - MARGIN:.0%} to spare", "red"

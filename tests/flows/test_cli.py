@@ -95,6 +95,32 @@ def test_the_plan_in_words_names_parameters_and_mesh(capsys):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_the_plan_counts_what_a_process_takes_besides_tensors(capsys):
+    assert main(["plan", "tiny"]) == 0
+    columns, row, verdict = capsys.readouterr().out.partition("\nstage")[2].splitlines()[:3]
+    assert "process" in columns
+    *parts, total = map(float, re.findall(r"\d+\.\d\d", row))
+    assert total == pytest.approx(sum(parts), abs=0.05)
+    assert parts[-1] > 300
+    whole, left = re.search(r"fits in ([\d.]+) GiB a device, ([\d.]+) GiB to spare", verdict).groups()
+    assert float(whole) - float(left) == pytest.approx(total / 1024, abs=0.1)
+
+
+@pytest.mark.parametrize("cuts", ["null", "[10,20,30,33,36,38,46,55,60,68,74]"])
+def test_on_a_narrow_screen_no_figure_of_the_plan_is_cut(capsys, monkeypatch, cuts):
+    monkeypatch.setenv("COLUMNS", "80")
+    interleaved = ("parallel.schedule=interleaved", f"parallel.pipeline_cuts={cuts}")
+    assert main(["plan", "llama3-70b", *settings(*interleaved)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not any("…" in line for line in lines)
+    assert max(map(len, lines)) <= 80
+    rows = [line for line in lines if "░" in line]
+    assert len(rows) == 4
+    for row in rows:
+        assert len(re.findall(r"\d+\.\d\d", row)) == 5
+        assert re.search(r" \d+% *$", row)
+
+
 def test_a_search_where_no_speed_is_known_ranks_by_what_is_sent(capsys):
     assert main(["plan", "tiny", "--search"]) == 0
     out = capsys.readouterr().out
