@@ -18,11 +18,10 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists
 
 from flows.server import HEARTBEAT_SECONDS
-from flows.up import POOL
+from flows.up import AUTOMATION, POOL
 
 RUNS_AT_ONCE = 4
 SILENCE = timedelta(seconds=3 * HEARTBEAT_SECONDS)
-AUTOMATION = "Runs without a heartbeat have crashed"
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 
 

@@ -113,6 +113,76 @@ def test_ctrl_c_while_a_deployment_trains_saves_it_and_leaves_nothing(up, profil
     assert (folder / f"checkpoints/step_{done}/complete.json").exists()
 
 
+def test_a_second_ctrl_c_ends_everything_at_once(up, profile, tmp_path):
+    """Also what does not listen: here ranks that are suspended."""
+    started, api = up
+    found = ask(f"{api}/deployments/filter")
+    (deployment,) = (each for each in found if (each["name"], each["tags"]) == ("tiny", ["pretrain"]))
+    parameters = {"profile": str(profile), "overrides": [*LONGER, "train.steps=10000"], "name": "deployed"}
+    ask(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
+    wait_for_step(tmp_path / "store/runs/deployed", 50, timeout=300)
+    for process in started.processes():
+        if "RANK" in process.environ():
+            process.suspend()
+    os.killpg(started.process.pid, signal.SIGINT)
+    while not started.process.stderr.readline().startswith("stopping"):
+        assert started.process.poll() is None
+    time.sleep(2)
+    assert started.process.poll() is None
+    os.killpg(started.process.pid, signal.SIGINT)
+    code, _, err = started.result(timeout=20)
+    assert code == 0
+    assert "stopping at once" in err
+    assert started.processes() == []
+
+
+@pytest.fixture
+def plain_server(free_port, tmp_path):
+    """A Prefect server that was started by hand, and knows of nothing; its API's address."""
+    with (tmp_path / "server.log").open("wb") as output:
+        server = subprocess.Popen(
+            [sys.executable, *("-m", "prefect", "server", "start", "--port", str(free_port))],
+            env={**os.environ, "PREFECT_HOME": str(tmp_path / "home")},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    api = f"http://127.0.0.1:{free_port}/api"
+    while not healthy(api):
+        assert server.poll() is None
+        time.sleep(0.2)
+    yield api
+    server.terminate()
+    server.wait(timeout=60)
+
+
+def healthy(api: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{api}/health", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def test_a_server_that_is_there_already_is_given_what_it_lacks(command, plain_server, free_port):
+    started = command("up", "--port", str(free_port))
+    line = started.process.stderr.readline()
+    assert "without the work pool trainshed" in line
+    assert "a worker that is online" in line
+    assert started.process.stderr.readline() == f"Prefect's UI: http://127.0.0.1:{free_port}\n"
+    code, _, err = command("up", "--port", str(free_port)).result()  # waits for the first one's worker
+    assert (code, "it is up already" in err) == (0, True)
+    (worker,) = ask(f"{plain_server}/work_pools/trainshed/workers/filter")
+    assert worker["status"] == "ONLINE"
+    assert {"tiny", "export"} <= {each["name"] for each in ask(f"{plain_server}/deployments/filter")}
+    assert ask(f"{plain_server}/automations/filter")
+    os.killpg(started.process.pid, signal.SIGINT)
+    code, _, _ = started.result(timeout=120)
+    assert code == 0
+    assert started.processes() == []
+    assert healthy(plain_server)
+
+
 def test_a_taken_port_is_said(command, free_port):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port))
