@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.server import SETTINGS
 from profiles import resolve
 from tests.flows.micro import LONGER, losses, wait_for_step
 
@@ -234,8 +235,19 @@ def test_it_is_registered_once_and_a_schedule_runs_what_it_says(command, free_po
     assert started.processes() == []
 
 
-def test_every_profile_has_a_deployment_and_each_deployment_a_profile():
-    text = (Path(__file__).parents[2] / "prefect.yaml").read_text()
-    deployments = yaml.safe_load(text)["deployments"]
+@pytest.fixture(scope="module")
+def deployments():
+    return yaml.safe_load((Path(__file__).parents[2] / "prefect.yaml").read_text())["deployments"]
+
+
+def test_deployed_runs_get_prefects_settings_whatever_worker_starts_them(deployments):
+    wanted = {
+        name: SETTINGS[name] for name in ("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "PREFECT_CLIENT_MAX_RETRIES")
+    }
+    for each in deployments:
+        assert each["work_pool"]["job_variables"]["env"] == wanted
+
+
+def test_every_profile_has_a_deployment_and_each_deployment_a_profile(deployments):
     named = {each["name"] for each in deployments if each["entrypoint"] == "flows.pretrain.pretrain"}
     assert named == set(resolve.names())

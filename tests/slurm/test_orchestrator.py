@@ -103,9 +103,12 @@ def test_cancelled_in_the_ui_the_job_saves_and_is_gone_within_seconds(deployed, 
 def test_worker_and_flow_are_killed_and_the_next_command_joins_the_one_job(
     deployed, cluster, command, profile, prefect_server, tmp_path
 ):
-    worker, folder, _ = deployed
+    worker, folder, flow_run = deployed
     (job,) = cluster.jobs()
-    for process in [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]:
+    started = psutil.Process(worker.pid).children(recursive=True)
+    (flow,) = (each for each in started if each.environ().get("PREFECT__FLOW_RUN_ID") == flow_run)
+    assert flow.environ()["PREFECT_CLIENT_MAX_RETRIES"] == "7"  # though its worker has none of it
+    for process in [psutil.Process(worker.pid), *started]:
         process.kill()
     done = max(losses(folder))
     second = command(

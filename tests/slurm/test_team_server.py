@@ -18,6 +18,7 @@ from tests.flows.micro import settings
 from tests.slurm.cluster import WITH_PARENT
 
 PASSWORD = "team:planted-password-3f9c"
+DATABASE_PASSWORD = "planted-of-the-database-52ee"
 TOKENS = {
     "HF_TOKEN": "hf_planted-token-71ab",
     "PREFECT_API_AUTH_STRING": PASSWORD,
@@ -37,7 +38,7 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
-    """An empty database on loopback; gives its address."""
+    """An empty database on loopback, made as docs/clusters.md has it; gives its address, and a function to ask it."""
     programs = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
     if programs is None or os.geteuid() != 0:
         pytest.skip("needs Debian's postgresql, and root to start it as another user")
@@ -49,13 +50,26 @@ def database(tmp_path_factory):
     folder.mkdir()
     shutil.chown(folder, user)
 
-    def run(*command: str) -> None:
-        subprocess.run(
-            command, user=user, group=user, extra_groups=[], cwd="/", check=True, capture_output=True
-        )
-
     number = port()
-    run(str(programs / "initdb"), "-D", f"{folder}/data", "-A", "trust", "-U", "prefect")
+
+    def run(program: str, *arguments: str, typed: str | None = None) -> None:
+        """As the user postgres, whom Debian lets in through the socket; a prompt finds no terminal and reads what is typed."""
+        done = subprocess.run(
+            [programs / program, *arguments],
+            user=user,
+            group=user,
+            extra_groups=[],
+            cwd="/",
+            env={"PGHOST": str(folder), "PGPORT": str(number)},
+            input=typed,
+            text=True,
+            capture_output=True,
+            start_new_session=True,
+        )
+        assert done.returncode == 0, done.stderr
+
+    # As Debian's pg_hba.conf has it: the system's user through the socket, a password over loopback.
+    run("initdb", "-D", f"{folder}/data", "--auth-local=peer", "--auth-host=scram-sha-256")
     server = subprocess.Popen(
         [
             *(*WITH_PARENT, programs / "postgres", "-D", f"{folder}/data"),
@@ -75,12 +89,18 @@ def database(tmp_path_factory):
         ).returncode:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        psql = [programs / "psql", "-h", "127.0.0.1", "-p", str(number), "-U", "prefect", "-Atc"]
-        for statement in ("CREATE DATABASE prefect", "CREATE EXTENSION pg_trgm"):
-            subprocess.run(
-                [*psql, statement, "postgres" if "DATABASE" in statement else "prefect"], check=True
-            )
-        yield f"postgresql+asyncpg://prefect@127.0.0.1:{number}/prefect", [*psql]
+        run("createuser", "--pwprompt", "prefect", typed=f"{DATABASE_PASSWORD}\n{DATABASE_PASSWORD}\n")
+        run("createdb", "--owner", "prefect", "prefect")
+        run("psql", "-d", "prefect", "-c", "CREATE EXTENSION pg_trgm")
+        place = f"127.0.0.1:{number}/prefect"
+
+        def query(statement: str, password: str = DATABASE_PASSWORD) -> list[str]:
+            address = f"postgresql://prefect:{password}@{place}"
+            command = [programs / "psql", "-d", address, "-Atc", statement]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            return done.stdout.split()
+
+        yield f"postgresql+asyncpg://prefect:{DATABASE_PASSWORD}@{place}", query
     finally:
         server.terminate()
         server.wait(timeout=30)
@@ -147,25 +167,15 @@ def test_a_run_on_the_cluster_reports_to_the_teams_server_and_leaves_no_secret(
     ran = command("run", str(profile), *settings(*SLURM), PREFECT_API_URL=team_server, **TOKENS)
     code, out, err = ran.result()
     assert code == 0, err
-    told = subprocess.run(
-        [*database[1], "SELECT name, state_type FROM flow_run", "prefect"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert told.stdout.split() == ["micro|COMPLETED"]
+    assert database[1]("SELECT name, state_type FROM flow_run") == ["micro|COMPLETED"]
+    with pytest.raises(subprocess.CalledProcessError):
+        database[1]("SELECT 1", password="wrong")
 
     files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
     assert {"train.sbatch", "train.log", "micro.log", "profile.yaml", "report.html"} <= {
         path.name for path in files
     }
-    for secret in ("planted-password-3f9c", "planted-token-71ab", "planted-key-c0de"):
+    for secret in ("planted-password-3f9c", DATABASE_PASSWORD, "planted-token-71ab", "planted-key-c0de"):
         assert [path for path in files if secret.encode() in path.read_bytes()] == []
         assert secret not in out + err
-        (kept,) = subprocess.run(
-            [*database[1], f"SELECT count(*) FROM log WHERE message LIKE '%{secret}%'", "prefect"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
-        assert kept == "0"
+        assert database[1](f"SELECT count(*) FROM log WHERE message LIKE '%{secret}%'") == ["0"]
