@@ -216,13 +216,13 @@ class Store:
         """
         folder = self.run_directory(name)
         note = folder / "run.json"
-        if self._remote:
-            self._restore(self._remote, name, identity)
         if folder.exists() and any(folder.iterdir()) and identity_of(folder) != identity:
             aside = _move_aside(folder)
             log.warning(
                 "run %s differs from the one of that name (model, data or training): moved to %s", name, aside
             )
+        if self._remote:
+            self._restore(self._remote, name, identity)
         folder.mkdir(parents=True, exist_ok=True)
         if not note.exists():
             text = json.dumps({"identity": identity}, indent=1).encode()

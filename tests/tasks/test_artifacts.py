@@ -333,6 +333,16 @@ def test_on_a_remote_store_artifacts_go_from_one_machine_to_another(remote):
     assert (there.path(shard) / "model.bin").read_bytes() == FILES["model.bin"]
 
 
+def test_a_run_that_another_machine_made_anew_is_brought_from_there(remote):
+    here, there = remote("here"), remote("there")
+    for machine, identity in ((here, "one"), (there, "two")):
+        (machine.run("tiny", identity) / "metrics.jsonl").write_text(identity)
+        machine.mirror("tiny").copy()
+    folder = here.run("tiny", "two")
+    assert (folder / "metrics.jsonl").read_text() == "two"
+    assert (folder.with_name("tiny~1") / "metrics.jsonl").read_text() == "one"
+
+
 def test_a_remote_artifact_without_a_manifest_is_none(remote):
     here, there = remote("here"), remote("there")
     publish(here)
