@@ -25,7 +25,10 @@ PIECE = 1 << 18  # characters
 WINDOW = 512  # characters on each side of a cut
 CANDIDATES = 32  # places tried before a piece grows
 READ = 1 << 22  # bytes
-SAFE = re.compile(rb"[ \xc2-\xf4]")
+# Within JSON's string, where no escape is cut, nor a surrogate pair, nor a character's bytes.
+SAFE = re.compile(
+    rb"(?<=[^\\]{6})(?=[^\x80-\xbf])|(?<=\\[nrt])|(?<=\\u(?![dD][89abAB])[\da-fA-F]{4})|(?=[ \xc2-\xf4])"
+)
 STARTS = 16  # places, one after another, from which the pre-tokenizer must come to the same end of a word
 WINDOWS = 4  # stretches of a piece that are searched for an end of a word
 PLACES = re.compile(r"(?<=\n)(?=[^\W\d_])|(?<=[^\W\d_]) (?=[^\W\d_])")
@@ -70,10 +73,7 @@ def of_file(open_binary: Callable[[], object], name: str) -> LongText:
 
 
 def of_json(literal: memoryview, place: Callable[[], str]) -> LongText:
-    """A string as JSON has it, in UTF-8, without its quotes; decoded as it is read.
-
-    It is cut before a space or a character beyond ASCII: neither stands within an escape, nor between two that belong together.
-    """
+    """A string as JSON has it, in UTF-8, without its quotes; decoded as it is read."""
 
     def chunks() -> Iterator[str]:
         at = 0

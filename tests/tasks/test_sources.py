@@ -20,7 +20,7 @@ from modeling.data import Corpus
 from modeling.indexed import Index, IndexedDatasetBuilder, IndexedError
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks import corpora, dataset, readers, source_files, tokenizer
+from tasks import corpora, dataset, long_text, readers, source_files, tokenizer
 from tasks.artifacts import Store
 from tasks.long_text import LongText
 from tasks.shard import Shard, SourceError
@@ -152,6 +152,16 @@ def test_long_json_strings_are_read_in_parts_as_the_same_text(documents, ascii_a
         shard = Shard("a.jsonl", "jsonl", "digest", ("a.jsonl",), column="text")
         found = readers._json_texts(shard, ((lambda: "a.jsonl, line 1", line) for line in made))
         assert [each if isinstance(each, str) else "".join(each.chunks()) for each in found] == documents
+
+
+@pytest.mark.parametrize("text", ["12,3.5\n", "\n", "日本", "👩", "\\n", '"a" b'])
+def test_a_long_json_string_is_never_decoded_at_once(text, monkeypatch):
+    monkeypatch.setattr("tasks.long_text.READ", 64)
+    for ascii_alone in True, False:
+        literal = json.dumps(text * 1000, ensure_ascii=ascii_alone).encode()[1:-1]
+        chunks = list(long_text.of_json(memoryview(literal), lambda: "a.jsonl, line 1").chunks())
+        assert "".join(chunks) == text * 1000
+        assert max(map(len, chunks)) <= 128
 
 
 def test_a_long_json_string_that_is_damaged_is_refused_by_its_line(tmp_path, monkeypatch):
