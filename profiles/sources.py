@@ -67,7 +67,7 @@ def _on_this_machine(source: Source, key: str) -> None:
     """Whether a bucket or the hub has it is found out when it is read."""
     path = str(Path(source.path).expanduser())
     prefix = source.kind == "megatron" and Path(f"{path}.idx").is_file()
-    if not prefix and not glob.glob(path, recursive=True):
+    if not prefix and not Path(path).exists() and not glob.glob(path, recursive=True):
         magic = glob.has_magic(source.path)
         raise ProfileError(
             key, source.path, "no file matches" if magic else "there is no such file or folder"

@@ -42,6 +42,8 @@ ENDINGS = {
     ".md": "text",
 }
 FOLDER_FILES = ("dataset_info.json", "state.json", "dataset_dict.json")  # beside arrow files, not data
+CARD = "readme.md"  # what says of a folder what is in it, on the hub and elsewhere
+HIDDEN = (".", "_")  # with which names begin that Spark, git and others put beside data
 READERS_AT_ONCE = 16  # of files' footers and contents: most of the time is waiting
 
 
@@ -107,16 +109,31 @@ def tokens(source: Source, key: str, column: str, digests: Digests) -> list[Shar
 
 
 def listed(source: Source, key: str) -> list[str]:
-    """URLs of all files that a source's path means: a file, all of a folder, or those that match a pattern; sorted."""
+    """URLs of all files that a source's path means, sorted: a file, those that match a pattern, or all of a folder and of those
+    within it, but for its README.md and what is hidden.
+
+    Raises:
+        ProfileError: no file.
+    """
     path = source.path if "://" in source.path else str(Path(source.path).expanduser())
     there, pattern = filesystem(path, anonymous=source.anonymous)
+    if there.isfile(pattern):  # whatever its name, brackets in it too
+        return [there.unstrip_protocol(pattern)]
     if there.isdir(pattern):
-        pattern = f"{pattern.rstrip('/')}/*"
-    found = sorted(path for path, info in there.glob(pattern, detail=True).items() if info["type"] == "file")
-    found = [path for path in found if path.rpartition("/")[2] not in FOLDER_FILES]
+        within = len(pattern.rstrip("/")) + 1
+        found = [path for path in there.find(pattern) if not _beside_data(path[within:])]
+    else:
+        found = [path for path, info in there.glob(pattern, detail=True).items() if info["type"] == "file"]
+    found = sorted(path for path in found if path.rpartition("/")[2] not in FOLDER_FILES)
     if not found:
         raise ProfileError(key, source.path, "no file matches")
     return [there.unstrip_protocol(path) for path in found]
+
+
+def _beside_data(path: str) -> bool:
+    """Whether a path within a folder is of what is there beside the data."""
+    *folders, name = path.split("/")
+    return name.lower() == CARD or any(part.startswith(HIDDEN) for part in (*folders, name))
 
 
 def ending(path: str) -> str | None:

@@ -220,6 +220,28 @@ def test_small_files_share_shards_and_a_new_one_changes_only_its_own(tmp_path):
     assert joined(texts(profile(files(tmp_path)))).count("a new document") == 1
 
 
+def test_a_folder_is_all_its_data_however_deep(tmp_path, monkeypatch):
+    made = {"a.jsonl": DOCUMENTS[:9], "b/c/d.jsonl": DOCUMENTS[9:20], "e[1].jsonl": DOCUMENTS[20:]}
+    for name, documents in made.items():
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_bytes(lines(documents))
+    for name in "README.md", ".gitattributes", "_SUCCESS", ".cache/x.jsonl", "b/_temporary/y.jsonl":
+        (tmp_path / "data" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "data" / name).write_text("# no training text")
+    assert joined(texts(profile(files(tmp_path / "data")))) == DOCUMENTS
+    with_brackets = profile(files(tmp_path / "data/e[1].jsonl"))
+    resolve.check(with_brackets)
+    assert joined(texts(with_brackets)) == DOCUMENTS[20:]
+    assert texts(profile(files(tmp_path / "data/*.md"))) == [["# no training text"]]  # where it is asked for
+    with s3.bucket(monkeypatch) as bucket:
+        s3.fill(tmp_path / "data", "data")
+        assert joined(texts(profile(files(f"{bucket}/data")))) == DOCUMENTS
+        assert joined(texts(profile(files(f"{bucket}/data/e[1].jsonl")))) == DOCUMENTS[20:]
+    (tmp_path / "data/LICENSE").write_text("no known ending")
+    with pytest.raises(ProfileError, match="LICENSE is of no known format"):
+        texts(profile(files(tmp_path / "data")))
+
+
 def test_digests_are_remembered_until_a_file_changes(tmp_path, store, monkeypatch):
     import os
 
