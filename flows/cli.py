@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from flows.console import in_one_line, keep_traceback, say
+from flows.console import drop, in_one_line, keep_traceback, say
 from profiles.errors import ProfileError
 
 FAILED, REFUSED = 1, 2
@@ -18,15 +18,21 @@ FAILED, REFUSED = 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
-        return options.command(options)
+        code = options.command(options)
+        sys.stdout.flush()  # so that a reader who has left is noticed here
+        return code
     except ProfileError as error:
         say(f"trainshed: {error}")
         return REFUSED
     except KeyboardInterrupt:
         return FAILED
     except BrokenPipeError:  # the reader of our output, `head` for one, has enough
-        sys.stderr.close()
+        drop(sys.stdout)
         return 0
+    except SystemExit as left:  # as rich makes of it
+        if isinstance(left.__context__, BrokenPipeError):
+            return 0
+        raise
     except Exception as error:
         say(f"trainshed: {in_one_line(error)}")
         if not isinstance(error, OSError):  # else the line says it all

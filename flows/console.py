@@ -7,12 +7,14 @@ what of it the terminal shows. Prefect's own lines, and tracebacks, go to the lo
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 from rich.live import Live
@@ -82,6 +84,21 @@ def take_over_logging(terminal: Terminal, log_file: Path) -> None:
     logging.getLogger().handlers = [terminal, file]
     for name in OURS:
         logging.getLogger(name).setLevel(logging.INFO)
+
+
+class Unread(Console):
+    """A console of work that goes on though the reader of its output has left; rich's own ends the program."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        drop(self.file)
+
+
+def drop(output: IO[str]) -> None:
+    """What is on its way there, and would fail once more at the interpreter's end, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output.fileno())
+    os.close(nowhere)
 
 
 def say(text: str) -> None:

@@ -41,7 +41,7 @@ def run(profile: str, overrides: Sequence[str], name: str | None, store: str, *,
     Store(store, resolved.cluster.work_dir or "store")  # refused here where nobody knows its scheme
     logs = Path(resolved.cluster.work_dir or "store") if "://" in store else Path(store)
     log_file = logs / "logs" / f"{resolved.name}.log"
-    terminal = console.Terminal(Console(stderr=as_json, highlight=False))
+    terminal = console.Terminal(console.Unread(stderr=as_json, highlight=False))
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         log_file.parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,9 @@ def run(
         TimeoutError: it took longer than `TIMEOUT`.
     """
     job = cluster_job("evaluate", profile, store, folder, key, dataset, graphs)
-    output = job.folder / f"evaluation-{key[:16]}.json"  # of this key: a run is also evaluated on others' data
+    output = (
+        job.folder / f"evaluation-{key[:16]}.json"
+    )  # of this key: a run is also evaluated on others' data
     job = job.extended("--output", str(output))
     with store.lock(KIND, key):
         found = store.find(KIND, key)

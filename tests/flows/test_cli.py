@@ -1,7 +1,10 @@
 """The command as a user meets it: exit codes, one line for each mistake, JSON for scripts."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import yaml
 
 from flows.cli import main, parser
 from tests.flows.micro import settings
+from tests.tasks.test_report import write_run
 from tests.tasks.test_sources import write_pair
 
 COMMANDS = ("run", "plan", "up", "convert", "profiles", "compare", "tensorboard", "import-config")
@@ -199,6 +203,37 @@ def test_help_imports_neither_prefect_nor_torch(command):
     imported = {line.rpartition("|")[2].strip() for line in err.splitlines()}
     assert "yaml" in imported
     assert not imported & {"prefect", "torch", "transformers", "numpy"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "tiny"],
+        ["plan", "tiny", "--json"],
+        ["plan", "tiny", "--search"],
+        ["profiles"],
+        ["profiles", "--json"],
+        ["compare", "./store/runs/first"],
+        ["compare", "./store/runs/first", "--json"],
+    ],
+    ids=" ".join,
+)
+def test_a_reader_who_has_enough_is_no_failure(tmp_path, arguments):
+    write_run(tmp_path / "store/runs/first")
+    reader, writer = os.pipe()
+    os.close(reader)  # as `head` is gone once it has its lines
+    command = [sys.executable, "-m", "flows.cli", *arguments]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, timeout=120)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_a_run_goes_on_though_its_reader_has_left(command, profile, prefect_server, tmp_path):
+    started = command("run", str(profile), "--name", "unread", PREFECT_API_URL=prefect_server)
+    started.process.stdout.readline()
+    started.process.stdout.close()
+    assert started.process.wait(timeout=300) == 0
+    assert (tmp_path / "store/runs/unread/report.html").exists()
 
 
 def test_a_run_as_json_prints_one_document_and_the_rest_elsewhere(command, profile, prefect_server):
