@@ -233,7 +233,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.search:
         from flows.search import show_search
 
-        return show_search(profile, as_json=options.json)
+        return show_search(profile, options.profile, options.overrides, as_json=options.json)
     resolve.check(profile)  # what it refuses is refused before torch is imported
     from flows.plan import show
 

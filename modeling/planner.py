@@ -184,10 +184,10 @@ def lighter(profile: Profile, enough: Callable[[Plan], bool]) -> dict[str, Plan]
     counted: Counted = {}
     found: dict[str, Plan] = {}
     for key, values in _savings(profile):
-        for other in (changed(profile, key, value) for value in values):
+        for value in values:
+            other = changed(profile, key, value)
             if passes(other) and enough(planned := plan(other, counted)):
-                section, name = key.split(".")
-                found[f"{key}={getattr(getattr(other, section), name)}"] = planned
+                found[f"{key}={value}"] = planned
                 break
     return found
 

@@ -15,16 +15,17 @@ from typing import Any
 from modeling.pieces import Counted
 from modeling.planner import Plan, plan
 from parallel.recompute import MODES
-from profiles.check import check, tensor_degrees
+from profiles.check import changed, check, tensor_degrees, value_of
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 
+DERIVED = ("parallel.kv_replication", "parallel.pipeline_cuts", "train.recompute_layers")
 LONG = 8192  # tokens a context rank should have, at least
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One that fits: what to set, and its plan."""
+    """One that fits: what to set, None for what is to be derived again, and its plan."""
 
     overrides: dict[str, Any]
     plan: Plan
@@ -36,7 +37,7 @@ class Rejected:
 
     Attributes:
         degrees: its own.
-        reason: the rule that it breaks, or "memory".
+        reason: the rule that it breaks, in words that begin with the refused key and value; or "memory".
         needs: bytes on the fullest rank with all recomputation, where memory is the reason.
     """
 
@@ -78,33 +79,26 @@ def _family(profile: Profile, degrees: dict[str, int], counted: Counted) -> Topo
     """What of a family fits; or the rule that none keeps, or how much the smallest needs."""
     rule, needs = "", None
     for mode in MODES:
-        overrides = {f"parallel.{axis}": degree for axis, degree in degrees.items()} | {
-            "train.recompute": mode
-        }
-        candidate = _with(profile, overrides)
+        overrides = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
+        overrides |= {"train.recompute": mode, **_derived(profile)}
+        candidate = profile
+        for key, value in overrides.items():
+            candidate = changed(candidate, key, value)
         try:
             check(candidate)
         except ProfileError as error:
-            rule = rule or str(error)
+            rule = rule or str(ProfileError(error.key, error.value, error.reason))
             continue
         planned = plan(candidate, counted)
         if planned.fits:
             return Topology(overrides, planned)
-        needs = planned.stages[planned.fullest].total
+        needs = planned.needs
     return Rejected(degrees, rule if needs is None else "memory", needs)
 
 
-def _with(profile: Profile, overrides: dict[str, Any]) -> Profile:
-    """The profile under other values; what depended on the old degrees is left to be derived."""
-    changes: dict[str, dict[str, Any]] = {
-        "parallel": {"kv_replication": None, "pipeline_cuts": None},
-        "train": {"recompute_layers": None},
-    }
-    for key, value in overrides.items():
-        section, name = key.split(".")
-        changes[section][name] = value
-    sections = {name: getattr(profile, name).model_copy(update=update) for name, update in changes.items()}
-    return profile.model_copy(update=sections)
+def _derived(profile: Profile) -> dict[str, None]:
+    """What the profile sets that depends on its own degrees, to be derived from others."""
+    return {key: None for key in DERIVED if value_of(profile, key) is not None}
 
 
 def _divisors(number: int) -> list[int]:

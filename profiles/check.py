@@ -66,6 +66,12 @@ def passes(profile: Profile, rules: Iterable[Callable[[Profile], None]] | None =
     return True
 
 
+def value_of(profile: Profile, key: str) -> Any:
+    """What a profile says under `section.name`."""
+    section, name = key.split(".")
+    return getattr(getattr(profile, section), name)
+
+
 def changed(profile: Profile, key: str, value: Any) -> Profile:
     """The profile with one key (`section.name`) of another value."""
     section, name = key.split(".")
@@ -318,8 +324,7 @@ def _cures(profile: Profile, rule: Callable[[Profile], None], key: str) -> list[
 
 def _nearest(profile: Profile, key: str, rules: Sequence[Callable[[Profile], None]]) -> list[int]:
     """The values of a key next to its own, below and above, with which a profile keeps these rules."""
-    section, name = key.split(".")
-    value = getattr(getattr(profile, section), name)
+    value = value_of(profile, key)
     step = {
         "train.global_batch_size": profile.train.micro_batch_size * max(1, profile.data_parallel),
         "train.sequence_length": 2 * profile.parallel.context if profile.parallel.context > 1 else 1,

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -132,6 +133,62 @@ def test_a_search_where_no_speed_is_known_ranks_by_what_is_sent(capsys):
     assert "sent a step" in out
     assert "tokens/s" not in out
     assert "cannot be" not in out  # two devices leave no family out
+
+
+MINE = """
+extends: llama3-8b-h200
+model: {num_hidden_layers: 4}
+parallel: {tensor: 4, pipeline: 2, kv_replication: 1, pipeline_cuts: [3]}
+train: {recompute: full, recompute_layers: 1}
+"""
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        [
+            "my profiles/mine.yaml",
+            *settings("description=two words", "cluster.devices_per_node=16", "parallel.tensor=8"),
+        ],
+        ["tiny", *settings("cluster.devices_per_node=4", "train.micro_batch_size=2")],
+    ],
+    ids=lambda typed: typed[0],
+)
+def test_the_command_that_a_search_prints_plans_its_first_topology(capsys, monkeypatch, tmp_path, typed):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my profiles").mkdir()
+    (tmp_path / "my profiles" / "mine.yaml").write_text(MINE)
+    assert main(["plan", *typed, "--search"]) == 0
+    out = capsys.readouterr().out
+    tensor, pipeline, context, data = map(
+        int, re.search(r"^1 +(\d+) +(\d+) +(\d+) +(\d+) ", out, re.M).groups()
+    )
+    name, *arguments = shlex.split(out.partition("the first: ")[2])
+    assert name == "trainshed"
+    assert {*typed} - {*arguments} <= {"--set", "parallel.tensor=8"}  # what the topology has otherwise
+    assert main([*arguments, "--json"]) == 0
+    mesh = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
+    assert json.loads(capsys.readouterr().out)["mesh"] == mesh
+
+
+def test_a_search_says_each_reason_once_and_what_a_device_has(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    small = ("model.num_hidden_layers=8", "train.global_batch_size=8", "cluster.nodes=1")
+    assert main(["plan", "gpt3-175b", "--search", *settings(*small)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("does not divide it") == out.count("does not take") == out.count("more stages") == 1
+    assert "GiB a device" in out
+    assert len(out.splitlines()) <= 24
+
+
+def test_a_search_that_finds_nothing_says_how_much_memory_there_is_and_is_needed(capsys):
+    large = ("cluster.nodes=1", "cluster.devices_per_node=2", "parallel.tensor=1", "parallel.pipeline=1")
+    assert main(["plan", "llama3-70b-h200", "--search", *settings(*large)]) == 2
+    out, err = capsys.readouterr()
+    assert "no topology fits" in out
+    assert "131 GiB a device" in out
+    assert re.search(r"tensor 1, pipeline 1 to 2\s+\(\d+ GiB or more\)", out)
+    assert "131 GiB" in err
 
 
 def test_profiles_are_listed_with_their_descriptions(capsys):
