@@ -16,7 +16,9 @@ from profiles.errors import ProfileError
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 ACTIVATIONS = {"llama": ("silu",), "gpt": ("gelu", "gelu_new")}
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+LARGEST = 2**24  # of a tensor's dimensions: products of them stay within a computer's integers
+Size = Annotated[int, Field(ge=1, le=LARGEST)]
 
 
 class Section(BaseModel):
@@ -58,14 +60,14 @@ class Model(Section):
     """A Llama or GPT network. What has a default here has it per architecture."""
 
     architecture: Literal["llama", "gpt"] = Field("llama", description="kind of network")
-    hidden_size: Count = Field(description="width of the residual stream")
-    intermediate_size: Count = Field(description="width of the MLP")
-    num_hidden_layers: Count = Field(description="number of layers")
-    num_attention_heads: Count = Field(description="number of query heads")
-    num_key_value_heads: Count = Field(description="number of KV heads (default: as many as query heads)")
-    head_dim: Count = Field(description="width of a head (default: hidden_size / num_attention_heads)")
-    vocab_size: Count = Field(description="number of token embeddings")
-    max_position_embeddings: Count = Field(
+    hidden_size: Size = Field(description="width of the residual stream")
+    intermediate_size: Size = Field(description="width of the MLP")
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1024)] = Field(description="number of layers")
+    num_attention_heads: Size = Field(description="number of query heads")
+    num_key_value_heads: Size = Field(description="number of KV heads (default: as many as query heads)")
+    head_dim: Size = Field(description="width of a head (default: hidden_size / num_attention_heads)")
+    vocab_size: Size = Field(description="number of token embeddings")
+    max_position_embeddings: Size = Field(
         description="longest sequence; for gpt, number of learned positions"
     )
     norm_eps: float = Field(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from profiles.model import Count, Model, Section
+from profiles.model import Count, Model, Section, Size
 
 __all__ = [
     "Checkpoint",
@@ -27,7 +27,8 @@ __all__ = [
     "Train",
 ]
 
-Natural = Annotated[int, Field(ge=0)]
+Natural = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Wide = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Rate = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
@@ -108,7 +109,7 @@ class Data(Section):
     prepend_bos: bool = Field(False, description="begin every document with the tokenizer's BOS token")
     deduplicate: bool = Field(False, description="keep one of equal documents of a source")
     minimum_length: Natural = Field(0, description="characters that a document must have to be kept")
-    shuffle_tokens: Count | None = Field(
+    shuffle_tokens: Wide | None = Field(
         None,
         description="tokens that are shuffled together, where not all of the data fits a node's disk; null: all",
     )
@@ -135,9 +136,9 @@ class Init(Section):
 class Parallel(Section):
     """How the model is spread; the data-parallel degree is what the cluster has left over."""
 
-    tensor: Count = Field(1, description="tensor-parallel degree")
-    pipeline: Count = Field(1, description="pipeline stages")
-    context: Count = Field(1, description="context-parallel degree: parts a sequence is split into")
+    tensor: Size = Field(1, description="tensor-parallel degree")
+    pipeline: Size = Field(1, description="pipeline stages")
+    context: Size = Field(1, description="context-parallel degree: parts a sequence is split into")
     kv_replication: Count | None = Field(
         None, description="ranks that hold the same KV head; derived, must agree where given"
     )
@@ -163,8 +164,8 @@ class Train(Section):
         description="times through the data, as many steps as that takes; null where train.steps is given",
     )
     global_batch_size: Count = Field(description="samples a step, over all ranks")
-    micro_batch_size: Count = Field(1, description="samples a forward pass on one rank")
-    sequence_length: Count = Field(description="tokens a sample")
+    micro_batch_size: Size = Field(1, description="samples a forward pass on one rank")
+    sequence_length: Size = Field(description="tokens a sample")
     learning_rate: Rate = Field(description="its highest value")
     minimum_learning_rate: Rate = Field(0.0, description="its value at the last step")
     warmup_steps: Natural = Field(0, description="steps of linear rise from zero")
@@ -179,7 +180,9 @@ class Train(Section):
     clip: Annotated[float, Field(gt=0)] | None = Field(
         1.0, description="highest gradient norm; null: no clipping"
     )
-    seed: Natural = Field(1234, description="of initial weights, data order and dropout")
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
+        1234, description="of initial weights, data order and dropout"
+    )
     precision: Literal["float32", "bf16"] = Field(
         "bf16", description="of weights and activations; master weights are float32"
     )
@@ -269,8 +272,8 @@ class Cluster(Section):
     """Where the processes run."""
 
     launcher: Literal["local", "slurm"] = Field("local", description="this machine, or a Slurm cluster")
-    nodes: Count = Field(1, description="number of machines")
-    devices_per_node: Count = Field(1, description="devices, and so processes, on each")
+    nodes: Size = Field(1, description="number of machines")
+    devices_per_node: Size = Field(1, description="devices, and so processes, on each")
     device: Literal["cpu", "cuda", "neuron"] = Field(description="kind of device; never guessed")
     accelerator: Literal["trn1", "trn2", "trn3", "h100", "h200"] | None = Field(
         None, description="model of the device, whose memory and speed planning counts with"

@@ -1,7 +1,8 @@
-"""YAML as profiles are written in it: safe loading, with three traps of PyYAML closed.
+"""YAML as profiles are written in it: safe loading, with some traps of PyYAML closed.
 
 PyYAML follows YAML 1.1, where 3e-4 is text for want of a dot, and 12:30:00 a number to the base of 60; here it is the other
-way round. And a key that stands twice in one mapping is refused, where PyYAML lets the last one win without a word.
+way round. And a key that stands twice in one mapping is refused, where PyYAML lets the last one win without a word, and so is
+a key that is no word.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ class Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    problem="a list or a mapping stands here as a key", problem_mark=key.start_mark
+                )
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     problem=f"key {key.value} stands here a second time", problem_mark=key.start_mark

@@ -209,6 +209,8 @@ def test_an_unknown_profile_is_refused_with_close_names(tmp_path):
     [
         ("train: [", "line 1, column 9"),
         ("train: {}\ntrain: {}", "key train stands here a second time"),
+        ("{a: 1}: 3", "line 1, column 1: a list or a mapping stands here as a key"),
+        ("? [a, b]\n: 3", "line 1, column 3: a list or a mapping stands here as a key"),
         ("- a list", "no mapping"),
         ("", "no mapping"),
         ("train: \x00", "not YAML"),
@@ -250,13 +252,13 @@ CHANGES = {
     ),
     "init": st.fixed_dictionaries({"from": st.none() | TEXT}),
     "checkpoint": st.fixed_dictionaries(
-        {"resume": st.sampled_from(["newest", "none"]) | st.integers(0), "async": st.booleans()}
+        {"resume": st.sampled_from(["newest", "none"]) | st.integers(0, 2**31 - 1), "async": st.booleans()}
     ),
     "train": st.fixed_dictionaries(
         {
-            "steps": st.integers(1),
-            "global_batch_size": st.integers(1),
-            "sequence_length": st.integers(1),
+            "steps": st.integers(1, 2**31 - 1),
+            "global_batch_size": st.integers(1, 2**31 - 1),
+            "sequence_length": st.integers(1, 2**24),
             "learning_rate": NUMBER,
             "betas": st.lists(NUMBER, min_size=2, max_size=2),
             "clip": st.none() | st.floats(min_value=1e-300, max_value=1e300),
