@@ -8,6 +8,8 @@ import logging
 import sys
 from pathlib import Path
 
+from botocore.exceptions import NoCredentialsError
+
 from flows.console import say
 from modeling import sources
 from modeling.compare import differences
@@ -50,6 +52,9 @@ def run(given: argparse.Namespace) -> int:
                     return FAILED
     except ProfileError:
         raise
+    except NoCredentialsError:
+        reason = "needs credentials for S3, and there are none: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret"
+        raise ProfileError("SOURCE", given.source, reason) from None
     except ValueError as error:
         say(f"trainshed: {error}")
         return REFUSED

@@ -45,6 +45,10 @@ def run(profile: str, overrides: Sequence[str], name: str | None, store: str, *,
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         log_file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        key = "cluster.work_dir" if "://" in store else "store"
+        raise ProfileError(key, str(logs), f"is no folder to write to: {error.strerror}") from None
+    try:
         with prefect_api(log_file.with_name("server.log")):
             from flows.pretrain import pretrain
 
