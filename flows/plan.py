@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from modeling.planner import MARGIN, Plan, plan, require_fit
+from profiles import resolve
+from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.text import duration, in_bytes, in_words
 
@@ -61,6 +63,10 @@ def _print(console: Console, profile: Profile, planned: Plan) -> None:
             f"some of {len(planned.stages)} stages: the ends, the fullest, the emptiest", style="dim"
         )
     console.print(_verdict(planned))
+    try:
+        resolve.check_start(profile)
+    except ProfileError as error:
+        console.print(Text(f"plan only: {error}", "yellow"))
     console.print()
     console.print(_facts(_time(profile, planned)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 from rich.console import Console
@@ -32,7 +33,10 @@ def show(*, as_json: bool) -> int:
     listed.add_column("", style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
     for row, profile in zip(rows, found, strict=True):
         listed.add_row(*row, profile.description)
-    Console(highlight=False).print(listed)
+    console = Console(highlight=False)
+    console.print(listed)
+    for reason, count in Counter(reason for _, reason in map(_status, found) if reason).items():
+        console.print(f"plan only, {count} of them: {reason}", style="dim")
     return 0
 
 
@@ -65,4 +69,4 @@ def _status(profile: Profile) -> tuple[str, str]:
         resolve.check_start(profile)
     except ProfileError as error:
         return "plan only", str(error)
-    return "starts here", ""
+    return ("submits from here" if profile.cluster.launcher == "slurm" else "starts here"), ""

@@ -13,12 +13,19 @@ from typing import Any
 
 from profiles import functions, sources
 from profiles.errors import ProfileError
-from profiles.model import neighbours
+from profiles.model import LARGEST, neighbours
 from profiles.schema import Profile
 
 CPU_PROCESSES = 16
 FARTHEST = 1024  # steps from a value that its nearest valid ones are looked for
 ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200"), "neuron": ("trn1", "trn2", "trn3")}
+# Accelerators that runs are planned and checkpoints converted for, with the reason and what trains instead.
+PLANNED_ONLY = {
+    "trn1": (
+        "native PyTorch does not train on it, nor does AWS's older stack since SDK 2.30",
+        ["trn2", "trn3"],
+    )
+}
 BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron", "neuron_parallel_compile")}
 # Options of sbatch that the launcher sets itself, or that have a key of their own.
 OWN_OPTIONS = {
@@ -85,7 +92,10 @@ def check_start(profile: Profile) -> None:
     Raises:
         ProfileError: the first such thing.
     """
-    if profile.cluster.launcher == "slurm" and shutil.which("sbatch") is None:
+    cluster = profile.cluster
+    if cluster.accelerator in PLANNED_ONLY:
+        raise ProfileError("cluster.accelerator", cluster.accelerator, *PLANNED_ONLY[cluster.accelerator])
+    if cluster.launcher == "slurm" and shutil.which("sbatch") is None:
         raise ProfileError("cluster.launcher", "slurm", "this machine has no sbatch", ["local"])
     functions.check(profile)
 
@@ -330,8 +340,10 @@ def _nearest(profile: Profile, key: str, rules: Sequence[Callable[[Profile], Non
         "train.sequence_length": 2 * profile.parallel.context if profile.parallel.context > 1 else 1,
     }.get(key, 1)
     here = value // step
-    ways = range(here - (value % step == 0), max(0, here - FARTHEST), -1), range(here + 1, here + FARTHEST)
+    below = range(here - (value % step == 0), max(0, here - FARTHEST), -1)
+    above = range(here + 1, min(here + FARTHEST, LARGEST // step + 1))
     found = (
-        next((n * step for n in way if passes(changed(profile, key, n * step), rules)), None) for way in ways
+        next((n * step for n in way if passes(changed(profile, key, n * step), rules)), None)
+        for way in (below, above)
     )
     return [each for each in found if each]

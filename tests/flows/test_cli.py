@@ -191,6 +191,25 @@ def test_a_search_that_finds_nothing_says_how_much_memory_there_is_and_is_needed
     assert "131 GiB" in err
 
 
+def test_what_no_run_can_be_started_of_is_said_by_plan_and_in_the_list(capsys, monkeypatch, tmp_path):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["profiles", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    for name, entry in listed.items():
+        trn1 = entry["cluster"]["device"] == "trn1"
+        expected = "starts here" if name == "tiny" else "plan only" if trn1 else "submits from here"
+        assert entry["status"] == expected, name
+        assert trn1 == ("native PyTorch does not train" in entry["reason"])
+    assert main(["profiles"]) == 0
+    assert "cluster.accelerator = trn1" in capsys.readouterr().out
+    assert main(["plan", "llama2-7b"]) == 0
+    assert "plan only: cluster.accelerator = trn1" in capsys.readouterr().out
+    assert main(["plan", "llama3-8b"]) == 0
+    assert "plan only" not in capsys.readouterr().out
+
+
 def test_profiles_are_listed_with_their_descriptions(capsys):
     assert main(["profiles", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
@@ -223,6 +242,14 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
         (["plan", "tiny", "--set", "train.steps=["], "is not YAML"),
         (["plan", "tinny", "--search"], "nearest valid: tiny"),
         (["run", "tiny", "--store", "ftpp://somewhere"], "store = ftpp://somewhere"),
+        (["run", "tiny", "--store", "/dev/null"], "store = /dev/null: is no folder to write to"),
+        (["run", "llama2-7b"], "cluster.accelerator = trn1: native PyTorch does not train on it"),
+        (["plan", "tiny", "--set", "model.vocab_size=99999999999999999999999"], "is above 16777216"),
+        (["plan", "tiny", "--set", "train.steps=99999999999999999999999"], "is above 2147483647"),
+        (
+            ["convert", "s3://nobodys/model", "out", "--to", "hf"],
+            "SOURCE = s3://nobodys/model: needs credentials",
+        ),
         (["compare", "nope"], "there is no such run"),
         (["compare", "./nope"], "there is no such run"),
         (["tensorboard", "--port", "99999"], "99999 is no whole number from 1 to 65535"),
@@ -236,7 +263,7 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_a_user_gets_wrong_is_refused_with_exit_code_2(command, arguments, expected):
-    code, out, err = command(*arguments).result()
+    code, out, err = command(*arguments, AWS_EC2_METADATA_DISABLED="true").result()
     assert (code, out) == (2, "")
     assert expected in err
     assert "Traceback" not in err
@@ -333,7 +360,7 @@ def test_damaged_data_is_refused_with_exit_code_2(command, profile, tmp_path, ki
 
 
 def test_a_failure_that_is_no_refusal_is_one_line_and_exit_code_1(command, profile, tmp_path):
-    (tmp_path / "store").write_text("a file where a folder belongs")
+    (tmp_path / "store/logs/server.log").mkdir(parents=True)  # a folder where a file belongs
     code, _, err = command("run", str(profile)).result()
     assert code == 1
     assert "Traceback" not in err

@@ -237,6 +237,11 @@ def test_slurm_needs_sbatch_to_start_but_not_to_plan(monkeypatch, tmp_path):
     resolve.check_start(resolve.load("tiny", ["cluster.launcher=slurm", "cluster.nodes=2"]))
 
 
+def test_runs_on_an_accelerator_that_nothing_trains_on_are_planned_but_not_started():
+    assert not_started("cluster.device=neuron", "cluster.accelerator=trn1").choices == ("trn2", "trn3")
+    resolve.check_start(resolve.load("tiny", ["cluster.device=neuron", "cluster.accelerator=trn2"]))
+
+
 def test_an_accelerator_is_of_the_clusters_kind_of_device():
     assert refused("cluster.accelerator=trn1").choices == ("null",)
     assert refused("cluster.device=cuda", "cluster.accelerator=trn1").choices == ("h100", "h200")
