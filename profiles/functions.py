@@ -13,7 +13,15 @@ from profiles.errors import ProfileError
 from profiles.schema import Profile
 
 # Columns of metrics.jsonl that an evaluation's line has.
-TAKEN = ("step", "validation_loss", "perplexity", "tokens")
+TAKEN = (
+    "step",
+    "loss",
+    "validation_loss",
+    "perplexity",
+    "tokens",
+    "skipped",
+    "rank_seconds",
+)  # of the lines of metrics.jsonl
 
 
 def named(profile: Profile) -> Iterator[tuple[str, str]]:
