@@ -69,7 +69,7 @@ class Program:
         layers = stage_layers(profile)
         own = range(self.mesh.pipeline.rank, len(layers), self.mesh.pipeline.size)
         self.stages = {number: self._build(layers[number]) for number in own}
-        self._own_loss = functions.load(profile.train.loss) if profile.train.loss else None
+        self.own_loss = functions.load(profile.train.loss) if profile.train.loss else None
         self._metrics = {name.partition(":")[2]: functions.load(name) for name in profile.evaluate.metrics}
         self._evaluating = False
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
@@ -109,10 +109,10 @@ class Program:
     def _loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
         """Of the last stage's hidden states: the summed loss, in evaluation with the summed metrics after it."""
         stage = self.stages[max(self.stages)]
-        if self._own_loss is None and not (self._evaluating and self._metrics):
+        if self.own_loss is None and not (self._evaluating and self._metrics):
             return stage.loss(x, targets) * scale
         logits, flat = stage.logits(x), targets.flatten()
-        own = self._own_loss
+        own = self.own_loss
         loss = functions.call(own, logits, flat) if own else stage.loss(x, targets)
         if not self._evaluating:
             return loss * scale

@@ -202,6 +202,13 @@ def test_loss_and_metrics_of_the_users_own(undisturbed, dataset, tmp_path, monke
     (other,) = (line for line in micro.metrics(usual) if "validation_loss" in line)
     assert evaluated["validation_loss"] == pytest.approx(2 * other["validation_loss"], rel=1e-4)
     assert 0 < evaluated["accuracy"] < 1
+    held_out = tmp_path / "held_out.json"
+    micro.finish(micro.start("evaluate", "--run-folder", run, "--dataset", dataset, "--output", held_out))
+    result = json.loads(held_out.read_text())
+    assert result["validation_loss"] == pytest.approx(
+        evaluated["validation_loss"], rel=0.05
+    )  # of the whole split
+    assert len(result["samples"]) == 3
 
 
 def test_the_training_program_needs_neither_prefect_nor_transformers():
