@@ -64,7 +64,8 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     do = Runner(kept)
     stands = series.standing(kept, run.name)
     if stands is None:
-        return Completed(name="NothingYet", message=f"run {run.name} has no finished model to go on from")
+        missing = f"run {run.name} has no finished model to go on from: one that was trained to its end and exported"
+        return Completed(name="NothingYet", message=missing)
     vocabulary = kept.expect(tokenizer.KIND, stands.tokenizer)
     key = dataset.key(run, kept, vocabulary, hub_token(run))
     corpus = do.once(steps.dataset, dataset.KIND, key, run, kept, vocabulary)
@@ -72,7 +73,7 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     if new is None:
         return Completed(name="NothingNew", message=f"no data that {stands.run} was not trained on")
 
-    run = dataset.with_steps(run, new)
+    run = series.with_steps(run, new)
     base = runs.existing(kept, stands.run)
     start = series.newest(kept, stands)
     mine = run.model_copy(update={"name": f"{run.name}-round-{stands.round + 1}"})
@@ -101,6 +102,7 @@ def _round(run: Profile, kept: Store) -> State[Any]:
         now = do.once(
             steps.evaluate, evaluation.KIND, key, mine, kept, folder, key, held_out, compiled, trained
         )
+        # Never so where a loss is not a number.
         better = now.summary["validation_loss"] <= old.summary["validation_loss"] + run.evaluate.tolerance
         if better:
             key = keys.export(mine.name, identity)

@@ -9,13 +9,17 @@ What that model and its forerunners were trained on, the ledger knows (ledger.py
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from profiles.schema import Profile
 from tasks import dataset as datasets
 from tasks import export, keys, ledger, runs
 from tasks.artifacts import Artifact, Store
+
+log = logging.getLogger(__name__)
 
 FILE = "standing.json"
 CORPUS = "corpus.json"
@@ -33,7 +37,7 @@ class Standing:
 
 
 def standing(store: Store, name: str) -> Standing | None:
-    """What stands; None where nothing was trained to its end yet."""
+    """What stands; None where nothing was trained to its end and exported yet."""
     promoted = store.storage.read(_name(name, FILE))
     if promoted is not None:
         return Standing(**json.loads(promoted))
@@ -41,6 +45,8 @@ def standing(store: Store, name: str) -> Standing | None:
     if noted is None or not store.run_files(name, export.PART):
         return None
     inputs = json.loads(noted)
+    if ledger.find(store, inputs["identity"]) is None:  # it was exported before its end
+        return None
     return Standing(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
 
 
@@ -82,6 +88,22 @@ def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int
             (folder / CORPUS).write_text(json.dumps(made))
             (folder / datasets.SHARDS).write_text(json.dumps([shard for _, shard in new]))
     return store.expect(datasets.KIND, key)
+
+
+def with_steps(profile: Profile, new: Artifact) -> Profile:
+    """The profile with the steps that its epochs over the new data take; a warm-up that is longer is cut to them."""
+    train = profile.train
+    if train.epochs is None:
+        return profile
+    free = train.model_copy(update={"warmup_steps": 0, "constant_steps": 0})
+    steps = datasets.with_steps(profile.model_copy(update={"train": free}), new).train.steps
+    warmup = min(train.warmup_steps, steps)
+    fitting = {"warmup_steps": warmup, "constant_steps": min(train.constant_steps, steps - warmup)}
+    for name, fits in fitting.items():
+        if fits < (wanted := getattr(train, name)):
+            log.info("train.%s %d is cut to %d: the new data makes %d steps", name, wanted, fits, steps)
+    fitting |= {"steps": steps, "epochs": None}
+    return profile.model_copy(update={"train": train.model_copy(update=fitting)})
 
 
 def promote(store: Store, name: str, stands: Standing, run: str, identity: str) -> Standing:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def run(
 
     Raises:
         JobFailed: the attempt failed; another one begins again.
-        Hopeless: it failed for a reason that another one would meet again.
+        Hopeless: it failed for a reason that another one would meet again, or what it measured is not finite.
         TimeoutError: it took longer than `TIMEOUT`.
     """
     job = cluster_job("evaluate", profile, store, folder, key, dataset, graphs)
@@ -52,6 +53,7 @@ def run(
             if not output.exists():  # else it ended while nobody watched
                 _execute(profile, job, output)
             result = json.loads(output.read_text())
+            _require_finite(folder.name, result, output)
             summary.update(
                 {
                     name: result[name]
@@ -61,6 +63,17 @@ def run(
             shutil.copyfile(output, staging / FILE)
         output.unlink()
     return store.expect(KIND, key)
+
+
+def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:
+    """Refuse a loss or a metric that is no number to compare or keep; it is measured anew by whoever asks again."""
+    for name, value in {"held-out loss": result["validation_loss"], **result["metrics"]}.items():
+        if not math.isfinite(value):
+            output.unlink()
+            reason = f"the {name} of run {run} at step {result['step']} is {value}"
+            raise failures.Hopeless(
+                f"{reason}: it diverged, or a function of yours did; look at its last losses"
+            )
 
 
 def _execute(profile: Profile, job: Job, output: Path) -> None:

@@ -1,7 +1,10 @@
 """Continual pretraining: only what is new, nothing where nothing is, no worse model in a better one's place, one at a time."""
 
 import json
+import logging
+import os
 import random
+import shutil
 import threading
 from pathlib import Path
 
@@ -11,9 +14,17 @@ import yaml
 from tasks import ledger
 from tasks.artifacts import Store
 from tests import s3
-from tests.flows.micro import PROFILE
+from tests.flows.micro import PROFILE, losses
 
 ROUND = ("train.steps=8", "train.warmup_steps=3", "evaluate.every=0")
+
+SPOILT = """
+import torch
+
+def loss(logits, targets):
+    total = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    return total if torch.is_grad_enabled() else total * float("nan")
+"""
 
 
 def write_texts(path, seed: int) -> None:
@@ -44,7 +55,7 @@ def series(prefect_server, tmp_path_factory):
     store = root / "store"
     path, texts = write_profile(root)
 
-    def night(*overrides: str):
+    def night(*overrides: str, store=store):
         return continual(str(path), [*ROUND, *overrides], None, str(store), return_state=True)
 
     assert night().name == "NothingYet"
@@ -103,6 +114,47 @@ def test_nights_of_a_series(series):
     entries = [json.loads(path.read_text()) for path in (store / "ledger").iterdir()]
     assert len(entries) == 4  # also of the round that was not promoted, on which nothing goes on
     assert (store / "runs/nightly-round-2~1").exists()  # the round that was not promoted
+
+
+def test_little_new_data_takes_fewer_steps_than_the_warm_up(series, caplog):
+    texts, store, night = series
+    caplog.set_level(logging.INFO)
+    (texts / "3.jsonl").write_text(
+        "".join((texts / "2.jsonl").read_text().splitlines(keepends=True)[:4])[:-1]
+    )
+    state = night("train.steps=null", "train.epochs=1", "train.warmup_steps=6", "evaluate.tolerance=1")
+    assert state.name == "Promoted", state.message
+    assert "train.warmup_steps 6 is cut to 4: the new data makes 4 steps" in caplog.text
+    run = json.loads((store / "runs/nightly/standing.json").read_text())["run"]
+    assert len(losses(store / "runs" / run)) == 4
+
+
+def test_a_model_whose_held_out_loss_is_no_number_fails_its_night_at_once(series, tmp_path, monkeypatch):
+    texts, store, night = series
+    (tmp_path / "spoilt.py").write_text(SPOILT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    write_texts(texts / "4.jsonl", 5)
+    standing = (store / "runs/nightly/standing.json").read_text()
+    state = night("train.steps=2", "train.warmup_steps=1", "train.loss=spoilt:loss")
+    assert state.is_failed()
+    run = f"nightly-round-{json.loads(standing)['round'] + 1}"
+    assert f"the held-out loss of run {run} at step 2 is nan" in state.message
+    events = (store / "runs" / run / "events.jsonl").read_text()
+    assert "evaluate failed" in events
+    assert "tried again" not in events
+    assert (store / "runs/nightly/standing.json").read_text() == standing
+
+
+def test_a_run_that_was_exported_before_its_end_is_not_gone_on_from(series, tmp_path):
+    _, store, night = series
+    copy = shutil.copytree(store, tmp_path / "store")
+    (copy / "runs/nightly/standing.json").unlink()
+    identity = json.loads((copy / "runs/nightly/inputs.json").read_text())["identity"]
+    (copy / "ledger" / f"{identity}.json").unlink()
+    state = night(store=copy)
+    assert state.name == "NothingYet"
+    assert "trained to its end" in state.message
 
 
 def test_a_run_is_exported_alone(series):
