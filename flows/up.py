@@ -96,10 +96,7 @@ def up(port: int) -> int:
 
 
 def _lacking(api: str, home: Path) -> list[str] | None:
-    """What the Prefect server at this address has not of what runs need, in words; None: none answers there.
-
-    A worker is waited for, since another `trainshed up` may just have started it.
-    """
+    """What the Prefect server at this address has not of what runs need, in words; None: none answers there."""
     try:
         deployments = yaml.safe_load((home / "prefect.yaml").read_text())["deployments"]
         pool = _asked(f"{api}/work_pools/filter", {"work_pools": _named(POOL)})
@@ -110,17 +107,24 @@ def _lacking(api: str, home: Path) -> list[str] | None:
         lacking = [] if pool else [f"the work pool {POOL}"]
         lacking += [] if automation else ["the automation for runs that died"]
         lacking += [f"{missing} of {len(deployments)} deployments"] if missing else []
-        deadline = time.monotonic() + WORKER_SECONDS
-        while pool:
-            workers = _asked(f"{api}/work_pools/{POOL}/workers/filter", {})
-            if any(worker["status"] == "ONLINE" for worker in workers):
-                return lacking
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.5)
+        return lacking if pool and _has_worker(api) else [*lacking, WORKER]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return [*lacking, WORKER]
+
+
+def _has_worker(api: str) -> bool:
+    """Whether the pool's worker is online; it is waited for, since another `trainshed up` may just have started it."""
+    workers = f"{api}/work_pools/{POOL}/workers/filter"
+    begun, told = time.monotonic(), False
+    while not any(worker["status"] == "ONLINE" for worker in _asked(workers, {})):
+        waited = time.monotonic() - begun
+        if waited > WORKER_SECONDS:
+            return False
+        if waited > 2 and not told:
+            told = True
+            say("there is a Prefect server already; waiting for its worker to report")
+        time.sleep(0.5)
+    return True
 
 
 def _named(name: str) -> dict[str, Any]:

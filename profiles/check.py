@@ -116,11 +116,31 @@ def _cluster(profile: Profile) -> None:
     if cluster.launcher == "local" and cluster.device == "cpu" and cluster.devices_per_node > CPU_PROCESSES:
         reason = f"more than {CPU_PROCESSES} processes on one machine's CPU"
         raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason, [CPU_PROCESSES])
+    limit = cluster.time and seconds(cluster.time)
+    if limit and cluster.time_left >= limit:
+        reason = f"leaves nothing of cluster.time {cluster.time} to train in"
+        raise ProfileError("cluster.time_left", cluster.time_left, reason, [limit - 1])
     for number, option in enumerate(cluster.slurm):
         name = option.removeprefix("--").partition("=")[0]
         if name in OWN_OPTIONS:
             keys = [f"cluster.{name}"] if hasattr(cluster, name) else []
             raise ProfileError(f"cluster.slurm.{number}", option, f"the launcher sets --{name} itself", keys)
+
+
+def seconds(time: str) -> int:
+    """A time limit as Slurm takes it, which rounds up to minutes; 0: none.
+
+    minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
+    """
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, more = (*parts, 0, 0)[:3]
+    elif len(parts) < 3:
+        hours, minutes, more = (0, *parts, 0)[:3]
+    else:
+        hours, minutes, more = parts
+    return 60 * (int(days or 0) * 1440 + hours * 60 + minutes + (more + 59) // 60)
 
 
 def _trace(profile: Profile) -> None:

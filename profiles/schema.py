@@ -309,6 +309,9 @@ class Cluster(Section):
     time_left: Count = Field(
         120, description="seconds before the time limit at which training is saved and queued again"
     )
+    grace: Natural = Field(
+        30, description="seconds that training has to save when it is stopped, before it is ended by force"
+    )
     constraint: str | None = Field(
         None, pattern=LINE, description="features that Slurm's nodes must have, as in trn2&efa"
     )

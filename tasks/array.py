@@ -60,7 +60,7 @@ class Array:
             order, "tasks.array", tuple(map(str, arguments)), folder, array=count, secrets=self._secrets
         )
         try:
-            execute(self._launcher, job)
+            execute(self._launcher, job, grace=0)  # what is done is in the store
         except JobFailed as failure:
             said = [line for line in failure.detail.splitlines() if line.startswith(SAID)]
             if failure.exit_code == REFUSED and said:  # which another attempt would not change

@@ -59,7 +59,8 @@ def run(
         if steps not in runs.checkpoints(store, folder):  # else it ended while nobody watched
             try:
                 with store.mirror(folder.name):
-                    execute(create(profile.cluster.launcher, profile.cluster), job, watch_all)
+                    launcher = create(profile.cluster.launcher, profile.cluster)
+                    execute(launcher, job, watch_all, grace=profile.cluster.grace)
             except JobFailed as failure:
                 log.warning("%s\n%s", failure, failure.detail)
                 raise failures.classified(profile, failure) from failure

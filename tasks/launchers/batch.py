@@ -5,6 +5,7 @@ The script is the whole truth about a job, since nobody else may be there while 
     attempt     a number in a file of the run, one higher at each start: it fences one that was given up and lives on
     USR1        the time limit nears, or the job is preempted: the ranks save, and the job is queued again
     USR2        somebody wants it stopped: the ranks save, and it ends
+                (a job that does not save, one without attempts, has no USR1, and ends at once on USR2)
     record      how it ended, written at the very end; a job that is gone without one was ended by Slurm, or its node died
 
 Every value is quoted for the shell that reads it. Options of sbatch are read by Slurm itself, whose quotes are its own; no path
@@ -15,17 +16,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import sys
 from pathlib import Path
 from shlex import quote
 from string import Template
 
+from modeling import exits
 from parallel import device as devices
 from profiles.schema import Cluster
 from tasks.launchers.base import Job
-from tasks.launchers.causes import PREFIX
+from tasks.launchers.causes import LOG_TAIL, PREFIX
 
 LONGEST_NAME = 60
+# Codes of ranks that ended on a signal: having saved; before they listened, as torchrun and as srun has it.
+INTERRUPTED = (exits.INTERRUPTED, -signal.SIGUSR1, -signal.SIGTERM, 128 + signal.SIGUSR1)
 
 SCRIPT = Template(r"""#!/bin/bash
 # $about
@@ -56,32 +61,34 @@ echo "job $$SLURM_JOB_ID, start $$((SLURM_RESTART_COUNT + 1)), on $${hosts[*]}; 
 command=(
 $command
 )
-# USR1 passes by what is between srun and the ranks, and asks these to save and end.
-srun --kill-on-bad-exit=1 --export=ALL bash -c 'trap "" USR1; exec env PET_NODE_RANK="$$SLURM_NODEID" "$$@"' - "$${command[@]}" &
-ranks=$$!
-
-stopping=
-trap 'stopping=requeue; echo "the time is nearly over: the ranks save"; kill -USR1 "$$ranks"' USR1
-trap 'stopping=end; echo "asked to stop: the ranks save"; kill -USR1 "$$ranks"' USR2
-trap 'stopping=killed' TERM
-while kill -0 "$$ranks" 2> /dev/null; do
-  if [ -z "$$stopping" ]; then
-    wait "$$ranks"
-  else
-    kill -USR1 "$$ranks" 2> /dev/null # again and again: one that is only starting does not hear the first
-    sleep 1
-  fi
-done
+$run
 wait "$$ranks"
 code=$$?
 
 [ "$$(cat "$$logs/$$name.start")" = "$$start" ] || exit 1
-# A job that is preempted with a time of grace has had its ranks told to end by Slurm itself.
-if [ -z "$$stopping" ] && scontrol --oneliner show job "$$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
+# The codes of the ranks that ended first, as each node's torchrun names them; srun's own says only that one was not 0.
+first=$$(tail -c $tail "$$logs/$$name.log" 2> /dev/null | awk '
+  /^job [0-9]+, start [0-9]+, on / { codes = "" }
+  /^Root Cause/ { looking = 1 }
+  looking && $$1 == "exitcode" { codes = codes " " $$3; looking = 0 }
+  END { print codes }')
+interrupted() { # whether they ended because they were asked to, or before they could hear it
+  for each in $${first:-$$code}; do
+    case $$each in
+      $interrupted) ;;
+      *) return 1 ;;
+    esac
+  done
+}
+# A job that is preempted with a time of grace has had its ranks told to end by Slurm itself, of which torchrun names none.
+if [ "$$stopping" = requeue ]; then
+  interrupted || stopping= # it ended by itself, in its last seconds
+elif [ -z "$$stopping" ] && [ "$$code" != 0 ] && { [ -z "$$first" ] || interrupted; } &&
+  scontrol --oneliner show job "$$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
   stopping=requeue
 fi
 case $$stopping in
-  requeue) echo "saved; queued again"; scontrol requeue "$$SLURM_JOB_ID" && exec sleep 60 ;; # which ends this
+  requeue) echo "$requeued"; scontrol requeue "$$SLURM_JOB_ID" && exec sleep 60 ;; # which ends this
   killed) exit "$$code" ;;
 esac
 nodes=$$(IFS=,; echo "$${hosts[*]}")
@@ -90,6 +97,34 @@ printf '{"job": "%s", "exit_code": %d, "nodes": "%s"}\n' "$${SLURM_ARRAY_JOB_ID:
 exit "$$code"
 """)
 
+SAVES = r"""
+# USR1 passes by what is between srun and the ranks, and asks these to save and end.
+srun --kill-on-bad-exit=1 --export=ALL bash -c 'trap "" USR1; exec env PET_NODE_RANK="$SLURM_NODEID" "$@"' - "${command[@]}" &
+ranks=$!
+
+stopping=
+trap 'stopping=requeue; echo "the time is nearly over: the ranks save"; kill -USR1 "$ranks"' USR1
+trap 'stopping=end; echo "asked to stop: the ranks save"; kill -USR1 "$ranks"' USR2
+trap 'stopping=killed' TERM
+while kill -0 "$ranks" 2> /dev/null; do
+  if [ -z "$stopping" ]; then
+    wait "$ranks"
+  else
+    kill -USR1 "$ranks" 2> /dev/null # again and again: one that is only starting does not hear the first
+    sleep 1
+  fi
+done"""
+
+SAVES_NOT = r"""
+srun --kill-on-bad-exit=1 --export=ALL bash -c 'exec env PET_NODE_RANK="$SLURM_NODEID" "$@"' - "${command[@]}" &
+ranks=$!
+
+stopping=
+trap 'stopping=end; echo "asked to stop"; kill "$ranks"' USR2
+trap 'stopping=killed' TERM
+while kill -0 "$ranks" 2> /dev/null; do
+  wait "$ranks"
+done"""
 
 COUNT = Template(r"""
 # One start more: an older one that lives on somewhere is told from this by its number.
@@ -117,6 +152,10 @@ def script(job: Job, cluster: Cluster) -> str:
         options="\n".join(f"#SBATCH {option}" for option in options(job, cluster)),
         port="$((20000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0}) * 2 % 12000))",
         environment="\n".join(lines),
+        run=(SAVES if job.attempts else SAVES_NOT).lstrip(),
+        tail=LOG_TAIL,
+        interrupted="|".join(map(str, INTERRUPTED)),
+        requeued="saved; queued again" if job.attempts else "queued again",
         count=COUNT.substitute(file=quote(str(job.attempts))) if job.attempts else "",
         command="\n".join(f"  {' '.join(map(quote, words))}" for words in _command(job))
         + ('\n  --attempt "$attempt"' if job.attempts else "")
@@ -147,8 +186,9 @@ def options(job: Job, cluster: Cluster) -> list[str]:
         "--requeue",
         # Of an array, it would keep all but one waiting.
         f"--array=0-{job.array - 1}" if job.array else "--dependency=singleton",
-        f"--signal=B:USR1@{cluster.time_left}",
     ]
+    if job.attempts:  # others have nothing to save, and would begin again for ever
+        found.append(f"--signal=B:USR1@{cluster.time_left}")
     found += [
         f"--{name}={_slurm_quote(value)}"
         for name in ("partition", "account", "time", "constraint")

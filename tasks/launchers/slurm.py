@@ -68,7 +68,7 @@ class SlurmLauncher:
         for other in self._queue(
             job
         ):  # of the same name, but not the same: two must not write into one folder
-            self.cancel(Handle(job, other.identifier), grace=60)
+            self.cancel(Handle(job, other.identifier), grace=self._cluster.grace)
         path = job.folder / f"{job.name}.sbatch"
         path.write_text(batch.script(job, self._cluster))
         start = job.log_file.stat().st_size if job.log_file.exists() else 0
@@ -194,6 +194,10 @@ class SlurmLauncher:
         """How a job ended that left no record."""
         shown = _run(["scontrol", "--oneliner", "show", "job", handle.identifier], check=False)
         state = STATE.search(shown)
+        if state and state[1] == "TIMEOUT":
+            limit = self._cluster.time or "its partition's"
+            more = "cluster.time_left" if handle.job.attempts else "cluster.time"  # to save, or to end
+            return f"Slurm ended job {handle.identifier} at its time limit, {limit}; give {more} more"
         how = f"in state {state[1]} ({state[2]})" if state else "without a word"
         return f"Slurm ended job {handle.identifier} {how}, or its node died"
 

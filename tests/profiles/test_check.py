@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from parallel.schedules import SCHEDULES, check_microbatches
 from parallel.stages import cut_layers
 from profiles import resolve
-from profiles.check import tensor_degrees
+from profiles.check import seconds, tensor_degrees
 from profiles.errors import ProfileError
 
 
@@ -35,6 +35,18 @@ def accepted(*overrides) -> None:
 
 def test_tiny_is_accepted():
     accepted()
+
+
+@pytest.mark.parametrize(
+    ("time", "minutes"),
+    [
+        *(("5", 5), ("1:30", 2), ("1:30:00", 90), ("1-0", 1440), ("1-12:30", 2190), ("2-01:00:01", 2941)),
+        ("0", 0),  # no limit
+    ],
+)
+def test_a_time_limit_is_read_as_slurm_reads_it(time, minutes):
+    assert seconds(time) == 60 * minutes
+    accepted(f"cluster.time='{time}'", "cluster.time_left=119")
 
 
 EIGHT_LAYERS = ("parallel.pipeline=2", "parallel.tensor=1", "model.num_hidden_layers=8")
@@ -63,6 +75,11 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             ("inductor",),
         ),
         (["compile.flags=-O1"], "compile.flags", "-O1", "are the Neuron compiler's", ("null",)),
+        (["cluster.time=2"], "cluster.time_left", 120, "leaves nothing of cluster.time 2", (119,)),
+        (
+            ["cluster.time=0-1:00", "cluster.time_left=9000"],
+            *("cluster.time_left", 9000, "leaves nothing of cluster.time 0-1:00", (3599,)),
+        ),
         (["parallel.pipeline=4"], "parallel.pipeline", 4, "more stages than the model's 3 layers", (3,)),
         (["parallel.pipeline_cuts=[1]"], "parallel.pipeline_cuts", [1], "cut 0 times", ("null",)),
         (

@@ -6,6 +6,7 @@ slurm-wlm and munge.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -157,7 +158,12 @@ class Cluster:
 
     def tasks(self) -> list[psutil.Process]:
         """What jobs have running."""
-        return [process for process in self.processes() if "SLURM_JOB_ID" in process.environ()]
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):  # of one that has just ended
+                if "SLURM_JOB_ID" in process.environ():
+                    found.append(process)
+        return found
 
     def start_node(self, node: str) -> None:
         self._start(node, "slurmd", "-D", "-N", node, **{NODE: node})

@@ -10,13 +10,18 @@ import pytest
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.launchers import Job, JobFailed, create, execute, slurm
+from tests.slurm.conftest import until
 
 RANKS = """
 import os, pathlib, signal, sys, time
 rank, folder = os.environ.get("RANK", "alone"), pathlib.Path(sys.argv[1])
+code = int(sys.argv[sys.argv.index("ends-with") + 1]) if "ends-with" in sys.argv else 143
 def save(*_):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # which comes again and again
     (folder / f"saved-{rank}").touch()
-    sys.exit(143)
+    while code not in (0, 143) and rank != "3":
+        time.sleep(1)  # for the one that failed
+    sys.exit(code)
 signal.signal(signal.SIGUSR1, save)
 print("rank", rank, "of", os.environ.get("WORLD_SIZE"), "on", os.environ["SLURMD_NODENAME"], "in", os.getcwd())
 print("secret", os.environ.get("PREFECT_API_KEY"), "arguments", sys.argv[2:])
@@ -52,10 +57,17 @@ def launcher_of(*overrides: str):
     return create("slurm", profile.cluster)
 
 
-def job(folder: Path, *arguments: str, nodes: int = 2, processes: int = 2) -> Job:
-    arguments = (str(folder), *arguments)
+def job(folder: Path, *arguments: str, nodes: int = 2, processes: int = 2, saves: bool = False) -> Job:
     return Job(
-        "work", "ranks", arguments, folder / "logs", nodes=nodes, processes=processes, threads=1, key="k"
+        "work",
+        "ranks",
+        (str(folder), *arguments),
+        folder / "logs",
+        nodes=nodes,
+        processes=processes,
+        threads=1,
+        key="k",
+        attempts=folder / "attempt" if saves else None,
     )
 
 
@@ -133,7 +145,7 @@ def test_whoever_comes_later_joins_the_job_that_runs(place, launcher, cluster):
 
 
 def test_another_job_of_the_same_name_takes_its_place_after_it_has_saved(place, launcher, cluster):
-    first = launcher.submit(job(place))
+    first = launcher.submit(job(place, saves=True))
     wait_for(*(place / f"pid-{rank}" for rank in range(4)))
     second = launcher_of()
     other = second.submit(job(place, nodes=1))
@@ -141,6 +153,49 @@ def test_another_job_of_the_same_name_takes_its_place_after_it_has_saved(place, 
     assert not launcher.poll(first).running
     assert [number for number, *_ in cluster.jobs()] == [other.identifier]
     second.cancel(other, grace=0)
+    assert cluster.jobs() == []
+
+
+@pytest.mark.parametrize("code", [0, 71, 143])
+def test_only_what_was_interrupted_before_the_time_limit_is_queued_again(place, launcher, cluster, code):
+    """Where the ranks end by themselves while the time is nearly over, that is how the job ended."""
+    handle = launcher.submit(job(place, "ends-with", str(code), saves=True))
+    wait_for(*(place / f"pid-{rank}" for rank in range(4)))
+    cluster.command("scancel", "--batch", "--signal=USR1", handle.identifier)
+    until(lambda: not launcher.poll(handle).running or cluster.jobs("PENDING"))
+    log = (place / "logs/work.log").read_text()
+    assert "the time is nearly over" in log
+    assert (place / "saved-3").exists()
+    if code == 143:
+        assert "saved; queued again" in log
+        assert [number for number, *_ in cluster.jobs("PENDING")] == [handle.identifier]
+        return
+    assert "queued again" not in log
+    status = launcher.poll(handle)
+    if code == 0:
+        assert status.exit_code == 0
+    else:
+        assert "rank 3 on n2 ended with exit code 71" in str(launcher.failure(handle, status))
+
+
+def test_what_does_not_save_is_stopped_at_once(place, launcher, cluster):
+    handle = launcher.submit(job(place))
+    wait_for(*(place / f"pid-{rank}" for rank in range(4)))
+    begun = time.monotonic()
+    cluster.command("scancel", "--batch", "--signal=USR2", handle.identifier)
+    until(lambda: not cluster.tasks())
+    assert time.monotonic() - begun < 15
+    assert "asked to stop" in (place / "logs/work.log").read_text()
+    assert not (place / "saved-0").exists()
+    assert launcher.poll(handle).exit_code not in (0, None)
+
+
+def test_what_does_not_save_ends_at_its_time_limit_which_is_said(place, cluster):
+    launcher = launcher_of("cluster.time=1", "cluster.time_left=59")
+    with pytest.raises(JobFailed, match=r"at its time limit, 1; give cluster\.time more"):
+        execute(launcher, job(place))
+    log = (place / "logs/work.log").read_text()
+    assert log.count("they meet at") == 1
     assert cluster.jobs() == []
 
 

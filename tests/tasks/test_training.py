@@ -1,8 +1,37 @@
-"""What of a training program's log reaches the flow's."""
+"""Training as a step: how long it has to save when it is stopped, what of its program's log reaches the flow's."""
 
+import contextlib
 import logging
+import time
 
+import psutil
+import pytest
+
+from tasks import runs, training
 from tasks.training import Words
+from tests.tasks.test_evaluation import lab, run_folder  # noqa: F401
+
+
+def test_stopped_it_has_its_grace_to_save_and_no_more(lab):  # noqa: F811
+    """Here it does not even begin to: it is suspended."""
+    profile, store, tokens = lab
+    changed = {"train": {"steps": 100_000}, "checkpoint": {"every": 0}, "cluster": {"grace": 4}}
+    parts = {key: getattr(profile, key).model_copy(update=values) for key, values in changed.items()}
+    profile = profile.model_copy(update=parts)
+    folder, stopped = run_folder(profile, store, "grace"), []
+
+    def stop():
+        if runs.read_metrics(folder):
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error):
+                    if str(folder) in process.cmdline() and "RANK" in process.environ():
+                        process.suspend()
+            stopped.append(time.monotonic())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        training.run(profile, store, folder, "key-of-grace", tokens, watch=stop)
+    assert 4 <= time.monotonic() - stopped[0] < 25
 
 
 def test_rank_0_speaks_without_its_steps_and_no_more_than_a_reader_can_take(tmp_path, caplog):
