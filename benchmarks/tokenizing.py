@@ -1,9 +1,10 @@
 """Text to tokens, end to end (json lines in, `.bin`/`.idx` out), against tokenizers in memory and `datasets.map`.
 
-    python -m benchmarks.tokenizing [--megabytes 60] [--rounds 3]
+    python -m benchmarks.tokenizing [--megabytes 60] [--rounds 3] [--tokenizer sentencepiece]
 
-On all cores of this machine, with a byte-level BPE of 32,000 tokens trained on the text itself, which does not repeat itself
-(text.py). Runs alternate; a row is the median. The slow ones read a part of the text that takes them about as long.
+On all cores of this machine, with a BPE of 32,000 tokens trained on the text itself, which does not repeat itself (text.py). It
+is byte-level, which gigatoken takes and which goes by words without it, or of SentencePiece's kind, for which there is
+`tokenizers` alone. Runs alternate; a row is the median. The slow ones read a part of the text that takes them about as long.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tokenizers import Tokenizer, models, trainers
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.text import documents
 from profiles import resolve
@@ -30,12 +30,14 @@ from tasks.tokenizer_files import EOS, byte_level, write
 
 VOCABULARY = 32_000
 SLOW = 0.25  # share of the text
+UNKNOWN = "<unk>"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.tokenizing")
     parser.add_argument("--megabytes", type=float, default=60)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokenizer", choices=KINDS, default="byte-level")
     parser.add_argument("--one", choices=("map",), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -43,11 +45,26 @@ def main() -> None:
     if options.one:
         return by_map(options.folder)
     with tempfile.TemporaryDirectory() as name:
-        compare(Path(name), options.megabytes, options.rounds)
+        compare(Path(name), options.megabytes, options.rounds, options.tokenizer)
     return None
 
 
-def compare(folder: Path, megabytes: float, rounds: int) -> None:
+def byte_level_bpe() -> Tokenizer:
+    return byte_level(models.BPE())
+
+
+def sentencepiece() -> Tokenizer:
+    """A BPE whose words begin with their space."""
+    made = Tokenizer(models.BPE(unk_token=UNKNOWN))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    return made
+
+
+KINDS = {"byte-level": byte_level_bpe, "sentencepiece": sentencepiece}
+
+
+def compare(folder: Path, megabytes: float, rounds: int, kind: str) -> None:
     texts = list(documents(megabytes))
     cores = os.cpu_count() or 1
     some = texts[:: int(1 / SLOW)]
@@ -56,11 +73,11 @@ def compare(folder: Path, megabytes: float, rounds: int) -> None:
         for i in range(cores):
             lines = (json.dumps({"text": text}) + "\n" for text in own[i::cores])
             (folder / name / f"{i}.jsonl").write_text("".join(lines))
-    encoder = byte_level(models.BPE())
+    encoder = KINDS[kind]()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=[EOS],
-        initial_alphabet=ByteLevel.alphabet(),
+        special_tokens=[EOS, *([UNKNOWN] if kind == "sentencepiece" else [])],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if kind == "byte-level" else [],
         show_progress=False,
     )
     encoder.train_from_iterator(some, trainer)
@@ -75,15 +92,19 @@ def compare(folder: Path, megabytes: float, rounds: int) -> None:
         "tokenizers in memory": lambda: size["some"] / in_memory(folder, some),
         "datasets.map": lambda: size["some"] / as_program(folder),
     }
+    if kind == "sentencepiece":
+        del rows["ours, gigatoken"]  # which does not take it
     speeds: dict[str, list[float]] = {row: [] for row in rows}
     for _ in range(rounds):
         for row, run in rows.items():
             speeds[row].append(run())
     median = {row: statistics.median(found) for row, found in speeds.items()}
-    print(f"{size['all']:.0f} MB, {len(texts):,} documents, {cores} cores; MB of text a second")
+    print(f"{size['all']:.0f} MB, {len(texts):,} documents, {cores} cores, {kind}; MB of text a second")
     for row, found in speeds.items():
         print(f"{row:<22} {median[row]:6.1f}   ({', '.join(f'{speed:.1f}' for speed in found)})")
     for row, memory, mapped in ("ours, gigatoken", 5.0, 8.0), ("ours, tokenizers", 0.9, 1.5):
+        if row not in median:
+            continue
         a, b = median[row] / median["tokenizers in memory"], median[row] / median["datasets.map"]
         print(
             f"{row}: {a:.2f} of tokenizers in memory (goal {memory}), {b:.2f} of datasets.map (goal {mapped})"
