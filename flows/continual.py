@@ -91,14 +91,15 @@ def _round(run: Profile, kept: Store) -> State[Any]:
 
         held_out = kept.expect(dataset.KIND, stands.dataset)
         own = resolve.load(str(base / "profile.yaml"))
-        key = keys.evaluation(stands.run, keys.digest([stands.identity, start.name, held_out.key]))
+        what = keys.digest([stands.identity, start.name, held_out.key])
+        key = keys.evaluation(stands.run, what, own.evaluate.metrics)
         old = do.once(steps.evaluate, evaluation.KIND, key, own, kept, base, key, held_out, None, None)
         key = keys.training(mine.name, identity)
         inputs = (mine, kept, folder, key, new, compiled, start)
         patience = mine.cluster.retries
         trained = do.once(steps.train, training.KIND, key, *inputs, run_folder=folder, patience=patience)
         ledger.record(kept, mine.name, identity, new, parent=stands.identity)
-        key = keys.evaluation(mine.name, keys.digest([identity, held_out.key]))
+        key = keys.evaluation(mine.name, keys.digest([identity, held_out.key]), mine.evaluate.metrics)
         now = do.once(
             steps.evaluate, evaluation.KIND, key, mine, kept, folder, key, held_out, compiled, trained
         )
@@ -106,18 +107,8 @@ def _round(run: Profile, kept: Store) -> State[Any]:
         better = now.summary["validation_loss"] <= old.summary["validation_loss"] + run.evaluate.tolerance
         if better:
             key = keys.export(mine.name, identity)
-            do.once(
-                steps.export,
-                export.KIND,
-                key,
-                mine,
-                kept,
-                folder,
-                key,
-                vocabulary,
-                trained,
-                run_folder=folder,
-            )
+            inputs = (mine, kept, folder, key, vocabulary, trained)
+            do.once(steps.export, export.KIND, key, *inputs, run_folder=folder)
         do.always(steps.report, mine, kept, folder, planned, now, do.outcomes)
         overview.show(now=True)
 

@@ -27,7 +27,11 @@ def classified(profile: Profile, failure: JobFailed) -> JobFailed:
         told = TOLD.findall(failure.detail)
         return _as(Hopeless, failure, told[-1][1] if told else "what it was started with was refused")
     if code == exits.DIVERGED:
-        return _as(Hopeless, failure, "bad losses went on after going back; try a lower train.learning_rate")
+        return _as(
+            Hopeless,
+            failure,
+            "bad losses went on, and there is nothing more to go back to; try a lower train.learning_rate",
+        )
     if code == exits.HUNG:
         return _as(
             JobFailed,
