@@ -20,8 +20,6 @@ from tasks.launchers import create, noted
 
 log = logging.getLogger(__name__)
 
-GRACE = 30.0  # seconds to save
-
 
 def end_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     """Cancel whatever this flow run's jobs still have running; done twice it does nothing, nor to those of others."""
@@ -30,7 +28,7 @@ def end_jobs(flow: Any, flow_run: Any, state: Any) -> None:
         cluster = resolve.load(str(folder / "profile.yaml")).cluster
         launcher = create(cluster.launcher, cluster)
         for handle in noted(folder / "logs"):
-            launcher.cancel(handle, GRACE)
+            launcher.cancel(handle, cluster.grace)
 
 
 def explain(flow: Any, flow_run: Any, state: Any) -> None:
