@@ -58,7 +58,8 @@ class General:
         self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        ids = [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        # Not encode_batch_fast: in tokenizers 0.23 it takes a quarter longer.
+        ids = [found.ids for found in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
         counts = np.fromiter(map(len, ids), np.int64, len(ids))
         flat = np.empty(int(counts.sum()), np.uint32)
         at = 0
