@@ -1,7 +1,7 @@
 """The documentation: commands that work as they stand, links that lead somewhere, pages and pictures that are current.
 
-A block that begins with ```sh is run, all of a page's blocks in order in one folder; ```sh cluster needs what a test has not, so
-of it only the arguments of `trainshed` are checked.
+A block that begins with ```sh is run, all of a page's blocks in order in one folder; ```sh cluster needs what a test has not (a
+cluster, an account, an hour), so of it only the arguments of `trainshed` and names of modules are checked. There are no others.
 """
 
 import importlib.util
@@ -20,6 +20,7 @@ from profiles.reference import page
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```sh( cluster)?\n(.*?)^```$", re.M | re.S)
+COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(?:trainshed|make|python3? -m) ")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 # What makes a pretraining run take seconds instead of minutes, whatever it starts from.
 SMALL = {
@@ -82,6 +83,19 @@ def test_commands_for_a_cluster_have_arguments_that_exist(page):
             words = shlex.split(line, comments=True)
             if words and Path(words[0]).name == "trainshed":
                 parser().parse_args(words[1:])  # exits with 2 where it does not understand
+            if words and Path(words[0]).name == "python" and words[1] == "-m":
+                assert importlib.util.find_spec(words[2]), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_is_in_a_block_that_is_checked(page):
+    fenced, unchecked = False, []
+    for line in BLOCK.sub("", page.read_text()).splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif (fenced or line.startswith("    ")) and COMMAND.match(line.strip()):
+            unchecked.append(line)
+    assert not unchecked
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
