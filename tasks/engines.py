@@ -25,7 +25,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tasks.tokenizer import load as load_tokenizer
-from tasks.words import Unsuited, Words
+from tasks.words import Unsuited, words_of
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class ByWords(Checked):
         super().__init__(tokenizer)
         if threads >= MANY:
             raise Unsuited(f"{threads} threads of tokenizers are faster")
-        self._words = Words(_without_special(tokenizer))
+        self._words = words_of(_without_special(tokenizer))
 
     def agree(self, texts: Sequence[str]) -> None:
         super().agree(texts)

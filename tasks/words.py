@@ -1,8 +1,11 @@
-"""Texts as the words that a tokenizer's own regular expression cuts them into, each of which is tokenized once.
+"""Texts as the words that a tokenizer itself cuts them into, each of which is tokenized once.
 
-A byte-level tokenizer (GPT-2, Llama 3, DeepSeek) cuts a text into words before it merges, and what it makes of a word depends
-on that word alone. Most words of a text have been seen before, so that a dictionary answers for them, and `tokenizers` is asked
-for new ones only: two to three times the speed on one core.
+What a tokenizer makes of a word depends on that word alone, and most words of a text have been seen before, so that a
+dictionary answers for them, and `tokenizers` is asked for new ones only: two to three times the speed on one core.
+
+    expression   a byte-level tokenizer (GPT-2, Llama 3, DeepSeek) cuts by regular expressions before it merges
+    space        one of SentencePiece's kind (Llama 2) writes a mark for a space, with which a word begins; where it does not cut
+                 there, no merge reaches over what stands before a mark, which its vocabulary shows
 
 Two engines of regular expressions, Oniguruma in `tokenizers` and Python's `regex`, may know other editions of Unicode. So each
 character is tried between letters, digits, spaces and marks before the first text with it, and texts with one that
@@ -12,6 +15,7 @@ the two take for different things are left to `tokenizers`.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -33,29 +37,19 @@ class Unsuited(ValueError):
     """The tokenizer does not go by words, or by others than are known here."""
 
 
-class Words(dict[str, bytes]):
+class Words(dict[str, bytes], ABC):
     """Word -> its ids as C unsigned ints; a word that is not there is tokenized.
 
     Args:
-        tokenizer: without special tokens.
-
-    Raises:
-        Unsuited: no regular expression to cut by, a prefix, a normalizer, or chance.
+        described: the tokenizer, without special tokens.
+        rest: the parts of its pre-tokenizer that see words.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, described: dict[str, Any], rest: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__()
-        described = json.loads(tokenizer.to_str())
-        stages, rest = _stages(described)
-        self._cuts = [_cutter(stage["pattern"]["Regex"]) for stage in stages]
-        self._theirs = _only(described, {"type": "Sequence", "pretokenizers": stages}).pre_tokenizer
-        self._word = _only(described, {"type": "Sequence", "pretokenizers": rest})
+        self._word = _only(described, rest)
         added = [token["content"] for token in described["added_tokens"]]
         self._added = regex.compile("|".join(map(regex.escape, added))) if added else None
-        self._alike: set[str] = set()
-        self._unlike: set[str] = set()
-        self._try(map(chr, range(128)))
-        self._ascii = not self._unlike
 
     def __missing__(self, word: str) -> bytes:
         ids = array("I", self._word.encode(word, add_special_tokens=False).ids).tobytes()
@@ -65,21 +59,79 @@ class Words(dict[str, bytes]):
 
     def ids(self, text: str) -> bytes | None:
         """The text's ids as C unsigned ints; None for a text that `tokenizers` must take whole."""
+        if self._added and self._added.search(text):
+            return None
+        return b"".join(map(self.__getitem__, self.cut(text)))
+
+    def recur(self, texts: Sequence[str]) -> bool:
+        """Whether words come again often enough in these texts to be worth a dictionary."""
+        words = [word for text in texts for word in self.cut(text)]
+        return len(set(words)) <= RECUR * len(words)
+
+    @abstractmethod
+    def cut(self, text: str) -> Iterable[str]:
+        """Its words, as the model is to see them."""
+
+
+def words_of(tokenizer: Tokenizer) -> Words:
+    """Of a tokenizer without special tokens.
+
+    Raises:
+        Unsuited: it cuts neither by a regular expression nor at spaces; it changes the text first; or it leaves merges to chance.
+    """
+    described = json.loads(tokenizer.to_str())
+    if described["model"].get("dropout"):
+        raise Unsuited("it leaves merges to chance")
+    mark = _mark(described)
+    return ByExpression(described) if mark is None else BySpace(described, mark)
+
+
+class BySpace(Words):
+    """Words that begin with the mark of a space."""
+
+    def __init__(self, described: dict[str, Any], mark: str) -> None:
+        super().__init__(described)
+        cuts = described["pre_tokenizer"]
+        if described["normalizer"] and any(token["normalized"] for token in described["added_tokens"]):
+            raise Unsuited("it looks for added tokens in what it has changed")
+        self._mark, escaped = mark, regex.escape(mark)
+        if cuts and cuts["split"]:
+            self._find = regex.compile(f"{escaped}[^{escaped}]*|[^{escaped}]+").findall
+        else:
+            _require_marks_first(described["model"], mark)
+            self._find = regex.compile(f"{escaped}*[^{escaped}]+|{escaped}+").findall
+        self._prefix = "" if cuts and cuts["prepend_scheme"] == "never" else mark
+        self._always = cuts is None  # else not before a text that begins with one
+
+    def cut(self, text: str) -> list[str]:
+        text = text.replace(" ", self._mark)
+        if text and (self._always or not text.startswith(self._mark)):
+            text = self._prefix + text
+        return self._find(text)
+
+
+class ByExpression(Words):
+    """Words that regular expressions find, one after another."""
+
+    def __init__(self, described: dict[str, Any]) -> None:
+        stages, rest = _stages(described)
+        super().__init__(described, rest)
+        self._cuts = [_cutter(stage["pattern"]["Regex"]) for stage in stages]
+        self._theirs = _only(described, stages).pre_tokenizer
+        self._alike: set[str] = set()
+        self._unlike: set[str] = set()
+        self._try(map(chr, range(128)))
+        self._ascii = not self._unlike
+
+    def ids(self, text: str) -> bytes | None:
         if not (self._ascii and text.isascii()):
             characters = set(text)
             self._try(characters - self._alike - self._unlike)
             if not self._unlike.isdisjoint(characters):
                 return None
-        if self._added and self._added.search(text):
-            return None
-        return b"".join(map(self.__getitem__, self._cut(text)))
+        return super().ids(text)
 
-    def recur(self, texts: Sequence[str]) -> bool:
-        """Whether words come again often enough in these texts to be worth a dictionary."""
-        words = [word for text in texts for word in self._cut(text)]
-        return len(set(words)) <= RECUR * len(words)
-
-    def _cut(self, text: str) -> Iterable[str]:
+    def cut(self, text: str) -> Iterable[str]:
         first, *more = self._cuts
         words: Iterable[str] = first(text)
         for cut in more:
@@ -90,7 +142,28 @@ class Words(dict[str, bytes]):
         for character in characters:
             probe = PROBE.format(character)
             theirs = [probe[begin:end] for _, (begin, end) in self._theirs.pre_tokenize_str(probe)]
-            (self._alike if list(self._cut(probe)) == theirs else self._unlike).add(character)
+            (self._alike if list(self.cut(probe)) == theirs else self._unlike).add(character)
+
+
+def _mark(described: dict[str, Any]) -> str | None:
+    """What a tokenizer of SentencePiece's kind writes for a space; None for any other tokenizer."""
+    normalizer, cuts = described["normalizer"], described["pre_tokenizer"]
+    if cuts and cuts["type"] == "Metaspace" and normalizer is None:
+        return cuts["replacement"]
+    if cuts is None and normalizer and len(parts := normalizer.get("normalizers", [])) == 2:
+        mark = parts[0].get("prepend")
+        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": mark}
+        if parts == [{"type": "Prepend", "prepend": mark}, spaces]:
+            return mark
+    return None
+
+
+def _require_marks_first(model: dict[str, Any], mark: str) -> None:
+    """Raises Unsuited where a text is not the sum of its words, though they are not cut."""
+    alone = model["type"] == "BPE" and mark in model["vocab"] and not model.get("ignore_merges")
+    placed = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    if not alone or placed or any(mark in token.lstrip(mark) for token in model["vocab"]):
+        raise Unsuited("its tokens may reach over spaces")
 
 
 def _stages(described: dict[str, Any]) -> tuple[list[dict], list[dict]]:
@@ -102,8 +175,6 @@ def _stages(described: dict[str, Any]) -> tuple[list[dict], list[dict]]:
     normalizer = described["normalizer"]
     if normalizer and normalizer.get("normalizers") != []:
         raise Unsuited("it changes the text first")
-    if described["model"].get("dropout"):
-        raise Unsuited("it leaves merges to chance")
     parts = described["pre_tokenizer"] or {}
     parts = list(parts.get("pretokenizers", [parts] if parts else []))
     if parts and parts[0]["type"] == "ByteLevel" and parts[0].get("use_regex", True):
@@ -142,7 +213,8 @@ def _cutter(pattern: str) -> Cut:
     return found.findall
 
 
-def _only(described: dict[str, Any], pre_tokenizer: dict[str, Any]) -> Tokenizer:
-    """The tokenizer with another pre-tokenizer and no added tokens."""
-    changed = {"added_tokens": [], "post_processor": None, "pre_tokenizer": pre_tokenizer}
+def _only(described: dict[str, Any], pre_tokenizers: Sequence[dict[str, Any]]) -> Tokenizer:
+    """The tokenizer with these pre-tokenizers, and neither a normalizer nor added tokens."""
+    cuts = {"type": "Sequence", "pretokenizers": list(pre_tokenizers)}
+    changed = {"normalizer": None, "added_tokens": [], "post_processor": None, "pre_tokenizer": cuts}
     return Tokenizer.from_str(json.dumps({**described, **changed}))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from modeling.indexed import IndexedDataset
 from profiles.errors import ProfileError
@@ -208,17 +208,29 @@ def test_the_fast_engine_takes_byte_level_tokenizers_and_gives_the_same_tokens(k
         assert np.array_equal(mine, other)
 
 
-@pytest.fixture(scope="module", params=[gpt2, llama3, deepseek])
+def unsplit():
+    """As Llama 2's is written now: a mark before the text, and no cuts."""
+    made = llama2()
+    made.normalizer, made.pre_tokenizer = None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return made
+
+
+@pytest.fixture(scope="module", params=[gpt2, llama3, deepseek, metaspace, llama2, unsplit])
 def by_words(request):
     """The engine that goes by words, and the one that takes texts whole, of one tokenizer."""
-    made = trained(request.param())
+    made = request.param()
+    if request.param not in (llama2, unsplit):  # which have their vocabulary
+        trained(made, ["<unk>"] if request.param is metaspace else [EOS])
     made.encode_special_tokens = True
-    made.add_tokens(["<pad>", "   "])  # not special: they are recognized in texts
+    # Not special: they are recognized in texts.
+    made.add_tokens([AddedToken(text, normalized=False) for text in ("<pad>", "   ")])
     return engines.ByWords(made, 1), engines.General(made)
 
 
 @settings(max_examples=300)
-@given(texts=st.lists(st.one_of(st.text(), st.text("a1 \t\n\r'sSſlL.<pad>é日\x1c\x85\u2028٣Ⅷ²")), max_size=4))
+@given(
+    texts=st.lists(st.one_of(st.text(), st.text("a1 \t\n\r'sSſlL.<pad>▁é日\x1c\x85\u2028٣Ⅷ²")), max_size=4)
+)
 def test_texts_by_words_have_the_tokens_of_the_whole(by_words, texts):
     for mine, other in zip(*(engine.encode(texts) for engine in by_words), strict=True):
         assert np.array_equal(mine, other)
@@ -234,9 +246,25 @@ def test_without_gigatoken_words_that_come_again_are_tokenized_once(monkeypatch,
         assert np.array_equal(mine, other)
     with caplog.at_level(logging.INFO):
         assert engines.choose(made, DOCUMENTS[:5], threads=16).name == "tokenizers"
-        assert engines.choose(trained(metaspace(), ["<unk>"]), DOCUMENTS[:5]).name == "tokenizers"
+        over_spaces = Tokenizer(models.BPE(unk_token="<unk>"))
+        over_spaces.normalizer = llama2().normalizer
+        assert engines.choose(trained(over_spaces, ["<unk>"]), DOCUMENTS[:5]).name == "tokenizers"
+        over_spaces.normalizer = normalizers.NFKC()
+        assert engines.choose(over_spaces, DOCUMENTS[:5]).name == "tokenizers"
     assert "16 threads of tokenizers are faster" in caplog.text
-    assert "it does not begin by cutting at a regular expression" in caplog.text
+    assert "its tokens may reach over spaces" in caplog.text
+    assert "it changes the text first" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [metaspace, llama2, unsplit])
+def test_words_that_begin_with_their_space_are_tokenized_once_too(kind, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    made = trained(kind(), ["<unk>"]) if kind is metaspace else kind()
+    made.encode_special_tokens = True
+    engine = engines.choose(made, DOCUMENTS[:60])
+    assert engine.name == "tokenizers by words"
+    for mine, other in zip(engine.encode(DOCUMENTS), engines.General(made).encode(DOCUMENTS), strict=True):
+        assert np.array_equal(mine, other)
 
 
 def test_a_fast_engine_that_differs_is_not_used_and_that_is_said(caplog, monkeypatch):
@@ -367,7 +395,9 @@ def test_shards_done_by_several_processes_are_those_done_by_one(store, tmp_path)
 def test_which_engine_was_used_and_why_is_said_once_whoever_tokenizes(store, tmp_path, caplog):
     wanted = many(tmp_path)
     (tmp_path / "source").mkdir()
-    trained(metaspace(), ["<unk>", EOS]).save(str(tmp_path / "source/tokenizer.json"))
+    changing = metaspace()
+    changing.normalizer = normalizers.NFKC()
+    trained(changing, ["<unk>", EOS]).save(str(tmp_path / "source/tokenizer.json"))
     (tmp_path / "source/tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
     own = {"source": str(tmp_path / "source"), "vocabulary_size": None}
     wanted = wanted.model_copy(update={"tokenizer": wanted.tokenizer.model_copy(update=own)})
