@@ -192,6 +192,11 @@ def test_what_does_not_save_is_stopped_at_once(place, launcher, cluster):
 
 def test_what_does_not_save_ends_at_its_time_limit_which_is_said(place, cluster):
     launcher = launcher_of("cluster.time=1", "cluster.time_left=59")
+    number = launcher.submit(job(place)).identifier
+    wait_for(place / "pid-0")
+    cluster.command(
+        "scontrol", "update", f"JobId={number}", "EndTime=now+2"
+    )  # a minute is the shortest limit
     with pytest.raises(JobFailed, match=r"at its time limit, 1; give cluster\.time more"):
         execute(launcher, job(place))
     log = (place / "logs/work.log").read_text()

@@ -6,6 +6,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -187,15 +189,15 @@ def test_a_damaged_report_is_refused_by_its_name(capsys, tmp_path, monkeypatch, 
     assert f"{tmp_path}/store/runs/first/report.json is damaged" in told
 
 
-def test_lines_that_are_damaged_are_left_out_of_a_comparison(capsys, caplog, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_lines_that_are_damaged_are_left_out_of_a_comparison(tmp_path):
     write_run(tmp_path / "store/runs/first", losses=20)
     metrics = tmp_path / "store/runs/first/metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"step": 7,', '"step": 7'))
-    assert main(["compare", "first", "--json"]) == 0
-    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    compare = [sys.executable, "-m", "flows.cli", "compare", "first", "--json"]
+    done = subprocess.run(compare, cwd=tmp_path, capture_output=True, text=True, check=True)
+    (run,) = json.loads(done.stdout)["runs"]
     assert (run["steps"], run["loss"]) == (19, pytest.approx(8.1))
-    assert f"{metrics}: line 7 is no JSON object: left out" in caplog.text
+    assert "store/runs/first/metrics.jsonl: line 7 is no JSON object: left out" in done.stderr
 
 
 def test_a_run_that_is_not_exported_has_samples_and_no_code_to_load_it(tmp_path):
