@@ -3,7 +3,8 @@
     python -m benchmarks.tokenizing [--megabytes 60] [--rounds 3] [--tokenizer sentencepiece]
 
 On all cores of this machine, with a BPE of 32,000 tokens trained on the text itself, which does not repeat itself (text.py). It
-is byte-level, which gigatoken takes and which goes by words without it, or of SentencePiece's kind, which goes by words. Runs alternate; a row is the median. The slow ones read a part of the text that takes them about as long.
+is byte-level, which gigatoken takes and which goes by words without it, or of SentencePiece's kind, which goes by words. Runs
+alternate; a row is the median. The slow ones read a part of the text that takes them about as long.
 """
 
 from __future__ import annotations
