@@ -48,9 +48,14 @@ class Stragglers:
         return f"rank {rank} on {self._nodes[rank]} holds the others up: {worst:.3f} s of work a step; the median: {usual:.3f} s"
 
 
+def node_name() -> str:
+    """This machine's, as Slurm has it where Slurm runs this."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def node_names() -> list[str]:
     """The name of each rank's node, in the order of the ranks; all ranks call it."""
-    name = (os.environ.get("SLURMD_NODENAME") or socket.gethostname())[:LONGEST]
+    name = node_name()[:LONGEST]
     if not dist.is_initialized():
         return [name]
     names: list[str | None] = [None] * dist.get_world_size()

@@ -7,8 +7,9 @@ watches itself: where no step ends within
 
 (or PATIENCE at the start, while graphs compile, and during a checkpoint or an evaluation) it writes RUN/logs/stacks/rank_<n>.txt,
 the traceback of each of its threads, and rank_<n>.collectives, torch's flight recorder (read by `torchfrtrace`, where the
-backend keeps one), and ends with the exit code HUNG. The launcher then ends the others. A rank stuck in compiled code that
-never gives Python's lock back is ended by faulthandler's own thread, some seconds later.
+backend keeps one), and ends with the exit code HUNG. The launcher then ends the others. A rank that cannot do so, since it is
+stopped, or stuck in compiled code that never gives Python's lock back, is looked at and ended from outside (torchrun.py);
+where nobody looks, by faulthandler's own thread.
 
 Costs a lock a step, and a thread every few seconds.
 """
@@ -18,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import socket
 import statistics
 import threading
 import time
@@ -27,11 +27,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-from modeling.exits import HUNG
+from modeling.exits import HUNG, STOOD
+from modeling.pulse import Pulse
+from modeling.stragglers import node_name
 
 PATIENCE = 1800.0  # seconds that what is no step may take
 KNOWN = 3  # steps whose times make a median
-LATER = 10.0  # seconds that faulthandler waits longer
+SETTLE = 4.0  # seconds from a rank's dump to its end, which may take along others that were not dumped yet
+LATER = 20.0  # seconds that faulthandler waits longer
 
 
 class Watchdog:
@@ -44,7 +47,8 @@ class Watchdog:
     """
 
     def __init__(self, folder: Path, rank: int, factor: float, grace: float | None) -> None:
-        self._folder, self._rank, self._factor, self._grace = folder, rank, factor, grace
+        self._path, self._rank, self._factor, self._grace = folder / f"rank_{rank}.txt", rank, factor, grace
+        self._pulse = None if grace is None else Pulse(self._path)
         self._seconds: deque[float] = deque(maxlen=50)
         self._step = 0
         self._limit, self._deadline = PATIENCE, time.monotonic() + PATIENCE
@@ -74,11 +78,12 @@ class Watchdog:
         return self._factor * statistics.median(self._seconds) + self._grace
 
     def _allow(self, seconds: float) -> None:
-        if self._grace is None:
+        if self._pulse is None:
             return
         with self._changed:
             self._limit, self._deadline = seconds, time.monotonic() + seconds
             self._changed.notify()
+        self._pulse.due(self._deadline)
         last = time.monotonic() + seconds + LATER
         if abs(last - self._last) > LATER / 2:  # a thread is started each time
             self._last = last
@@ -96,11 +101,12 @@ class Watchdog:
         self._leave()
 
     def _leave(self) -> None:
-        name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        about = f"rank {self._rank} on {name}: no step for {self._limit:.1f} s after step {self._step}"
+        path = self._path
+        about = f"rank {self._rank} on {node_name()}: {STOOD} {self._limit:.1f} s after step {self._step}"
+        if self._pulse is not None:
+            self._pulse.due(time.monotonic() + LATER)
         with contextlib.suppress(OSError):  # a full disk must not keep it from ending
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / f"rank_{self._rank}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w") as file:
                 print(about, file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
@@ -109,6 +115,7 @@ class Watchdog:
                 path.with_suffix(".collectives").write_bytes(recorded)
             about = f"{about}; its stacks: {path}"
         print(f"WARNING {about}", flush=True)
+        time.sleep(SETTLE)
         os._exit(HUNG)
 
     def __enter__(self) -> Self:
@@ -121,6 +128,8 @@ class Watchdog:
         with self._changed:
             self._ended = True
             self._changed.notify()
+        if self._pulse is not None:
+            self._pulse.end()
         faulthandler.cancel_dump_traceback_later()
 
 

@@ -32,7 +32,7 @@ def classified(profile: Profile, failure: JobFailed) -> JobFailed:
             failure,
             "bad losses went on, and there is nothing more to go back to; try a lower train.learning_rate",
         )
-    if code == exits.HUNG:
+    if code == exits.HUNG or exits.STOOD in failure.detail:
         return _as(
             JobFailed,
             failure,

@@ -210,7 +210,7 @@ def _command(job: Job) -> list[list[str]]:
     if job.processes == 0:
         return [[sys.executable], *program]
     return [
-        [sys.executable, "-m", "torch.distributed.run"],
+        [sys.executable, "-m", "modeling.torchrun"],
         ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.processes), "--max-restarts", "0"],
         ["--rdzv-backend", "static"],  # c10d's prints a stack dump when it shuts down
         ["--tee", "3", "--log-dir", str(job.folder / "ranks")],

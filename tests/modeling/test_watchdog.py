@@ -1,0 +1,64 @@
+"""A rank that stands still leaves its stacks and ends, whether it can tell them itself or not."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from modeling import exits
+from tests.slurm.conftest import until
+
+HOME = Path(__file__).parents[2]
+# Three steps, from which the limit follows; then rank 1 stands still, and rank 0 waits for it.
+PROGRAM = """
+import ctypes, os, pathlib, sys, threading, time
+from modeling.watchdog import Watchdog
+
+folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
+rank = int(os.environ["RANK"])
+
+def wait_for_the_other():
+    time.sleep(300)
+
+def hold_the_lock_for_ever():
+    ctypes.PyDLL(None).sleep(300)
+
+with Watchdog(folder / "stacks", rank, 1.0, 2.0) as watchdog:
+    for step in 1, 2, 3:
+        watchdog.beat(step, 0.1)
+    (folder / f"{rank}.there").touch()
+    hold_the_lock_for_ever() if rank == 1 and how == "holds" else wait_for_the_other()
+"""
+
+
+@pytest.mark.parametrize("how", ["waits", "holds", "stopped"])
+def test_every_rank_leaves_its_stacks(how, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    torchrun = ["modeling.torchrun", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *torchrun, "program.py", str(tmp_path), how],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(HOME), "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] "},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    until(lambda: (tmp_path / "1.there").exists())
+    ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
+    if how == "stopped":
+        ranks[1].send_signal(signal.SIGSTOP)
+    said, _ = process.communicate(timeout=60)
+    assert not any(child.is_running() for child in ranks.values())
+    first, second = ((tmp_path / f"stacks/rank_{rank}.txt").read_text() for rank in (0, 1))
+    assert exits.STOOD in first
+    assert "wait_for_the_other" in first
+    assert exits.STOOD in second
+    assert ("hold_the_lock_for_ever" if how == "holds" else "wait_for_the_other") in second
+    assert ("seen from outside" in second) == (how != "waits")
+    code = exits.HUNG if how == "waits" else -signal.SIGALRM
+    assert re.search(rf"Root Cause.*?exitcode\s*:\s*{code}", said, re.DOTALL), said
