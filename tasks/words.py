@@ -1,7 +1,9 @@
 """Texts as the words that a tokenizer itself cuts them into, each of which is tokenized once.
 
 What a tokenizer makes of a word depends on that word alone, and most words of a text have been seen before, so that a
-dictionary answers for them, and `tokenizers` is asked for new ones only: two to three times the speed on one core.
+dictionary answers for them, and `tokenizers` is asked for new ones only: two to three times the speed on one core. One
+that is full becomes the older of two generations, and what comes again is taken over from it into the new one: names
+that one text is full of are soon forgotten.
 
     expression   a byte-level tokenizer (GPT-2, Llama 3, DeepSeek) cuts by regular expressions before it merges
     space        one of SentencePiece's kind (Llama 2) writes a mark for a space, with which a word begins; where it does not cut
@@ -26,7 +28,7 @@ from tokenizers import Tokenizer
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LONGEST = 64  # characters of a word that is remembered
-MOST = 400_000  # words that are: 64 MB for words of nine letters
+MOST = 200_000  # words that are, of each of two generations: 64 MB for words of nine letters
 RECUR = 0.5  # share of the words of a sample that may be new
 PROBE = "a{0}a 1{0}1 {0} .{0}. '{0}'s{0}{0}\n{0}\n\n{0}\t"
 
@@ -47,13 +49,19 @@ class Words(dict[str, bytes], ABC):
 
     def __init__(self, described: dict[str, Any], rest: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__()
+        self._older: dict[str, bytes] = {}
         self._word = _only(described, rest)
         added = [token["content"] for token in described["added_tokens"]]
         self._added = regex.compile("|".join(map(regex.escape, added))) if added else None
 
     def __missing__(self, word: str) -> bytes:
-        ids = array("I", self._word.encode(word, add_special_tokens=False).ids).tobytes()
-        if len(word) <= LONGEST and len(self) < MOST:
+        ids = self._older.get(word)
+        if ids is None:
+            ids = array("I", self._word.encode(self.spelled(word), add_special_tokens=False).ids).tobytes()
+        if len(word) <= LONGEST:
+            if len(self) >= MOST:
+                self._older = dict(self)
+                self.clear()
             self[word] = ids
         return ids
 
@@ -70,7 +78,11 @@ class Words(dict[str, bytes], ABC):
 
     @abstractmethod
     def cut(self, text: str) -> Iterable[str]:
-        """Its words, as the model is to see them."""
+        """Its words."""
+
+    def spelled(self, word: str) -> str:
+        """A word as the model is to see it."""
+        return word
 
 
 def words_of(tokenizer: Tokenizer) -> Words:
@@ -87,27 +99,31 @@ def words_of(tokenizer: Tokenizer) -> Words:
 
 
 class BySpace(Words):
-    """Words that begin with the mark of a space."""
+    """Words that begin with a space, for which the model sees a mark."""
 
     def __init__(self, described: dict[str, Any], mark: str) -> None:
         super().__init__(described)
         cuts = described["pre_tokenizer"]
         if described["normalizer"] and any(token["normalized"] for token in described["added_tokens"]):
             raise Unsuited("it looks for added tokens in what it has changed")
-        self._mark, escaped = mark, regex.escape(mark)
-        if cuts and cuts["split"]:
-            self._find = regex.compile(f"{escaped}[^{escaped}]*|[^{escaped}]+").findall
-        else:
-            _require_marks_first(described["model"], mark)
-            self._find = regex.compile(f"{escaped}*[^{escaped}]+|{escaped}+").findall
-        self._prefix = "" if cuts and cuts["prepend_scheme"] == "never" else mark
+        self._mark = mark
+        self._prefix = "" if cuts and cuts["prepend_scheme"] == "never" else " "
         self._always = cuts is None  # else not before a text that begins with one
+        apart = cuts is not None and cuts["split"]
+        if not apart:
+            _require_marks_first(described["model"], mark)
+        self._find = regex.compile(" [^ ]*|[^ ]+" if apart else " *[^ ]+| +").findall
+        self._alone = apart and bool(self._prefix)  # each word has one space, and goes without it
 
     def cut(self, text: str) -> list[str]:
-        text = text.replace(" ", self._mark)
-        if text and (self._always or not text.startswith(self._mark)):
+        if self._mark in text:
+            text = text.replace(self._mark, " ")
+        if text and (self._always or not text.startswith(" ")):
             text = self._prefix + text
-        return self._find(text)
+        return text.split(" ")[1:] if self._alone else self._find(text)
+
+    def spelled(self, word: str) -> str:
+        return self._mark + word if self._alone else word.replace(" ", self._mark)
 
 
 class ByExpression(Words):

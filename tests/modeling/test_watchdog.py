@@ -43,7 +43,11 @@ def test_every_rank_leaves_its_stacks(how, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", *torchrun, "program.py", str(tmp_path), how],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(HOME), "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] "},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(HOME),
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

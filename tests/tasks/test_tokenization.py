@@ -217,14 +217,16 @@ def unsplit():
 
 @pytest.fixture(scope="module", params=[gpt2, llama3, deepseek, metaspace, llama2, unsplit])
 def by_words(request):
-    """The engine that goes by words, and the one that takes texts whole, of one tokenizer."""
+    """The engine that goes by few words, which it soon forgets, and the one that takes texts whole, of one tokenizer."""
     made = request.param()
     if request.param not in (llama2, unsplit):  # which have their vocabulary
         trained(made, ["<unk>"] if request.param is metaspace else [EOS])
     made.encode_special_tokens = True
     # Not special: they are recognized in texts.
     made.add_tokens([AddedToken(text, normalized=False) for text in ("<pad>", "   ")])
-    return engines.ByWords(made, 1), engines.General(made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tasks.words.MOST", 5)
+        yield engines.ByWords(made, 1), engines.General(made)
 
 
 @settings(max_examples=300)
