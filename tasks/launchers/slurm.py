@@ -28,6 +28,7 @@ ASK_SECONDS = 2.0  # between questions to the controller; the record is looked f
 TIMEOUT = 60.0  # seconds of one command
 PATIENCE = 300.0  # seconds that a controller may be silent where nothing can be done without it
 FORCE_SECONDS = 60.0  # until a job that was killed must be gone
+HELD_SECONDS = 5.0  # that a job which was queued again is left to wait: its nodes tidy up
 GONE_SECONDS = 10.0  # that a record may take to be seen through a shared file system, once its job is gone
 STATE = re.compile(r"\bJobState=(\S+) Reason=(\S+)")
 
@@ -47,6 +48,7 @@ class SlurmLauncher:
         self._cluster = cluster
         self._asked: dict[str, float] = {}  # when the controller was last asked about each job
         self._gone: dict[str, float] = {}  # since when it has not known each job any more
+        self._held: dict[str, float] = {}  # since when each job waits to be started again
         self._reason = ""
 
     def submit(self, job: Job) -> Handle:
@@ -105,6 +107,7 @@ class SlurmLauncher:
         if line is not None:
             self._gone.pop(handle.identifier, None)
             self._tell(handle, line)
+            self._release(handle, line)
             return Status(running=True)
         if now - self._gone.setdefault(handle.identifier, now) < GONE_SECONDS:
             return Status(running=True)
@@ -190,6 +193,15 @@ class SlurmLauncher:
             log.info("%s waits in Slurm's queue: job %s, %s", handle.job.name, handle.identifier, reason)
         self._reason = reason
 
+    def _release(self, handle: Handle, line: Line) -> None:
+        """Have a job that was queued again start now; Slurm holds it for two minutes, whatever became of its nodes."""
+        if line.state != "PENDING" or line.reason != "BeginTime" or not _has_started(handle):
+            self._held.pop(handle.identifier, None)
+            return
+        now = time.monotonic()
+        if now - self._held.setdefault(handle.identifier, now) > HELD_SECONDS:
+            _run(["scontrol", "update", f"JobId={handle.identifier}", "StartTime=now"], check=False)
+
     def _epitaph(self, handle: Handle) -> str:
         """How a job ended that left no record."""
         shown = _run(["scontrol", "--oneliner", "show", "job", handle.identifier], check=False)
@@ -204,6 +216,12 @@ class SlurmLauncher:
 
 class SlurmSilent(JobFailed):
     """The controller did not answer."""
+
+
+def _has_started(handle: Handle) -> bool:
+    """Whether a job has run before: else somebody's own --begin may hold it."""
+    starts = (path.read_text() for path in handle.job.folder.glob(f"{handle.job.name}*.start"))
+    return any(start.startswith(f"{handle.identifier}.") for start in starts)
 
 
 def _log_start(job: Job, identifier: str) -> int:

@@ -20,7 +20,6 @@ import psutil
 
 PROGRAMS = ("setpriv", "munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "srun")
 NODES, CPUS, MEMORY = 4, 2, 4000  # MiB
-CREDENTIAL = 3  # seconds that one is good for
 WITH_PARENT = ("setpriv", "--pdeathsig", "TERM")  # in front of a command that is not to outlive this process
 NODE = "TRAINSHED_TEST_NODE"  # in the environment of a slurmd and of the daemons of its steps
 CONFIGURATION = Template("""
@@ -30,7 +29,7 @@ SlurmctldPort=$port
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$folder/munge.socket,cred_expire=$credential
+AuthInfo=socket=$folder/munge.socket
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -81,7 +80,6 @@ class Cluster:
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self._ports = dict(zip(self.nodes, _free_ports(nodes), strict=True))
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self._requeued: dict[str, float] = {}  # when each waiting job was first seen waiting
         (self.folder / "state").mkdir()
         host = socket.gethostname().partition(".")[0]
         lines = (
@@ -94,7 +92,6 @@ class Cluster:
                 host=host,
                 port=_free_ports(1)[0],
                 folder=self.folder,
-                credential=CREDENTIAL,
                 nodes="\n".join(lines),
             )
         )
@@ -215,14 +212,6 @@ class Cluster:
         """[number, name, state, nodes] of each job."""
         shown = self.command("squeue", "-h", "-t", states, "-o", "%A|%j|%T|%N")
         return [line.split("|") for line in shown.splitlines()]
-
-    def start_requeued(self) -> None:
-        """Do not wait the minutes that Slurm leaves a job which was queued again; its old credential is to expire, though."""
-        waiting = self.command("squeue", "-h", "-t", "PENDING", "-o", "%A|%r").splitlines()
-        for number in (line.partition("|")[0] for line in waiting if line.endswith("|BeginTime")):
-            since = self._requeued.setdefault(number, time.monotonic())
-            if time.monotonic() - since > CREDENTIAL + 2:
-                self.command("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
 
     def command(self, *arguments: str, check: bool = True) -> str:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)

@@ -131,7 +131,6 @@ def test_llama3_70b_goes_through_server_worker_and_slurm_though_a_node_dies(
             return run["state_type"]
 
         def ended() -> bool:
-            cluster.start_requeued()
             return state() in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
         metrics = folder / "metrics.jsonl"
