@@ -47,10 +47,15 @@ def watch(folder: Path) -> None:
                 if not _lives(seen.pid):
                     seen.forget(folder)
                 elif time.monotonic() > seen.due + LATE:
-                    report(seen)
-                    end(seen.pid)
                     seen.forget(folder)
+                    threading.Thread(target=report_and_end, args=(seen,), daemon=True).start()
             time.sleep(EVERY)
+
+
+def report_and_end(seen: pulse.Seen) -> None:
+    """A rank that stands still; all of a node may at once."""
+    report(seen)
+    end(seen.pid)
 
 
 def report(seen: pulse.Seen) -> None:

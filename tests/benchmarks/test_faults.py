@@ -8,7 +8,7 @@ from benchmarks.faults import LEFT_OUT, effective
 PAGE = Path(__file__).parents[2] / "docs/clusters.md"
 
 
-def test_the_clusters_page_has_the_time_that_trains_with_and_without_slurms_waits():
+def test_the_clusters_page_has_the_time_that_trains_with_and_without_slurms_wait():
     text = PAGE.read_text()
     killed = int(re.search(r"^\| a node killed \| (\d+) \|$", text, re.M)[1])
     stops = (killed, killed + LEFT_OUT)
