@@ -11,6 +11,7 @@ feeds a kept projection alone) falls out of it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from functools import partial, wraps
 from typing import Any
@@ -38,6 +39,8 @@ def recompute(blocks: Iterable[nn.Module], mode: str, count: int | None = None) 
         raise ValueError(f"recompute = {mode!r} is not one of {', '.join(MODES)}")
     if mode == "none":
         return
+    # Where blocks are compiled it asks each run to make sure that none writes in place; none does.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for number, block in enumerate(blocks):
         if count is None or number < count:
             contexts: dict[str, Any] = {}
