@@ -15,8 +15,8 @@ import yaml
 
 from flows.cli import main, parser
 from tests.flows.micro import settings
+from tests.tasks.sources import write_pair
 from tests.tasks.test_report import write_run
-from tests.tasks.test_sources import write_pair
 
 COMMANDS = ("run", "plan", "up", "convert", "profiles", "compare", "tensorboard", "import-config")
 

@@ -15,7 +15,7 @@ from profiles.errors import ProfileError
 from tasks import tokenizer
 from tasks.artifacts import Store
 from tasks.shard import SourceError
-from tests.tasks.test_sources import files, lines, profile
+from tests.tasks.sources import files, lines, profile
 from tests.tasks.test_tokenization import DOCUMENTS
 
 

@@ -21,11 +21,6 @@ from tests import s3
 FILES = {"model.bin": b"weights" * 1000, "deep/er/tokens.idx": b"\x00\x01\x02", "empty": b""}
 
 
-@pytest.fixture
-def store(tmp_path):
-    return Store(str(tmp_path / "store"))
-
-
 def publish(store, kind="tokens", key="k1", files=FILES, **more) -> Artifact:
     with store.publish(kind, key, {"tokens": 3}, **more) as folder:
         for name, content in files.items():

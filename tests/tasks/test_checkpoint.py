@@ -12,7 +12,6 @@ from modeling.compare import differences
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks import checkpoint
-from tasks.artifacts import Store
 from tests.modeling import nxd_shards as by_hand
 
 HEADS = {"num_attention_heads": by_hand.HEADS, "num_key_value_heads": by_hand.KV_HEADS}
@@ -34,11 +33,6 @@ def weights(tmp_path) -> Path:
     (folder / "config.json").write_text(json.dumps(by_hand.CONFIG))
     save_file(by_hand.model(), folder / "model.safetensors")
     return folder
-
-
-@pytest.fixture
-def store(tmp_path) -> Store:
-    return Store(str(tmp_path / "store"))
 
 
 def profile(source: Path, *overrides: str):

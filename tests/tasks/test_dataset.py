@@ -25,11 +25,6 @@ DOCUMENTS = [f"Document {i} " + "says words and more words. " * (i % 7) for i in
 ]
 
 
-@pytest.fixture
-def store(tmp_path):
-    return Store(str(tmp_path / "store"))
-
-
 def write(path, documents=DOCUMENTS, column="text"):
     """Documents in the format of the path's ending."""
     path.parent.mkdir(parents=True, exist_ok=True)

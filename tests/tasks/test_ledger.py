@@ -5,14 +5,8 @@ import pytest
 from profiles.errors import ProfileError
 from profiles.resolve import check
 from tasks import dataset, ledger, tokenizer
-from tasks.artifacts import Store
-from tests.tasks.test_sources import files, lines, profile
+from tests.tasks.sources import files, lines, profile
 from tests.tasks.test_tokenization import DOCUMENTS
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])

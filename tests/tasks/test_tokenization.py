@@ -22,7 +22,7 @@ from tasks.plan import Plan
 from tasks.shard import SourceError
 from tasks.tokenizer_files import EOS, byte_level
 from tasks.workers import WorkerFailed, Workers
-from tests.tasks.test_sources import files, lines, profile
+from tests.tasks.sources import files, lines, profile
 
 CHANCE = random.Random(0)
 WORDS = [
@@ -44,11 +44,6 @@ WORDS = [
 ENDS = [" ", " ", " ", "\n", "\n\n", ". ", ", ", "\r\n"]
 PROSE = "".join(CHANCE.choice(WORDS) + CHANCE.choice(ENDS) for _ in range(20_000))
 DOCUMENTS = [PROSE[at : at + 300] for at in range(0, 60_000, 300)]
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(str(tmp_path / "store"))
 
 
 def make(wanted, store, **more):

@@ -27,11 +27,6 @@ TEXT = [
 
 
 @pytest.fixture
-def store(tmp_path):
-    return Store(str(tmp_path / "store"))
-
-
-@pytest.fixture
 def texts(tmp_path):
     """A source of small text files; returns its overrides."""
     folder = tmp_path / "texts"

@@ -1,0 +1,76 @@
+"""What tests of sources share: texts, the files they lie in, profiles that name them."""
+
+import json
+from itertools import chain
+
+import numpy as np
+import pyarrow as pa
+
+from modeling.indexed import IndexedDatasetBuilder
+from profiles import resolve
+from tasks import corpora, readers
+from tasks.long_text import LongText
+
+DOCUMENTS = [f"Document {i} says " + "words and more words. " * (i % 9) for i in range(300)] + ["naïve 日本"]
+
+
+def profile(*sources, **data):
+    """A profile with these sources, each a mapping."""
+    overrides = [f"data.{name}={json.dumps(value)}" for name, value in data.items()]
+    return resolve.load(
+        "tiny",
+        [
+            f"data.sources={json.dumps(sources)}",
+            "tokenizer.vocabulary_size=300",
+            "train.sequence_length=16",
+            *overrides,
+        ],
+    )
+
+
+def files(path, **more):
+    return {"kind": "files", "path": str(path), **more}
+
+
+def lines(documents, column="text"):
+    return "".join(json.dumps({"n": 1, column: text}) + "\n" for text in documents).encode()
+
+
+def zstd(data):
+    out = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(out, "zstd") as stream:
+        stream.write(data)
+    return out.getvalue().to_pybytes()
+
+
+def joined(lists):
+    return list(chain.from_iterable(lists))
+
+
+def table(documents=DOCUMENTS):
+    return pa.table({"n": [1] * len(documents), "text": documents})
+
+
+def arrow(path, form):
+    with form(str(path), table().schema) as writer:
+        writer.write_table(table(), max_chunksize=40)
+
+
+def texts(wanted, token=None):
+    """The texts of all shards of a profile, a list a shard."""
+    found = []
+    for shard in corpora.shards(wanted.data, token=token):
+        documents = readers.documents(shard, token)
+        found.append(
+            [
+                "".join(document.chunks()) if isinstance(document, LongText) else document
+                for document in documents
+            ]
+        )
+    return found
+
+
+def write_pair(prefix, documents):
+    with IndexedDatasetBuilder(prefix, np.dtype(np.uint16)) as builder:
+        for document in documents:
+            builder.add_document(document)

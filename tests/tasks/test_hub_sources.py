@@ -1,0 +1,125 @@
+"""Data sets of a hub, on loopback."""
+
+import io
+
+import pyarrow.parquet as parquet
+import pytest
+
+from profiles.errors import ProfileError
+from tasks import corpora
+from tests.hub import TOKEN, Hub
+from tests.tasks.sources import DOCUMENTS, joined, lines, profile, table, texts
+
+README = b"""---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/train-*.parquet
+  - split: test
+    path: en/test.parquet
+- config_name: de
+  data_files: de.jsonl
+---
+"""
+
+
+def as_parquet(documents):
+    out = io.BytesIO()
+    parquet.write_table(table(documents), out, row_group_size=20)
+    return out.getvalue()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    with Hub() as served:
+        served.patch(monkeypatch, tmp_path / "cache")
+        monkeypatch.setattr("datasets.config.HF_ENDPOINT", served.url)
+        monkeypatch.setattr("datasets.config.HF_MODULES_CACHE", str(tmp_path / "modules"))
+        from huggingface_hub import HfFileSystem
+
+        HfFileSystem.clear_instance_cache()
+        content = {
+            "README.md": README,
+            "en/train-0.parquet": as_parquet(DOCUMENTS[:200]),
+            "en/train-1.parquet": as_parquet(DOCUMENTS[200:]),
+            "en/test.parquet": as_parquet(DOCUMENTS[:5]),
+            "de.jsonl": lines(["Guten Tag"]),
+        }
+        served.commit("org/texts", content, kind="datasets")
+        served.commit(
+            "org/script", {"script.py": b"import datasets\n", "README.md": b"# s\n"}, kind="datasets"
+        )
+        yield served
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_split_of_a_configuration_of_a_hub_data_set(hub, streaming, tmp_path):
+    source = {"kind": "hub", "repository": "org/texts", "config": "en", "streaming": streaming}
+    shards = texts(profile(source))
+    assert joined(shards) == DOCUMENTS
+    assert len(shards) == 2
+    assert texts(profile({**source, "split": "test"})) == [DOCUMENTS[:5]]
+    asked = {path.rpartition("/")[2] for method, path, _ in hub.requests if method == "GET"}
+    tables = {"train-0.parquet", "train-1.parquet", "test.parquet"}
+    assert tables <= asked
+    assert {path.name for path in (tmp_path / "cache").rglob("*.parquet")} == (set() if streaming else tables)
+
+
+def test_lines_of_a_hub_data_set_are_streamed_in_blocks(hub, monkeypatch):
+    monkeypatch.setattr("tasks.shard.BLOCK", 20_000)
+    content = lines(DOCUMENTS * 5)
+    hub.commit("org/lines", {"a.jsonl": content}, kind="datasets")
+    assert texts(profile({"kind": "hub", "repository": "org/lines", "streaming": True})) == [DOCUMENTS * 5]
+    asked = [path for method, path, _ in hub.requests if method == "GET" and path.endswith("a.jsonl")]
+    assert 2 < len(asked) <= len(content) // 20_000 + 1
+
+
+def test_hub_shards_are_keyed_by_their_files_not_by_the_commit(hub):
+    source = profile({"kind": "hub", "repository": "org/texts", "config": "en"})
+    before = [shard.digest for shard in corpora.shards(source.data)]
+    content = dict(next(reversed(hub.repositories["datasets", "org/texts"].commits.values())))
+    content["en/train-2.parquet"] = as_parquet(["new"])
+    hub.commit("org/texts", content, kind="datasets")
+    from huggingface_hub import HfFileSystem
+
+    HfFileSystem.clear_instance_cache()
+    after = [shard.digest for shard in corpora.shards(source.data)]
+    assert after[:2] == before
+    assert len(after) == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"repository": "org/texts"}, r"sources\.0\.config: .*several configurations; nearest valid: en, de"),
+        ({"repository": "org/texts", "config": "fr"}, r"config = fr: .*no such conf.*nearest valid: en, de"),
+        ({"repository": "org/texts", "config": "en", "split": "dev"}, r"split = dev: .*valid: test, train"),
+        ({"repository": "org/none"}, r"repository = org/none: is no data set on the hub"),
+        ({"repository": "org/texts", "config": "en", "revision": "v9"}, r"revision = v9: .*no such revision"),
+        ({"repository": "org/script"}, r"repository = org/script: .*loading script.*no refs/convert/parquet"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_refused(hub, source, message):
+    with pytest.raises(ProfileError, match=message):
+        texts(profile({"kind": "hub", **source}))
+
+
+def test_a_loading_script_is_refused_with_the_revision_that_serves(hub):
+    hub.commit(
+        "org/script",
+        {"default/train/0000.parquet": as_parquet(DOCUMENTS), "other/train/0000.parquet": as_parquet(["x"])},
+        kind="datasets",
+        ref="refs/convert/parquet",
+    )
+    source = {"kind": "hub", "repository": "org/script"}
+    with pytest.raises(ProfileError, match=r"revision = main: .*script.*nearest valid: refs/convert/parquet"):
+        texts(profile(source))
+    assert texts(profile({**source, "revision": "refs/convert/parquet"})) == [DOCUMENTS]
+    assert texts(profile({**source, "revision": "refs/convert/parquet", "config": "other"})) == [["x"]]
+
+
+def test_a_gated_data_set_needs_a_token(hub):
+    hub.commit("org/gated", {"a.jsonl": lines(DOCUMENTS)}, kind="datasets", gated=True)
+    source = profile({"kind": "hub", "repository": "org/gated"})
+    assert texts(source, TOKEN) == [DOCUMENTS]

@@ -1,0 +1,154 @@
+"""Sources that are tokens already: Megatron's pairs, and data sets written by `save_to_disk`."""
+
+import struct
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pytest
+
+from modeling.data import Corpus
+from modeling.indexed import Index, IndexedError
+from profiles.errors import ProfileError
+from tasks import dataset, tokenizer
+from tasks.shard import SourceError
+from tests import s3
+from tests.tasks.sources import DOCUMENTS, files, joined, profile, write_pair
+
+
+def test_a_saved_data_set_of_tokens_is_used_as_it_is(tmp_path, store):
+    (tmp_path / "text.txt").write_text(" ".join(DOCUMENTS))
+    rows = [list(range(i, i + 20)) for i in range(60)]
+    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(tmp_path / "saved", num_shards=3)
+    source = {"kind": "tokens", "path": str(tmp_path / "saved"), "text": "input_ids"}
+    wanted = profile(files(tmp_path / "text.txt", use="validation"), source, validation_fraction=0)
+    words = tokenizer.run(profile(files(tmp_path / "text.txt")), store)
+    made = dataset.run(wanted, store, words)
+    corpus = Corpus.open(store.path(made), "train")
+    assert corpus.read(0, corpus.tokens).tolist() == joined(rows)
+    assert made.summary["documents"] == 60
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"x": [1]})}).save_to_disk(tmp_path / "dict")
+    several = {**source, "path": str(tmp_path / "dict")}
+    with pytest.raises(ProfileError, match=r"several splits.*nearest valid: .*dict/train"):
+        dataset.run(profile(several), store, words)
+    large = datasets.Dataset.from_dict({"input_ids": [[1, 2], [1, 2], [3, 300]]})
+    large.save_to_disk(tmp_path / "large")
+    with pytest.raises(SourceError, match=r"arrow, record batch 0, record 2, token 1: token 300 is not in"):
+        dataset.run(profile({**source, "path": str(tmp_path / "large")}, deduplicate=True), store, words)
+    again = datasets.Dataset.from_dict({"input_ids": [[1, 2], [1, 2], [1, 2], [5, None, 6]]})
+    again.save_to_disk(tmp_path / "again")
+    with pytest.raises(SourceError, match=r"arrow, record batch 0, record 3, token 1: is null"):
+        dataset.run(profile({**source, "path": str(tmp_path / "again")}, deduplicate=True), store, words)
+    (tmp_path / "again/state.json").write_text('{"_data_files": [')
+    with pytest.raises(SourceError, match=r"again/state\.json: is not as save_to_disk writes it: Expecting"):
+        dataset.run(profile({**source, "path": str(tmp_path / "again")}), store, words)
+
+
+def pair_profile(path, **more):
+    return profile({"kind": "megatron", "path": str(path)}, **{"validation_fraction": 0.1, **more})
+
+
+@pytest.fixture
+def words(tmp_path, store):
+    (tmp_path / "text.txt").write_text(" ".join(DOCUMENTS))
+    return tokenizer.run(profile(files(tmp_path / "text.txt")), store)
+
+
+def test_a_megatron_pair_is_read_where_it_lies(tmp_path, store, words):
+    documents = [list(range(i, i + 30)) for i in range(100)]
+    write_pair(tmp_path / "my_text_document", documents)
+    made = dataset.run(pair_profile(tmp_path / "my_text_document"), store, words)
+    for split, own in ("train", documents[:90]), ("validation", documents[90:]):
+        corpus = Corpus.open(store.path(made), split)
+        assert corpus.read(0, corpus.tokens).tolist() == joined(own)
+        assert set(corpus.documents(0, 60).tolist()) == {0, 30}
+    assert not list((tmp_path / "store/artifacts/tokens").glob("*/*.bin"))
+
+
+def test_a_megatron_pair_that_was_moved_is_read_where_it_lies_now(tmp_path, store, words):
+    (tmp_path / "old").mkdir()
+    write_pair(tmp_path / "old/pair", [list(range(i, i + 30)) for i in range(100)])
+    before = dataset.run(pair_profile(tmp_path / "old/pair"), store, words)
+    assert dataset.key(pair_profile(tmp_path / "old/pair"), store, words) == before.key
+    assert store.find(dataset.KIND, before.key)
+    (tmp_path / "old").rename(tmp_path / "new")
+    wanted = pair_profile(tmp_path / "new/pair")
+    assert dataset.key(wanted, store, words) == before.key  # so that a run goes on
+    assert store.find(dataset.KIND, before.key) is None
+    after = dataset.run(wanted, store, words)
+    for split, first in ("train", 0), ("validation", 90):
+        assert Corpus.open(store.path(after), split).read(0, 2).tolist() == [first, first + 1]
+
+
+def test_a_damaged_pair_is_refused_with_file_and_offset(tmp_path, store, words):
+    write_pair(tmp_path / "a", [[1, 2], [3, 299], [300, 5]])
+    with pytest.raises(IndexedError, match=r"a\.bin, byte 8: token 300 is not in the vocabulary of 300"):
+        dataset.run(pair_profile(tmp_path / "a"), store, words)
+    write_pair(tmp_path / "b", [[1, 2], [3]])
+    with (tmp_path / "b.bin").open("ab") as file:
+        file.write(bytes(2))
+    with pytest.raises(IndexedError, match=r"b\.bin, byte 6: holds 8 bytes, of which its index knows 6"):
+        dataset.run(pair_profile(tmp_path / "b"), store, words)
+    write_pair(tmp_path / "b", [[1, 2], [3], [4, 5]])
+    index = bytearray((tmp_path / "b.idx").read_bytes())
+    index[34 + 3 * 4 + 2 * 8] = 2  # where the last sequence starts: at byte 2, not 6
+    (tmp_path / "b.idx").write_bytes(index)
+    with pytest.raises(IndexedError, match=r"b\.idx, byte 62: sequence 2 does not follow the one before it"):
+        dataset.run(pair_profile(tmp_path / "b"), store, words)
+    (tmp_path / "b.bin").unlink()
+    with pytest.raises(ProfileError, match=r"there is no .*b\.bin"):
+        dataset.run(pair_profile(tmp_path / "b"), store, words)
+
+
+def test_a_pair_of_many_documents_is_checked_in_little_memory(tmp_path):
+    """Four million documents of a token: 80 MB of index, which is sound, and then is not in its last entries."""
+    count = 4_000_000
+    with (tmp_path / "a.idx").open("wb") as file:
+        file.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, count, count + 1))
+        np.ones(count, "<i4").tofile(file)
+        np.arange(0, 2 * count, 2, dtype="<i8").tofile(file)
+        np.arange(count + 1, dtype="<i8").tofile(file)
+    with (tmp_path / "a.bin").open("wb") as file:
+        file.truncate(2 * count)
+    program = """
+import resource, sys
+from tasks import dataset, source_megatron
+from tasks.shard import Shard
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+splits = source_megatron.check(Shard("a", "megatron", "", (sys.argv[1],)), 300, 0.25, lambda tokens: None)
+print(splits["train"]["tokens"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "a.idx")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    tokens, kilobytes = map(int, told.stdout.split())
+    assert tokens == 3_000_000
+    assert kilobytes < 80_000  # less than the index alone
+    with (tmp_path / "a.idx").open("r+b") as file:
+        file.seek(-16, 2)
+        file.write(struct.pack("<q", 7))
+    with pytest.raises(
+        IndexedError, match=rf"byte {34 + 12 * count + 8 * (count - 1)}: entry {count - 1} is 7: "
+    ):
+        Index(tmp_path / "a", 2 * count)
+
+
+def test_pairs_and_saved_tokens_on_s3(tmp_path, store, words, monkeypatch):
+    import fsspec
+
+    write_pair(tmp_path / "a", [[1, 2], [3, 299, 7]])
+    write_pair(tmp_path / "b", [[1, 2], [3, 301]])
+    with s3.bucket(monkeypatch) as bucket:
+        there = fsspec.filesystem("s3")
+        for name in "a.bin", "a.idx", "b.bin", "b.idx":
+            there.put_file(str(tmp_path / name), f"{bucket}/pairs/{name}")
+        wanted = pair_profile(f"{bucket}/pairs/a", validation_fraction=0)
+        shard = dataset.plan(wanted, store, words).shards[0]
+        from tasks import source_megatron
+
+        splits = source_megatron.check(shard, 300, 0.5, lambda tokens: None)
+        assert splits["train"] == {"start": 0, "tokens": 2, "documents": 1}
+        assert splits["validation"] == {"start": 2, "tokens": 3, "documents": 1}
+        shard = dataset.plan(pair_profile(f"{bucket}/pairs/b"), store, words).shards[0]
+        with pytest.raises(IndexedError, match=r"s3:/.*b\.bin, byte 6: token 301"):
+            source_megatron.check(shard, 300, 0.5, lambda tokens: None)
