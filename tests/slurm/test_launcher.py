@@ -178,6 +178,19 @@ def test_only_what_was_interrupted_before_the_time_limit_is_queued_again(place, 
         assert "rank 3 on n2 ended with exit code 71" in str(launcher.failure(handle, status))
 
 
+def test_a_job_that_is_to_begin_later_is_not_started_before(place, cluster):
+    """Slurm gives the same reason for it as for one that it holds after it was queued again, which is started."""
+    launcher = launcher_of("cluster.slurm=['--begin=now+600']")
+    handle = launcher.submit(job(place))
+    deadline = time.monotonic() + slurm.HELD_SECONDS + 3 * slurm.ASK_SECONDS
+    while time.monotonic() < deadline:
+        assert launcher.poll(handle).running
+        time.sleep(0.2)
+    assert [number for number, *_ in cluster.jobs("PENDING")] == [handle.identifier]
+    assert not (place / "logs/work.start").exists()
+    launcher.cancel(handle, grace=0)
+
+
 def test_what_does_not_save_is_stopped_at_once(place, launcher, cluster):
     handle = launcher.submit(job(place))
     wait_for(*(place / f"pid-{rank}" for rank in range(4)))
