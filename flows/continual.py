@@ -87,7 +87,7 @@ def _round(run: Profile, kept: Store) -> State[Any]:
         do.record_in(folder)
         overview = Overview(mine, folder)
         overview.begin(planned)
-        compiled = compile_graphs(do, mine, kept, folder, new)
+        compiled = compile_graphs(do, mine, kept, folder)
 
         held_out = kept.expect(dataset.KIND, stands.dataset)
         own = resolve.load(str(base / "profile.yaml"))

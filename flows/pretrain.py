@@ -30,13 +30,13 @@ from tasks import checkpoint, dataset, evaluation, export, graphs, keys, ledger,
 from tasks.artifacts import Artifact, Store
 
 
-def compile_graphs(do: Runner, run: Profile, kept: Store, folder: Path, corpus: Artifact) -> Artifact | None:
+def compile_graphs(do: Runner, run: Profile, kept: Store, folder: Path) -> Artifact | None:
     """The step `graphs`, which a profile may do without."""
     if not run.compile.enabled:
         do.skip("graphs", "compile.enabled is false")
         return None
     key = keys.graphs(run)
-    return do.once(steps.graphs, graphs.KIND, key, run, kept, folder, key, corpus)
+    return do.once(steps.graphs, graphs.KIND, key, run, kept, folder, key)
 
 
 def run_name() -> str:
@@ -99,7 +99,7 @@ def pretrain(
         do.record_in(folder)
         overview = Overview(run, folder)
         overview.begin(planned)
-        compiled = compile_graphs(do, run, kept, folder, corpus)
+        compiled = compile_graphs(do, run, kept, folder)
 
         key = keys.training(run.name, identity)
         inputs = (run, kept, folder, key, corpus, compiled, weights)

@@ -94,11 +94,11 @@ def checkpoint(profile: Profile, store: Store, key: str) -> Artifact:
 
 
 @task(task_run_name="graphs of {profile.name}", **RETRIED)
-def graphs(profile: Profile, store: Store, folder: Path, key: str, dataset: Artifact) -> Artifact:
+def graphs(profile: Profile, store: Store, folder: Path, key: str) -> Artifact:
     """Trace the run's programs and compile each ahead of time."""
     try:
         bar = Bar("compiling", "Programs compiled ahead of time")
-        return compilation.run(profile, store, folder, key, dataset, watched(bar))
+        return compilation.run(profile, store, folder, key, watched(bar))
     finally:
         show_graphs(folder / compilation.RECORD)
 

@@ -25,7 +25,6 @@ from torch.fx import GraphModule
 from parallel import device as devices
 from profiles.schema import Profile
 
-EXTERNAL = "neuron_parallel_compile"  # compiles by a command of its own, from the outside
 Compiled = Callable[..., Any]
 
 
@@ -138,13 +137,9 @@ def backend_name(profile: Profile) -> str:
 
 def lacks(profile: Profile) -> str | None:
     """What the profile's compiler lacks on this machine, in words; None where it can compile here."""
-    made = compiler(profile)
-    if made is not None:
-        return made.missing()
-    return None if shutil.which(EXTERNAL) else f"no {EXTERNAL}"
+    return compiler(profile).missing()
 
 
-def compiler(profile: Profile) -> Compiler | None:
-    """The profile's compiler; None for one that works from the outside."""
-    name = backend_name(profile)
-    return None if name == EXTERNAL else COMPILERS[name](profile.cluster.device, profile.compile.flags)
+def compiler(profile: Profile) -> Compiler:
+    """The profile's compiler."""
+    return COMPILERS[backend_name(profile)](profile.cluster.device, profile.compile.flags)

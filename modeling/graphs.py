@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import shutil
 import tarfile
 import tempfile
@@ -126,11 +125,9 @@ def opened(profile: Profile, artifact: Path | None, run: Path) -> tuple[Path | N
     Args:
         artifact: folder of the graphs artifact; without it graphs are compiled as training meets them.
     """
-    made = compilers.compiler(profile) if profile.compile.enabled else None
-    if made is None:
-        if profile.compile.enabled and artifact is not None:
-            os.environ["NEURON_COMPILE_CACHE_URL"] = str(unpack(artifact, run))
+    if not profile.compile.enabled:
         return None, False
+    made = compilers.compiler(profile)
     folder = unpack(artifact, run) if artifact else None
     if reason := made.missing():
         log.info(f"{reason} on this machine: training runs eager")

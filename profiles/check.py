@@ -26,7 +26,7 @@ PLANNED_ONLY = {
         ["trn2", "trn3"],
     )
 }
-BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron", "neuron_parallel_compile")}
+BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron",)}
 # Options of sbatch that the launcher sets itself, or that have a key of their own.
 OWN_OPTIONS = {
     *(

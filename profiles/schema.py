@@ -223,7 +223,7 @@ class Compile(Section):
     backend: str | None = Field(
         None,
         min_length=1,
-        description="inductor, neuron, or neuron_parallel_compile (legacy stack); null: the device's own",
+        description="inductor or neuron; null: the device's own",
     )
     processes: Count | None = Field(None, description="graphs compiled at a time; null: one a core")
     memory_gib: Annotated[float, Field(gt=0)] | None = Field(

@@ -30,7 +30,7 @@ from modeling import compilers, planner
 from modeling.graphs import CACHE
 from modeling.traced import replaced
 from profiles.schema import Profile
-from tasks import keys, parallel_compile
+from tasks import keys
 from tasks.artifacts import Artifact, Store
 from tasks.launchers import Job, JobFailed, create, execute
 from tasks.text import duration
@@ -60,13 +60,11 @@ def run(
     store: Store,
     folder: Path,
     key: str,
-    dataset: Artifact | None = None,
     progress: Progress = lambda message, fraction: None,
 ) -> Artifact:
     """Compile the profile's graphs, once for all runs that share them.
 
     Args:
-        dataset: what neuron_parallel_compile, which runs training, reads.
         progress: called with what is being done and the share of the programs that are compiled, 0 to 1.
 
     The artifact's summary: total, successful, failed and from_cache, in graphs; seconds; programs, each with its graphs, status,
@@ -87,8 +85,6 @@ def run(
             log.warning("%s", note)
             with store.publish(KIND, key, {**summarize([], 0.0), "note": note}):
                 pass
-        elif compilers.backend_name(profile) == compilers.EXTERNAL:
-            _outside(profile, store, folder, key, dataset)
         else:
             _ahead(profile, store, folder, key, progress)
     return store.expect(KIND, key)
@@ -109,28 +105,6 @@ def _ahead(profile: Profile, store: Store, folder: Path, key: str, progress: Pro
             with tarfile.open(part / CACHE) as own:
                 for member in own:
                     tar.addfile(member, own.extractfile(member))
-
-
-def _outside(profile: Profile, store: Store, folder: Path, key: str, dataset: Artifact | None) -> None:
-    """With neuron_parallel_compile: its cache is kept in the run's folder until all graphs are there."""
-    if dataset is None:
-        raise ValueError(f"{compilers.EXTERNAL} runs training, which needs a dataset")
-    begun, cache = time.monotonic(), folder / "graphs" / "cache"
-    found = parallel_compile.run(profile, folder, store.path(dataset), cache, TIMEOUT)
-    seconds = time.monotonic() - begun
-    entry = {
-        "name": "training and evaluation",
-        "graphs": found["total"],
-        "status": "failed" if found["failed"] else "compiled",
-        "seconds": seconds,
-        "peak_bytes": None,
-        "error": "; ".join(found["errors"]) or f"{found['failed']} graphs" if found["failed"] else None,
-    }
-    counts = {name: found[name] for name in ("total", "successful", "failed")}
-    summary = {**summarize([entry], seconds), **counts}
-    _record(summary, folder)
-    with store.publish(KIND, key, summary) as staging:
-        _pack(cache, staging / CACHE)
 
 
 def _record(summary: dict[str, Any], folder: Path) -> None:
