@@ -30,9 +30,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from parallel import Mesh, ZeRO1, checkpoint
-from parallel.checkpoint_boxes import PREFIX, LoadPlanner, boxes_of
-from parallel.checkpoint_files import Reader
+from parallel import Mesh, ZeRO1
+from parallel.checkpoint import checkpoint
+from parallel.checkpoint.boxes import PREFIX, LoadPlanner, boxes_of
+from parallel.checkpoint.files import Reader
 from parallel.initialization import Normal
 from parallel.layout import Layout, Section, parameter
 

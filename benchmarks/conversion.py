@@ -34,7 +34,7 @@ TENSOR = 8
 ROOM = 3.5  # times the model's size: source, checkpoint and what is made of it, and some more
 BLOCK = 64 << 20  # elements of randomness, repeated
 CONVERT = (
-    "import sys, time; from pathlib import Path; from modeling.convert import Options, convert; begun = time.time(); "
+    "import sys, time; from pathlib import Path; from modeling.conversion.convert import Options, convert; begun = time.time(); "
     "convert(Path(sys.argv[1]), Path(sys.argv[2]), Options(sys.argv[3], tensor=int(sys.argv[4]))); {}"
 )
 PEER = (
@@ -126,10 +126,10 @@ def make(folder: Path, shape: tuple[int, ...]) -> None:
     """A Hugging Face folder of random weights."""
     import torch
 
-    from modeling import huggingface
-    from modeling.convert import write_all
-    from modeling.journal import opened
-    from modeling.weights import Part, Weights, shapes
+    from modeling.conversion import huggingface
+    from modeling.conversion.convert import write_all
+    from modeling.conversion.journal import opened
+    from modeling.conversion.weights import Part, Weights, shapes
     from profiles.model import Model
 
     hidden, intermediate, layers, heads, kv_heads, vocabulary = shape
@@ -199,10 +199,10 @@ def forget(folder: Path) -> None:
 
 
 def same(one: Path, other: Path) -> bool:
-    from modeling import sources
-    from modeling.compare import differences
+    from modeling.conversion import formats
+    from modeling.conversion.compare import differences
 
-    found = differences(sources.read(one, None, None), sources.read(other, None, None), 32 << 20)
+    found = differences(formats.read(one, None, None), formats.read(other, None, None), 32 << 20)
     if found:
         print(json.dumps(found[:5]))
     return not found

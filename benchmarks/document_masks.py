@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from modeling.program import Program
+from modeling.training.trainer import Program
 from profiles import resolve
 
 

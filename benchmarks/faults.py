@@ -60,7 +60,7 @@ class Bench:
         command = [
             sys.executable,
             "-m",
-            "flows.cli",
+            "flows.cli.main",
             "run",
             str(profile),
             "--name",
@@ -86,7 +86,7 @@ class Bench:
             try:
                 environment = process.environ()
                 if (
-                    "modeling.train" in process.cmdline()
+                    "modeling.training.train" in process.cmdline()
                     and "RANK" in environment
                     and str(self.run) in process.cmdline()
                 ):

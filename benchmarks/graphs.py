@@ -35,7 +35,7 @@ def trace(names: Sequence[str]) -> bool:
             run = _run_folder(Path(temporary), name)
             profile = load(str(run / "profile.yaml"))
             output = run / "trace.json"
-            _python("modeling.trace", "--run-folder", run, "--output", output)
+            _python("modeling.tracing.trace", "--run-folder", run, "--output", output)
             found = json.loads(output.read_text())
         graphs = sum(len(program["graphs"]) for program in found["programs"])
         print(
@@ -50,7 +50,7 @@ def trace(names: Sequence[str]) -> bool:
 def first_step(rounds: int) -> bool:
     """Cold and warm, in turn; the cold one compiles into an empty folder."""
     from tasks import graphs, keys
-    from tasks.artifacts import Store
+    from tasks.store.store import Store
     from tests.modeling import micro
 
     overrides = ("model.num_hidden_layers=8", "train.steps=1", "train.warmup_steps=0", "evaluate.every=0")

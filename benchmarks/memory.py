@@ -21,9 +21,9 @@ from torch.profiler import profile as record
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from modeling.planner import plan
-from modeling.program import Program
-from modeling.train import make_optimizer
+from modeling.planning.planner import plan
+from modeling.training.train import make_optimizer
+from modeling.training.trainer import Program
 from profiles import resolve
 from profiles.schema import Profile
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import work
-from modeling.names import stored
-from modeling.program import Program
-from modeling.train import make_optimizer
+from modeling.models.weight_names import stored
+from modeling.training.train import make_optimizer
+from modeling.training.trainer import Program
 from parallel.layout import layout_of
 from profiles.schema import Profile
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from modeling.data import Corpus, Samples
-from modeling.indexed import IndexedDatasetBuilder
+from modeling.data.corpus import Corpus, Samples
+from modeling.data.indexed import IndexedDatasetBuilder
 
 LENGTH, BATCH, BATCHES, DOCUMENT = 2048, 16, 200, 800
 OPEN = """

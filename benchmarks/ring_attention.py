@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import device
-from parallel.attention import attention
+from parallel.attention.attention import attention
+from parallel.attention.ring import zigzag_split, zigzag_unsplit
 from parallel.mesh import Mesh
-from parallel.ring_attention import zigzag_split, zigzag_unsplit
 
 RANKS = 2
 TARGET = 0.85

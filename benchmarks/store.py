@@ -64,7 +64,7 @@ def server() -> Iterator[None]:
 def compare(folder: Path, megabytes: int, files: int, rounds: int) -> None:
     import s3fs
 
-    from tasks.artifacts import Artifact, Store
+    from tasks.store.store import Artifact, Store
 
     plain = s3fs.S3FileSystem(use_listings_cache=False)
     plain.mkdir("bucket")

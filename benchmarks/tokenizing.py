@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from benchmarks.text import documents
 from profiles import resolve
 from tasks import dataset, tokenizer
-from tasks.artifacts import Artifact, Store
-from tasks.tokenizer_files import EOS, byte_level, write
+from tasks.store.store import Artifact, Store
+from tasks.tokenization.tokenizer_files import EOS, byte_level, write
 
 VOCABULARY = 32_000
 SLOW = 0.25  # share of the text that is read beside gigatoken

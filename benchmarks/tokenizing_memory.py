@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.text import documents
 from profiles import resolve
 from tasks import dataset, tokenizer
-from tasks.artifacts import Store
+from tasks.store.store import Store
 
 UNIQUE = 20  # MB
 ROWS = {
@@ -57,7 +57,15 @@ def main() -> None:
         words = tokenizer.run(resolve.load("tiny"), store)
         plan = folder / "plan.json"
         plan.write_text(json.dumps(dataset.plan(profile, store, words).to_json()))
-        command = [sys.executable, "-m", "tasks.tokenization", "--plan", str(plan), "--store", store.uri]
+        command = [
+            sys.executable,
+            "-m",
+            "tasks.tokenization.tokenize_shard",
+            "--plan",
+            str(plan),
+            "--store",
+            store.uri,
+        ]
         peak = watched([*command, "--shard", "0"]) / 1e9
     print(
         f"{written:.0f} MB of text, a document of {options.document:.0f} MB of {options.text} in it: "

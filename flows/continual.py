@@ -19,16 +19,17 @@ from prefect.states import Completed
 
 from flows import steps
 from flows.hooks import end_jobs, explain
-from flows.overview import Overview
 from flows.parameters import ProfileName, RunName
 from flows.pretrain import SHARDS, compile_graphs, run_name
 from flows.runner import Runner, forward_logs
 from flows.secrets import hub_token
+from flows.ui.overview import Overview
 from profiles import resolve
 from profiles.schema import Profile
 from tasks import continual as series
-from tasks import dataset, evaluation, export, keys, ledger, runs, tokenizer, training
-from tasks.artifacts import Store
+from tasks import dataset, evaluation, export, keys, tokenizer, training
+from tasks.store import ledger, runs
+from tasks.store.store import Store
 
 
 @flow(

@@ -11,8 +11,9 @@ from flows.runner import Runner, forward_logs
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks import export as exports
-from tasks import keys, runs, tokenizer
-from tasks.artifacts import Store
+from tasks import keys, tokenizer
+from tasks.store import runs
+from tasks.store.store import Store
 
 
 def run_name() -> str:

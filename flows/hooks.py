@@ -11,12 +11,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from flows.artifacts import Shown
-from flows.overview import KEY, Overview, failed
+from flows.ui.artifacts import Shown
+from flows.ui.overview import KEY, Overview, failed
 from profiles import resolve
-from tasks import runs
-from tasks.artifacts import Store
 from tasks.launchers import create, noted
+from tasks.store import runs
+from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -19,15 +19,16 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows import steps
 from flows.hooks import end_jobs, explain
-from flows.overview import Overview
 from flows.parameters import ProfileName, RunName
 from flows.runner import Runner, forward_logs
 from flows.secrets import hub_token
-from modeling.planner import plan
+from flows.ui.overview import Overview
+from modeling.planning.planner import plan
 from profiles import resolve
 from profiles.schema import Profile
-from tasks import checkpoint, dataset, evaluation, export, graphs, keys, ledger, runs, tokenizer, training
-from tasks.artifacts import Artifact, Store
+from tasks import checkpoint, dataset, evaluation, export, graphs, keys, tokenizer, training
+from tasks.store import ledger, runs
+from tasks.store.store import Artifact, Store
 
 
 def compile_graphs(do: Runner, run: Profile, kept: Store, folder: Path) -> Artifact | None:

@@ -17,8 +17,8 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists
 
-from flows.server import HEARTBEAT_SECONDS
-from flows.up import AUTOMATION, POOL
+from flows.cli.temporary_server import HEARTBEAT_SECONDS
+from flows.cli.up import AUTOMATION, POOL
 
 RUNS_AT_ONCE = 4
 SILENCE = timedelta(seconds=3 * HEARTBEAT_SECONDS)

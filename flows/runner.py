@@ -18,18 +18,19 @@ from prefect.filesystems import RemoteFileSystem
 from prefect.logging.handlers import APILogHandler
 from prefect.states import Completed
 
-from flows.console import OURS, in_one_line
-from flows.plan import sentence
-from modeling import anomalies
-from modeling.planner import Plan
+from flows.cli.console import OURS, in_one_line
+from flows.cli.plan import sentence
+from modeling.planning.planner import Plan
+from modeling.training import anomalies
 from profiles.errors import ProfileError
-from tasks import graphs, keys, runs
-from tasks.artifacts import Artifact, Store
+from tasks import graphs, keys
 from tasks.failures import Hopeless
 from tasks.report import Outcome
-from tasks.shard import DAMAGED
-from tasks.text import duration, number
-from tasks.workers import Ended
+from tasks.reporting.format import duration, number
+from tasks.sources.shard import DAMAGED
+from tasks.store import runs
+from tasks.store.store import Artifact, Store
+from tasks.tokenization.worker_pool import Ended
 
 log = logging.getLogger(__name__)
 

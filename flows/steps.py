@@ -13,11 +13,11 @@ from typing import Any
 from prefect import task, unmapped
 from prefect.cache_policies import NO_CACHE
 
-from flows.artifacts import Bar
-from flows.progress import Progress, show_graphs, tell, watched
 from flows.runner import worth_retrying
 from flows.secrets import hub_token
-from modeling import planner
+from flows.ui.artifacts import Bar
+from flows.ui.progress import Progress, show_graphs, tell, watched
+from modeling.planning import planner
 from profiles.schema import Profile
 from tasks import checkpoint as checkpoints
 from tasks import dataset as datasets
@@ -26,11 +26,11 @@ from tasks import export as exports
 from tasks import graphs as compilation
 from tasks import report as reports
 from tasks import tokenizer as tokenizers
-from tasks.array import Array
-from tasks.artifacts import Artifact, Store
-from tasks.plan import Plan
 from tasks.report import Outcome
-from tasks.workers import Workers
+from tasks.store.store import Artifact, Store
+from tasks.tokenization.dataset_plan import Plan
+from tasks.tokenization.slurm_array import Array
+from tasks.tokenization.worker_pool import Workers
 
 # Of tasks whose arguments Prefect need not hash to find out whether they are done; of the others the runner tells it.
 UNKEYED: dict[str, Any] = {"cache_policy": NO_CACHE}

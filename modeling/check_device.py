@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling import exits
-from modeling.program import Program
-from modeling.train import make_optimizer
-from parallel import attention_kernels, collectives
+from modeling import exit_codes
+from modeling.training.train import make_optimizer
+from modeling.training.trainer import Program
+from parallel import collectives
 from parallel import device as devices
-from parallel.attention import attention
+from parallel.attention import kernels
+from parallel.attention.attention import attention
 from parallel.mesh import Axis, Mesh
 from profiles.schema import Profile
 
@@ -94,7 +95,7 @@ def attends(kind: str) -> Found:
     draw = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(2, heads, 256, 64, generator=draw) for heads in (8, 2, 2, 8))
     expected = _attention(q, k, v, grad, "math")
-    kernel = attention_kernels.default(q.to(place))
+    kernel = kernels.default(q.to(place))
     worst = {}
     for precision, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
         try:
@@ -306,7 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = rung.call(kind)
         if int(os.environ.get("RANK", "0")) == 0:
             print(json.dumps(asdict(found)), flush=True)
-        exits.leave(0)
+        exit_codes.leave(0)
     try:
         processes = options.processes or (2 if kind == "cpu" else devices.resolve(kind).available())
     except RuntimeError as error:

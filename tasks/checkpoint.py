@@ -10,15 +10,16 @@ import json
 import logging
 from pathlib import Path
 
-from modeling import sources
-from modeling.convert import Options, convert
-from modeling.journal import RECORD
-from modeling.program import stage_layers
+from modeling.conversion import formats
+from modeling.conversion.convert import Options, convert
+from modeling.conversion.journal import RECORD
+from modeling.training.trainer import stage_layers
 from profiles.errors import ProfileError
 from profiles.model import Model, to_config_json
 from profiles.schema import Profile
-from tasks import keys, weights
-from tasks.artifacts import Artifact, Store
+from tasks import keys
+from tasks.sources import weights
+from tasks.store.store import Artifact, Store
 
 KIND = "checkpoint"
 SAME = (
@@ -66,7 +67,7 @@ def run(profile: Profile, store: Store, key: str, token: str | None = None) -> A
         options = Options("trainshed", config, parallel.tensor, cuts=cuts or None)
         with weights.fetched(init.from_, init.revision, work / "source", token, "init.from") as source:
             try:
-                _compare(sources.locate(source), profile.model)
+                _compare(formats.locate(source), profile.model)
                 record = convert(source, made, options, name=init.from_, replace=True)
             except ValueError as error:  # ProfileErrors too
                 raise ProfileError("init.from", init.from_, str(error)) from error
@@ -84,7 +85,7 @@ def _compare(source: Path, model: Model) -> None:
     path = source / "config.json"
     if not path.is_file():
         return
-    theirs = sources.read_config(path)
+    theirs = formats.read_config(path)
     for name in SAME:
         own, other = getattr(model, name), getattr(theirs, name)
         if own != other:

@@ -16,8 +16,9 @@ from typing import Any
 
 from profiles.schema import Profile
 from tasks import dataset as datasets
-from tasks import export, keys, ledger, runs
-from tasks.artifacts import Artifact, Store
+from tasks import export, keys
+from tasks.store import ledger, runs
+from tasks.store.store import Artifact, Store
 
 log = logging.getLogger(__name__)
 

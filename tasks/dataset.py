@@ -15,18 +15,20 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from modeling.indexed import token_dtype
-from modeling.order import LONGEST_PATTERN, quotas
+from modeling.data.indexed import token_dtype
+from modeling.data.sample_order import LONGEST_PATTERN, quotas
 from profiles import check
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from tasks import corpora, duplicates, keys
-from tasks.artifacts import VERIFIED, Artifact, Store
-from tasks.digests import Digests
-from tasks.plan import TOKENS, Plan
-from tasks.shard import Shard, local_path
-from tasks.tokenization import Counts, tokenize
-from tasks.workers import Workers
+from tasks import keys
+from tasks.sources import corpus as corpora
+from tasks.sources import duplicates
+from tasks.sources.shard import Shard, local_path
+from tasks.store.digest_cache import Digests
+from tasks.store.store import VERIFIED, Artifact, Store
+from tasks.tokenization.dataset_plan import TOKENS, Plan
+from tasks.tokenization.tokenize_shard import Counts, tokenize
+from tasks.tokenization.worker_pool import Workers
 
 KIND = "dataset"
 CORPUS, SHARDS = "corpus.json", "shards.json"

@@ -1,4 +1,4 @@
-"""Evaluation: held-out loss and perplexity of a finished run, measured by `modeling.evaluate` on the run's cluster.
+"""Evaluation: held-out loss and perplexity of a finished run, measured by `modeling.training.evaluate` on the run's cluster.
 
 What it measures lies in the run's folder until it is published, so that whoever comes after an orchestrator that died asks for
 the same job, and joins it or takes what it left.
@@ -15,8 +15,8 @@ from typing import Any
 
 from profiles.schema import Profile
 from tasks import failures
-from tasks.artifacts import Artifact, Store
 from tasks.launchers import Job, JobFailed, create, execute
+from tasks.store.store import Artifact, Store
 from tasks.training import Words, cluster_job
 
 log = logging.getLogger(__name__)

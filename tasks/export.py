@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from modeling.convert import Options, convert
-from modeling.journal import RECORD
+from modeling.conversion.convert import Options, convert
+from modeling.conversion.journal import RECORD
 from profiles.schema import Profile
-from tasks import runs
-from tasks.artifacts import Artifact, Store
-from tasks.manifest import NAME as MANIFEST
-from tasks.mirror import Mirror
-from tasks.storage import Objects
+from tasks.store import runs
+from tasks.store.backends import Objects
+from tasks.store.manifest import NAME as MANIFEST
+from tasks.store.store import Artifact, Store
+from tasks.store.sync import Mirror
 
 KIND = "export"
 PART = "export"

@@ -1,6 +1,6 @@
 """What the end of a failed job means: whether another attempt may end better, and what to change where it will not.
 
-The programs on the devices tell by their exit codes (modeling/exits.py); memory that ran out without their knowing is told
+The programs on the devices tell by their exit codes (modeling/exit_codes.py); memory that ran out without their knowing is told
 by what the system says of it. Everything else counts as a failure of the machines, and is retried.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-from modeling import exits, planner
+from modeling import exit_codes
+from modeling.planning import planner
 from profiles.schema import Profile
 from tasks.launchers import JobFailed
 from tasks.launchers.causes import NO_MEMORY
@@ -23,23 +24,23 @@ class Hopeless(JobFailed):
 def classified(profile: Profile, failure: JobFailed) -> JobFailed:
     """The failure with what is known of its cause, as `Hopeless` where no further attempt is to be made."""
     code = failure.exit_code
-    if code == exits.REFUSED:
+    if code == exit_codes.REFUSED:
         told = TOLD.findall(failure.detail)
         return _as(Hopeless, failure, told[-1][1] if told else "what it was started with was refused")
-    if code == exits.DIVERGED:
+    if code == exit_codes.DIVERGED:
         return _as(
             Hopeless,
             failure,
             "bad losses went on, and there is nothing more to go back to; try a lower train.learning_rate",
         )
-    if code == exits.HUNG or exits.STOOD in failure.detail:
+    if code == exit_codes.HUNG or exit_codes.STOOD in failure.detail:
         return _as(
             JobFailed,
             failure,
             "a rank stood still; the stacks of all are in the folder stacks beside the log",
         )
     # What else is said of memory counts where no rank knew better.
-    if code == exits.OUT_OF_MEMORY or NO_MEMORY.search(failure.detail):
+    if code == exit_codes.OUT_OF_MEMORY or NO_MEMORY.search(failure.detail):
         return _as(Hopeless, failure, f"out of memory; {_advice(profile)}")
     return failure
 

@@ -1,7 +1,7 @@
 """Graphs: traces the run's programs and compiles each distinct one once, on this machine, before the cluster is used.
 
-    modeling.trace    the profile -> the distinct programs, by digest                 one process
-    modeling.compile  a program -> its part of the compiler's cache                   one process each, several at a time
+    modeling.tracing.trace    the profile -> the distinct programs, by digest                 one process
+    modeling.tracing.compile  a program -> its part of the compiler's cache                   one process each, several at a time
 
 Each program is an artifact of its own, under a key of its graphs and its compiler: so runs that differ elsewhere share it, of
 several tasks at once one compiles it and the others wait, and after a failure or a crash what is done is done. A failed program
@@ -26,14 +26,15 @@ from typing import Any
 
 import psutil
 
-from modeling import compilers, planner
-from modeling.graphs import CACHE
-from modeling.traced import replaced
+from modeling.compilation import compilers
+from modeling.compilation.graph_cache import CACHE
+from modeling.planning import planner
+from modeling.tracing.traced_plan import replaced
 from profiles.schema import Profile
 from tasks import keys
-from tasks.artifacts import Artifact, Store
 from tasks.launchers import Job, JobFailed, create, execute
-from tasks.text import duration
+from tasks.reporting.format import duration
+from tasks.store.store import Artifact, Store
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def _record(summary: dict[str, Any], folder: Path) -> None:
 def _trace(profile: Profile, folder: Path) -> dict[str, Any]:
     output = folder / "logs" / "trace.json"
     arguments = ("--run-folder", str(folder), "--output", str(output))
-    job = Job("trace", "modeling.trace", arguments, folder / "logs", threads=profile.cluster.threads)
+    job = Job("trace", "modeling.tracing.trace", arguments, folder / "logs", threads=profile.cluster.threads)
     execute(create("local"), job, timeout=TIMEOUT)
     return json.loads(output.read_text())
 
@@ -193,7 +194,7 @@ def _compile(
                     *("--program", program["name"], "--digest", program["digest"]),
                     *("--cache", str(cache), "--result", str(result), *limits),
                 )
-                job = Job(name, "modeling.compile", arguments, logs, threads=profile.cluster.threads)
+                job = Job(name, "modeling.tracing.compile", arguments, logs, threads=profile.cluster.threads)
                 execute(create("local"), job, watch, timeout=TIMEOUT)
                 facts.update(_facts(result))
                 _pack(cache, staging / CACHE)

@@ -107,11 +107,8 @@ def graph(profile: Profile, graph: str) -> str:
 
 def _compiler(profile: Profile) -> dict[str, Any]:
     """What compiles graphs, and what for."""
-    from modeling.compilers import (  # torch takes seconds to import, and no other key needs it
-        backend_name,
-        lacks,
-    )
-    from modeling.program import threads
+    from modeling.compilation.compilers import backend_name, lacks
+    from modeling.training.trainer import threads
     from parallel import device as devices
 
     cluster = profile.cluster

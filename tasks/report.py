@@ -18,14 +18,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from modeling import planner, traced
+from modeling.planning import planner
+from modeling.tracing import traced_plan
 from profiles.schema import Profile
-from tasks import page
-from tasks.artifacts import Artifact, Store
-from tasks.chart import Series, line_chart
-from tasks.history import History
-from tasks.runs import INPUTS, inputs, read_events
-from tasks.text import duration, in_bytes, in_flops, in_words, number
+from tasks.reporting import html as page
+from tasks.reporting.chart import Series, line_chart
+from tasks.reporting.format import duration, in_bytes, in_flops, in_words, number
+from tasks.reporting.history import History
+from tasks.store.runs import INPUTS, inputs, read_events
+from tasks.store.store import Artifact, Store
 
 FACTS = "report.json"
 PART = "export"  # of the run's folder
@@ -95,7 +96,11 @@ def run(
 def traced_figures(profile: Profile, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Of every place of the pipeline, as its graphs were traced; empty where none were."""
     summary = next((outcome.summary for outcome in outcomes if outcome.step == "graphs"), {})
-    return [asdict(rank) for rank in traced.ranks(profile, summary["traced"])] if "traced" in summary else []
+    return (
+        [asdict(rank) for rank in traced_plan.ranks(profile, summary["traced"])]
+        if "traced" in summary
+        else []
+    )
 
 
 def measured(profile: Profile, history: History) -> dict[str, Any]:

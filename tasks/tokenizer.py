@@ -10,13 +10,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from profiles.errors import ProfileError
 from profiles.schema import Data, Profile
-from tasks import corpora, keys, readers
-from tasks.artifacts import Artifact, Store
-from tasks.digests import Digests
-from tasks.long_text import LongText
-from tasks.shard import Shard
-from tasks.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest, hub_commit, is_folder
-from tasks.tokenizer_files import EOS, byte_level, convert, special_id, write
+from tasks import keys
+from tasks.sources import corpus, readers
+from tasks.sources.long_text import LongText
+from tasks.sources.shard import Shard
+from tasks.store.digest_cache import Digests
+from tasks.store.store import Artifact, Store
+from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest, hub_commit, is_folder
+from tasks.tokenization.tokenizer_files import EOS, byte_level, convert, special_id, write
 
 KIND = "tokenizer"
 TOKENIZED = ("tokens", "megatron")  # formats without text
@@ -120,7 +121,7 @@ def train(data: Data, shards: list[Shard], size: int, folder: Path, token: str |
 
 def _texts(data: Data, store: Store | None, token: str | None) -> list[Shard]:
     """The shards that a tokenizer can be trained on."""
-    shards = corpora.shards(data, Digests(store.notes if store else None), token)
+    shards = corpus.shards(data, Digests(store.notes if store else None), token)
     found = [shard for shard in shards if shard.format not in TOKENIZED and shard.use != "validation"]
     if not found:
         raise ProfileError("tokenizer.source", "train", "no source has text to train it on")
@@ -133,5 +134,5 @@ def _training_texts(data: Data, shards: list[Shard], token: str | None) -> Itera
         for document in readers.documents(shard, token):
             if isinstance(document, LongText):
                 yield from document.chunks()
-            elif isinstance(document, str) and document and not corpora.held_out(document, fraction):
+            elif isinstance(document, str) and document and not corpus.held_out(document, fraction):
                 yield document

@@ -1,4 +1,4 @@
-"""Training: runs `modeling.train` on the profile's cluster, in the run's folder, and sees it to its last step.
+"""Training: runs `modeling.training.train` on the profile's cluster, in the run's folder, and sees it to its last step.
 
 An attempt that fails leaves its checkpoints, and the next one resumes from the newest complete one. Attempts are numbered,
 RUN/attempt says which one is current, and no other's checkpoints are completed. The artifact points to the last checkpoint.
@@ -13,10 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from profiles.schema import Profile
-from tasks import failures, runs
-from tasks.artifacts import Artifact, Store
+from tasks import failures
 from tasks.launchers import Job, JobFailed, create, execute
-from tasks.tail import Tail
+from tasks.launchers.log_follower import Tail
+from tasks.store import runs
+from tasks.store.store import Artifact, Store
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
+from parallel.attention.ring import zigzag_positions
 from parallel.mesh import Mesh
-from parallel.ring_attention import zigzag_positions
-from parallel.schedules import one_forward_one_backward
+from parallel.pipeline.schedules import one_forward_one_backward
 
 FOLDER = Path(__file__).parent
 STYLE = """

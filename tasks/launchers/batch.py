@@ -22,7 +22,7 @@ from pathlib import Path
 from shlex import quote
 from string import Template
 
-from modeling import exits
+from modeling import exit_codes
 from parallel import device as devices
 from profiles.schema import Cluster
 from tasks.launchers.base import Job
@@ -30,7 +30,7 @@ from tasks.launchers.causes import LOG_TAIL, PREFIX
 
 LONGEST_NAME = 60
 # Codes of ranks that ended on a signal: having saved; before they listened, as torchrun and as srun has it.
-INTERRUPTED = (exits.INTERRUPTED, -signal.SIGUSR1, -signal.SIGTERM, 128 + signal.SIGUSR1)
+INTERRUPTED = (exit_codes.INTERRUPTED, -signal.SIGUSR1, -signal.SIGTERM, 128 + signal.SIGUSR1)
 
 SCRIPT = Template(r"""#!/bin/bash
 # $about
@@ -210,7 +210,7 @@ def _command(job: Job) -> list[list[str]]:
     if job.processes == 0:
         return [[sys.executable], *program]
     return [
-        [sys.executable, "-m", "modeling.torchrun"],
+        [sys.executable, "-m", "modeling.training.torchrun"],
         ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.processes), "--max-restarts", "0"],
         ["--rdzv-backend", "static"],  # c10d's prints a stack dump when it shuts down
         ["--tee", "3", "--log-dir", str(job.folder / "ranks")],

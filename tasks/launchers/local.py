@@ -127,7 +127,7 @@ def _command(job: Job) -> list[str]:
         port = probe.getsockname()[1]
     # A static rendezvous: c10d's prints a stack dump when it shuts down.
     torchrun = [
-        *(sys.executable, "-m", "modeling.torchrun", "--nnodes", "1", "--node-rank", "0"),
+        *(sys.executable, "-m", "modeling.training.torchrun", "--nnodes", "1", "--node-rank", "0"),
         *("--nproc-per-node", str(job.processes), "--master-addr", "127.0.0.1", "--master-port", str(port)),
         *("--max-restarts", "0", "--tee", "3", "--log-dir", str(job.folder / "ranks")),
     ]

@@ -94,7 +94,7 @@ def killed(prefect_ui, browser, profile, tmp_path_factory):
             )
         for process in started.processes():
             if (
-                any("modeling.train" in part for part in process.cmdline())
+                any("modeling.training.train" in part for part in process.cmdline())
                 and process.ppid() != started.process.pid
             ):
                 os.kill(process.pid, signal.SIGKILL)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tasks import compare
-from tasks.artifacts import Store
+from tasks.reporting import compare
+from tasks.store.store import Store
 from tests.browser.pages import NARROW, WIDE, visit
 from tests.tasks.test_report import report, write_run
 

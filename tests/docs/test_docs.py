@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import parser
+from flows.cli.main import parser
 from profiles.reference import page
 
 ROOT = Path(__file__).parents[2]

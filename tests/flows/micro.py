@@ -68,7 +68,7 @@ class Command:
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", *arguments],
+            [sys.executable, "-m", "flows.cli.main", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -133,7 +133,7 @@ def exported(folder: Path, dataset: Path, length: int) -> tuple[float, str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from modeling.data import Corpus, Samples
+    from modeling.data.corpus import Corpus, Samples
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

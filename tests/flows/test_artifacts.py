@@ -1,6 +1,6 @@
 """What Prefect's UI shows of a run, where something keeps it from being shown."""
 
-from flows.artifacts import Shown
+from flows.ui.artifacts import Shown
 
 
 def test_what_cannot_be_shown_is_said_once_and_stops_nothing(caplog):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from flows.cli import main, parser
+from flows.cli.main import main, parser
 from tests.flows.micro import settings
 from tests.tasks.sources import write_pair
 from tests.tasks.test_report import write_run
@@ -306,7 +306,7 @@ def test_a_reader_who_has_enough_is_no_failure(tmp_path, arguments):
     write_run(tmp_path / "store/runs/first")
     reader, writer = os.pipe()
     os.close(reader)  # as `head` is gone once it has its lines
-    command = [sys.executable, "-m", "flows.cli", *arguments]
+    command = [sys.executable, "-m", "flows.cli.main", *arguments]
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, timeout=120)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (0, b"")

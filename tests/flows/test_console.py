@@ -6,8 +6,8 @@ import logging
 import pytest
 from rich.console import Console
 
-from flows.console import Terminal
-from flows.progress import line
+from flows.cli.console import Terminal
+from flows.ui.progress import line
 
 STEPS = 2_000_000
 ROW = {

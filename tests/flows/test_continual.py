@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks import ledger
-from tasks.artifacts import Store
+from tasks.store import ledger
+from tasks.store.store import Store
 from tests import s3
 from tests.flows.micro import PROFILE, losses
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.cli import main
+from flows.cli.main import main
 
 CASE = Path(__file__).parents[1] / "fixtures" / "nxd" / "gqa-tp4-pp2-kv2"
 SOURCE, CONFIG = str(CASE / "nxd"), ("--config", str(CASE / "hf"), "--nxd-layout", "trn1")

@@ -10,11 +10,11 @@ from prefect.states import Failed
 
 from flows import steps
 from flows.runner import worth_retrying
-from modeling.indexed import IndexedError
+from modeling.data.indexed import IndexedError
 from profiles.errors import ProfileError
 from tasks import tokenizer
-from tasks.artifacts import Store
-from tasks.shard import SourceError
+from tasks.sources.shard import SourceError
+from tasks.store.store import Store
 from tests.tasks.sources import files, lines, profile
 from tests.tasks.test_tokenization import DOCUMENTS
 

@@ -41,7 +41,11 @@ def ranks(folder) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             line = process.cmdline()
-            if "modeling.train" in line and str(folder) in line and "modeling.torchrun" not in line:
+            if (
+                "modeling.training.train" in line
+                and str(folder) in line
+                and "modeling.training.torchrun" not in line
+            ):
                 found.append(process)
         except psutil.Error:
             continue

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from profiles.errors import ProfileError
-from tasks.text import in_words
+from tasks.reporting.format import in_words
 from tests import s3
 from tests.flows.micro import exported, losses, shown
 
@@ -160,7 +160,8 @@ def test_another_name_alone_reuses_the_data_and_ends_with_the_same_losses(pretra
 
 
 @pytest.mark.parametrize(
-    "override", ["checkpoint.every=3", "parallel.zero1=false", "cluster.retries=1", "evaluate.every=1"]
+    "override",
+    ["checkpoint.every=3", "parallel.zero1=false", "cluster.retries=1", "evaluate.every=1"],
 )
 def test_what_leaves_the_mathematics_alone_redoes_nothing(pretrain, store, override):
     assert done(pretrain(store, override)) == []

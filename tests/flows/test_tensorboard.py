@@ -11,8 +11,8 @@ import urllib.request
 import psutil
 import pytest
 
-from flows.cli import main
-from modeling.metrics import Metrics
+from flows.cli.main import main
+from modeling.training.metrics import Metrics
 
 ROW = {
     "loss": 5.0,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from modeling.indexed import IndexedDatasetBuilder, token_dtype
+from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
 from profiles.resolve import dump, load
 
 VOCABULARY = 160

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from modeling.checkpoints import kept
-from tasks import runs
+from modeling.training.checkpoints import kept
+from tasks.store import runs
 from tests import disk
 from tests.modeling import micro
 
@@ -21,7 +21,7 @@ def dataset(tmp_path_factory) -> Path:
 
 
 def command(run: Path, dataset: Path, *arguments: object) -> list[str]:
-    program = [sys.executable, "-m", "modeling.train", "--run-folder", run, "--dataset", dataset]
+    program = [sys.executable, "-m", "modeling.training.train", "--run-folder", run, "--dataset", dataset]
     return [str(part) for part in (*program, *arguments)]
 
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from modeling import convert as program
-from modeling import huggingface, journal, native, sources
-from modeling.compare import differences
-from modeling.convert import Options, convert
-from parallel import container
+from modeling.conversion import convert as program
+from modeling.conversion import formats, huggingface, journal, native
+from modeling.conversion.compare import differences
+from modeling.conversion.convert import Options, convert
+from parallel.checkpoint import container
 from profiles.errors import ProfileError
 from tests.modeling import nxd_shards as by_hand
 
@@ -53,7 +53,7 @@ def llama(tmp_path) -> Path:
 
 
 def same(one: Path, other: Path) -> bool:
-    return not differences(sources.read(one, None, None), sources.read(other, None, None), 1 << 20)
+    return not differences(formats.read(one, None, None), formats.read(other, None, None), 1 << 20)
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
@@ -74,7 +74,7 @@ def test_from_hugging_face_to_a_topology_and_back(make, tmp_path, monkeypatch):
 def test_a_checkpoint_is_as_large_as_its_weights(llama, tmp_path):
     convert(llama, tmp_path / "trainshed", Options("trainshed", tensor=2))
     stored = sum(path.stat().st_size for path in (tmp_path / "trainshed").glob("*.distcp"))
-    weights = sources.read(llama, None, None)
+    weights = formats.read(llama, None, None)
     assert stored < weights.nbytes() + 2000 * 2 * len(weights.shapes)  # each item has a header of its own
 
 
@@ -138,7 +138,7 @@ def test_bin_with_an_index(llama, tmp_path):
     assert same(llama, other)
     (other / file).unlink()
     with pytest.raises(ValueError, match=f"{file} is missing"):
-        sources.read(other, None, None)
+        formats.read(other, None, None)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_model_that_is_not_whole_is_refused_by_the_tensors_name(damage, messag
     damage(state)
     save_file(state, llama / "model.safetensors")
     with pytest.raises(ValueError, match=message):
-        sources.read(llama, None, None)
+        formats.read(llama, None, None)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
@@ -169,7 +169,7 @@ def test_a_damaged_file_is_named(name, llama):
     (llama / "model.safetensors").unlink()
     (llama / name).write_bytes(b"\x80\x02}q\x00")
     with pytest.raises(ValueError, match=rf"{name} is damaged|{name} is refused"):
-        sources.read(llama, None, None)
+        formats.read(llama, None, None)
 
 
 def test_a_hostile_bin_and_a_hostile_table_of_contents_are_refused(llama, tmp_path):
@@ -178,11 +178,11 @@ def test_a_hostile_bin_and_a_hostile_table_of_contents_are_refused(llama, tmp_pa
 
     (tmp_path / "trainshed" / ".metadata").write_bytes(pickle.dumps(by_hand.Hostile(tmp_path / "ran")))
     with pytest.raises(ValueError, match=r"\.metadata is refused: .* does not belong"):
-        sources.read(tmp_path / "trainshed", None, None)
+        formats.read(tmp_path / "trainshed", None, None)
     (llama / "model.safetensors").unlink()
     torch.save({"lm_head.weight": by_hand.Hostile(tmp_path / "ran")}, llama / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pytorch_model\.bin is refused: it would run"):
-        sources.read(llama, None, None)
+        formats.read(llama, None, None)
     assert not (tmp_path / "ran").exists()
 
 

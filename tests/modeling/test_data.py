@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modeling import data
-from modeling.data import Corpus, Samples
-from modeling.indexed import IndexedDatasetBuilder, IndexedError
-from modeling.order import blend, permute
+from modeling.data import corpus as data
+from modeling.data.corpus import Corpus, Samples
+from modeling.data.indexed import IndexedDatasetBuilder, IndexedError
+from modeling.data.sample_order import blend, permute
 
 VOCABULARY = 50_000
 

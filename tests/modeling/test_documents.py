@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from modeling.gpt import GPT
-from modeling.llama import Llama
+from modeling.models.gpt import GPT
+from modeling.models.llama import Llama
 from parallel import Mesh, initialize
 from tests.modeling.test_data import make
 from tests.parity.harness import MODELS, Case
@@ -28,7 +28,7 @@ def test_a_packed_sample_is_computed_as_its_documents_by_themselves(name, kind):
 
 
 def test_starts_of_documents_are_found_in_the_index(tmp_path):
-    from modeling.data import Corpus, Samples
+    from modeling.data.corpus import Corpus, Samples
 
     corpus = Corpus.open(make(tmp_path, range(100), [50], document=7), "train")
     begins = [*range(0, 50, 7), *range(50, 100, 7)]

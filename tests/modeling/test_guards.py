@@ -7,11 +7,11 @@ import numpy as np
 import psutil
 import pytest
 
-from modeling import exits
-from modeling.anomalies import sample
-from modeling.data import Samples
-from modeling.indexed import IndexedDatasetBuilder, token_dtype
-from modeling.stragglers import Stragglers
+from modeling import exit_codes
+from modeling.data.corpus import Samples
+from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
+from modeling.training.anomalies import sample
+from modeling.training.stragglers import Stragglers
 from tests.modeling import micro
 
 STEPS, BATCH = 60, 4
@@ -27,7 +27,7 @@ def poisoned(tmp_path_factory):
     """The learnable corpus, but what the steps BAD read is drawn from the rarest of its tokens at random."""
     folder = micro.dataset(tmp_path_factory.mktemp("data"), tokens=12000)
     corpus = json.loads((folder / "corpus.json").read_text())
-    from modeling.data import Corpus
+    from modeling.data.corpus import Corpus
 
     samples = Samples(Corpus.open(folder, "train"), 32, 1234)
     stream = samples.corpus.read(0, samples.corpus.tokens)
@@ -92,7 +92,7 @@ def test_it_stops_for_good_where_going_back_does_not_help(poisoned, tmp_path):
         *(tmp_path / "run", *SETTINGS, "train.learning_rate=1e30", "train.clip=null", "train.warmup_steps=0"),
         *("checkpoint.every=1", "train.bad_steps=3", "train.rollbacks=1"),
     )
-    log = train(run, poisoned, code=exits.DIVERGED)
+    log = train(run, poisoned, code=exit_codes.DIVERGED)
     assert [event["event"] for event in events(run)] == ["skipped"] * 3 + ["rollback"] + ["skipped"] * 3 + [
         "stopped"
     ]
@@ -144,7 +144,7 @@ def test_equal_ranks_are_no_stragglers():
 
 
 def test_metrics_wait_for_a_full_disk_and_are_written_whole(tmp_path, monkeypatch):
-    from modeling.metrics import Metrics
+    from modeling.training.metrics import Metrics
 
     run = tmp_path / "run"
     run.mkdir()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modeling.indexed import IndexedDataset, IndexedDatasetBuilder, IndexedError, token_dtype
+from modeling.data.indexed import IndexedDataset, IndexedDatasetBuilder, IndexedError, token_dtype
 
 DOCUMENTS = [[1, 2, 3], [], [65499, 0], [7] * 5]
 

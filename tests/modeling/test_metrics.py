@@ -2,8 +2,8 @@
 
 import json
 
-from modeling.metrics import Metrics, tag
-from modeling.monitor import Monitor
+from modeling.training.metrics import Metrics, tag
+from modeling.training.telemetry import Monitor
 from parallel.device import resolve
 
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from modeling.monitor import READERS, Monitor, neuron_figures
+from modeling.training.telemetry import READERS, Monitor, neuron_figures
 from parallel import device
 
 # As neuron-monitor prints it, shortened.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modeling import nxd_files, sources
-from modeling.convert import Options, convert
+from modeling.conversion import formats, nxd_files
+from modeling.conversion.convert import Options, convert
 from profiles.errors import ProfileError
 from tests.modeling import nxd_shards as by_hand
 
@@ -34,7 +34,7 @@ def tensors(weights) -> dict[str, torch.Tensor]:
 
 def expect(weights, model: dict[str, torch.Tensor]) -> None:
     """They are a Hugging Face model's weights, to the bit."""
-    from modeling.names import to_huggingface
+    from modeling.models.weight_names import to_huggingface
 
     found = to_huggingface("llama", tensors(weights))
     assert found.keys() == model.keys()
@@ -80,7 +80,7 @@ FORMS = {
 def test_every_form_reads_to_the_same_weights(tensor, stages, form, config, tmp_path):
     model = by_hand.model()
     by_hand.save(by_hand.shards(model, tensor, stages, form), FILE, tmp_path / "nxd")
-    expect(sources.read(tmp_path / "nxd", config, "trn1"), model)
+    expect(formats.read(tmp_path / "nxd", config, "trn1"), model)
 
 
 @pytest.mark.parametrize(
@@ -98,18 +98,18 @@ def test_files_are_found_under_all_their_names(pattern, config, tmp_path):
     if "step_7" in pattern:
         (folder / "newest").write_text("step_7\n")
         torch.save({"state": {}}, folder / "step_7" / "scheduler.pt")
-    expect(sources.read(folder, config, None), model)
+    expect(formats.read(folder, config, None), model)
 
 
 def test_megatrons_names(config, tmp_path):
     model = by_hand.model()
     held = {ranks: by_hand.megatron(state) for ranks, state in by_hand.shards(model, 4, TWO_STAGES).items()}
-    expect(sources.read(by_hand.save(held, FILE, tmp_path / "nxd"), config, "trn1"), model)
+    expect(formats.read(by_hand.save(held, FILE, tmp_path / "nxd"), config, "trn1"), model)
 
 
 def test_the_full_state_in_one_file(config, tmp_path):
     torch.save({"model": by_hand.model()}, tmp_path / "checkpoint.pt")
-    expect(sources.read(tmp_path, config, None), by_hand.model())
+    expect(formats.read(tmp_path, config, None), by_hand.model())
 
 
 def test_xser_needs_no_information_file(tmp_path):
@@ -117,7 +117,7 @@ def test_xser_needs_no_information_file(tmp_path):
     shutil.copytree(case / "nxd", tmp_path / "nxd")
     for path in (tmp_path / "nxd" / "model").glob("*.info.pt"):
         path.unlink()
-    expect(sources.read(tmp_path / "nxd", case / "hf", "trn1"), load_file(case / "hf" / "model.safetensors"))
+    expect(formats.read(tmp_path / "nxd", case / "hf", "trn1"), load_file(case / "hf" / "model.safetensors"))
 
 
 @pytest.mark.parametrize("form", ["separate", "fused"])
@@ -156,9 +156,9 @@ def test_every_ranks_query_heads_meet_their_own_kv_head(config, tmp_path):
 def test_trn2_is_merged_in_natural_order_and_never_written(config, tmp_path):
     model = by_hand.model()
     folder = by_hand.save(by_hand.shards(model, 4, ONE_STAGE, layout="trn2"), FILE, tmp_path / "nxd")
-    expect(sources.read(folder, config, "trn2"), model)
+    expect(formats.read(folder, config, "trn2"), model)
     with pytest.raises(AssertionError, match=r"q_proj|o_proj"):  # the control: it matters
-        expect(sources.read(folder, config, "trn1"), model)
+        expect(formats.read(folder, config, "trn1"), model)
     with pytest.raises(ProfileError, match=r"--nxd-layout = trn2: .*another group; nearest valid: trn1"):
         convert(folder, tmp_path / "out", Options("nxd", config, tensor=4, nxd_layout="trn2"))
     assert not (tmp_path / "out").exists()
@@ -167,13 +167,13 @@ def test_trn2_is_merged_in_natural_order_and_never_written(config, tmp_path):
 def test_the_layout_must_be_said_where_it_matters(config, tmp_path):
     folder = by_hand.save(by_hand.shards(by_hand.model(), 4, ONE_STAGE), FILE, tmp_path / "nxd")
     with pytest.raises(ProfileError, match=r"--nxd-layout: .*cannot show.*: trn1, trn2"):
-        sources.read(folder, config, None)
+        formats.read(folder, config, None)
 
 
 def test_shards_without_a_configuration_are_refused(tmp_path):
     folder = by_hand.save(by_hand.shards(by_hand.model(), 2, ONE_STAGE), FILE, tmp_path / "nxd")
     with pytest.raises(ProfileError, match="--config: is missing"):
-        sources.read(folder, None, None)
+        formats.read(folder, None, None)
 
 
 def too_many_replicas(held):
@@ -221,14 +221,14 @@ def whole_numbers(held):
 def test_what_nxd_loses_is_refused_by_name(damage, message, config, tmp_path):
     held = damage(by_hand.shards(by_hand.model(), 2, ONE_STAGE))
     with pytest.raises(ValueError, match=message):
-        sources.read(by_hand.save(held, FILE, tmp_path / "nxd"), config, "trn1")
+        formats.read(by_hand.save(held, FILE, tmp_path / "nxd"), config, "trn1")
 
 
 def test_a_missing_ranks_file_is_named(config, tmp_path):
     folder = by_hand.save(by_hand.shards(by_hand.model(), 2, TWO_STAGES), FILE, tmp_path / "nxd")
     (folder / FILE.format(t=0, p=1)).unlink()
     with pytest.raises(ValueError, match="tensor rank 0, pipeline rank 1"):
-        sources.read(folder, config, None)
+        formats.read(folder, config, None)
 
 
 def test_a_hostile_file_is_refused_and_nothing_of_it_runs(config, tmp_path):
@@ -238,7 +238,7 @@ def test_a_hostile_file_is_refused_and_nothing_of_it_runs(config, tmp_path):
     with pytest.raises(
         ValueError, match=r"tp_rank_01_pp_rank_00\.pt is refused: it would run .*touch|getattr"
     ):
-        sources.read(folder, config, "trn1")
+        formats.read(folder, config, "trn1")
     assert not (tmp_path / "ran").exists()
 
 
@@ -248,12 +248,12 @@ def test_a_hostile_tensor_of_the_xser_form_is_refused(tmp_path):
     path = tmp_path / "nxd" / "model" / "dp_rank_00_tp_rank_02_pp_rank_00.pt.tensors" / "tensor_3.pt"
     torch.save(by_hand.Hostile(tmp_path / "ran"), path)
     with pytest.raises(ValueError, match=r"tensor_3\.pt is refused"):
-        sources.read(tmp_path / "nxd", case / "hf", "trn1")
+        formats.read(tmp_path / "nxd", case / "hf", "trn1")
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_reference_leads_to_no_other_file(monkeypatch, tmp_path):
-    from modeling import torch_files
+    from modeling.conversion import torch_files
 
     reference = torch_files.TensorReference()
     reference.tid = "0/../../../elsewhere"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from modeling import figures, operators
-from modeling.trace import trace
+from modeling.tracing import graph_stats, operators
+from modeling.tracing.trace import trace
 from profiles.resolve import load
 from tests.modeling import micro
 from tests.modeling.test_trace import SPREAD, profile
@@ -32,15 +32,15 @@ def test_they_are_the_same_on_every_rank(tmp_path):
 def test_a_shape_that_is_not_known_before_it_runs_is_refused():
     graph = make_fx(lambda x: x * 2, tracing_mode="symbolic")(torch.zeros(4, 8))
     with pytest.raises(ValueError, match=r"a shape that is not known before it runs: .*s\d+"):
-        figures.of(graph)
+        graph_stats.of(graph)
 
 
 def test_a_branch_that_depends_on_data_is_refused(tmp_path, monkeypatch):
     import modeling.llama
 
-    forward = modeling.llama.MLP.forward
+    forward = modeling.models.llama.MLP.forward
     monkeypatch.setattr(
-        modeling.llama.MLP, "forward", lambda self, x: forward(self, x if x.sum() > 0 else x + 1)
+        modeling.models.llama.MLP, "forward", lambda self, x: forward(self, x if x.sum() > 0 else x + 1)
     )
     with pytest.raises(Exception, match="Data-dependent branching"):
         trace(profile(tmp_path))

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.memory import CASES, case, measure
-from modeling.planner import plan, require_fit
-from modeling.search import search
+from modeling.planning.planner import plan, require_fit
+from modeling.planning.search import search
 from profiles import resolve
 from profiles.errors import ProfileError
 

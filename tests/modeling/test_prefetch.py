@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from modeling.prefetch import Batch, Prefetch
+from modeling.data.prefetch import Batch, Prefetch
 
 
 def test_batches_come_in_order_and_few_are_made_ahead():

@@ -89,7 +89,7 @@ def test_killed_run_resumes_with_the_same_losses_to_the_bit(undisturbed, dataset
 def _ranks(process: subprocess.Popen, run: Path) -> list[int]:
     """Its processes that train."""
     found = subprocess.run(
-        ["pgrep", "-f", f"modeling.train.*{run}"], capture_output=True, text=True, check=True
+        ["pgrep", "-f", f"modeling.training.train.*{run}"], capture_output=True, text=True, check=True
     )
     return [pid for pid in map(int, found.stdout.split()) if pid != process.pid]
 
@@ -154,8 +154,8 @@ def test_evaluation_and_export_agree_with_transformers(undisturbed, dataset, tmp
     import torch
     from transformers import AutoModelForCausalLM
 
-    from modeling.data import Corpus, Samples
-    from modeling.sample import CHOICES
+    from modeling.data.corpus import Corpus, Samples
+    from modeling.training.generate import CHOICES
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     samples = Samples(Corpus.open(dataset, "validation"), 32, seed=None)
@@ -213,7 +213,7 @@ def test_loss_and_metrics_of_the_users_own(undisturbed, dataset, tmp_path, monke
 
 def test_the_training_program_needs_neither_prefect_nor_transformers():
     code = (
-        "import sys, modeling.train; "
+        "import sys, modeling.training.train; "
         "print([name for name in ('prefect', 'transformers', 'datasets') if name in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

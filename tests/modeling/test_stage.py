@@ -10,8 +10,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from modeling.data import Corpus, Samples
-from modeling.stage import Stage
+from modeling.data.corpus import Corpus, Samples
+from modeling.data.shard_cache import Stage
 from tests.modeling.test_data import make
 
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from modeling import compile, figures, traced
-from modeling.compilers import Inductor
-from modeling.planner import plan
-from modeling.program import Program, flops_per_token
-from modeling.trace import trace
+from modeling.compilation.compilers import Inductor
+from modeling.planning.planner import plan
+from modeling.tracing import compile, graph_stats
+from modeling.tracing import traced_plan as traced
+from modeling.tracing.trace import trace
+from modeling.training.trainer import Program, flops_per_token
 from profiles.resolve import load
 from tests.modeling import micro
 
@@ -71,12 +72,12 @@ def test_a_rank_in_a_graph_shows_as_another_graph(tmp_path, monkeypatch):
     import modeling.llama
 
     spread = profile(tmp_path, *SPREAD)
-    forward = modeling.llama.MLP.forward
+    forward = modeling.models.llama.MLP.forward
 
     def of_the_rank(self, x):
         return forward(self, x) * (1.0 + self.down.axis.rank)
 
-    monkeypatch.setattr(modeling.llama.MLP, "forward", of_the_rank)
+    monkeypatch.setattr(modeling.models.llama.MLP, "forward", of_the_rank)
     assert digests(trace(spread, 0))["block, training"] != digests(trace(spread, 1))["block, training"]
 
 
@@ -158,7 +159,7 @@ def test_an_error_names_the_module_and_the_line_of_the_model(tmp_path, monkeypat
         library.impl("unknown", lambda x: x.clone(), "CPU")  # which has no fake implementation
         monkeypatch.setattr(torch.nn.functional, "silu", torch.ops.trainshed_tests.unknown)
         result = compile.compile_program(profile(tmp_path), 0, "block, training", "", Inductor("cpu"))
-    assert result["error"].startswith("MLP.forward (modeling/llama.py:")
+    assert result["error"].startswith("MLP.forward (modeling/models/llama.py:")
     assert "F.silu(gate) * up" in result["error"]
     assert "trainshed_tests.unknown" in result["error"]
 
@@ -172,4 +173,4 @@ def test_views_and_what_is_dead_take_no_memory():
         return x
 
     graph = make_fx(chain, tracing_mode="fake")(torch.zeros(4, 256))
-    assert figures.of(graph).peak == 2 * 4096
+    assert graph_stats.of(graph).peak == 2 * 4096

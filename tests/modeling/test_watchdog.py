@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from modeling import exits
+from modeling import exit_codes
 from tests.slurm.conftest import until
 
 HOME = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ with Watchdog(folder / "stacks", rank, 1.0, 4.0) as watchdog:
 @pytest.mark.parametrize("how", ["waits", "holds", "stopped"])
 def test_every_rank_leaves_its_stacks(how, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    torchrun = ["modeling.torchrun", "--standalone", "--nproc-per-node", "2"]
+    torchrun = ["modeling.training.torchrun", "--standalone", "--nproc-per-node", "2"]
     process = subprocess.Popen(
         [sys.executable, "-m", *torchrun, "program.py", str(tmp_path), how],
         cwd=tmp_path,
@@ -60,10 +60,10 @@ def test_every_rank_leaves_its_stacks(how, tmp_path):
     said, _ = process.communicate(timeout=60)
     assert not any(child.is_running() for child in ranks.values())
     first, second = ((tmp_path / f"stacks/rank_{rank}.txt").read_text() for rank in (0, 1))
-    assert exits.STOOD in first
+    assert exit_codes.STOOD in first
     assert "wait_for_the_other" in first
-    assert exits.STOOD in second
+    assert exit_codes.STOOD in second
     assert ("hold_the_lock_for_ever" if how == "holds" else "wait_for_the_other") in second
     assert how == "waits" or "seen from outside" in second
     code = int(re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", said, re.DOTALL)[1])
-    assert code in (exits.HUNG, -signal.SIGALRM), said
+    assert code in (exit_codes.HUNG, -signal.SIGALRM), said

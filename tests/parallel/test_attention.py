@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel import attention_kernels
-from parallel.attention import attention
-from parallel.attention_kernels import Block
+from parallel.attention import kernels
+from parallel.attention.attention import attention
+from parallel.attention.kernels import Block
 from tests.parallel.attention_reference import Case, error
 
 KERNELS = [None, "math"]  # the device's own, and the one for any device
@@ -146,7 +146,7 @@ def test_the_operators_keep_their_word_to_the_compiler(operator):
 def test_blocks_give_what_merging_needs(name):
     """A block of other queries than keys: lse, out, and its part of the gradient from the whole's lse."""
     torch.manual_seed(0)
-    kernel = attention_kernels.kernel(name)
+    kernel = kernels.kernel(name)
     q, k, v = torch.randn(2, 6, 40, 8), torch.randn(2, 2, 23, 8), torch.randn(2, 2, 23, 8)
     mask = torch.rand(2, 1, 40, 23) < 0.3
     mask[:, :, :3] = False  # these see nothing
@@ -174,7 +174,7 @@ def test_the_cuda_kernel_calls_operators_that_exist(dtype, kind):
     k = torch.empty(2, 2, t, 16, dtype=dtype, device="meta")
     mask = torch.ones(2, 1, 64, t, dtype=torch.bool, device="meta") if kind == "mask" else None
     block = Block(q, k, k, mask, kind == "square", 0.3)
-    kernel = attention_kernels.kernel("cuda-flash")
+    kernel = kernels.kernel("cuda-flash")
     out, lse = kernel.forward(block)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
     assert [x.shape for x in kernel.backward(block, out, out, lse)] == [q.shape, k.shape, k.shape]
@@ -189,7 +189,7 @@ def test_the_cuda_kernel_matches_the_formulas(dtype):
         )
         mask = torch.rand(2, 1, 192, t, device="cuda") < 0.3 if masked else None
         block, grad = Block(q, k, v, mask, causal, 0.2), torch.randn_like(q)
-        found, known = attention_kernels.kernel("cuda-flash"), attention_kernels.MATH
+        found, known = kernels.kernel("cuda-flash"), kernels.MATH
         out, lse = known.forward(block)
         pairs = [*zip(found.forward(block), (out, lse), strict=True)]
         pairs += zip(

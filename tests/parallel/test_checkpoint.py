@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from modeling.program import Program
-from modeling.train import make_optimizer
-from parallel import Mesh, RMSNorm, ZeRO1, checkpoint, initialize
+from modeling.training.train import make_optimizer
+from modeling.training.trainer import Program
+from parallel import Mesh, RMSNorm, ZeRO1, initialize
+from parallel.checkpoint import checkpoint
 from tests.parity.harness import BATCH, LOSS, NORM, RATE, SEQUENCE, Case, Results, batch, train
 from tests.pool import Pool
 

@@ -6,7 +6,8 @@ import pytest
 import s3fs
 import torch
 
-from parallel import Mesh, RMSNorm, ZeRO1, checkpoint, initialize
+from parallel import Mesh, RMSNorm, ZeRO1, initialize
+from parallel.checkpoint import checkpoint
 from tests import s3
 from tests.pool import Pool, mesh
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from modeling.llama import Llama
+from modeling.models.llama import Llama
 from parallel import Mesh, Normal, ZeRO1, initialize, parameter
-from parallel.buckets import Bucket, split_range
 from parallel.gqa import kv_replicas, valid_degrees
 from parallel.layout import Layout, Section, layout_of
+from parallel.optimizer.buckets import Bucket, split_range
 from profiles.model import Model
 
 degrees = st.sampled_from([1, 2, 4, 8])

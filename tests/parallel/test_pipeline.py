@@ -18,8 +18,8 @@ from parallel import (
     linear_cross_entropy,
 )
 from parallel.layout import layout_of
-from parallel.pipeline import Pipeline
-from parallel.stages import cut_layers
+from parallel.pipeline.pipeline import Pipeline
+from parallel.pipeline.stages import cut_layers
 from tests.pool import mesh
 
 HIDDEN, VOCABULARY, SEQUENCE, SAMPLES = 8, 11, 6, 2

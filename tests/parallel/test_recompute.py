@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from modeling.program import MODELS
+from modeling.training.trainer import MODELS
 from parallel import Mesh, initialize
+from parallel.activation_checkpointing import MODES, recompute
 from parallel.random import sample_keys
-from parallel.recompute import MODES, recompute
 from profiles.model import Model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import Function
 
-from parallel import attention_kernels, collectives
+from parallel import collectives
+from parallel.attention import kernels
+from parallel.attention.ring import ring_attention, zigzag_positions, zigzag_split, zigzag_unsplit
 from parallel.mesh import Mesh
-from parallel.ring_attention import ring_attention, zigzag_positions, zigzag_split, zigzag_unsplit
 from tests.parallel.attention_reference import Case, error
 from tests.pool import mesh
 
@@ -188,9 +189,9 @@ def test_gradcheck(pool, documents):
 def traffic(case):
     """What happens in order, forward and backward: ("send", bytes) and ("compute",)."""
     events = []
-    kernel = attention_kernels.kernel(attention_kernels.default(torch.empty(0)))
+    kernel = kernels.kernel(kernels.default(torch.empty(0)))
 
-    class Watched(attention_kernels.Kernel):
+    class Watched(kernels.Kernel):
         def forward(self, block):
             events.append(("compute",))
             return kernel.forward(block)
@@ -199,7 +200,7 @@ def traffic(case):
             events.append(("compute",))
             return kernel.backward(block, grad, out, lse)
 
-    attention_kernels.register("watched", Watched())
+    kernels.register("watched", Watched())
     start_shift = collectives.start_shift
 
     def watched_shift(x, axis, by=1):
@@ -233,13 +234,13 @@ def work(s):
     """How many scores this rank computes, forward."""
     scores = []
 
-    class Counted(attention_kernels.Math):
+    class Counted(kernels.Math):
         def forward(self, block):
             full = block.q.shape[2] * block.k.shape[2]
             scores.append((full + block.q.shape[2]) // 2 if block.causal else full)
             return super().forward(block)
 
-    attention_kernels.register("counted", Counted())
+    kernels.register("counted", Counted())
     with mesh(context=torch.distributed.get_world_size()) as made:
         ring(Case(s=s), made.context, kernel="counted")
     return sum(scores)

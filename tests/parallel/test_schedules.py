@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-from parallel.schedules import (
+from parallel.pipeline.schedules import (
     SCHEDULES,
     bubble,
     check_microbatches,

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel import ColumnParallelLinear, Mesh, RMSNorm, VocabParallelEmbedding, ZeRO1, initialize
-from parallel.adamw import TILE, adamw, update
-from parallel.buckets import Bucket
 from parallel.mesh import Axis
+from parallel.optimizer.adamw import TILE, adamw, update
+from parallel.optimizer.buckets import Bucket
 from tests.pool import mesh
 
 ONE = Axis("tensor")
@@ -61,7 +61,7 @@ def trained(
     """The same of ZeRO-1, the microbatches dealt out to the ranks of the data axis."""
     with mesh(data=torch.distributed.get_world_size()) as m, pytest.MonkeyPatch.context() as patch:
         if not fused:
-            patch.setattr("parallel.adamw.has_fused_adamw", lambda _: False)
+            patch.setattr("parallel.optimizer.adamw.has_fused_adamw", lambda _: False)
         built = model()
         optimizer = ZeRO1(built.named_parameters(), m, clip=clip, shard=shard, bucket=bucket)
         norms = []

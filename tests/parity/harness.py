@@ -1,6 +1,6 @@
 """Train a case for some steps, on one process or spread over a pool's, and compare what came out.
 
-`train` runs on every rank and goes through the same program and optimizer as `modeling.train`; `assemble` puts the ranks' pieces
+`train` runs on every rank with the program and optimizer of training itself; `assemble` puts the ranks' pieces
 together by their global boxes; `differences` holds them against one process, at the tolerances that any topology must keep.
 """
 
@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.program import Program
-from modeling.train import make_optimizer
-from parallel import ZeRO1, checkpoint
+from modeling.training.train import make_optimizer
+from modeling.training.trainer import Program
+from parallel import ZeRO1
 from parallel import device as devices
-from parallel.buckets import Piece
+from parallel.checkpoint import checkpoint
+from parallel.optimizer.buckets import Piece
 from profiles.schema import Profile
 from tests.pool import Pool
 

@@ -3,7 +3,7 @@
 import pytest
 import torch.nn.functional as F
 
-from modeling.program import Program
+from modeling.training.trainer import Program
 from parallel import ZeRO1
 from parallel.layout import layout_of
 from tests.parity.harness import Case, differences, document_starts, one_process, run

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.schedules import SCHEDULES, check_microbatches
-from parallel.stages import cut_layers
+from parallel.pipeline.schedules import SCHEDULES, check_microbatches
+from parallel.pipeline.stages import cut_layers
 from profiles import resolve
 from profiles.check import seconds, tensor_degrees
 from profiles.errors import ProfileError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.cli import main
+from flows.cli.main import main
 from profiles import nxdt, resolve
 from profiles.errors import ProfileError
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from modeling.program import Program
-from modeling.schedule import learning_rate
-from modeling.train import make_optimizer
+from modeling.training.learning_rate import learning_rate
+from modeling.training.train import make_optimizer
+from modeling.training.trainer import Program
 from profiles import resolve
 from profiles.schema import Profile
 

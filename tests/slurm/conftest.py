@@ -94,7 +94,7 @@ class Lab:
 
     def __init__(self, path: Path, folder: Path) -> None:
         from tasks import dataset, tokenizer
-        from tasks.artifacts import Store
+        from tasks.store.store import Store
 
         self.path, self.store = path, Store(str(folder))
         micro = resolve.load(str(path))

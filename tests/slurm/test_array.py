@@ -10,9 +10,9 @@ from huggingface_hub import HfFileSystem
 from flows.secrets import HUB_BLOCK, hub_token
 from profiles import resolve
 from tasks import dataset, tokenizer
-from tasks.array import Array
-from tasks.artifacts import Store
-from tasks.shard import SourceError
+from tasks.sources.shard import SourceError
+from tasks.store.store import Store
+from tasks.tokenization.slurm_array import Array
 from tests.flows.micro import PROFILE
 from tests.flows.test_continual import write_texts
 from tests.hub import TOKEN, Hub

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.artifacts import Store
+from tasks.store.store import Store
 
 
 @pytest.fixture

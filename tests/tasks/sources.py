@@ -6,10 +6,10 @@ from itertools import chain
 import numpy as np
 import pyarrow as pa
 
-from modeling.indexed import IndexedDatasetBuilder
+from modeling.data.indexed import IndexedDatasetBuilder
 from profiles import resolve
-from tasks import corpora, readers
-from tasks.long_text import LongText
+from tasks.sources import corpus, readers
+from tasks.sources.long_text import LongText
 
 DOCUMENTS = [f"Document {i} says " + "words and more words. " * (i % 9) for i in range(300)] + ["naïve 日本"]
 
@@ -59,7 +59,7 @@ def arrow(path, form):
 def texts(wanted, token=None):
     """The texts of all shards of a profile, a list a shard."""
     found = []
-    for shard in corpora.shards(wanted.data, token=token):
+    for shard in corpus.shards(wanted.data, token=token):
         documents = readers.documents(shard, token)
         found.append(
             [

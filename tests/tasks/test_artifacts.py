@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.artifacts import Artifact, Store
-from tasks.manifest import Damaged
+from tasks.store.manifest import Damaged
+from tasks.store.store import Artifact, Store
 from tests import s3
 
 FILES = {"model.bin": b"weights" * 1000, "deep/er/tokens.idx": b"\x00\x01\x02", "empty": b""}
@@ -41,7 +41,7 @@ def everything_in(store) -> list[str]:
 
 def start(store, code: str) -> subprocess.Popen:
     """Another process with a `store`; it says something on standard output when it is where the test wants it."""
-    setup = "import os, sys, time\nfrom tasks.artifacts import Store\nstore = Store(sys.argv[1])\n"
+    setup = "import os, sys, time\nfrom tasks.store.store import Store\nstore = Store(sys.argv[1])\n"
     return subprocess.Popen(
         [sys.executable, "-c", setup + textwrap.dedent(code), store.uri], stdout=subprocess.PIPE, text=True
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from modeling import sources
-from modeling.compare import differences
+from modeling.conversion import formats
+from modeling.conversion.compare import differences
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks import checkpoint
@@ -41,7 +41,7 @@ def profile(source: Path, *overrides: str):
 
 
 def same(one: Path, other: Path) -> bool:
-    return not differences(sources.read(one, None, None), sources.read(other, None, None), 1 << 20)
+    return not differences(formats.read(one, None, None), formats.read(other, None, None), 1 << 20)
 
 
 def test_the_artifact_is_the_weights_split_as_the_profile_spreads_its_model(weights, store):

@@ -10,13 +10,16 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from modeling.data import Corpus
-from modeling.indexed import IndexedDataset
+from modeling.data.corpus import Corpus
+from modeling.data.indexed import IndexedDataset
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks import corpora, dataset, python_docs, tokenization, tokenizer
-from tasks.artifacts import Store
-from tasks.shard import SourceError
+from tasks import dataset, tokenizer
+from tasks.sources import corpus as corpora
+from tasks.sources import python_docs
+from tasks.sources.shard import SourceError
+from tasks.store.store import Store
+from tasks.tokenization import tokenize_shard
 from tests import s3
 
 DOCUMENTS = [f"Document {i} " + "says words and more words. " * (i % 7) for i in range(200)] + [
@@ -173,7 +176,7 @@ def test_a_long_document_and_many_batches_change_nothing(store, tmp_path, monkey
     wanted = profile(path)
     tokens = tokenizer.run(wanted, store)
     whole = documents_of(dataset.run(wanted, store, tokens), store, "train")
-    monkeypatch.setattr(tokenization, "BATCH", 500)
+    monkeypatch.setattr(tokenize_shard, "BATCH", 500)
     other = Store(str(tmp_path / "other"))
     assert documents_of(make(wanted, other), other, "train") == whole
 

@@ -8,9 +8,9 @@ import pytest
 
 from profiles import resolve
 from tasks import dataset, evaluation, tokenizer, training
-from tasks.artifacts import Store
 from tasks.failures import Hopeless
 from tasks.launchers import create, noted
+from tasks.store.store import Store
 from tests.flows.micro import write_profile
 
 

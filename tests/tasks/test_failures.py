@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from modeling import exits
+from modeling import exit_codes
 from profiles import resolve
 from tasks.failures import Hopeless, classified
 from tasks.launchers import Handle, Job, JobFailed, Status, causes
@@ -16,7 +16,7 @@ def failure(code: int | None, detail: str = "") -> JobFailed:
 
 def told(folder: Path, *log: str, code: int = 1) -> JobFailed:
     """The failure of a job of two processes a node that left this log."""
-    job = Job("train", "modeling.train", (), folder, nodes=2, processes=2)
+    job = Job("train", "modeling.training.train", (), folder, nodes=2, processes=2)
     job.log_file.write_text("\n".join(log) + "\n")
     return causes.failure(Handle(job, "7"), Status(running=False, exit_code=code), ("n1", "n2"))
 
@@ -24,7 +24,7 @@ def told(folder: Path, *log: str, code: int = 1) -> JobFailed:
 def report(rank: int, code: int, time: str) -> str:
     """What torchrun says when a rank failed."""
     return f"""============================================================
-modeling.train FAILED
+modeling.training.train FAILED
 ------------------------------------------------------------
 Failures:
   <NO_OTHER_FAILURES>
@@ -83,7 +83,7 @@ def test_a_failure_after_a_job_was_queued_again_is_that_of_its_last_start(tmp_pa
 @pytest.mark.parametrize(
     ("code", "detail"),
     [
-        (exits.OUT_OF_MEMORY, ""),
+        (exit_codes.OUT_OF_MEMORY, ""),
         (1, "[rank 1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
     ],
 )
@@ -97,12 +97,12 @@ def test_want_of_memory_is_not_retried_and_names_what_takes_less(code, detail):
 
 def test_what_is_refused_is_said_in_its_own_words_and_not_retried():
     found = failure(
-        exits.REFUSED, "[rank 0] refused\n[rank 0] ValueError: checkpoint.resume = 7: complete are 4, 8"
+        exit_codes.REFUSED, "[rank 0] refused\n[rank 0] ValueError: checkpoint.resume = 7: complete are 4, 8"
     )
     assert isinstance(found, Hopeless)
     assert str(found).startswith("checkpoint.resume = 7: complete are 4, 8 (")
 
 
-@pytest.mark.parametrize("code", [-9, 1, None, exits.HUNG, exits.INTERRUPTED])
+@pytest.mark.parametrize("code", [-9, 1, None, exit_codes.HUNG, exit_codes.INTERRUPTED])
 def test_everything_else_is_retried(code):
     assert not isinstance(failure(code), Hopeless)

@@ -15,7 +15,7 @@ import pytest
 
 from profiles.resolve import load
 from tasks import graphs, keys
-from tasks.artifacts import Store
+from tasks.store.store import Store
 from tests.modeling import micro
 
 SETTINGS = ("compile.enabled=true", "train.steps=6", "evaluate.every=3", "checkpoint.every=2")
@@ -153,7 +153,7 @@ def test_a_killed_compile_leaves_no_lock(place, run, compiled, caplog):
     code = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True);"
         "from pathlib import Path; from profiles.resolve import load; from tasks import graphs, keys;"
-        "from tasks.artifacts import Store;"
+        "from tasks.store.store import Store;"
         f"run = Path({str(run)!r}); profile = load(str(run / 'profile.yaml'));"
         f"graphs.run(profile, Store({str(place.folder / 'store')!r}), run, keys.graphs(profile))"
     )
@@ -185,7 +185,7 @@ def test_a_cancelled_compile_ends_its_processes(place, run, compiled, caplog):
     finally:
         signal.signal(signal.SIGINT, before)
     left = subprocess.run(
-        ["pgrep", "-f", f"modeling.compile.*{run}"], capture_output=True, text=True, check=False
+        ["pgrep", "-f", f"modeling.tracing.compile.*{run}"], capture_output=True, text=True, check=False
     )
     assert left.stdout == ""
 

@@ -6,7 +6,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from profiles.errors import ProfileError
-from tasks import corpora
+from tasks.sources import corpus
 from tests.hub import TOKEN, Hub
 from tests.tasks.sources import DOCUMENTS, joined, lines, profile, table, texts
 
@@ -67,7 +67,7 @@ def test_a_split_of_a_configuration_of_a_hub_data_set(hub, streaming, tmp_path):
 
 
 def test_lines_of_a_hub_data_set_are_streamed_in_blocks(hub, monkeypatch):
-    monkeypatch.setattr("tasks.shard.BLOCK", 20_000)
+    monkeypatch.setattr("tasks.sources.shard.BLOCK", 20_000)
     content = lines(DOCUMENTS * 5)
     hub.commit("org/lines", {"a.jsonl": content}, kind="datasets")
     assert texts(profile({"kind": "hub", "repository": "org/lines", "streaming": True})) == [DOCUMENTS * 5]
@@ -77,14 +77,14 @@ def test_lines_of_a_hub_data_set_are_streamed_in_blocks(hub, monkeypatch):
 
 def test_hub_shards_are_keyed_by_their_files_not_by_the_commit(hub):
     source = profile({"kind": "hub", "repository": "org/texts", "config": "en"})
-    before = [shard.digest for shard in corpora.shards(source.data)]
+    before = [shard.digest for shard in corpus.shards(source.data)]
     content = dict(next(reversed(hub.repositories["datasets", "org/texts"].commits.values())))
     content["en/train-2.parquet"] = as_parquet(["new"])
     hub.commit("org/texts", content, kind="datasets")
     from huggingface_hub import HfFileSystem
 
     HfFileSystem.clear_instance_cache()
-    after = [shard.digest for shard in corpora.shards(source.data)]
+    after = [shard.digest for shard in corpus.shards(source.data)]
     assert after[:2] == before
     assert len(after) == 3
 

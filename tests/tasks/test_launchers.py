@@ -11,7 +11,7 @@ import pytest
 
 from tasks.launchers import Job, JobFailed, base, create, execute
 from tasks.launchers.local import MARKER, LocalLauncher
-from tasks.tail import Tail
+from tasks.launchers.log_follower import Tail
 
 RANKS = """
 import os, pathlib, signal, sys, time

@@ -4,7 +4,8 @@ import pytest
 
 from profiles.errors import ProfileError
 from profiles.resolve import check
-from tasks import dataset, ledger, tokenizer
+from tasks import dataset, tokenizer
+from tasks.store import ledger
 from tests.tasks.sources import files, lines, profile
 from tests.tasks.test_tokenization import DOCUMENTS
 

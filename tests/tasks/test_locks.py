@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks import locks
-from tasks.owner import Owner
-from tasks.storage import Folder, Objects
+from tasks.store import locks
+from tasks.store.backends import Folder, Objects
+from tasks.store.lock_owner import Owner
 from tests import s3
 
 HOLDER = """

@@ -4,8 +4,8 @@ import time
 
 import s3fs
 
-from tasks.mirror import Mirror
-from tasks.storage import Objects
+from tasks.store.backends import Objects
+from tasks.store.sync import Mirror
 from tests import s3
 
 

@@ -13,11 +13,11 @@ from html.parser import HTMLParser
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from flows.cli import main
+from flows.cli.main import main
 from profiles import resolve
-from tasks.artifacts import Store
-from tasks.chart import MAX_POINTS, Series, line_chart, thinned, ticks
 from tasks.report import Outcome, run
+from tasks.reporting.chart import MAX_POINTS, Series, line_chart, thinned, ticks
+from tasks.store.store import Store
 
 VOID = {"meta", "link", "br", "img"}
 
@@ -193,7 +193,7 @@ def test_lines_that_are_damaged_are_left_out_of_a_comparison(tmp_path):
     write_run(tmp_path / "store/runs/first", losses=20)
     metrics = tmp_path / "store/runs/first/metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"step": 7,', '"step": 7'))
-    compare = [sys.executable, "-m", "flows.cli", "compare", "first", "--json"]
+    compare = [sys.executable, "-m", "flows.cli.main", "compare", "first", "--json"]
     done = subprocess.run(compare, cwd=tmp_path, capture_output=True, text=True, check=True)
     (run,) = json.loads(done.stdout)["runs"]
     assert (run["steps"], run["loss"]) == (19, pytest.approx(8.1))

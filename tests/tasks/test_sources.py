@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks import corpora, long_text, readers, source_files
-from tasks.shard import Shard, SourceError
+from tasks.sources import corpus, long_text, readers
+from tasks.sources import files as source_files
+from tasks.sources.shard import Shard, SourceError
 from tests import s3
 from tests.tasks.sources import (
     DOCUMENTS,
@@ -65,7 +66,7 @@ def test_lines_of_plain_text_are_documents_where_that_is_asked_for(tmp_path, sma
 
 def test_a_long_file_is_one_document_read_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "LONG_FILE", 100)
-    monkeypatch.setattr("tasks.long_text.READ", 64)
+    monkeypatch.setattr("tasks.sources.long_text.READ", 64)
     (tmp_path / "a.txt").write_text("日本語 naïve " * 40)
     assert texts(profile(files(tmp_path / "a.txt"))) == [["日本語 naïve " * 40]]
     (tmp_path / "a.txt").write_bytes(b"good " * 40 + b"\xff")
@@ -83,7 +84,7 @@ def test_long_json_strings_are_read_in_parts_as_the_same_text(documents, ascii_a
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "LONG_FILE", 30)
         patch.setattr(readers, "LONG_STRING", 10)
-        patch.setattr("tasks.long_text.READ", part)
+        patch.setattr("tasks.sources.long_text.READ", part)
         records = ({"a": text, "text": text, "b": [text, 1.5]} for text in documents)
         made = (json.dumps(record, ensure_ascii=ascii_alone).encode() for record in records)
         shard = Shard("a.jsonl", "jsonl", "digest", ("a.jsonl",), column="text")
@@ -93,7 +94,7 @@ def test_long_json_strings_are_read_in_parts_as_the_same_text(documents, ascii_a
 
 @pytest.mark.parametrize("text", ["12,3.5\n", "\n", "日本", "👩", "\\n", '"a" b'])
 def test_a_long_json_string_is_never_decoded_at_once(text, monkeypatch):
-    monkeypatch.setattr("tasks.long_text.READ", 64)
+    monkeypatch.setattr("tasks.sources.long_text.READ", 64)
     for ascii_alone in True, False:
         literal = json.dumps(text * 1000, ensure_ascii=ascii_alone).encode()[1:-1]
         chunks = list(long_text.of_json(memoryview(literal), lambda: "a.jsonl, line 1").chunks())
@@ -115,7 +116,7 @@ def test_lines_on_s3_are_read_in_blocks_and_about_once(tmp_path, monkeypatch):
     import s3fs
 
     monkeypatch.setattr(source_files, "SHARD_BYTES", 400_000)
-    monkeypatch.setattr("tasks.shard.BLOCK", 50_000)
+    monkeypatch.setattr("tasks.sources.shard.BLOCK", 50_000)
     fetched = []
     honest = s3fs.S3File._fetch_range
 
@@ -138,10 +139,10 @@ def test_lines_on_s3_are_read_in_blocks_and_about_once(tmp_path, monkeypatch):
 def test_a_file_that_grows_changes_its_last_shard_alone(tmp_path, small_shards):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(DOCUMENTS))
-    before = [shard.digest for shard in corpora.shards(profile(files(path)).data)]
+    before = [shard.digest for shard in corpus.shards(profile(files(path)).data)]
     with path.open("ab") as file:
         file.write(lines(DOCUMENTS[:50]))
-    after = [shard.digest for shard in corpora.shards(profile(files(path)).data)]
+    after = [shard.digest for shard in corpus.shards(profile(files(path)).data)]
     assert after[: len(before) - 1] == before[:-1]
     assert len(after) > len(before)
 
@@ -149,10 +150,10 @@ def test_a_file_that_grows_changes_its_last_shard_alone(tmp_path, small_shards):
 def test_small_files_share_shards_and_a_new_one_changes_only_its_own(tmp_path):
     for i, text in enumerate(DOCUMENTS):
         (tmp_path / f"{i:03}.txt").write_text(f"{i} {text}")
-    before = {shard.digest for shard in corpora.shards(profile(files(tmp_path)).data)}
+    before = {shard.digest for shard in corpus.shards(profile(files(tmp_path)).data)}
     assert 2 < len(before) < 40
     (tmp_path / "100a.txt").write_text("a new document")
-    after = {shard.digest for shard in corpora.shards(profile(files(tmp_path)).data)}
+    after = {shard.digest for shard in corpus.shards(profile(files(tmp_path)).data)}
     assert len(after - before) <= 2
     assert joined(texts(profile(files(tmp_path)))).count("a new document") == 1
 
@@ -182,18 +183,18 @@ def test_a_folder_is_all_its_data_however_deep(tmp_path, monkeypatch):
 def test_digests_are_remembered_until_a_file_changes(tmp_path, store, monkeypatch):
     import os
 
-    from tasks.digests import Digests
+    from tasks.store.digest_cache import Digests
 
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(DOCUMENTS))
     os.utime(path, (1e9, 1e9))
     wanted = profile(files(path)).data
-    before = [shard.digest for shard in corpora.shards(wanted, Digests(store.notes))]
+    before = [shard.digest for shard in corpus.shards(wanted, Digests(store.notes))]
     with monkeypatch.context() as patch:
         patch.setattr("hashlib.file_digest", None)  # reading would fail
-        assert [shard.digest for shard in corpora.shards(wanted, Digests(store.notes))] == before
+        assert [shard.digest for shard in corpus.shards(wanted, Digests(store.notes))] == before
     path.write_bytes(lines(DOCUMENTS[1:]))
-    assert [shard.digest for shard in corpora.shards(wanted, Digests(store.notes))] != before
+    assert [shard.digest for shard in corpus.shards(wanted, Digests(store.notes))] != before
 
 
 def stream(rows=40):
@@ -274,7 +275,7 @@ def test_texts_of_a_table_are_read_however_they_are_laid_out(kind, tmp_path):
 
 
 def test_long_texts_of_a_table_are_read_a_few_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("tasks.tables.LONG_VALUE", 1 << 18)
+    monkeypatch.setattr("tasks.sources.columnar.LONG_VALUE", 1 << 18)
     documents = [f"{i} naïve " + "word " * 200_000 for i in range(30)] + ["short"]
     options = {"use_dictionary": False, "write_batch_size": 1, "data_page_size": 1}
     parquet.write_table(pa.table({"text": documents}), tmp_path / "a.parquet", **options)
@@ -282,7 +283,7 @@ def test_long_texts_of_a_table_are_read_a_few_at_a_time(tmp_path, monkeypatch):
     before = pa.default_memory_pool()
     pa.set_memory_pool(pool)
     try:
-        (shard,) = corpora.shards(profile(files(tmp_path / "a.parquet")).data)
+        (shard,) = corpus.shards(profile(files(tmp_path / "a.parquet")).data)
         found = readers.documents(shard)
         assert all("".join(next(found).chunks()) == document for document in documents[:30])
         assert list(found) == ["short"]

@@ -13,7 +13,7 @@ import time
 import pytest
 import s3fs
 
-from tasks.artifacts import Store
+from tasks.store.store import Store
 from tests import s3
 from tests.tasks.test_artifacts import FILES, publish
 from tests.unreliable import Proxy

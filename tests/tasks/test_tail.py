@@ -1,6 +1,6 @@
 """Following a file that another program writes, cuts and replaces."""
 
-from tasks.tail import Tail
+from tasks.launchers.log_follower import Tail
 
 
 def test_only_whole_new_lines_are_read(tmp_path):

@@ -8,11 +8,11 @@ import datasets
 import numpy as np
 import pytest
 
-from modeling.data import Corpus
-from modeling.indexed import Index, IndexedError
+from modeling.data.corpus import Corpus
+from modeling.data.indexed import Index, IndexedError
 from profiles.errors import ProfileError
 from tasks import dataset, tokenizer
-from tasks.shard import SourceError
+from tasks.sources.shard import SourceError
 from tests import s3
 from tests.tasks.sources import DOCUMENTS, files, joined, profile, write_pair
 
@@ -144,11 +144,11 @@ def test_pairs_and_saved_tokens_on_s3(tmp_path, store, words, monkeypatch):
             there.put_file(str(tmp_path / name), f"{bucket}/pairs/{name}")
         wanted = pair_profile(f"{bucket}/pairs/a", validation_fraction=0)
         shard = dataset.plan(wanted, store, words).shards[0]
-        from tasks import source_megatron
+        from tasks.sources import megatron
 
-        splits = source_megatron.check(shard, 300, 0.5, lambda tokens: None)
+        splits = megatron.check(shard, 300, 0.5, lambda tokens: None)
         assert splits["train"] == {"start": 0, "tokens": 2, "documents": 1}
         assert splits["validation"] == {"start": 2, "tokens": 3, "documents": 1}
         shard = dataset.plan(pair_profile(f"{bucket}/pairs/b"), store, words).shards[0]
         with pytest.raises(IndexedError, match=r"s3:/.*b\.bin, byte 6: token 301"):
-            source_megatron.check(shard, 300, 0.5, lambda tokens: None)
+            megatron.check(shard, 300, 0.5, lambda tokens: None)

@@ -13,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from modeling.indexed import IndexedDataset
+from modeling.data.indexed import IndexedDataset
 from profiles.errors import ProfileError
-from tasks import dataset, engines, long_text, tokenization, tokenizer
-from tasks.artifacts import Store
-from tasks.long_text import Cutter
-from tasks.plan import Plan
-from tasks.shard import SourceError
-from tasks.tokenizer_files import EOS, byte_level
-from tasks.workers import WorkerFailed, Workers
+from tasks import dataset, tokenizer
+from tasks.sources import long_text
+from tasks.sources.long_text import Cutter
+from tasks.sources.shard import SourceError
+from tasks.store.store import Store
+from tasks.tokenization import engines, tokenize_shard
+from tasks.tokenization.dataset_plan import Plan
+from tasks.tokenization.tokenizer_files import EOS, byte_level
+from tasks.tokenization.worker_pool import WorkerFailed, Workers
 from tests.tasks.sources import files, lines, profile
 
 CHANCE = random.Random(0)
@@ -186,7 +188,7 @@ def test_long_documents_have_their_tokens_in_order_with_the_short_ones(store, tm
     (tmp_path / "a.jsonl").write_bytes(lines(texts))
     wanted = profile(files(tmp_path / "a.jsonl"), validation_fraction=0)
     whole = documents_of(make(wanted, store), store)
-    monkeypatch.setattr(tokenization, "BATCH", 5000)
+    monkeypatch.setattr(tokenize_shard, "BATCH", 5000)
     monkeypatch.setattr(long_text, "PIECE", 2000)
     other = Store(str(tmp_path / "other"))
     assert documents_of(make(wanted, other), other) == whole
@@ -220,7 +222,7 @@ def by_words(request):
     # Not special: they are recognized in texts.
     made.add_tokens([AddedToken(text, normalized=False) for text in ("<pad>", "   ")])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tasks.words.MOST", 5)
+        patch.setattr("tasks.tokenization.word_cache.MOST", 5)
         yield engines.ByWords(made, 1), engines.General(made)
 
 
@@ -279,7 +281,7 @@ def test_a_fast_engine_that_goes_wrong_later_has_its_shard_made_again(store, tmp
     (tmp_path / "a.jsonl").write_bytes(lines(DOCUMENTS))
     wanted = profile(files(tmp_path / "a.jsonl"), validation_fraction=0)
     right = documents_of(make(wanted, store), store)
-    monkeypatch.setattr(tokenization, "BATCH", 5000)
+    monkeypatch.setattr(tokenize_shard, "BATCH", 5000)
     honest = engines.Fast._encode
 
     def wrong_after_the_first(self, texts):
@@ -378,7 +380,7 @@ def test_shards_done_by_several_processes_are_those_done_by_one(store, tmp_path)
         for path in store.path(words).iterdir():
             if path.name != "manifest.json":
                 (folder / path.name).write_bytes(path.read_bytes())
-    alone = [tokenization.tokenize(plan, other, k) for k in range(5)]
+    alone = [tokenize_shard.tokenize(plan, other, k) for k in range(5)]
     for one in alone:
         for path in Path(one.location).glob("train.*"):
             assert (
@@ -413,7 +415,7 @@ def test_a_plan_can_be_written_down_and_worked_from_elsewhere(store, tmp_path, c
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan.to_json()))
     assert Plan.from_json(json.loads(path.read_text())) == plan
-    assert tokenization.main(["--plan", str(path), "--store", store.uri, "--shard", "3"]) == 0
+    assert tokenize_shard.main(["--plan", str(path), "--store", store.uri, "--shard", "3"]) == 0
     assert json.loads(capsys.readouterr().out)["key"] == plan.key(3)
     assert store.find("tokens", plan.key(3))
 

@@ -11,9 +11,10 @@ from tokenizers import Tokenizer, models
 
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks import dataset, python_docs, tokenizer
-from tasks.artifacts import Store
-from tasks.tokenizer_files import EOS, byte_level
+from tasks import dataset, tokenizer
+from tasks.sources import python_docs
+from tasks.store.store import Store
+from tasks.tokenization.tokenizer_files import EOS, byte_level
 from tests import s3
 from tests.hub import TOKEN, Hub
 

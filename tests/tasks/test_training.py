@@ -7,7 +7,8 @@ import time
 import psutil
 import pytest
 
-from tasks import runs, training
+from tasks import training
+from tasks.store import runs
 from tasks.training import Words
 from tests.tasks.test_evaluation import lab, run_folder  # noqa: F401
 

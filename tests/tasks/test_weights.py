@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from modeling import sources
+from modeling.conversion import formats
 from profiles.errors import ProfileError
-from tasks import weights
+from tasks.sources import weights
 from tests import s3
 from tests.hub import Hub
 from tests.modeling import nxd_shards as by_hand
@@ -28,7 +28,7 @@ def hub(monkeypatch, tmp_path):
 
 
 def embedding(folder) -> torch.Tensor:
-    found = sources.read(folder, None, None)
+    found = formats.read(folder, None, None)
     return found.read("embedding.weight", (0, 0), found.shapes["embedding.weight"])
 
 
