@@ -17,7 +17,7 @@ import torch
 from benchmarks import ours
 from benchmarks.report import machine, show, sit
 from benchmarks.rows import Plan, Result, Training
-from modeling.training.trainer import flops_per_token
+from modeling.models.flops import flops_per_token
 from parallel import device
 
 ROW = Training(

@@ -13,7 +13,7 @@ from pathlib import Path
 from modeling.conversion import formats
 from modeling.conversion.convert import Options, convert
 from modeling.conversion.journal import RECORD
-from modeling.training.trainer import stage_layers
+from modeling.models.flops import stage_layers
 from profiles.errors import ProfileError
 from profiles.model import Model, to_config_json
 from profiles.schema import Profile

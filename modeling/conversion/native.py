@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from modeling.conversion.tensor_files import File
 from modeling.conversion.weights import Part, Weights, slices
-from modeling.training.trainer import DTYPES, MODELS
+from modeling.models.build import DTYPES, MODELS
 from parallel import Mesh
 from parallel.checkpoint import checkpoint, container
 from parallel.checkpoint.container import Item, Written

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from modeling.training.trainer import MODELS
+from modeling.models.build import MODELS
 from parallel import Mesh
 from parallel.layout import layout_of
 from profiles.model import Model

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from modeling.models.build import DTYPES
 from modeling.planning.stage_costs import Piece, Pieces
-from modeling.training.trainer import DTYPES
 from parallel import device as devices
 from parallel.optimizer.zero1 import IN_FLIGHT, fill_buckets
 from profiles.schema import Profile

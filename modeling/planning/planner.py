@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 from torch import nn
 
+from modeling.models.flops import ahead, flops_per_token, stage_layers
 from modeling.planning.memory import activation_bytes, bucket_sizes, state_bytes
 from modeling.planning.stage_costs import Counted, Piece, Pieces
 from modeling.planning.step_time import estimate
-from modeling.training.trainer import ahead, flops_per_token, stage_layers
 from parallel import device as devices
 from parallel import parameter_count
 from parallel.activation_checkpointing import MODES

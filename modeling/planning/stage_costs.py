@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modeling.models.build import DTYPES, MODELS
 from modeling.planning.meter import Meter
-from modeling.training.trainer import DTYPES, MODELS
 from parallel import Mesh
 from parallel import device as devices
 from parallel.activation_checkpointing import recompute

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from modeling.training.trainer import flops_per_token
+from modeling.models.flops import flops_per_token
 from parallel import device as devices
 from parallel.device import Device
 from parallel.pipeline.schedules import bubble

@@ -32,8 +32,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from modeling.compilation.graph_cache import Backend, compile_regions, compiled_update, program
+from modeling.models.build import DTYPES, build_stage, mesh_of
+from modeling.models.flops import stage_layers
 from modeling.tracing import graph_stats
-from modeling.training.trainer import DTYPES, build_stage, mesh_of, stage_layers
 from parallel import Mesh
 from parallel import device as devices
 from parallel.attention.ring import zigzag_positions

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from modeling.models.flops import ahead, stage_layers
 from modeling.planning.planner import MARGIN, Plan
 from modeling.planning.step_time import estimate
-from modeling.training.trainer import ahead, stage_layers
 from parallel.pipeline.schedules import in_flight
 from profiles.schema import Profile
 

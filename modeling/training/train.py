@@ -23,6 +23,8 @@ from modeling.compilation.graph_cache import opened
 from modeling.data import shard_cache
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.prefetch import Batch, Prefetch, read
+from modeling.models.build import DTYPES
+from modeling.models.flops import flops_per_token
 from modeling.training.anomalies import Guard, Ranges, record, sample
 from modeling.training.checkpoints import CannotSave, Checkpoints, Refused
 from modeling.training.evaluate import validation_loss
@@ -31,7 +33,7 @@ from modeling.training.metrics import Metrics
 from modeling.training.profiling import StepTrace
 from modeling.training.stragglers import Stragglers, node_names, one_hot
 from modeling.training.telemetry import Monitor
-from modeling.training.trainer import DTYPES, Program, flops_per_token
+from modeling.training.trainer import Program
 from modeling.training.watchdog import Watchdog
 from parallel import ZeRO1, collectives
 from parallel.checkpoint import checkpoint

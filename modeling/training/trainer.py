@@ -18,27 +18,22 @@ from torch import Tensor, nn
 
 from modeling.compilation import compilers
 from modeling.compilation.graph_cache import Eager, Ledger, compile_regions, compiled_update
+from modeling.models.build import DTYPES, build_stage, mesh_of
+from modeling.models.flops import ahead, stage_layers
 from modeling.models.gpt import GPT
 from modeling.models.llama import Llama
 from modeling.training import user_functions
-from parallel import Mesh, initialize
 from parallel import device as devices
-from parallel.activation_checkpointing import recompute
+from parallel import initialize
 from parallel.attention.ring import zigzag_positions
 from parallel.collectives import all_reduce
-from parallel.gqa import kv_replicas
 from parallel.loss import IGNORE
-from parallel.pipeline.schedules import forwards_ahead
-from parallel.pipeline.stages import cut_layers
 from parallel.random import sample_keys
 from profiles.schema import Profile
 
 if TYPE_CHECKING:
     from parallel.optimizer.adamw import Update
     from parallel.pipeline.pipeline import Pipeline
-
-MODELS = {"llama": Llama, "gpt": GPT}
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Program:
@@ -234,65 +229,8 @@ class Program:
             dist.destroy_process_group()
 
 
-def mesh_of(profile: Profile) -> Mesh:
-    """The run's mesh, as this process sees it."""
-    parallel = profile.parallel
-    return Mesh(
-        parallel.pipeline,
-        profile.data_parallel,
-        parallel.context,
-        parallel.tensor,
-        kv_replicas(profile.model.num_key_value_heads, parallel.tensor),
-        reduces=devices.resolve(profile.cluster.device).reduces,
-    )
-
-
-def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.device) -> Llama | GPT:
-    """The stage that holds these layers, its recomputation set, its weights as memory was."""
-    model = MODELS[profile.model.architecture](
-        profile.model,
-        mesh,
-        layers,
-        sequence_parallel=profile.parallel.sequence_parallel,
-        dtype=DTYPES[profile.train.precision],
-        device=device,
-    )
-    recompute(model.layers.values(), profile.train.recompute, profile.train.recompute_layers)
-    return model
-
-
 def threads(profile: Profile) -> int:
     """torch's threads in each process: as the profile says, else this machine's cores shared out."""
     if profile.cluster.threads:
         return profile.cluster.threads
     return max(1, (os.cpu_count() or 1) // profile.cluster.devices_per_node)
-
-
-def costs(profile: Profile) -> list[int]:
-    """Multiply-adds a token, forward: of each layer's weights and its causal attention; of the head, with the last layer."""
-    model, s = profile.model, profile.train.sequence_length
-    h, d = model.hidden_size, model.head_dim
-    projections = h * d * (2 * model.num_attention_heads + 2 * model.num_key_value_heads)
-    matrices = {"llama": 3, "gpt": 2}[model.architecture]
-    layer = projections + matrices * h * model.intermediate_size + s * model.num_attention_heads * d
-    return [layer] * (model.num_hidden_layers - 1) + [layer + model.vocab_size * h]
-
-
-def stage_layers(profile: Profile) -> list[range]:
-    """The layers of every pipeline stage."""
-    parallel = profile.parallel
-    return cut_layers(costs(profile), parallel.pipeline, parallel.schedule, parallel.pipeline_cuts)
-
-
-def ahead(profile: Profile) -> int:
-    """Forwards that ranks before the last run ahead."""
-    if profile.parallel.schedule != "1f1b":
-        return 0
-    each = costs(profile)
-    stages = [sum(each[layer] for layer in layers) for layers in stage_layers(profile)]
-    return forwards_ahead(stages, profile.accumulation_steps)
-
-
-def flops_per_token(profile: Profile) -> float:
-    """Training FLOPs a token: 6 a multiply-add of the forward pass, 2 there and 4 in backward."""
-    return 6 * sum(costs(profile))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from modeling.models.build import MODELS
 from modeling.models.weight_names import from_huggingface
-from modeling.training.trainer import MODELS
 from parallel import Mesh
 from parallel.layout import Box, layout_of
 from profiles.model import Model, from_config_json

@@ -36,7 +36,7 @@ def test_a_shape_that_is_not_known_before_it_runs_is_refused():
 
 
 def test_a_branch_that_depends_on_data_is_refused(tmp_path, monkeypatch):
-    import modeling.llama
+    import modeling.models.llama
 
     forward = modeling.models.llama.MLP.forward
     monkeypatch.setattr(

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from modeling.compilation.compilers import Inductor
+from modeling.models.flops import flops_per_token
 from modeling.planning.planner import plan
 from modeling.tracing import compile, graph_stats
 from modeling.tracing import traced_plan as traced
 from modeling.tracing.trace import trace
-from modeling.training.trainer import Program, flops_per_token
+from modeling.training.trainer import Program
 from profiles.resolve import load
 from tests.modeling import micro
 
@@ -69,7 +70,7 @@ def test_the_graphs_are_the_same_on_every_rank(tmp_path):
 
 
 def test_a_rank_in_a_graph_shows_as_another_graph(tmp_path, monkeypatch):
-    import modeling.llama
+    import modeling.models.llama
 
     spread = profile(tmp_path, *SPREAD)
     forward = modeling.models.llama.MLP.forward

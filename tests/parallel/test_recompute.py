@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from modeling.training.trainer import MODELS
+from modeling.models.build import MODELS
 from parallel import Mesh, initialize
 from parallel.activation_checkpointing import MODES, recompute
 from parallel.random import sample_keys

@@ -9,8 +9,9 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from modeling.models.build import MODELS
+from modeling.models.flops import stage_layers
 from modeling.planning.planner import plan
-from modeling.training.trainer import MODELS, stage_layers
 from parallel import Mesh
 from parallel import device as devices
 from parallel.layout import layout_of
