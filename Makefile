@@ -21,6 +21,7 @@ check-device: .venv/installed
 test: .venv/installed-for-tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-logo
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-system:
