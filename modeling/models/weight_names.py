@@ -7,10 +7,8 @@ its q, k and v side by side in one tensor; a `Stored` says so.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 
@@ -105,40 +103,3 @@ def stored(architecture: str, name: str) -> Stored:
     if place is None:
         raise ValueError(f"{architecture}: no weight is called {name}")
     return replace(place, name=place.name.format(layer.group())) if layer else place
-
-
-def to_huggingface(architecture: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors by our names to whole tensors by theirs.
-
-    Raises:
-        ValueError: a name that the architecture does not have; a part of a tensor of theirs that is missing.
-    """
-    parts: dict[str, dict[int, Tensor]] = {}
-    for name, weight in weights.items():
-        place = stored(architecture, name)
-        held = parts.setdefault(place.name, dict.fromkeys(range(place.parts)))
-        held[place.part] = place.write(weight)
-    for name, held in parts.items():
-        missing = [part for part, weight in held.items() if weight is None]
-        if missing:
-            raise ValueError(f"{architecture}: parts {missing} of {name} are missing")
-    return {
-        name: torch.cat([*held.values()], -1) if len(held) > 1 else held[0] for name, held in parts.items()
-    }
-
-
-def from_huggingface(
-    architecture: str, names: Iterable[str], weights: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The tensors that we call `names`, out of theirs.
-
-    Raises:
-        ValueError: a name that the architecture does not have; a tensor of theirs that is missing.
-    """
-    ours = {}
-    for name in names:
-        place = stored(architecture, name)
-        if place.name not in weights:
-            raise ValueError(f"{architecture}: {name} is stored as {place.name}, which is missing")
-        ours[name] = place.read(weights[place.name])
-    return ours

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from modeling.models import weight_names
 from modeling.models.build import MODELS
-from modeling.models.weight_names import from_huggingface
 from parallel import Mesh
 from parallel.layout import Box, layout_of
 from profiles.model import Model, from_config_json
@@ -24,6 +24,12 @@ def boxes(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, Box]]:
     ]
 
 
+def renamed(architecture: str, names: list[str], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Hugging Face tensors under our names."""
+    stored = {name: weight_names.stored(architecture, name) for name in names}
+    return {name: where.read(tensors[where.name]) for name, where in stored.items()}
+
+
 def pair(
     kind: type[PreTrainedModel], config: PretrainedConfig
 ) -> tuple[PreTrainedModel, torch.nn.Module, Model]:
@@ -37,7 +43,7 @@ def pair(
     description = Model(**from_config_json(config.to_dict()))
     ours = MODELS[description.architecture](description, Mesh())
     names = [box.name for _, box in boxes(ours)]
-    weights = from_huggingface(description.architecture, names, theirs.state_dict())
+    weights = renamed(description.architecture, names, theirs.state_dict())
     with torch.no_grad():
         for parameter, box in boxes(ours):
             box.of(parameter).copy_(weights[box.name])
@@ -63,7 +69,7 @@ def check(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
     expected.loss.backward()
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     names = [box.name for _, box in boxes(ours)]
-    gradients = from_huggingface(description.architecture, names, gradients)
+    gradients = renamed(description.architecture, names, gradients)
     for parameter, box in boxes(ours):
         difference = (box.of(parameter.grad) - gradients[box.name]).norm()
         # A bias of all keys shifts a query's scores alike: without rotation its exact gradient is zero.

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modeling.conversion import formats, nxd_files
+from modeling.conversion import formats, huggingface, nxd_files
 from modeling.conversion.convert import Options, convert
+from modeling.conversion.weights import Weights
 from profiles.errors import ProfileError
 from tests.modeling import nxd_shards as by_hand
 
@@ -27,16 +28,11 @@ def config(tmp_path) -> Path:
     return path
 
 
-def tensors(weights) -> dict[str, torch.Tensor]:
-    """Whole tensors by our names."""
-    return {name: weights.read(name, (0,) * len(shape), shape) for name, shape in weights.shapes.items()}
-
-
-def expect(weights, model: dict[str, torch.Tensor]) -> None:
-    """They are a Hugging Face model's weights, to the bit."""
-    from modeling.models.weight_names import to_huggingface
-
-    found = to_huggingface("llama", tensors(weights))
+def expect(weights: Weights, model: dict[str, torch.Tensor]) -> None:
+    """Assert that the weights written as Hugging Face tensors are `model`, bit for bit."""
+    found = {
+        entry.name: torch.cat(list(entry.rows(0, entry.shape[0]))) for entry in huggingface.entries(weights)
+    }
     assert found.keys() == model.keys()
     for name, tensor in model.items():
         assert found[name].dtype == tensor.dtype
