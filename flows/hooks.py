@@ -14,7 +14,7 @@ from typing import Any
 from flows.ui.artifacts import Shown
 from flows.ui.overview import KEY, Overview, failed
 from profiles import resolve
-from tasks.launchers import create, noted
+from tasks.launchers import create, latest_jobs
 from tasks.store import runs
 from tasks.store.store import Store
 
@@ -27,7 +27,7 @@ def end_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     for folder in runs.worked_in(kept, name, str(flow_run.id)):
         cluster = resolve.load(str(folder / "profile.yaml")).cluster
         launcher = create(cluster.launcher, cluster)
-        for handle in noted(folder / "logs"):
+        for handle in latest_jobs(folder / "logs"):
             launcher.cancel(handle, cluster.grace)
 
 

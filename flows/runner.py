@@ -25,8 +25,8 @@ from modeling.training import anomalies
 from profiles.errors import ProfileError
 from tasks import graphs, keys
 from tasks.failures import Hopeless
-from tasks.report import Outcome
 from tasks.reporting.format import duration, number
+from tasks.reporting.outcome import Outcome
 from tasks.sources.shard import DAMAGED
 from tasks.store import runs
 from tasks.store.store import Artifact, Store

@@ -26,11 +26,11 @@ from tasks import export as exports
 from tasks import graphs as compilation
 from tasks import report as reports
 from tasks import tokenizer as tokenizers
-from tasks.report import Outcome
+from tasks.reporting.outcome import Outcome
 from tasks.store.store import Artifact, Store
-from tasks.tokenization.dataset_plan import Plan
-from tasks.tokenization.slurm_array import Array
-from tasks.tokenization.worker_pool import Workers
+from tasks.tokenization.dataset_plan import DatasetPlan
+from tasks.tokenization.slurm_array import SlurmArray
+from tasks.tokenization.worker_pool import WorkerPool
 
 # Of tasks whose arguments Prefect need not hash to find out whether they are done; of the others the runner tells it.
 UNKEYED: dict[str, Any] = {"cache_policy": NO_CACHE}
@@ -70,17 +70,17 @@ def dataset(profile: Profile, store: Store, tokenizer: Artifact) -> Artifact:
     bar = Bar("tokenizing", "Shards of the data that are tokenized")
     token, cluster = hub_token(profile), profile.cluster
     array = cluster.launcher == "slurm" and cluster.shards_partition is not None
-    spread = Array(cluster, store, token) if array else mapped
+    spread = SlurmArray(cluster, store, token) if array else mapped
     return datasets.run(profile, store, tokenizer, watched(bar), spread, token)
 
 
 @task(task_run_name="{order} {name}", **RETRIED, **UNKEYED)
-def shard(order: str, name: str, k: int, workers: Workers) -> dict[str, Any]:
+def shard(order: str, name: str, k: int, workers: WorkerPool) -> dict[str, Any]:
     """One shard of the data, by a process that is free."""
     return workers.run(order, k).to_json()
 
 
-def mapped(workers: Workers, plan: Plan, order: str, numbers: Sequence[int]) -> Iterator[Artifact]:
+def mapped(workers: WorkerPool, plan: DatasetPlan, order: str, numbers: Sequence[int]) -> Iterator[Artifact]:
     """Shards as tasks of their own, which Prefect shows and tries again one by one."""
     names = [plan.shards[k].name for k in numbers]
     for future in shard.map(order, names, list(numbers), unmapped(workers)):

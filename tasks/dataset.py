@@ -26,9 +26,9 @@ from tasks.sources import duplicates
 from tasks.sources.shard import Shard, local_path
 from tasks.store.digest_cache import Digests
 from tasks.store.store import VERIFIED, Artifact, Store
-from tasks.tokenization.dataset_plan import TOKENS, Plan
+from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
 from tasks.tokenization.tokenize_shard import Counts, tokenize
-from tasks.tokenization.worker_pool import Workers
+from tasks.tokenization.worker_pool import WorkerPool
 
 KIND = "dataset"
 CORPUS, SHARDS = "corpus.json", "shards.json"
@@ -37,7 +37,7 @@ SPANS = 3  # that a node holds of each stream: the one it reads, the next, and s
 Progress = Callable[[str, float], None]
 log = logging.getLogger(__name__)
 # How a list of shards is done: with the workers, an order and the shards' numbers.
-Spread = Callable[[Workers, Plan, str, Sequence[int]], Iterable[Artifact]]
+Spread = Callable[[WorkerPool, DatasetPlan, str, Sequence[int]], Iterable[Artifact]]
 
 
 class NothingNew(ValueError):
@@ -67,7 +67,7 @@ def plan(
     tokenizer: Artifact,
     token: str | None = None,
     without: Collection[str] = (),
-) -> Plan:
+) -> DatasetPlan:
     """What there is to tokenize; duplicates are not known yet.
 
     Args:
@@ -79,7 +79,7 @@ def plan(
             left out.
     """
     _require_shares(profile)
-    whole = Plan.of(profile, tokenizer, corpora.shards(profile.data, Digests(store.notes), token))
+    whole = DatasetPlan.of(profile, tokenizer, corpora.shards(profile.data, Digests(store.notes), token))
     new = tuple(shard for k, shard in enumerate(whole.shards) if whole.key(k) not in without)
     if not new:
         raise NothingNew(f"nothing new: all {len(whole.shards)} shards have been trained on")
@@ -119,7 +119,7 @@ def run(
 
 
 def _all(
-    plan: Plan,
+    plan: DatasetPlan,
     store: Store,
     order: str,
     numbers: Sequence[int],
@@ -155,7 +155,7 @@ def _all(
         tell(missing[0], 0, 1)
     elif missing:
         count = min(cores, len(missing))
-        with Workers(plan, store, count, max(1, cores // count), token) as workers:
+        with WorkerPool(plan, store, count, max(1, cores // count), token) as workers:
             for done, _ in enumerate((spread or in_threads)(workers, plan, order, missing), 1):
                 tell(missing[min(done, len(missing) - 1)], 0, done)
     made = [identity(k) for k in numbers if found[k] is None]
@@ -163,7 +163,9 @@ def _all(
     return [found[k] or new[identity(k)] or store.expect(kind, identity(k)) for k in numbers]
 
 
-def in_threads(workers: Workers, plan: Plan, order: str, numbers: Sequence[int]) -> Iterable[Artifact]:
+def in_threads(
+    workers: WorkerPool, plan: DatasetPlan, order: str, numbers: Sequence[int]
+) -> Iterable[Artifact]:
     """Each shard once, on as many workers as there are."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -174,7 +176,7 @@ def in_threads(workers: Workers, plan: Plan, order: str, numbers: Sequence[int])
 def assemble(
     profile: Profile,
     store: Store,
-    plan: Plan,
+    plan: DatasetPlan,
     identity: str,
     tokens: Sequence[Artifact],
     keys_of_shards: Sequence[str],
@@ -229,7 +231,7 @@ def with_steps(profile: Profile, corpus: Artifact) -> Profile:
     return resolved
 
 
-def _key(profile: Profile, plan: Plan) -> str:
+def _key(profile: Profile, plan: DatasetPlan) -> str:
     weights = [source.weight for source in profile.data.sources]
     return keys.dataset(
         [plan.key(k) for k in range(len(plan.shards))],
@@ -240,7 +242,7 @@ def _key(profile: Profile, plan: Plan) -> str:
     )
 
 
-def _standing(store: Store, plan: Plan, identity: str, limit: int = VERIFIED) -> Artifact | None:
+def _standing(store: Store, plan: DatasetPlan, identity: str, limit: int = VERIFIED) -> Artifact | None:
     """The corpus of this key, if it is in the store and its ready-made pairs lie where the plan has them.
 
     The key is of contents, so it stays when a pair is moved; the paths in the corpus then lead nowhere, or to another pair.
@@ -274,7 +276,7 @@ def _entry(shard: Shard, tokens: Artifact, split: str, prefix: str) -> dict[str,
     return {"path": f"{TOKENS}/{tokens.key}/{split}", "start": 0, **counts}
 
 
-def _blend(profile: Profile, plan: Plan) -> list[dict[str, Any]] | None:
+def _blend(profile: Profile, plan: DatasetPlan) -> list[dict[str, Any]] | None:
     """Weight and number of shards, in their order, of each source that is trained on; None where they are one stream."""
     counts = [sum(shard.source == i for shard in plan.shards) for i in range(len(profile.data.sources))]
     blend = [
@@ -284,7 +286,7 @@ def _blend(profile: Profile, plan: Plan) -> list[dict[str, Any]] | None:
     return blend if any(part["weight"] for part in blend) else None
 
 
-def _report(profile: Profile, plan: Plan, tokens: Sequence[Artifact]) -> list[dict[str, Any]]:
+def _report(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> list[dict[str, Any]]:
     """What each source came to."""
     rows = []
     for i, source in enumerate(profile.data.sources):
@@ -303,7 +305,7 @@ def _sum(tokens: Sequence[Artifact]) -> dict[str, int]:
     return {field.name: sum(shard.summary[field.name] for shard in tokens) for field in fields(Counts)}
 
 
-def _require_text(profile: Profile, plan: Plan, tokens: Sequence[Artifact]) -> None:
+def _require_text(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> None:
     """Refuse sources too many of whose records have no text."""
     limit = profile.data.maximum_missing
     for row in _report(profile, plan, tokens):
@@ -316,7 +318,7 @@ def _require_text(profile: Profile, plan: Plan, tokens: Sequence[Artifact]) -> N
             raise ProfileError("data.maximum_missing", limit, reason, [round(share + 5e-4, 3)])
 
 
-def _require_room(profile: Profile, store: Store, plan: Plan, total: dict[str, int]) -> None:
+def _require_room(profile: Profile, store: Store, plan: DatasetPlan, total: dict[str, int]) -> None:
     """Refuse data that is read from elsewhere in an order that would fetch most of it again and again."""
     data = profile.data
     pairs = [shard.paths[0] for shard in plan.shards if shard.format == "megatron"]
@@ -346,7 +348,9 @@ def _require_shares(profile: Profile) -> None:
         raise ProfileError(f"data.sources.{i}.weight", weight, reason, [float(f"{1.01 * least:.2g}")])
 
 
-def _require_windows(profile: Profile, plan: Plan, tokens: Sequence[Artifact], total: dict[str, int]) -> None:
+def _require_windows(
+    profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact], total: dict[str, int]
+) -> None:
     """Refuse a corpus that training or evaluation could read nothing from, or one that a weighted source has no part in."""
     length, fraction = profile.train.sequence_length, profile.data.validation_fraction
     streams = [("the sources hold", total["tokens"])]

@@ -43,7 +43,7 @@ def run(
     output = (
         job.folder / f"evaluation-{key[:16]}.json"
     )  # of this key: a run is also evaluated on others' data
-    job = job.extended("--output", str(output))
+    job = job.with_arguments("--output", str(output))
     with store.lock(KIND, key):
         found = store.find(KIND, key)
         if found:

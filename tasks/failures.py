@@ -12,7 +12,7 @@ from modeling import exit_codes
 from modeling.planning import planner
 from profiles.schema import Profile
 from tasks.launchers import JobFailed
-from tasks.launchers.causes import NO_MEMORY
+from tasks.launchers.causes import OUT_OF_MEMORY
 
 TOLD = re.compile(r"^\[rank \d+\] (?:\w+\.)*(\w*(?:Error|Superseded)|refused): (.*)$", re.MULTILINE)
 
@@ -40,7 +40,7 @@ def classified(profile: Profile, failure: JobFailed) -> JobFailed:
             "a rank stood still; the stacks of all are in the folder stacks beside the log",
         )
     # What else is said of memory counts where no rank knew better.
-    if code == exit_codes.OUT_OF_MEMORY or NO_MEMORY.search(failure.detail):
+    if code == exit_codes.OUT_OF_MEMORY or OUT_OF_MEMORY.search(failure.detail):
         return _as(Hopeless, failure, f"out of memory; {_advice(profile)}")
     return failure
 

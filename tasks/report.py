@@ -11,7 +11,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import version
@@ -25,6 +25,7 @@ from tasks.reporting import html as page
 from tasks.reporting.chart import Series, line_chart
 from tasks.reporting.format import duration, in_bytes, in_flops, in_words, number
 from tasks.reporting.history import History
+from tasks.reporting.outcome import Outcome
 from tasks.store.runs import INPUTS, inputs, read_events
 from tasks.store.store import Artifact, Store
 
@@ -37,26 +38,6 @@ PARTS = {  # of a step's time, by their keys in the metrics
     "optimizer_seconds": "optimizer",
     "communication_seconds": "of these, waiting for other ranks",
 }
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a step.
-
-    Attributes:
-        how: done, cached, skipped or failed.
-        seconds: that it took; of a cached one, when it was made.
-        retries: attempts that failed before.
-        note: what to know about it.
-        summary: of its artifact.
-    """
-
-    step: str
-    how: str
-    seconds: float | None
-    note: str = ""
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    retries: int = 0
 
 
 def run(

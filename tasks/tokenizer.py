@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import models, pre_tokenizers, trainers
 
 from profiles.errors import ProfileError
 from profiles.schema import Data, Profile
@@ -17,7 +17,7 @@ from tasks.sources.shard import Shard
 from tasks.store.digest_cache import Digests
 from tasks.store.store import Artifact, Store
 from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest, hub_commit, is_folder
-from tasks.tokenization.tokenizer_files import EOS, byte_level, convert, special_id, write
+from tasks.tokenization.tokenizer_files import EOS, byte_level, convert, load, special_id, write
 
 KIND = "tokenizer"
 TOKENIZED = ("tokens", "megatron")  # formats without text
@@ -81,14 +81,6 @@ def run(
             summary.update(vocabulary_size=size, eos=eos, bos=bos, source=source, revision=revision)
         report(f"{size} tokens", 1.0)
     return store.expect(KIND, identity)
-
-
-def load(folder: Path) -> Tokenizer:
-    """The tokenizer of an artifact's folder, which takes texts whole: neither cut nor padded."""
-    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def check_fits(profile: Profile, tokenizer: Artifact) -> None:

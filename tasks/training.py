@@ -15,7 +15,7 @@ from pathlib import Path
 from profiles.schema import Profile
 from tasks import failures
 from tasks.launchers import Job, JobFailed, create, execute
-from tasks.launchers.log_follower import Tail
+from tasks.launchers.log_follower import LogFollower
 from tasks.store import runs
 from tasks.store.store import Artifact, Store
 
@@ -43,9 +43,11 @@ def run(
         Hopeless: it failed for a reason that another one would meet again.
     """
     job = cluster_job("train", profile, store, folder, key, dataset, graphs)
-    job = replace(job, attempts=folder / runs.ATTEMPT)
+    job = replace(job, attempt_file=folder / runs.ATTEMPT)
     if weights is not None:
-        job = job.extended("--weights", str(weights if isinstance(weights, Path) else store.path(weights)))
+        job = job.with_arguments(
+            "--weights", str(weights if isinstance(weights, Path) else store.path(weights))
+        )
     words = Words(job.log_file)
 
     def watch_all() -> None:
@@ -109,7 +111,7 @@ class Words:
     BURST = 10  # lines at once; beyond them one a second, and the rest is in the job's log only
 
     def __init__(self, log_file: Path) -> None:
-        self._tail = Tail(log_file, start=log_file.stat().st_size if log_file.exists() else 0)
+        self._tail = LogFollower(log_file, start=log_file.stat().st_size if log_file.exists() else 0)
         self._credit = float(self.BURST)
         self._asked = time.monotonic()
 

@@ -20,7 +20,7 @@ from flows.ui.artifacts import Bar, Shown, cells
 from flows.ui.overview import Overview
 from profiles.schema import Profile
 from tasks import graphs
-from tasks.launchers.log_follower import Tail
+from tasks.launchers.log_follower import LogFollower
 from tasks.reporting.format import duration, in_bytes, number
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Progress:
     """Follows one run's metrics; `watch` is to be called a few times a second."""
 
     def __init__(self, profile: Profile, folder: Path) -> None:
-        self._tail = Tail(folder / "metrics.jsonl")
+        self._tail = LogFollower(folder / "metrics.jsonl")
         self._steps = profile.train.steps
         self._metrics = [name.partition(":")[2] for name in profile.evaluate.metrics]
         self._recent: deque[dict[str, Any]] = deque(maxlen=TABLE_STEPS)

@@ -9,7 +9,7 @@ from pathlib import Path
 from profiles.schema import Cluster
 from tasks.launchers.base import Handle, Job, JobFailed, Launcher, Status, execute
 
-__all__ = ["Handle", "Job", "JobFailed", "Launcher", "Status", "create", "execute", "noted"]
+__all__ = ["Handle", "Job", "JobFailed", "Launcher", "Status", "create", "execute", "latest_jobs"]
 
 
 def create(kind: str, cluster: Cluster | None = None) -> Launcher:
@@ -25,7 +25,7 @@ def create(kind: str, cluster: Cluster | None = None) -> Launcher:
     raise ValueError(f"cluster.launcher = {kind}: there is no such launcher; valid: local, slurm")
 
 
-def noted(folder: Path) -> Iterator[Handle]:
+def latest_jobs(folder: Path) -> Iterator[Handle]:
     """The jobs that were started last in a folder, under each name; they may long be over."""
     for path in sorted(folder.glob("*.job.json")):
         job = Job(path.name.removesuffix(".job.json"), "", (), folder)

@@ -41,10 +41,10 @@ class Job:
     threads: int | None = None
     key: str = ""
     array: int = 0
-    attempts: Path | None = None
+    attempt_file: Path | None = None
     secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
-    def extended(self, *arguments: str) -> Job:
+    def with_arguments(self, *arguments: str) -> Job:
         return replace(self, arguments=(*self.arguments, *arguments))
 
     @property
@@ -108,7 +108,7 @@ class Launcher(Protocol):
     def poll(self, handle: Handle) -> Status:
         """How the job is doing; quick enough to be asked several times a second."""
 
-    def whereabouts(self, handle: Handle) -> str:
+    def location(self, handle: Handle) -> str:
         """Where the job is to be found by hand, 'job 12 of Slurm', whoever submitted it; empty where it is over."""
 
     def tail(self, handle: Handle, lines: int) -> Sequence[str]:

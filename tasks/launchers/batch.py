@@ -128,9 +128,9 @@ done"""
 
 COUNT = Template(r"""
 # One start more: an older one that lives on somewhere is told from this by its number.
-attempts=$file
-attempt=$$(($$(cat "$$attempts" 2> /dev/null || echo 0) + 1))
-printf %d "$$attempt" > "$$attempts.partial" && mv "$$attempts.partial" "$$attempts"
+attempt_file=$file
+attempt=$$(($$(cat "$$attempt_file" 2> /dev/null || echo 0) + 1))
+printf %d "$$attempt" > "$$attempt_file.partial" && mv "$$attempt_file.partial" "$$attempt_file"
 """)
 
 
@@ -152,13 +152,13 @@ def script(job: Job, cluster: Cluster) -> str:
         options="\n".join(f"#SBATCH {option}" for option in options(job, cluster)),
         port="$((20000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0}) * 2 % 12000))",
         environment="\n".join(lines),
-        run=(SAVES if job.attempts else SAVES_NOT).lstrip(),
+        run=(SAVES if job.attempt_file else SAVES_NOT).lstrip(),
         tail=LOG_TAIL,
         interrupted="|".join(map(str, INTERRUPTED)),
-        requeued="saved; queued again" if job.attempts else "queued again",
-        count=COUNT.substitute(file=quote(str(job.attempts))) if job.attempts else "",
+        requeued="saved; queued again" if job.attempt_file else "queued again",
+        count=COUNT.substitute(file=quote(str(job.attempt_file))) if job.attempt_file else "",
         command="\n".join(f"  {' '.join(map(quote, words))}" for words in _command(job))
-        + ('\n  --attempt "$attempt"' if job.attempts else "")
+        + ('\n  --attempt "$attempt"' if job.attempt_file else "")
         + ('\n  --index "$SLURM_ARRAY_TASK_ID"' if job.array else ""),
     )
 
@@ -187,7 +187,7 @@ def options(job: Job, cluster: Cluster) -> list[str]:
         # Of an array, it would keep all but one waiting.
         f"--array=0-{job.array - 1}" if job.array else "--dependency=singleton",
     ]
-    if job.attempts:  # others have nothing to save, and would begin again for ever
+    if job.attempt_file:  # others have nothing to save, and would begin again for ever
         found.append(f"--signal=B:USR1@{cluster.time_left}")
     found += [
         f"--{name}={_slurm_quote(value)}"

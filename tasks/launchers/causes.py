@@ -20,7 +20,7 @@ ROOT_CAUSE = re.compile(
 # What the script on Slurm (batch.py) says at each start: a job that was queued again goes on in the same log.
 START = re.compile(r"^job \d+, start \d+, on .*$", re.MULTILINE)
 SPEAKER = re.compile(r"\[rank \d+\] ")
-NO_MEMORY = re.compile(
+OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|oom[-_ ]kill|Cannot allocate memory|can't allocate memory|NRT_RESOURCE",
     re.IGNORECASE,
 )
@@ -80,7 +80,7 @@ def want_of_memory(log: str) -> str | None:
         speaker = SPEAKER.match(line)
         if speaker:
             said[speaker[0]] += 1
-        if (speaker is None or said[speaker[0]] <= LAST) and NO_MEMORY.search(line):
+        if (speaker is None or said[speaker[0]] <= LAST) and OUT_OF_MEMORY.search(line):
             return line
     return None
 

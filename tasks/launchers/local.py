@@ -43,7 +43,7 @@ class LocalLauncher:
             self.cancel(other, grace=30)
         identifier = uuid.uuid4().hex
         command = _command(
-            job if job.attempts is None else job.extended("--attempt", str(_next(job.attempts)))
+            job if job.attempt_file is None else job.with_arguments("--attempt", str(_next(job.attempt_file)))
         )
         with job.log_file.open("ab") as output:
             start = output.tell()
@@ -81,7 +81,7 @@ class LocalLauncher:
         _end(handle.identifier, signal.SIGKILL)  # ranks that outlived a torchrun that was killed
         return Status(running=False, exit_code=code)
 
-    def whereabouts(self, handle: Handle) -> str:
+    def location(self, handle: Handle) -> str:
         pids = [str(process.pid) for process in _processes(handle.identifier)]
         return f"process {', '.join(pids)}" if pids else ""
 

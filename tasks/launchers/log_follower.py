@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 _named: set[tuple[Path, int]] = set()  # lines that a warning has named: files are read again and again
 
 
-class Tail:
+class LogFollower:
     """Follows a file that need not exist yet. A file that shrank or was replaced is read from its start again."""
 
     def __init__(self, path: Path, start: int = 0) -> None:

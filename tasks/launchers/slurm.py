@@ -113,7 +113,7 @@ class SlurmLauncher:
             return Status(running=True)
         return Status(running=False, note=self._epitaph(handle))
 
-    def whereabouts(self, handle: Handle) -> str:
+    def location(self, handle: Handle) -> str:
         return f"job {handle.identifier} of Slurm" if self._line(handle) else ""
 
     def tail(self, handle: Handle, lines: int) -> Sequence[str]:
@@ -208,7 +208,7 @@ class SlurmLauncher:
         state = STATE.search(shown)
         if state and state[1] == "TIMEOUT":
             limit = self._cluster.time or "its partition's"
-            more = "cluster.time_left" if handle.job.attempts else "cluster.time"  # to save, or to end
+            more = "cluster.time_left" if handle.job.attempt_file else "cluster.time"  # to save, or to end
             return f"Slurm ended job {handle.identifier} at its time limit, {limit}; give {more} more"
         how = f"in state {state[1]} ({state[2]})" if state else "without a word"
         return f"Slurm ended job {handle.identifier} {how}, or its node died"

@@ -23,7 +23,7 @@ from tasks.sources.long_text import LongText
 from tasks.store.store import Artifact, Store
 
 if TYPE_CHECKING:
-    from tasks.tokenization.dataset_plan import Plan
+    from tasks.tokenization.dataset_plan import DatasetPlan
 
 HASHES, DUPLICATES = "hashes", "duplicates"
 PARTS = 16
@@ -31,7 +31,7 @@ HASH = np.dtype([("high", "<u8"), ("low", "<u8")])
 
 
 def fingerprint(
-    plan: Plan,
+    plan: DatasetPlan,
     store: Store,
     k: int,
     report: Callable[[int], None] | None = None,
@@ -51,12 +51,12 @@ def fingerprint(
     return store.expect(HASHES, identity)
 
 
-def comparable(plan: Plan) -> list[int]:
+def comparable(plan: DatasetPlan) -> list[int]:
     """Numbers of the shards whose documents are compared: all but ready-made pairs, which are used as they are."""
     return [i for i, shard in enumerate(plan.shards) if shard.format != "megatron"]
 
 
-def find(plan: Plan, store: Store, hashes: dict[int, Artifact]) -> Plan:
+def find(plan: DatasetPlan, store: Store, hashes: dict[int, Artifact]) -> DatasetPlan:
     """The plan with what is to be dropped from each shard, published as one artifact.
 
     Args:
@@ -81,7 +81,7 @@ def find(plan: Plan, store: Store, hashes: dict[int, Artifact]) -> Plan:
     return replace(plan, drops=tuple(about["digests"]), duplicates=identity)
 
 
-def dropped(plan: Plan, store: Store, k: int) -> set[int]:
+def dropped(plan: DatasetPlan, store: Store, k: int) -> set[int]:
     """Numbers of shard k's documents that have appeared before."""
     if not plan.drops or not plan.drops[k]:
         return set()

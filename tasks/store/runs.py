@@ -16,8 +16,8 @@ from typing import Any
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from tasks.launchers import create, noted
-from tasks.launchers.log_follower import Tail
+from tasks.launchers import create, latest_jobs
+from tasks.launchers.log_follower import LogFollower
 from tasks.store.backends import Folder
 from tasks.store.manifest import Damaged, Manifest
 from tasks.store.store import VERIFIED, Artifact, Store, identity_of
@@ -68,8 +68,8 @@ def _refuse_to_take_from_the_living(store: Store, profile: Profile, identity: st
     except ProfileError:  # of another version, or damaged
         cluster = profile.cluster
     launcher = create(cluster.launcher, cluster)
-    for handle in noted(folder / "logs"):
-        if where := launcher.whereabouts(handle):
+    for handle in latest_jobs(folder / "logs"):
+        if where := launcher.location(handle):
             reason = (
                 f"the run of this name is another one (model, data or training), and its {handle.job.name} still runs as "
                 f"{where}; end that first, or give this one another name"
@@ -155,9 +155,9 @@ def lies_remote(store: Store, part: str) -> bool:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl; none where there is no such file."""
-    return Tail(folder / "metrics.jsonl").rows()
+    return LogFollower(folder / "metrics.jsonl").rows()
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """What went wrong on the way: the rows of a run's events.jsonl; none where there is no such file."""
-    return Tail(folder / "events.jsonl").rows()
+    return LogFollower(folder / "events.jsonl").rows()

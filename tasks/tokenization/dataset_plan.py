@@ -16,7 +16,7 @@ TOKENS = "tokens"  # the kind of a shard's artifact
 
 
 @dataclass(frozen=True)
-class Plan:
+class DatasetPlan:
     """Everything that the tokens of every shard depend on.
 
     Attributes:
@@ -38,7 +38,7 @@ class Plan:
     duplicates: str | None = None
 
     @classmethod
-    def of(cls, profile: Profile, tokenizer: Artifact, shards: list[Shard]) -> Plan:
+    def of(cls, profile: Profile, tokenizer: Artifact, shards: list[Shard]) -> DatasetPlan:
         """Raises ProfileError where documents shall begin with BOS or end with EOS, and the tokenizer has no such token."""
         data, facts = profile.data, tokenizer.summary
         for key, name, wanted in (
@@ -79,7 +79,7 @@ class Plan:
         return {**own, "tokenizer": self.tokenizer.to_json(), "shards": shards}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Plan:
+    def from_json(cls, value: Mapping[str, Any]) -> DatasetPlan:
         shards = tuple(map(Shard.from_json, value["shards"]))
         tokenizer = Artifact.from_json(value["tokenizer"])
         return cls(**{**value, "tokenizer": tokenizer, "shards": shards, "drops": tuple(value["drops"])})

@@ -24,8 +24,8 @@ from typing import Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
+from tasks.tokenization.tokenizer_files import load as load_tokenizer
 from tasks.tokenization.word_cache import Unsuited, words_of
-from tasks.tokenizer import load as load_tokenizer
 
 log = logging.getLogger(__name__)
 

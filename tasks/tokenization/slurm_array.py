@@ -23,15 +23,15 @@ from tasks.launchers import Job, JobFailed, create, execute
 from tasks.sources.shard import SourceError
 from tasks.store.backends import Folder
 from tasks.store.store import Artifact, Store
-from tasks.tokenization.dataset_plan import Plan
-from tasks.tokenization.worker_pool import Workers
+from tasks.tokenization.dataset_plan import DatasetPlan
+from tasks.tokenization.worker_pool import WorkerPool
 
 MOST = 1000  # jobs of an array; a cluster that is not told otherwise takes 1001
 SAID = "trainshed: "
 log = logging.getLogger("trainshed")
 
 
-class Array:
+class SlurmArray:
     """A way to do shards (`dataset.Spread`): on the partition `cluster.shards_partition`, side by side as it has room.
 
     Args:
@@ -44,7 +44,7 @@ class Array:
         self._store, self._secrets = store, (("HF_TOKEN", token),) if token else ()
 
     def __call__(
-        self, workers: Workers, plan: Plan, order: str, numbers: Sequence[int]
+        self, workers: WorkerPool, plan: DatasetPlan, order: str, numbers: Sequence[int]
     ) -> Iterable[Artifact]:
         """All of them are in the store once the last is done; `workers`, which are of this machine, stay idle."""
         contents = {"plan.json": plan.to_json(), "shards.json": list(numbers)}
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     threads = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
     os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": str(threads > 1).lower()}
-    plan = Plan.from_json(json.loads(options.plan.read_text()))
+    plan = DatasetPlan.from_json(json.loads(options.plan.read_text()))
     store = Store(options.store, options.work_dir)
     try:
         for number in json.loads(options.shards.read_text())[options.index :: options.of]:

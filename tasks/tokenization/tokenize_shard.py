@@ -31,7 +31,7 @@ from tasks.sources.long_text import Cutter, LongText
 from tasks.sources.shard import Shard, SourceError
 from tasks.store.store import Artifact, Store
 from tasks.tokenization import engines
-from tasks.tokenization.dataset_plan import TOKENS, Plan
+from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
 
 BATCH = 1 << 20  # characters: enough to keep an engine busy, little enough to keep memory flat
 TELL_SECONDS = 1.0
@@ -54,7 +54,12 @@ class Counts:
 
 
 def tokenize(
-    plan: Plan, store: Store, k: int, report: Report | None = None, threads: int = 1, token: str | None = None
+    plan: DatasetPlan,
+    store: Store,
+    k: int,
+    report: Report | None = None,
+    threads: int = 1,
+    token: str | None = None,
 ) -> Artifact:
     """Shard k as an artifact with train and validation `.bin`/`.idx`, made by whoever takes its lock first.
 
@@ -98,7 +103,9 @@ def _pair_counts(splits: dict[str, dict[str, int]]) -> dict[str, int]:
 class _Writer:
     """Writes one shard's pairs."""
 
-    def __init__(self, plan: Plan, store: Store, shard: Shard, threads: int, token: str | None) -> None:
+    def __init__(
+        self, plan: DatasetPlan, store: Store, shard: Shard, threads: int, token: str | None
+    ) -> None:
         self.plan, self.shard, self.store = plan, shard, store
         self.threads, self.token = threads, token
         self.tokenizer = engines.load(store.path(plan.tokenizer))
@@ -265,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     # All that rayon, in which both engines are written, can be told by.
     os.environ["RAYON_NUM_THREADS"] = str(options.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if options.threads > 1 else "false"
-    plan = Plan.from_json(json.loads(options.plan.read_text()))
+    plan = DatasetPlan.from_json(json.loads(options.plan.read_text()))
     store = Store(options.store, options.work_dir)
     if options.serve:
         logging.getLogger().addHandler(_Said())
@@ -283,7 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _obeyed(order: str, plan: Plan, store: Store, k: int, threads: int) -> dict[str, Any]:
+def _obeyed(order: str, plan: DatasetPlan, store: Store, k: int, threads: int) -> dict[str, Any]:
     def tell(tokens: int) -> None:
         _answer({"tokens": tokens})
 

@@ -61,6 +61,14 @@ def write(folder: Path, tokenizer: Tokenizer, configuration: dict[str, Any]) -> 
     )
 
 
+def load(folder: Path) -> Tokenizer:
+    """Load the tokenizer of an artifact's folder, with truncation and padding disabled."""
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def special_id(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
     """Token id of the folder's "eos_token" or "bos_token"."""
     token = json.loads((folder / "tokenizer_config.json").read_text()).get(name)

@@ -22,7 +22,7 @@ from typing import IO, Any, Self
 from profiles.errors import ProfileError
 from tasks.sources.shard import SourceError
 from tasks.store.store import Artifact, Store
-from tasks.tokenization.dataset_plan import Plan
+from tasks.tokenization.dataset_plan import DatasetPlan
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class WorkerFailed(RuntimeError):
     """A worker that died or could not do a shard for reasons that may pass."""
 
 
-class Workers:
+class WorkerPool:
     """Up to `count` processes, started as they are needed, for the block.
 
     Args:
@@ -48,7 +48,7 @@ class Workers:
     """
 
     def __init__(
-        self, plan: Plan, store: Store, count: int, threads: int = 1, token: str | None = None
+        self, plan: DatasetPlan, store: Store, count: int, threads: int = 1, token: str | None = None
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="trainshed-")
         path = Path(self._folder.name) / "plan.json"

@@ -12,7 +12,7 @@ from profiles import resolve
 from tasks import dataset, tokenizer
 from tasks.sources.shard import SourceError
 from tasks.store.store import Store
-from tasks.tokenization.slurm_array import Array
+from tasks.tokenization.slurm_array import SlurmArray
 from tests.flows.micro import PROFILE
 from tests.flows.test_continual import write_texts
 from tests.hub import TOKEN, Hub
@@ -33,7 +33,7 @@ def corpus(tmp_path):
 
 def test_an_array_makes_the_tokens_that_this_machine_would(cluster, corpus, tmp_path):
     there, here = Store(str(tmp_path / "there")), Store(str(tmp_path / "here"))
-    array = Array(corpus.cluster, there, "hf_planted")
+    array = SlurmArray(corpus.cluster, there, "hf_planted")
     made = dataset.run(corpus, there, tokenizer.run(corpus, there), spread=array)
     same = dataset.run(corpus, here, tokenizer.run(corpus, here))
     assert made.key == same.key
@@ -87,7 +87,9 @@ def test_an_array_reads_gated_data_with_the_token_and_writes_it_nowhere(
         token, store = hub_token(profile), Store(str(tmp_path / "store"))
         words = tokenizer.run(profile, store, token)
         hub.requests.clear()
-        made = dataset.run(profile, store, words, spread=Array(profile.cluster, store, token), token=token)
+        made = dataset.run(
+            profile, store, words, spread=SlurmArray(profile.cluster, store, token), token=token
+        )
     finally:
         if source == "block":
             Secret.delete(HUB_BLOCK)
@@ -105,7 +107,7 @@ def test_a_damaged_source_is_named_and_not_tried_again(cluster, corpus, tmp_path
     made = tokenizer.run(corpus, store)
     (tmp_path / "3.jsonl").write_text(json.dumps({"text": "abc"}) + "\n{broken")
     with pytest.raises(SourceError, match=r"3\.jsonl"):
-        dataset.run(corpus, store, made, spread=Array(corpus.cluster, store))
+        dataset.run(corpus, store, made, spread=SlurmArray(corpus.cluster, store))
 
 
 def test_arrays_of_two_flows_of_one_store_go_side_by_side(cluster, corpus, tmp_path):
@@ -115,7 +117,7 @@ def test_arrays_of_two_flows_of_one_store_go_side_by_side(cluster, corpus, tmp_p
     def made(pattern):
         source = f"data.sources=[{{kind: files, path: '{tmp_path}/{pattern}.jsonl'}}]"
         own = resolve.load(str(tmp_path / "five.yaml"), (*SPOT, source))
-        return dataset.run(own, store, words, spread=Array(own.cluster, store))
+        return dataset.run(own, store, words, spread=SlurmArray(own.cluster, store))
 
     with ThreadPoolExecutor() as pool:
         both = list(pool.map(made, ("[01]", "[234]")))

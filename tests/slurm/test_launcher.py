@@ -67,7 +67,7 @@ def job(folder: Path, *arguments: str, nodes: int = 2, processes: int = 2, saves
         processes=processes,
         threads=1,
         key="k",
-        attempts=folder / "attempt" if saves else None,
+        attempt_file=folder / "attempt" if saves else None,
     )
 
 

@@ -19,7 +19,7 @@ from tasks.sources import corpus as corpora
 from tasks.sources import python_docs
 from tasks.sources.shard import SourceError
 from tasks.store.store import Store
-from tasks.tokenization import tokenize_shard
+from tasks.tokenization import tokenize_shard, tokenizer_files
 from tests import s3
 
 DOCUMENTS = [f"Document {i} " + "says words and more words. " * (i % 7) for i in range(200)] + [
@@ -69,7 +69,7 @@ def test_every_document_is_there_once_in_order_and_ended(store, tmp_path, ending
     wanted = profile(write(tmp_path / f"source/a.{ending}"))
     tokens = tokenizer.run(wanted, store)
     artifact = dataset.run(wanted, store, tokens)
-    encoder, eos = tokenizer.load(store.path(tokens)), tokens.summary["eos"]
+    encoder, eos = tokenizer_files.load(store.path(tokens)), tokens.summary["eos"]
     for split, held_out in ("train", False), ("validation", True):
         texts = [text for text in DOCUMENTS if corpora.held_out(text, 0.1) is held_out]
         assert documents_of(artifact, store, split) == [[*encoder.encode(text).ids, eos] for text in texts]

@@ -9,7 +9,7 @@ import pytest
 from profiles import resolve
 from tasks import dataset, evaluation, tokenizer, training
 from tasks.failures import Hopeless
-from tasks.launchers import create, noted
+from tasks.launchers import create, latest_jobs
 from tasks.store.store import Store
 from tests.flows.micro import write_profile
 
@@ -47,7 +47,7 @@ def abandoned(profile, store, folder, key, tokens):
         time.sleep(0.02)
     orchestrator.kill()
     orchestrator.join()
-    (handle,) = (each for each in noted(folder / "logs") if each.job.name == "evaluate")
+    (handle,) = (each for each in latest_jobs(folder / "logs") if each.job.name == "evaluate")
     return handle
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tasks.launchers import Job, JobFailed, base, create, execute
 from tasks.launchers.local import MARKER, LocalLauncher
-from tasks.launchers.log_follower import Tail
+from tasks.launchers.log_follower import LogFollower
 
 RANKS = """
 import os, pathlib, signal, sys, time
@@ -180,7 +180,7 @@ class Forgetful(LocalLauncher):
 
 def test_what_cannot_be_read_for_a_while_ends_no_job(job, tmp_path, caplog):
     """Neither how the job is doing, nor what is shown of it."""
-    log, tail, asked = tmp_path / "logs/work.log", Tail(tmp_path / "logs/work.log"), []
+    log, tail, asked = tmp_path / "logs/work.log", LogFollower(tmp_path / "logs/work.log"), []
 
     def watch():
         asked.append(len(asked))

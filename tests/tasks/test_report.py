@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from flows.cli.main import main
 from profiles import resolve
-from tasks.report import Outcome, run
+from tasks.report import run
 from tasks.reporting.chart import MAX_POINTS, Series, line_chart, thinned, ticks
+from tasks.reporting.outcome import Outcome
 from tasks.store.store import Store
 
 VOID = {"meta", "link", "br", "img"}

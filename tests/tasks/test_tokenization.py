@@ -20,10 +20,10 @@ from tasks.sources import long_text
 from tasks.sources.long_text import Cutter
 from tasks.sources.shard import SourceError
 from tasks.store.store import Store
-from tasks.tokenization import engines, tokenize_shard
-from tasks.tokenization.dataset_plan import Plan
+from tasks.tokenization import engines, tokenize_shard, tokenizer_files
+from tasks.tokenization.dataset_plan import DatasetPlan
 from tasks.tokenization.tokenizer_files import EOS, byte_level
-from tasks.tokenization.worker_pool import WorkerFailed, Workers
+from tasks.tokenization.worker_pool import WorkerFailed, WorkerPool
 from tests.tasks.sources import files, lines, profile
 
 CHANCE = random.Random(0)
@@ -303,7 +303,7 @@ def test_special_tokens_written_in_a_text_are_text(store, tmp_path):
     made = documents_of(dataset.run(wanted, store, words), store)
     eos = words.summary["eos"]
     assert all(document.count(eos) == 1 and document[-1] == eos for document in made)
-    assert tokenizer.load(store.path(words)).decode(made[0][:-1], skip_special_tokens=False) == texts[0]
+    assert tokenizer_files.load(store.path(words)).decode(made[0][:-1], skip_special_tokens=False) == texts[0]
 
 
 def test_bos_and_eos_stand_where_they_are_asked_for(store, tmp_path):
@@ -414,7 +414,7 @@ def test_a_plan_can_be_written_down_and_worked_from_elsewhere(store, tmp_path, c
     plan = dataset.plan(wanted, store, tokenizer.run(wanted, store))
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan.to_json()))
-    assert Plan.from_json(json.loads(path.read_text())) == plan
+    assert DatasetPlan.from_json(json.loads(path.read_text())) == plan
     assert tokenize_shard.main(["--plan", str(path), "--store", store.uri, "--shard", "3"]) == 0
     assert json.loads(capsys.readouterr().out)["key"] == plan.key(3)
     assert store.find("tokens", plan.key(3))
@@ -423,7 +423,7 @@ def test_a_plan_can_be_written_down_and_worked_from_elsewhere(store, tmp_path, c
 def test_a_worker_that_dies_takes_only_its_shard_with_it(store, tmp_path):
     wanted = many(tmp_path)
     plan = dataset.plan(wanted, store, tokenizer.run(wanted, store))
-    with Workers(plan, store, 1) as workers:
+    with WorkerPool(plan, store, 1) as workers:
         workers.run("tokenize", 0)
         (worker,) = workers._workers
         worker._process.kill()

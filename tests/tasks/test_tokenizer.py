@@ -14,6 +14,7 @@ from profiles.errors import ProfileError
 from tasks import dataset, tokenizer
 from tasks.sources import python_docs
 from tasks.store.store import Store
+from tasks.tokenization import tokenizer_files
 from tasks.tokenization.tokenizer_files import EOS, byte_level
 from tests import s3
 from tests.hub import TOKEN, Hub
@@ -95,7 +96,7 @@ def test_trained_tokenizer_loads_everywhere_and_loses_nothing(store, texts):
 
     artifact = tokenizer.run(profile("tokenizer.vocabulary_size=700", *texts), store)
     assert artifact.summary["vocabulary_size"] == 700
-    own = tokenizer.load(store.path(artifact))
+    own = tokenizer_files.load(store.path(artifact))
     theirs = AutoTokenizer.from_pretrained(store.path(artifact))
     assert artifact.summary["eos"] == own.token_to_id(EOS) == theirs.eos_token_id
     for text in TEXT:
@@ -150,7 +151,7 @@ def test_folder_in_every_form_gives_the_same_tokens(store, folder, gpt2_files, n
     source = folder({new: gpt2_files[old] for old, new in names.items()})
     artifact = tokenizer.run(from_source(source), store)
     original = Tokenizer.from_str(gpt2_files["tokenizer.json"].decode())
-    made = tokenizer.load(store.path(artifact))
+    made = tokenizer_files.load(store.path(artifact))
     theirs = AutoTokenizer.from_pretrained(store.path(artifact))
     for text in TEXT:
         assert (
@@ -183,7 +184,7 @@ def test_sentencepiece_model_gives_sentencepieces_tokens(store, tmp_path):
     (source / "tokenizer.model").write_bytes(model.getvalue())
     artifact = tokenizer.run(from_source(source), store)
     reference = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    made = tokenizer.load(store.path(artifact))
+    made = tokenizer_files.load(store.path(artifact))
     for text in [*TEXT, " leading", "   ", *documents]:
         assert encode(made, text) == reference.encode(text)
         assert made.decode(reference.encode(text)) == text
@@ -198,7 +199,7 @@ def test_truncation_and_padding_of_a_source_cut_no_document(store, folder, gpt2_
     cutting.enable_truncation(4)
     cutting.enable_padding(length=4)
     source = folder({"tokenizer.json": cutting.to_str().encode()})
-    made = tokenizer.load(store.path(tokenizer.run(from_source(source), store)))
+    made = tokenizer_files.load(store.path(tokenizer.run(from_source(source), store)))
     assert len(encode(made, TEXT[0] * 9)) > 4
     assert len(encode(made, "a")) == 1
 
