@@ -1,41 +1,29 @@
-"""How a model is spread: mesh, collectives, layers, attention, loss, ZeRO-1, checkpoints. Knows only torch."""
+"""Parallelism library on plain torch: mesh, collectives, layers, attention, loss, pipeline, ZeRO-1, checkpoints.
 
-from parallel.attention.attention import attention
-from parallel.attention.ring import ring_attention
-from parallel.gqa import GQAQKVColumnParallelLinear
-from parallel.initialization import Constant, Normal, initialize
-from parallel.layers import (
-    ColumnParallelLinear,
-    Embedding,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
-from parallel.layout import Layout, Section, parameter, parameter_count
-from parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
-from parallel.mesh import Axis, Mesh
-from parallel.norms import LayerNorm, RMSNorm
-from parallel.optimizer.zero1 import ZeRO1
+Start with `mesh` (process groups) and `layout` (how each parameter is sharded), then `layers`. Imports only torch and itself.
+The names below are imported on first use, so that profile validation reads `parallel.constraints` without importing torch.
+"""
 
-__all__ = [
-    "Axis",
-    "ColumnParallelLinear",
-    "Constant",
-    "Embedding",
-    "GQAQKVColumnParallelLinear",
-    "LayerNorm",
-    "Layout",
-    "Mesh",
-    "Normal",
-    "RMSNorm",
-    "RowParallelLinear",
-    "Section",
-    "VocabParallelEmbedding",
-    "ZeRO1",
-    "attention",
-    "initialize",
-    "linear_cross_entropy",
-    "parameter",
-    "parameter_count",
-    "ring_attention",
-    "vocab_parallel_cross_entropy",
-]
+from importlib import import_module
+from typing import Any
+
+_MODULES = {
+    "attention.ring": ("ring_attention",),
+    "gqa": ("GQAQKVColumnParallelLinear",),
+    "initialization": ("Constant", "Normal", "initialize"),
+    "layers": ("ColumnParallelLinear", "Embedding", "RowParallelLinear", "VocabParallelEmbedding"),
+    "layout": ("Layout", "Section", "parameter", "parameter_count"),
+    "loss": ("linear_cross_entropy", "vocab_parallel_cross_entropy"),
+    "mesh": ("Axis", "Mesh"),
+    "norms": ("LayerNorm", "RMSNorm"),
+    "optimizer.zero1": ("ZeRO1",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [*_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -24,6 +24,7 @@ from torch.autograd import Function
 
 from parallel import collectives
 from parallel.backward import wanted
+from parallel.constraints import kv_replicas, valid_tensor_degrees
 from parallel.initialization import Constant, Initializer, Normal
 from parallel.layers import ColumnLinear, check_width, column_input_gradient
 from parallel.layout import Layout, Section, parameter
@@ -128,21 +129,11 @@ class GQAQKVColumnParallelLinear(nn.Module):
         )
 
 
-def kv_replicas(kv_heads: int, degree: int) -> int:
-    """m = max(1, t/k), how many tensor ranks hold the same KV head."""
-    return max(1, degree // kv_heads)
-
-
-def valid_degrees(heads: int, kv_heads: int) -> list[int]:
-    """Tensor degrees that divide the query heads and either divide the KV heads or are a multiple of them."""
-    return [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
-
-
 def check_degree(heads: int, kv_heads: int, degree: int) -> None:
     """Raise ValueError, naming the neighbours that work, unless the degree is valid."""
     if heads % kv_heads:
         raise ValueError(f"GQAQKVColumnParallelLinear: {kv_heads} KV heads do not divide {heads} query heads")
-    valid = valid_degrees(heads, kv_heads)
+    valid = valid_tensor_degrees(heads, kv_heads)
     if degree not in valid:
         below = [t for t in valid if t < degree][-1:]
         above = [t for t in valid if t > degree][:1]

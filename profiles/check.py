@@ -1,7 +1,4 @@
-"""The rules between a profile's sections, and the files that it names: all that can be refused without a device.
-
-Valid tensor degrees divide the query heads and either divide the KV heads or are a multiple of them.
-"""
+"""The rules between a profile's sections, and the files that it names: all that can be refused without a device."""
 
 from __future__ import annotations
 
@@ -11,6 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from parallel.constraints import (
+    invalid_cuts,
+    minimum_stages_per_rank,
+    supports_microbatches,
+    valid_tensor_degrees,
+)
 from profiles import functions, sources
 from profiles.errors import ProfileError
 from profiles.model import LARGEST, neighbours
@@ -100,11 +103,6 @@ def check_start(profile: Profile) -> None:
     functions.check(profile)
 
 
-def tensor_degrees(heads: int, kv_heads: int) -> list[int]:
-    """All valid tensor degrees, in order, of a model with so many query and KV heads."""
-    return [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
-
-
 def _cluster(profile: Profile) -> None:
     cluster = profile.cluster
     if cluster.accelerator is not None and cluster.accelerator not in ACCELERATORS[cluster.device]:
@@ -152,7 +150,7 @@ def _trace(profile: Profile) -> None:
 def _tensor(profile: Profile) -> None:
     model, tensor = profile.model, profile.parallel.tensor
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    valid = tensor_degrees(heads, kv_heads)
+    valid = valid_tensor_degrees(heads, kv_heads)
     if tensor not in valid:
         if heads % tensor:
             reason = f"does not divide {heads} query heads"
@@ -172,13 +170,13 @@ def _tensor(profile: Profile) -> None:
 def _pipeline(profile: Profile) -> None:
     layers, parallel = profile.model.num_hidden_layers, profile.parallel
     ranks, cuts = parallel.pipeline, parallel.pipeline_cuts
-    interleaved = parallel.schedule == "interleaved" and ranks > 1
+    stages = ranks * minimum_stages_per_rank(parallel.schedule, ranks)
     if ranks > layers:
         raise ProfileError(
             "parallel.pipeline", ranks, f"more stages than the model's {layers} layers", [layers]
         )
-    if interleaved and 2 * ranks > layers:
-        reason = f"has 2 stages or more a rank, and {2 * ranks} are more than the model's {layers} layers"
+    if stages > layers:
+        reason = f"has 2 stages or more a rank, and {stages} are more than the model's {layers} layers"
         raise ProfileError("parallel.schedule", parallel.schedule, reason, ["1f1b", "zero_bubble"])
     if parallel.schedule == "zero_bubble" and ranks > 1:
         reason = "parallel.schedule zero_bubble splits backward in two, which does not work with"
@@ -187,30 +185,14 @@ def _pipeline(profile: Profile) -> None:
         if profile.train.recompute != "none":
             reason = f"{reason} recomputation"
             raise ProfileError("train.recompute", profile.train.recompute, reason, ["none"])
-    if cuts is None:
-        return
-    fits = (len(cuts) + 1) % ranks == 0 and len(cuts) >= ranks if interleaved else len(cuts) == ranks - 1
-    if not fits:
-        reason = f"{ranks} stages are cut {ranks - 1} times"
-        if interleaved:
-            reason = f"{ranks} ranks with 2, 3, ... stages each are cut {2 * ranks - 1}, {3 * ranks - 1}, ... times"
-        raise ProfileError("parallel.pipeline_cuts", cuts, reason, ["null"])
-    if sorted(set(cuts)) != cuts or (cuts and cuts[-1] >= layers):
-        reason = f"is no rising sequence of layers between 1 and {layers - 1}"
+    if cuts is not None and (reason := invalid_cuts(cuts, layers, ranks, parallel.schedule)):
         raise ProfileError("parallel.pipeline_cuts", cuts, reason, ["null"])
 
 
 def _microbatches(profile: Profile) -> None:
-    ranks, schedule, count = (
-        profile.parallel.pipeline,
-        profile.parallel.schedule,
-        profile.accumulation_steps,
-    )
-    if ranks == 1:
-        return
-
-    # The other two run in rounds of about one microbatch a rank, all alike.
-    if not (count >= ranks if schedule == "1f1b" else count % max(1, count // ranks) == 0):
+    ranks, schedule = profile.parallel.pipeline, profile.parallel.schedule
+    count = profile.accumulation_steps
+    if not supports_microbatches(schedule, ranks, count):
         reason = (
             f"makes {count} microbatches a step, which schedule {schedule} on {ranks} ranks does not take"
         )

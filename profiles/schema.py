@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from parallel.constraints import kv_replicas
 from profiles.model import Count, Model, Section, Size
 
 __all__ = [
@@ -360,7 +361,7 @@ class Profile(Section):
     @property
     def kv_replication(self) -> int:
         """Tensor ranks that hold the same KV head: max(1, tensor / KV heads)."""
-        return max(1, self.parallel.tensor // self.model.num_key_value_heads)
+        return kv_replicas(self.model.num_key_value_heads, self.parallel.tensor)
 
     @property
     def accumulation_steps(self) -> int:

@@ -27,8 +27,8 @@ from modeling.conversion.journal import Journal, Progress
 from modeling.conversion.nxd_layout import FORMS, LAYOUTS, Form, Layout
 from modeling.conversion.tensor_files import File
 from modeling.conversion.weights import Weights
+from parallel.constraints import valid_tensor_degrees
 from parallel.pipeline.stages import cut_layers
-from profiles.check import tensor_degrees
 from profiles.errors import ProfileError
 from profiles.model import neighbours
 
@@ -116,7 +116,7 @@ def files_of(weights: Weights, options: Options) -> Sequence[File]:
     """
     model = weights.model
     heads, kv_heads, layers = model.num_attention_heads, model.num_key_value_heads, model.num_hidden_layers
-    valid = [t for t in tensor_degrees(heads, kv_heads) if model.intermediate_size % t == 0]
+    valid = [t for t in valid_tensor_degrees(heads, kv_heads) if model.intermediate_size % t == 0]
     if options.tensor not in valid:
         reason = (
             f"does not split {heads} query heads, {kv_heads} KV heads and an MLP of {model.intermediate_size}"

@@ -24,7 +24,7 @@ from modeling.models.build import DTYPES, MODELS
 from parallel import Mesh
 from parallel.checkpoint import checkpoint, container
 from parallel.checkpoint.container import Item, Written
-from parallel.gqa import kv_replicas
+from parallel.constraints import kv_replicas
 from parallel.layout import Box, layout_of
 from profiles.model import Model
 

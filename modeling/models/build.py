@@ -9,7 +9,6 @@ from modeling.models.llama import Llama
 from parallel import Mesh
 from parallel import device as devices
 from parallel.activation_checkpointing import recompute
-from parallel.gqa import kv_replicas
 from profiles.schema import Profile
 
 MODELS = {"llama": Llama, "gpt": GPT}
@@ -24,7 +23,7 @@ def mesh_of(profile: Profile) -> Mesh:
         profile.data_parallel,
         parallel.context,
         parallel.tensor,
-        kv_replicas(profile.model.num_key_value_heads, parallel.tensor),
+        profile.kv_replication,
         reduces=devices.resolve(profile.cluster.device).reduces,
     )
 

@@ -29,8 +29,8 @@ from parallel import (
     Normal,
     RowParallelLinear,
     VocabParallelEmbedding,
-    attention,
 )
+from parallel.attention.attention import attention
 from parallel.attention.dropout import dropout_attention
 from parallel.random import Keys, dropout, token_keys
 from profiles.model import Model

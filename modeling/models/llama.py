@@ -26,8 +26,8 @@ from parallel import (
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
-    attention,
 )
+from parallel.attention.attention import attention
 from profiles.model import Model
 
 

@@ -28,8 +28,9 @@ from modeling.planning.step_time import estimate
 from parallel import device as devices
 from parallel import parameter_count
 from parallel.activation_checkpointing import MODES
+from parallel.constraints import valid_tensor_degrees
 from parallel.pipeline.schedules import in_flight
-from profiles.check import ACCELERATORS, changed, passes, tensor_degrees
+from profiles.check import ACCELERATORS, changed, passes
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 
@@ -198,7 +199,7 @@ def _savings(profile: Profile) -> Iterator[tuple[str, Sequence[Any]]]:
     size = train.micro_batch_size
     yield "train.micro_batch_size", [n for n in range(size - 1, 0, -1) if size % n == 0]
     yield "train.recompute", MODES[MODES.index(train.recompute) + 1 :]
-    degrees = tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
+    degrees = valid_tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
     node = profile.cluster.devices_per_node
     yield "parallel.tensor", [t for t in degrees if parallel.tensor < t <= node]
     yield (

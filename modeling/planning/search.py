@@ -15,7 +15,8 @@ from typing import Any
 from modeling.planning.planner import Plan, plan
 from modeling.planning.stage_costs import Counted
 from parallel.activation_checkpointing import MODES
-from profiles.check import changed, check, tensor_degrees, value_of
+from parallel.constraints import valid_tensor_degrees
+from profiles.check import changed, check, value_of
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 
@@ -60,7 +61,7 @@ def search(profile: Profile) -> tuple[list[Topology], list[Rejected]]:
 
 def _families(profile: Profile) -> Iterator[dict[str, int]]:
     model, cluster, world = profile.model, profile.cluster, profile.world_size
-    valid = tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
+    valid = valid_tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
     powers = {2**i for i in range(cluster.devices_per_node.bit_length())}
     for tensor in sorted({t for t in powers | set(valid) if t <= cluster.devices_per_node}):
         if tensor not in valid:

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from parallel.constraints import supports_microbatches
+
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 WORTHWHILE = 0.02  # of a step, that forwards ahead must gain
 
@@ -96,19 +98,11 @@ def bubble(schedule: str, ranks: int, microbatches: int, each: int = 1) -> float
 
 def check_microbatches(schedule: str, ranks: int, microbatches: int) -> None:
     """Raise ValueError, naming the nearest that do, unless the schedule takes this number of microbatches a step."""
-    if ranks > 1 and not takes(schedule, ranks, microbatches):
+    if not supports_microbatches(schedule, ranks, microbatches):
         near = range(1, microbatches + 2 * ranks)
-        below = [m for m in near if m < microbatches and takes(schedule, ranks, m)][-1:]
-        above = [m for m in near if m > microbatches and takes(schedule, ranks, m)][:1]
+        below = [m for m in near if m < microbatches and supports_microbatches(schedule, ranks, m)][-1:]
+        above = [m for m in near if m > microbatches and supports_microbatches(schedule, ranks, m)][:1]
         raise ValueError(
             f"microbatches = {microbatches}: schedule {schedule!r} on pipeline = {ranks} does not take so many a step; "
             f"nearest valid: {', '.join(map(str, below + above))}"
         )
-
-
-def takes(schedule: str, ranks: int, microbatches: int) -> bool:
-    """Whether a schedule takes this number of microbatches a step."""
-    if schedule == "1f1b":
-        return microbatches >= ranks
-    # They run in rounds of about one microbatch a rank, all alike.
-    return microbatches % max(1, microbatches // ranks) == 0

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from parallel.constraints import invalid_cuts, minimum_stages_per_rank
 from parallel.pipeline.schedules import SCHEDULES
-
-INTERLEAVED = 2  # stages a rank where no cuts say otherwise
 
 
 def cut_layers(
@@ -36,8 +35,10 @@ def cut_layers(
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule = {schedule!r} is not one of {', '.join(SCHEDULES)}")
     if cuts is not None:
-        return _explicit(layers, ranks, schedule, list(cuts))
-    each = INTERLEAVED if schedule == "interleaved" and ranks > 1 else 1
+        if reason := invalid_cuts(cuts, layers, ranks, schedule):
+            raise ValueError(f"pipeline_cuts = {list(cuts)}: {reason}")
+        return [range(low, high) for low, high in pairwise((0, *cuts, layers))]
+    each = minimum_stages_per_rank(schedule, ranks)
     if layers < ranks * each:
         stages = f"{ranks * each} stages" if each == 1 else f"{ranks} x {each} stages"
         raise ValueError(
@@ -45,24 +46,6 @@ def cut_layers(
             f"nearest valid: {max(1, layers // each)}"
         )
     return balance(costs, ranks * each)
-
-
-def _explicit(layers: int, ranks: int, schedule: str, cuts: list[int]) -> list[range]:
-    stages = len(cuts) + 1
-    multiple = schedule == "interleaved" and ranks > 1
-    if stages % ranks or (stages > ranks) != multiple:
-        wanted = f"{2 * ranks - 1}, {3 * ranks - 1}, ..." if multiple else str(ranks - 1)
-        raise ValueError(
-            f"pipeline_cuts = {cuts}: {len(cuts)} cuts make {stages} stages; schedule {schedule!r} on pipeline = {ranks} "
-            f"takes {wanted} cuts"
-        )
-    bounds = [0, *cuts, layers]
-    if any(low >= high for low, high in pairwise(bounds)):
-        raise ValueError(
-            f"pipeline_cuts = {cuts}: a cut is the number of the layer that begins a stage; they must rise and lie "
-            f"within 1 ... {layers - 1}"
-        )
-    return [range(low, high) for low, high in pairwise(bounds)]
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:

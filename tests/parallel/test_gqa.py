@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel import GQAQKVColumnParallelLinear, Mesh, Normal
-from parallel.gqa import ReplicatedKVLinear, kv_replicas, valid_degrees
+from parallel.constraints import kv_replicas, valid_tensor_degrees
+from parallel.gqa import ReplicatedKVLinear
 from parallel.layout import layout_of
 from tests.parallel.replicated import check, piece, whole
 from tests.parity.harness import Case, train
@@ -77,7 +78,7 @@ def test_trains_like_one_process(pool, degree, data):
                 (n, k)
                 for n in (4, 6, 8, 12)
                 for k in (1, 2, 3, 4, 8)
-                if n % k == 0 and degree in valid_degrees(n, k)
+                if n % k == 0 and degree in valid_tensor_degrees(n, k)
             ]
         )
     )
@@ -148,8 +149,8 @@ def test_degrees_that_do_not_fit_are_refused_with_their_neighbours():
         planned = Mesh(tensor=tensor, kv_replicas=replicas, rank=0)
         GQAQKVColumnParallelLinear(16, heads, kv_heads, 4, planned)
 
-    assert valid_degrees(8, 2) == [1, 2, 4, 8]
-    assert valid_degrees(56, 8) == [1, 2, 4, 8, 56]
+    assert valid_tensor_degrees(8, 2) == [1, 2, 4, 8]
+    assert valid_tensor_degrees(56, 8) == [1, 2, 4, 8, 56]
     with pytest.raises(
         ValueError, match="tensor = 3 does not fit 8 query and 2 KV heads; nearest that do: 2, 4"
     ):

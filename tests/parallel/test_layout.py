@@ -10,7 +10,7 @@ from torch import nn
 
 from modeling.models.llama import Llama
 from parallel import Mesh, Normal, ZeRO1, initialize, parameter
-from parallel.gqa import kv_replicas, valid_degrees
+from parallel.constraints import kv_replicas, valid_tensor_degrees
 from parallel.layout import Layout, Section, layout_of
 from parallel.optimizer.buckets import Bucket, split_range
 from profiles.model import Model
@@ -130,7 +130,7 @@ HEADS = st.sampled_from([(4, 1), (4, 2), (8, 2), (8, 8)])
 def test_every_element_is_saved_once_and_counts_once_in_norms(heads, data, context, pipeline, shard, draws):
     """Over a whole mesh, sharded or not, with KV replicas and a vocabulary that does not divide."""
     n, k = heads
-    tensor = draws.draw(st.sampled_from([t for t in valid_degrees(n, k) if t <= 8]))
+    tensor = draws.draw(st.sampled_from([t for t in valid_tensor_degrees(n, k) if t <= 8]))
     model = Model(
         hidden_size=8 * n, intermediate_size=16, num_hidden_layers=2, num_attention_heads=n,
         num_key_value_heads=k, vocab_size=13, max_position_embeddings=8, attention_bias=True,

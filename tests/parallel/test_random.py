@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel import attention
+from parallel.attention.attention import attention
 from parallel.attention.dropout import dropout_attention
 from parallel.mesh import Axis
 from parallel.random import dropout, dropout_mask, fold, sample_keys, token_keys

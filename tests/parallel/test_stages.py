@@ -39,9 +39,9 @@ def test_cuts_are_kept_and_their_number_decides_the_stages():
     [
         ((3, 4), ["pipeline = 4", "3 layers", "nearest valid: 3"]),
         ((7, 4, "interleaved"), ["pipeline = 4", "4 x 2 stages", "nearest valid: 3"]),
-        ((4, 2, "1f1b", [4]), ["pipeline_cuts = [4]", "1 ... 3"]),
-        ((4, 2, "1f1b", [0]), ["pipeline_cuts = [0]", "1 ... 3"]),
-        ((6, 3, "zero_bubble", [3, 3]), ["pipeline_cuts = [3, 3]", "rise"]),
+        ((4, 2, "1f1b", [4]), ["pipeline_cuts = [4]", "between 1 and 3"]),
+        ((4, 2, "1f1b", [0]), ["pipeline_cuts = [0]", "between 1 and 3"]),
+        ((6, 3, "zero_bubble", [3, 3]), ["pipeline_cuts = [3, 3]", "strictly increasing"]),
         ((6, 3, "1f1b", [3]), ["pipeline_cuts = [3]", "takes 2 cuts"]),
         ((6, 2, "interleaved", [3]), ["pipeline_cuts = [3]", "takes 3, 5, ... cuts"]),
         ((4, 2, "gpipe"), ["schedule = 'gpipe'", "1f1b, interleaved, zero_bubble"]),

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel.constraints import valid_tensor_degrees
 from parallel.pipeline.schedules import SCHEDULES, check_microbatches
 from parallel.pipeline.stages import cut_layers
 from profiles import resolve
-from profiles.check import seconds, tensor_degrees
+from profiles.check import seconds
 from profiles.errors import ProfileError
 
 
@@ -81,7 +82,7 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             *("cluster.time_left", 9000, "leaves nothing of cluster.time 0-1:00", (3599,)),
         ),
         (["parallel.pipeline=4"], "parallel.pipeline", 4, "more stages than the model's 3 layers", (3,)),
-        (["parallel.pipeline_cuts=[1]"], "parallel.pipeline_cuts", [1], "cut 0 times", ("null",)),
+        (["parallel.pipeline_cuts=[1]"], "parallel.pipeline_cuts", [1], "takes 0 cuts", ("null",)),
         (
             ["parallel.pipeline=3", "parallel.pipeline_cuts=[2, 1]", "cluster.devices_per_node=6"],
             *("parallel.pipeline_cuts", [2, 1], "between 1 and 2", ("null",)),
@@ -97,7 +98,7 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
         ),
         (
             [*EIGHT_LAYERS, "parallel.schedule=interleaved", "parallel.pipeline_cuts=[2, 4]"],
-            *("parallel.pipeline_cuts", [2, 4], "cut 3, 5, ... times", ("null",)),
+            *("parallel.pipeline_cuts", [2, 4], "takes 3, 5, ... cuts", ("null",)),
         ),
         (
             [*EIGHT_LAYERS, "parallel.schedule=zero_bubble"],
@@ -345,7 +346,7 @@ def brute_force(heads: int, kv_heads: int, tensor: int) -> bool:
 @given(st.integers(1, 16), st.integers(1, 12), st.integers(1, 200))
 def test_tensor_degrees_are_those_that_share_heads_evenly(kv_heads, group, tensor):
     heads = kv_heads * group
-    valid = tensor_degrees(heads, kv_heads)
+    valid = valid_tensor_degrees(heads, kv_heads)
     assert (tensor in valid) == brute_force(heads, kv_heads, tensor)
 
 

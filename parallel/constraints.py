@@ -1,0 +1,50 @@
+"""Valid tensor degrees, microbatch counts and pipeline cuts: pure arithmetic, shared with profile validation (no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+
+def valid_tensor_degrees(heads: int, kv_heads: int) -> list[int]:
+    """Tensor degrees that divide the query heads and either divide the KV heads or are a multiple of them, ascending."""
+    return [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+
+
+def kv_replicas(kv_heads: int, tensor: int) -> int:
+    """Number of tensor ranks that hold the same KV head: m = max(1, t/k)."""
+    return max(1, tensor // kv_heads)
+
+
+def minimum_stages_per_rank(schedule: str, ranks: int) -> int:
+    """Fewest pipeline stages a rank that the schedule takes; also the number used without explicit cuts."""
+    return 2 if schedule == "interleaved" and ranks > 1 else 1
+
+
+def supports_microbatches(schedule: str, ranks: int, microbatches: int) -> bool:
+    """Whether a pipeline schedule can run this number of microbatches a step."""
+    if ranks == 1:
+        return True
+    if schedule == "1f1b":
+        return microbatches >= ranks
+    # The other schedules run in equal rounds of about one microbatch a rank.
+    return microbatches % max(1, microbatches // ranks) == 0
+
+
+def invalid_cuts(cuts: Sequence[int], layers: int, ranks: int, schedule: str) -> str | None:
+    """Why these pipeline cuts are invalid, or None if they are valid.
+
+    Args:
+        cuts: first layer of the second and each later stage.
+        layers: of the model.
+        ranks: of the pipeline axis.
+        schedule: one of `schedules.SCHEDULES`.
+    """
+    stages = len(cuts) + 1
+    interleaved = minimum_stages_per_rank(schedule, ranks) > 1
+    if stages % ranks or (stages > ranks) != interleaved:
+        expected = f"{2 * ranks - 1}, {3 * ranks - 1}, ..." if interleaved else str(ranks - 1)
+        return f"schedule {schedule} on {ranks} pipeline ranks takes {expected} cuts, not {len(cuts)}"
+    if any(low >= high for low, high in pairwise((0, *cuts, layers))):
+        return f"cuts must be strictly increasing layer numbers between 1 and {layers - 1}"
+    return None
