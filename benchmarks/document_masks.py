@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from modeling.training.trainer import Program
+from modeling.training.trainer import Trainer
 from profiles import resolve
 
 
@@ -33,7 +33,7 @@ def main() -> None:
             "train.document_masks=true",
         ],
     )
-    with Program(profile) as program:
+    with Trainer(profile) as trainer:
         tokens = torch.randint(0, 4096, (4, options.sequence + 1))
         places = torch.arange(options.sequence)
         starts = (places - places % options.document).expand(4, -1)
@@ -41,7 +41,7 @@ def main() -> None:
         for _ in range(options.rounds + 1):  # the first one warms up
             for row, documents in zip(rows, (None, starts), strict=True):
                 begun = time.perf_counter()
-                program.forward_backward(tokens, 1.0, documents=documents)
+                trainer.forward_backward(tokens, 1.0, documents=documents)
                 rows[row].append(time.perf_counter() - begun)
     median = {row: statistics.median(seconds[1:]) for row, seconds in rows.items()}
     for row, seconds in median.items():

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from modeling.planning.planner import plan
 from modeling.training.train import make_optimizer
-from modeling.training.trainer import Program
+from modeling.training.trainer import Trainer
 from profiles import resolve
 from profiles.schema import Profile
 
@@ -64,9 +64,9 @@ CASES = {
 def measure(overrides: tuple[str, ...]) -> tuple[int, dict[str, int], int]:
     """Train some steps as this rank: its place in the pipeline, bytes of states by kind, most bytes of all tensors alive."""
     profile = case(overrides)
-    program = Program(profile, start=False)
+    trainer = Trainer(profile, start=False)
     try:
-        optimizer = make_optimizer(program)
+        optimizer = make_optimizer(trainer)
         states = {
             "parameters": sum(bucket.values.nbytes for bucket in optimizer.buckets),
             "gradients": sum(bucket.gradients.nbytes for bucket in optimizer.buckets),
@@ -80,16 +80,16 @@ def measure(overrides: tuple[str, ...]) -> tuple[int, dict[str, int], int]:
         with record(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded, Sent():
             for step in range(STEPS):
                 samples = None
-                if program.reads:
-                    size = (train.global_batch_size // program.mesh.data.size, train.sequence_length + 1)
+                if trainer.reads_samples:
+                    size = (train.global_batch_size // trainer.mesh.data.size, train.sequence_length + 1)
                     samples = torch.randint(profile.model.vocab_size, size)
                 optimizer.begin(profile.accumulation_steps)
-                program.forward_backward(samples, 1.0, step)
+                trainer.forward_backward(samples, 1.0, step)
                 optimizer.step(1e-3)
         most = _most(recorded)
-        return program.mesh.pipeline.rank, states, sum(states.values()) + most
+        return trainer.mesh.pipeline.rank, states, sum(states.values()) + most
     finally:
-        program.mesh.close()
+        trainer.mesh.close()
 
 
 class Sent(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """Our library on the work, spread as the arguments say: torchrun --nproc-per-node 2 -m benchmarks.ours --tensor 2
 
-It goes the way of the training program: a profile is made into a `Program` and an optimizer.
+It goes the way of the training trainer: a profile is made into a `Trainer` and an optimizer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks import work
 from modeling.models.weight_names import stored
 from modeling.training.train import make_optimizer
-from modeling.training.trainer import Program
+from modeling.training.trainer import Trainer
 from parallel.layout import layout_of
 from profiles.schema import Profile
 
@@ -23,18 +23,18 @@ def main() -> None:
     options = parser().parse_args()
     _, ranks = work.begin(options)
     settings = profile(options, ranks)
-    program = Program(settings, Path(options.graphs) if options.graphs else None, start=False)
-    fill(program, work.weights(work.WORKS[options.work]))
-    optimizer = make_optimizer(program)
-    rank, ranks = program.mesh.data.rank, program.mesh.data.size
+    trainer = Trainer(settings, Path(options.graphs) if options.graphs else None, start=False)
+    fill(trainer, work.weights(work.WORKS[options.work]))
+    optimizer = make_optimizer(trainer)
+    rank, ranks = trainer.mesh.data.rank, trainer.mesh.data.size
     scale = 1 / work.WORKS[options.work].tokens
 
     def step(samples: Tensor) -> Tensor:
-        own = samples.chunk(ranks)[rank] if program.reads else None
+        own = samples.chunk(ranks)[rank] if trainer.reads_samples else None
         optimizer.begin(settings.accumulation_steps)
-        loss = program.forward_backward(own, scale)
+        loss = trainer.forward_backward(own, scale)
         optimizer.step(settings.train.learning_rate)
-        return program.sum(loss[None])[0]
+        return trainer.sum(loss[None])[0]
 
     work.measure(step, options)
 
@@ -82,10 +82,10 @@ def profile(options: argparse.Namespace, ranks: int) -> Profile:
 
 
 @torch.no_grad()
-def fill(program: Program, initial: dict[str, Tensor]) -> None:
+def fill(trainer: Trainer, initial: dict[str, Tensor]) -> None:
     """Give this rank's pieces of the model the initial weights, which have Hugging Face's names."""
-    for name, parameter in program.named_parameters():
-        for box in layout_of(parameter).boxes(name, program.mesh.tensor.rank):
+    for name, parameter in trainer.named_parameters():
+        for box in layout_of(parameter).boxes(name, trainer.mesh.tensor.rank):
             whole = initial[stored("llama", box.name).name]
             box.of(parameter).copy_(whole[box.index()])
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from modeling import exit_codes
 from modeling.training.train import make_optimizer
-from modeling.training.trainer import Program
+from modeling.training.trainer import Trainer
 from parallel import collectives
 from parallel import device as devices
 from parallel.attention import kernels
@@ -246,20 +246,20 @@ def _profile(kind: str, precision: str, ranks: int, axis: str | None = None) -> 
 
 def _losses(profile: Profile, graphs: Path | None = None) -> list[float]:
     """Of a few steps on random tokens, which are the same for every profile of as many ranks."""
-    program = Program(profile, graphs, start=False)
-    optimizer = make_optimizer(program)
-    settings, data = profile.train, program.mesh.data
+    trainer = Trainer(profile, graphs, start=False)
+    optimizer = make_optimizer(trainer)
+    settings, data = profile.train, trainer.mesh.data
     size = (settings.global_batch_size, settings.sequence_length + 1)
     draw = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(STEPS):
         samples = torch.randint(profile.model.vocab_size, size, generator=draw)
         optimizer.begin(profile.accumulation_steps)
-        own = samples.chunk(data.size)[data.rank] if program.reads else None
-        loss = program.forward_backward(own, 1 / (size[0] * settings.sequence_length))
+        own = samples.chunk(data.size)[data.rank] if trainer.reads_samples else None
+        loss = trainer.forward_backward(own, 1 / (size[0] * settings.sequence_length))
         optimizer.step(settings.learning_rate)
-        losses += program.sum(loss[None].cpu())
-    program.mesh.close()
+        losses += trainer.sum(loss[None].cpu())
+    trainer.mesh.close()
     return losses
 
 

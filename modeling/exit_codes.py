@@ -7,14 +7,14 @@ import os
 import sys
 from typing import NoReturn
 
-REFUSED = 2
+REJECTED = 2
 """The profile and the data do not go together: another attempt would end alike."""
 OUT_OF_MEMORY = 71
 DIVERGED = 72
 """Bad losses went on after a rollback."""
 HUNG = 75
 """No step for too long; every rank's stacks are in the run's folder."""
-STOOD = "no step for"
+HANG_MESSAGE = "no step for"
 """What is said of such a rank, also of one that was killed for it and has no code of its own."""
 INTERRUPTED = 143
 """A signal asked for the end; the last step is saved, if the profile says so."""

@@ -14,7 +14,7 @@ from profiles.schema import Profile
 from tasks.launchers import JobFailed
 from tasks.launchers.causes import OUT_OF_MEMORY
 
-TOLD = re.compile(r"^\[rank \d+\] (?:\w+\.)*(\w*(?:Error|Superseded)|refused): (.*)$", re.MULTILINE)
+TOLD = re.compile(r"^\[rank \d+\] (?:\w+\.)*(\w*(?:Error|Superseded)|rejected): (.*)$", re.MULTILINE)
 
 
 class Hopeless(JobFailed):
@@ -24,7 +24,7 @@ class Hopeless(JobFailed):
 def classified(profile: Profile, failure: JobFailed) -> JobFailed:
     """The failure with what is known of its cause, as `Hopeless` where no further attempt is to be made."""
     code = failure.exit_code
-    if code == exit_codes.REFUSED:
+    if code == exit_codes.REJECTED:
         told = TOLD.findall(failure.detail)
         return _as(Hopeless, failure, told[-1][1] if told else "what it was started with was refused")
     if code == exit_codes.DIVERGED:
@@ -33,7 +33,7 @@ def classified(profile: Profile, failure: JobFailed) -> JobFailed:
             failure,
             "bad losses went on, and there is nothing more to go back to; try a lower train.learning_rate",
         )
-    if code == exit_codes.HUNG or exit_codes.STOOD in failure.detail:
+    if code == exit_codes.HUNG or exit_codes.HANG_MESSAGE in failure.detail:
         return _as(
             JobFailed,
             failure,

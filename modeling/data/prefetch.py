@@ -17,7 +17,7 @@ from torch import Tensor
 from modeling.data.corpus import Samples
 
 if TYPE_CHECKING:
-    from modeling.training.trainer import Program
+    from modeling.training.trainer import Trainer
 
 
 class Batch(NamedTuple):
@@ -32,13 +32,13 @@ class Batch(NamedTuple):
     documents: Tensor | None = None
 
 
-def read(program: Program, samples: Samples, first: int, count: int) -> Batch:
-    """The samples [first, first + count), ready to be copied to the program's device."""
+def read(trainer: Trainer, samples: Samples, first: int, count: int) -> Batch:
+    """The samples [first, first + count), ready to be copied to the trainer's device."""
     arrays = [samples.batch(first, count)]
-    if program.profile.train.document_masks:
+    if trainer.profile.train.document_masks:
         arrays.append(samples.documents(first, count))
     tensors = [torch.from_numpy(array) for array in arrays]
-    if program.torch_device.type == "cuda":
+    if trainer.torch_device.type == "cuda":
         tensors = [tensor.pin_memory() for tensor in tensors]
     return Batch(*tensors)
 

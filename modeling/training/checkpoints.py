@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from modeling.training.anomalies import record
 from modeling.training.learning_rate import learning_rate
-from modeling.training.trainer import Program
+from modeling.training.trainer import Trainer
 from parallel import ZeRO1
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Place
@@ -29,7 +29,7 @@ from profiles.schema import Profile
 log = logging.getLogger("trainshed")
 
 
-class Refused(ValueError):
+class Rejected(ValueError):
     """What the user wants to go on from is not there, or is of another model."""
 
 
@@ -59,7 +59,7 @@ class Checkpoints:
     """Reads and writes a run's checkpoints; all ranks call all of it.
 
     Args:
-        program: what is trained.
+        trainer: what is trained.
         optimizer: of its parameters.
         run: the run's folder.
         place: where its checkpoints lie; a folder or URI.
@@ -67,9 +67,9 @@ class Checkpoints:
     """
 
     def __init__(
-        self, program: Program, optimizer: ZeRO1, run: Path, place: Place, attempt: int | None
+        self, trainer: Trainer, optimizer: ZeRO1, run: Path, place: Place, attempt: int | None
     ) -> None:
-        self.profile, self.leader, self.optimizer = program.profile, program.mesh.rank == 0, optimizer
+        self.profile, self.leader, self.optimizer = trainer.profile, trainer.mesh.rank == 0, optimizer
         self.run, self.place, self.attempt = run, place, attempt
         self._saver = checkpoint.Saver(
             optimizer, beside=self.profile.checkpoint.async_, allowed=self._require_current
@@ -87,7 +87,7 @@ class Checkpoints:
             weights: checkpoint to take the weights from where the run has none of its own.
 
         Raises:
-            Refused: there is no such checkpoint, or it is of another model.
+            Rejected: there is no such checkpoint, or it is of another model.
             Superseded: another attempt has begun.
         """
         start = from_leader(self.leader, lambda: self._choose(weights))
@@ -99,7 +99,7 @@ class Checkpoints:
             try:
                 checkpoint.load(start.source, self.optimizer, weights_only=start.weights_only)
             except ValueError as reason:
-                raise Refused(reason) from None
+                raise Rejected(reason) from None
         if self.leader:
             log.info(start.said)
         return start.step, {} if start.weights_only else about
@@ -253,7 +253,7 @@ class Checkpoints:
         if wish != {"resume": "newest", "weights": False} and done.get("wish") != wish:
             if isinstance(settings.resume, int) and settings.resume not in saved:
                 valid = ", ".join(map(str, saved)) or "none"
-                raise Refused(f"checkpoint.resume = {settings.resume}: complete checkpoints are {valid}")
+                raise Rejected(f"checkpoint.resume = {settings.resume}: complete checkpoints are {valid}")
             begin = None
             if saved and settings.resume != "none":
                 begin = settings.resume if isinstance(settings.resume, int) else max(saved)
@@ -314,12 +314,12 @@ def kept(saved: dict[int, float | None], newest: int, every: int) -> set[int]:
 
 
 def refuse_another_model(profile: Profile, about: dict[str, Any], source: Place) -> None:
-    """Raise `Refused` with the first field in which a checkpoint's model differs from the profile's."""
+    """Raise `Rejected` with the first field in which a checkpoint's model differs from the profile's."""
     ours = profile.model.model_dump(mode="json")
     theirs = about.get("profile", {}).get("model", ours)
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if ours.get(name) != theirs.get(name):
-            raise Refused(
+            raise Rejected(
                 f"{checkpoint.name_of(source)} is of another model: model.{name} is {theirs.get(name)} there, "
                 f"{ours.get(name)} in the profile"
             )

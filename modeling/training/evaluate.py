@@ -23,7 +23,7 @@ from modeling.data import shard_cache
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.prefetch import Batch, read
 from modeling.training.generate import continuations
-from modeling.training.trainer import Program
+from modeling.training.trainer import Trainer
 from parallel import ZeRO1
 from parallel.checkpoint import checkpoint
 from profiles.resolve import load
@@ -47,27 +47,27 @@ class HeldOut:
         return math.exp(min(self.loss, 700))
 
 
-def validation_loss(program: Program, samples: Samples, batches: int | None = None) -> HeldOut:
+def validation_loss(trainer: Trainer, samples: Samples, batches: int | None = None) -> HeldOut:
     """Mean loss over the first `batches` global batches, or over the whole split.
 
     Every rank runs the same number of passes of one shape; where the split does not fill the last, what is missing does not
     count.
     """
-    data = program.mesh.data
-    size = program.profile.train.global_batch_size // data.size
+    data = trainer.mesh.data
+    size = trainer.profile.train.global_batch_size // data.size
     passes = math.ceil(samples.windows / (size * data.size))
-    total = torch.zeros(2 + len(program.metrics), dtype=torch.float64)
+    total = torch.zeros(2 + len(trainer.metrics), dtype=torch.float64)
     for index in range(passes if batches is None else min(passes, batches)):
         first = (index * data.size + data.rank) * size
         # Past the end it begins again.
-        batch = read(program, samples, first, size) if program.reads else Batch()
+        batch = read(trainer, samples, first, size) if trainer.reads_samples else Batch()
         counted = torch.arange(first, first + size) < samples.windows
-        total += program.evaluate(batch.tokens, counted, batch.documents).cpu()
-    sums = program.sum(torch.cat((total, program.ledger.vector())))
+        total += trainer.evaluate(batch.tokens, counted, batch.documents).cpu()
+    sums = trainer.sum(torch.cat((total, trainer.ledger.vector())))
     (tokens, *sums), graphs = sums[: len(total)], sums[len(total) :]
     loss, *metrics = (each / max(tokens, 1) for each in sums)
     return HeldOut(
-        loss, round(tokens), dict(zip(program.metrics, metrics, strict=True)), program.ledger.totals(graphs)
+        loss, round(tokens), dict(zip(trainer.metrics, metrics, strict=True)), trainer.ledger.totals(graphs)
     )
 
 
@@ -84,32 +84,32 @@ def main(arguments: list[str] | None = None) -> int:
     profile = load(str(options.run_folder / "profile.yaml"))
     graphs, ahead = opened(profile, options.graphs, options.run_folder)
     try:
-        with Program(profile, graphs, ahead=ahead) as program:
-            evaluate(program, options)
+        with Trainer(profile, graphs, ahead=ahead) as trainer:
+            evaluate(trainer, options)
     except (torch.OutOfMemoryError, MemoryError):
         log.exception("out of memory")
         return exit_codes.OUT_OF_MEMORY
     except ValueError:  # of the profile, the data or the checkpoint, each in words of its own
-        log.exception("refused")
-        return exit_codes.REFUSED
+        log.exception("rejected")
+        return exit_codes.REJECTED
     return 0
 
 
-def evaluate(program: Program, options: argparse.Namespace) -> None:
+def evaluate(trainer: Trainer, options: argparse.Namespace) -> None:
     """Measure the newest complete checkpoint, and write what came of it. Raises ValueError where there is none."""
-    profile = program.profile
+    profile = trainer.profile
     saved = list(checkpoint.complete(options.checkpoints or options.run_folder / "checkpoints"))
     if not saved:
         raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
     step, folder = saved[-1]
-    optimizer = ZeRO1(program.named_parameters(), program.mesh, shard=profile.parallel.zero1)
+    optimizer = ZeRO1(trainer.named_parameters(), trainer.mesh, shard=profile.parallel.zero1)
     checkpoint.load(folder, optimizer, weights_only=True)
     staged = shard_cache.of(options, profile.data.cache_gigabytes)
     corpus = Corpus.open(options.dataset, "validation", staged)
     samples = Samples(corpus, profile.train.sequence_length, seed=None)
-    held_out = validation_loss(program, samples)
-    written = continuations(program, samples)
-    if program.leader:
+    held_out = validation_loss(trainer, samples)
+    written = continuations(trainer, samples)
+    if trainer.leader:
         result = {
             "step": step,
             "validation_loss": held_out.loss,

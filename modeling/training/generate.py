@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from modeling.data.corpus import Samples
-from modeling.training.trainer import Program
+from modeling.training.trainer import Trainer
 from parallel import collectives
 
 COUNT, PROMPT, LENGTH = 3, 16, 32  # samples; tokens of each that are given, and that are drawn
 TEMPERATURE, CHOICES = 0.8, 40
 
 
-def continuations(program: Program, held_out: Samples) -> list[dict[str, list[int]]]:
+def continuations(trainer: Trainer, held_out: Samples) -> list[dict[str, list[int]]]:
     """COUNT beginnings, evenly spaced over the held-out text, and how the model goes on: token ids. All ranks call it."""
-    profile = program.profile
+    profile = trainer.profile
     s = profile.train.sequence_length
     given = min(PROMPT, s // 2)
     size = profile.train.micro_batch_size
-    rows = size * (profile.accumulation_steps if program.pipeline else math.ceil(COUNT / size))
+    rows = size * (profile.accumulation_steps if trainer.pipeline else math.ceil(COUNT / size))
     count = min(COUNT, rows, held_out.windows)
     tokens = torch.zeros(rows, s + 1, dtype=torch.int64)  # (b, s + 1)
     for row in range(count):
@@ -35,7 +35,7 @@ def continuations(program: Program, held_out: Samples) -> list[dict[str, list[in
         tokens[row, :given] = window[0, :given]
     length = min(LENGTH, s - given)
     for place in range(given, given + length):
-        tokens[:count, place] = _next(program, tokens, place - 1, count)
+        tokens[:count, place] = _next(trainer, tokens, place - 1, count)
     return [
         {"prompt": row[:given].tolist(), "text": row[given : given + length].tolist()}
         for row in tokens[:count]
@@ -43,27 +43,27 @@ def continuations(program: Program, held_out: Samples) -> list[dict[str, list[in
 
 
 @torch.no_grad()
-def _next(program: Program, tokens: Tensor, place: int, count: int) -> Tensor:
+def _next(trainer: Trainer, tokens: Tensor, place: int, count: int) -> Tensor:
     """The tokens (count) that follow the one at `place` of each row, the same on every rank."""
-    mesh = program.mesh
+    mesh = trainer.mesh
     chosen = torch.zeros(count, dtype=torch.float64)
     counted = torch.ones(len(tokens), dtype=torch.bool)
-    documents = torch.zeros_like(tokens[:, 1:]) if program.profile.train.document_masks else None
-    with _hidden_states(program) as kept:
-        program.evaluate(tokens if program.reads else None, counted, documents)
-    own = (program.positions == place).nonzero()  # of this context rank: one place or none
-    if program.last:
-        stage = program.stages[max(program.stages)]
+    documents = torch.zeros_like(tokens[:, 1:]) if trainer.profile.train.document_masks else None
+    with _hidden_states(trainer) as kept:
+        trainer.evaluate(tokens if trainer.reads_samples else None, counted, documents)
+    own = (trainer.positions == place).nonzero()  # of this context rank: one place or none
+    if trainer.last:
+        stage = trainer.stages[max(trainer.stages)]
         head = stage.embedding if stage.model.tie_word_embeddings else stage.head
         parts = [collectives.all_gather(x, mesh.tensor) if stage.sequence else x for x in kept]
-        x = torch.cat(parts).view(len(tokens), len(program.positions), -1)[:count]  # (count, s/c, h)
+        x = torch.cat(parts).view(len(tokens), len(trainer.positions), -1)[:count]  # (count, s/c, h)
         x = x[:, int(own[0])] if len(own) else x[:, 0]  # (count, h)
         shard = (head.weight @ x.T).contiguous()  # (v/t, count)
         logits = collectives.all_gather(shard, mesh.tensor).T[:, : stage.model.vocab_size]  # (count, v)
         if len(own):
             chosen = _draw(logits.float().cpu(), place).double()
     # Every data rank has chosen alike, and of the others one context rank of the last stage.
-    return torch.tensor(program.sum(chosen)).div(mesh.data.size).round().long()
+    return torch.tensor(trainer.sum(chosen)).div(mesh.data.size).round().long()
 
 
 def _draw(logits: Tensor, seed: int) -> Tensor:
@@ -75,22 +75,22 @@ def _draw(logits: Tensor, seed: int) -> Tensor:
 
 
 @contextmanager
-def _hidden_states(program: Program) -> Iterator[list[Tensor]]:
+def _hidden_states(trainer: Trainer) -> Iterator[list[Tensor]]:
     """Where the last stage is here, collect the hidden states of each microbatch instead of making losses of them."""
     kept: list[Tensor] = []
-    if not program.last:
+    if not trainer.last:
         yield kept
         return
-    stage = program.stages[max(program.stages)]
+    stage = trainer.stages[max(trainer.stages)]
 
     def keep(x: Tensor, targets: Tensor) -> Tensor:
         kept.append(x.detach())
         return torch.zeros((), device=x.device)
 
-    own, program.own_loss = program.own_loss, None  # the user's, which would be asked instead
+    own, trainer.user_loss = trainer.user_loss, None  # the user's, which would be asked instead
     stage.loss = keep  # stands before the class's own
     try:
         yield kept
     finally:
         del stage.loss
-        program.own_loss = own
+        trainer.user_loss = own

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-FOLDER = "TRAINSHED_PULSES"
+FOLDER = "TRAINSHED_HEARTBEATS"
 _DUE = struct.Struct("=d")
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER, of Yama
 
 
-class Pulse:
+class Heartbeat:
     """This process's; nobody may be looking."""
 
     def __init__(self, stacks: Path) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 from torch.distributed import run
 
-from modeling.exit_codes import STOOD
+from modeling.exit_codes import HANG_MESSAGE
 from modeling.training import heartbeat
 from modeling.training.stragglers import node_name
 
@@ -61,7 +61,7 @@ def report_and_end(seen: heartbeat.Seen) -> None:
 def report(seen: heartbeat.Seen) -> None:
     """Write down where a process stands."""
     rank = seen.stacks.stem.removeprefix("rank_")
-    about = f"rank {rank} on {node_name()}: {STOOD} longer than it may take, and no word of its own"
+    about = f"rank {rank} on {node_name()}: {HANG_MESSAGE} longer than it may take, and no word of its own"
     stacks = look(seen.pid)
     with contextlib.suppress(OSError):  # a full disk must not keep it from being ended
         seen.stacks.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The training program, one process a device: `python -m modeling.training.train --run-folder RUN --dataset FOLDER ...`.
+"""Training, one process per device: `python -m modeling.training.train --run-folder RUN --dataset FOLDER ...`.
 
 Reads RUN/profile.yaml and goes on from the newest complete checkpoint, or as `checkpoint.resume` says (checkpoints.py).
 SIGTERM, SIGINT and SIGUSR1 end it after the step under way, with a checkpoint if the profile says so; a later start goes on
@@ -26,14 +26,14 @@ from modeling.data.prefetch import Batch, Prefetch, read
 from modeling.models.build import DTYPES
 from modeling.models.flops import flops_per_token
 from modeling.training.anomalies import Guard, Ranges, record, sample
-from modeling.training.checkpoints import CannotSave, Checkpoints, Refused
+from modeling.training.checkpoints import CannotSave, Checkpoints, Rejected
 from modeling.training.evaluate import validation_loss
 from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import Metrics
 from modeling.training.profiling import StepTrace
 from modeling.training.stragglers import Stragglers, node_names, one_hot
 from modeling.training.telemetry import Monitor
-from modeling.training.trainer import Program
+from modeling.training.trainer import Trainer
 from modeling.training.watchdog import Watchdog
 from parallel import ZeRO1, collectives
 from parallel.checkpoint import checkpoint
@@ -62,33 +62,33 @@ def main(arguments: list[str] | None = None) -> int:
     graphs, ahead = opened(profile, options.graphs, options.run_folder)
     cluster = profile.cluster
     try:
-        with Program(profile, graphs, ahead=ahead) as program:
+        with Trainer(profile, graphs, ahead=ahead) as trainer:
             stacks = options.run_folder / "logs" / "stacks"
-            with Watchdog(stacks, program.mesh.rank, cluster.hang_factor, cluster.hang_seconds) as watchdog:
-                return train(program, options, stop, watchdog)
+            with Watchdog(stacks, trainer.mesh.rank, cluster.hang_factor, cluster.hang_seconds) as watchdog:
+                return train(trainer, options, stop, watchdog)
     except (checkpoint.Superseded, CannotSave) as reason:
         log.error(reason)
         return 1
-    except Refused as reason:
-        log.error(f"refused: {reason}")
-        return exit_codes.REFUSED
+    except Rejected as reason:
+        log.error(f"rejected: {reason}")
+        return exit_codes.REJECTED
     except (torch.OutOfMemoryError, MemoryError):
         log.exception("out of memory")
         return exit_codes.OUT_OF_MEMORY
     except ValueError:  # of the profile, the data or the checkpoint, each in words of its own
-        log.exception("refused")
-        return exit_codes.REFUSED
+        log.exception("rejected")
+        return exit_codes.REJECTED
 
 
-def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchdog: Watchdog) -> int:
+def train(trainer: Trainer, options: argparse.Namespace, stop: Interrupt, watchdog: Watchdog) -> int:
     """The loop, from the newest checkpoint to the last step. Returns the exit code."""
-    profile, mesh = program.profile, program.mesh
+    profile, mesh = trainer.profile, trainer.mesh
     settings = profile.train
-    optimizer = make_optimizer(program)
+    optimizer = make_optimizer(trainer)
     place = options.checkpoints or options.run_folder / "checkpoints"
-    checkpoints = Checkpoints(program, optimizer, options.run_folder, place, options.attempt)
+    checkpoints = Checkpoints(trainer, optimizer, options.run_folder, place, options.attempt)
     step, about = checkpoints.resume(options.weights)
-    if program.leader and options.attempt is not None and options.attempt > 1:
+    if trainer.leader and options.attempt is not None and options.attempt > 1:
         where = f"from the checkpoint of step {step}" if step else "from the beginning, without a checkpoint"
         record(options.run_folder, "resumed", step=step, reason=f"start {options.attempt}, {where}")
     left_out: Ranges = [(first, end) for first, end in about.get("left_out", [])]
@@ -104,18 +104,18 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
 
     def reading(after: int) -> Prefetch | None:
         return (
-            Prefetch(lambda k: read(program, samples, first(k), own), after + 1, settings.steps)
-            if program.reads
+            Prefetch(lambda k: read(trainer, samples, first(k), own), after + 1, settings.steps)
+            if trainer.reads_samples
             else None
         )
 
     batches = reading(step)
     guard = Guard(settings, about.get("guard"))
     stragglers = Stragglers(node_names())
-    peak = program.device.peak(settings.precision)
-    metrics = Metrics(options.run_folder, step, settings.steps) if program.leader else None
-    monitor = Monitor(program.device) if program.leader else None
-    trace = StepTrace(options.run_folder, profile.cluster.trace if program.leader else None)
+    peak = trainer.device.peak(settings.precision)
+    metrics = Metrics(options.run_folder, step, settings.steps) if trainer.leader else None
+    monitor = Monitor(trainer.device) if trainer.leader else None
+    trace = StepTrace(options.run_folder, profile.cluster.trace if trainer.leader else None)
     recent: deque[float] = deque(maxlen=20)
 
     while step < settings.steps:
@@ -127,13 +127,13 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
 
         rate = learning_rate(settings, step)
         optimizer.begin(profile.accumulation_steps)
-        loss = program.forward_backward(mine.tokens, scale, first(step), mine.documents)
+        loss = trainer.forward_backward(mine.tokens, scale, first(step), mine.documents)
         worked = time.perf_counter() - begun - waited - (collectives.waited.seconds - idle)
         told = torch.tensor([loss.item(), stop.asked, checkpoints.writing], dtype=torch.float64)
         computed = time.perf_counter() - begun - waited  # of the device too, which was waited for
-        compiled = program.ledger.vector()
+        compiled = trainer.ledger.vector()
         told = torch.cat((told, compiled, one_hot(mesh.rank, mesh.size, worked * mesh.tensor.size)))
-        total, stopping, writing, *rest = program.sum(told)
+        total, stopping, writing, *rest = trainer.sum(told)
         compiled, rank_seconds = rest[: len(compiled)], rest[len(compiled) :]
         bad = guard.judge(total)
         summed = time.perf_counter()
@@ -166,7 +166,7 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
                 "data_wait_seconds": waited,
                 "forward_backward_seconds": computed,
                 "optimizer_seconds": ended - summed,
-                "communication_seconds": exchanged if program.device.synchronous else None,
+                "communication_seconds": exchanged if trainer.device.synchronous else None,
                 "tokens_per_second": speed,
                 "mfu": speed * flops_per_token(profile) / (peak * mesh.size) if peak else None,
                 "consumed_samples": step * batch,
@@ -174,7 +174,7 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
                 "skipped": result.skipped,
                 "rank_seconds": [round(each, 6) for each in rank_seconds],
                 **(monitor.figures() if monitor else {}),
-                **program.ledger.totals(compiled),
+                **trainer.ledger.totals(compiled),
             }
             metrics.write(values)
             if step % settings.log_every == 0 or step in (1, settings.steps):
@@ -184,7 +184,7 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
         if traced:
             log.info(f"the trace of the last steps: {traced}")
         if guard.exhausted:
-            back = go_back(program, options, checkpoints, step - guard.in_a_row + 1, step, left_out)
+            back = go_back(trainer, options, checkpoints, step - guard.in_a_row + 1, step, left_out)
             if back is None:
                 return exit_codes.DIVERGED
             step, about = back
@@ -194,7 +194,7 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
         held_out = None
         if profile.evaluate.every and step % profile.evaluate.every == 0 and not stopping:
             with watchdog.patience():
-                held_out = validation_loss(program, validation, profile.evaluate.batches)
+                held_out = validation_loss(trainer, validation, profile.evaluate.batches)
             if metrics:
                 row = {"step": step, "validation_loss": held_out.loss}
                 metrics.write({**row, **held_out.metrics, **held_out.graphs})
@@ -209,7 +209,7 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
                 f"saved step {step}, to be resumed from there" if profile.checkpoint.on_stop else "not saved"
             )
             log.info(f"interrupted: {saved}")
-            if program.leader:
+            if trainer.leader:
                 record(options.run_folder, "interrupted", step=step, reason=saved)
             break
     with watchdog.patience():
@@ -221,25 +221,25 @@ def train(program: Program, options: argparse.Namespace, stop: Interrupt, watchd
     return exit_codes.INTERRUPTED if step < settings.steps else 0
 
 
-def make_optimizer(program: Program) -> ZeRO1:
-    """ZeRO-1 AdamW over the program's parameters, as the profile sets it."""
-    settings = program.profile.train
+def make_optimizer(trainer: Trainer) -> ZeRO1:
+    """ZeRO-1 AdamW over the trainer's parameters, as the profile sets it."""
+    settings = trainer.profile.train
     return ZeRO1(
-        program.named_parameters(),
-        program.mesh,
+        trainer.named_parameters(),
+        trainer.mesh,
         betas=settings.betas,
         epsilon=settings.epsilon,
         weight_decay=settings.weight_decay,
         decays=lambda name, parameter: settings.norm_weight_decay or parameter.dim() > 1,
         clip=settings.clip,
-        shard=program.profile.parallel.zero1,
+        shard=trainer.profile.parallel.zero1,
         gradient_dtype=DTYPES[settings.gradient_dtype],
-        compiled=program.compiled_update(),
+        compiled=trainer.compiled_update(),
     )
 
 
 def go_back(
-    program: Program,
+    trainer: Trainer,
     options: argparse.Namespace,
     checkpoints: Checkpoints,
     bad: int,
@@ -250,12 +250,12 @@ def go_back(
 
     Returns its step and what else it says; None where the run has gone back often enough, or has nothing to go back to.
     """
-    settings = program.profile.train
+    settings = trainer.profile.train
     often = len(left_out) >= settings.rollbacks
     found = None if often else checkpoints.go_back(bad)
     if found is None:
         reason = f"went back {len(left_out)} times" if often else "there is no checkpoint to go back to"
-        if program.leader:
+        if trainer.leader:
             log.info(f"WARNING stopped: {step - bad + 1} bad steps in a row, and {reason}")
             record(
                 options.run_folder,
@@ -267,7 +267,7 @@ def go_back(
     batch = settings.global_batch_size
     dropped = (sample((bad - 1) * batch, left_out), sample((step - 1) * batch, left_out) + batch)
     left_out.append(dropped)
-    if program.leader:
+    if trainer.leader:
         reason = f"went back to step {found[0]}: steps {bad} to {step} were bad, their samples are left out"
         log.info(f"WARNING {reason}")
         facts = {"back_to": found[0], "samples": list(dropped), "reason": reason}

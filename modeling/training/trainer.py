@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from parallel.pipeline.pipeline import Pipeline
 
 
-class Program:
+class Trainer:
     """A profile's model on this rank: all of it, or this rank's stages of a pipeline.
 
     Args:
@@ -65,7 +65,7 @@ class Program:
         layers = stage_layers(profile)
         own = range(self.mesh.pipeline.rank, len(layers), self.mesh.pipeline.size)
         self.stages = {number: self._build(layers[number]) for number in own}
-        self.own_loss = user_functions.load(profile.train.loss) if profile.train.loss else None
+        self.user_loss = user_functions.load(profile.train.loss) if profile.train.loss else None
         self._metrics = {
             name.partition(":")[2]: user_functions.load(name) for name in profile.evaluate.metrics
         }
@@ -107,10 +107,10 @@ class Program:
     def _loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
         """Of the last stage's hidden states: the summed loss, in evaluation with the summed metrics after it."""
         stage = self.stages[max(self.stages)]
-        if self.own_loss is None and not (self._evaluating and self._metrics):
+        if self.user_loss is None and not (self._evaluating and self._metrics):
             return stage.loss(x, targets) * scale
         logits, flat = stage.logits(x), targets.flatten()
-        own = self.own_loss
+        own = self.user_loss
         loss = user_functions.call(own, logits, flat) if own else stage.loss(x, targets)
         if not self._evaluating:
             return loss * scale
@@ -139,7 +139,7 @@ class Program:
         return self.mesh.rank == 0
 
     @property
-    def reads(self) -> bool:
+    def reads_samples(self) -> bool:
         """Whether this rank needs samples: the first stage needs tokens, the last targets, and all need documents."""
         return self.first or self.last or self.profile.train.document_masks
 

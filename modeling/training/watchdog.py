@@ -27,8 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-from modeling.exit_codes import HUNG, STOOD
-from modeling.training.heartbeat import Pulse
+from modeling.exit_codes import HANG_MESSAGE, HUNG
+from modeling.training.heartbeat import Heartbeat
 from modeling.training.stragglers import node_name
 
 PATIENCE = 1800.0  # seconds that what is no step may take
@@ -48,7 +48,7 @@ class Watchdog:
 
     def __init__(self, folder: Path, rank: int, factor: float, grace: float | None) -> None:
         self._path, self._rank, self._factor, self._grace = folder / f"rank_{rank}.txt", rank, factor, grace
-        self._pulse = None if grace is None else Pulse(self._path)
+        self._heartbeat = None if grace is None else Heartbeat(self._path)
         self._seconds: deque[float] = deque(maxlen=50)
         self._step = 0
         self._limit, self._deadline = PATIENCE, time.monotonic() + PATIENCE
@@ -78,12 +78,12 @@ class Watchdog:
         return self._factor * statistics.median(self._seconds) + self._grace
 
     def _allow(self, seconds: float) -> None:
-        if self._pulse is None:
+        if self._heartbeat is None:
             return
         with self._changed:
             self._limit, self._deadline = seconds, time.monotonic() + seconds
             self._changed.notify()
-        self._pulse.due(self._deadline)
+        self._heartbeat.due(self._deadline)
         last = time.monotonic() + seconds + LATER
         if abs(last - self._last) > LATER / 2:  # a thread is started each time
             self._last = last
@@ -102,9 +102,11 @@ class Watchdog:
 
     def _leave(self) -> None:
         path = self._path
-        about = f"rank {self._rank} on {node_name()}: {STOOD} {self._limit:.1f} s after step {self._step}"
-        if self._pulse is not None:
-            self._pulse.due(time.monotonic() + LATER)
+        about = (
+            f"rank {self._rank} on {node_name()}: {HANG_MESSAGE} {self._limit:.1f} s after step {self._step}"
+        )
+        if self._heartbeat is not None:
+            self._heartbeat.due(time.monotonic() + LATER)
         with contextlib.suppress(OSError):  # a full disk must not keep it from ending
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w") as file:
@@ -128,8 +130,8 @@ class Watchdog:
         with self._changed:
             self._ended = True
             self._changed.notify()
-        if self._pulse is not None:
-            self._pulse.end()
+        if self._heartbeat is not None:
+            self._heartbeat.end()
         faulthandler.cancel_dump_traceback_later()
 
 

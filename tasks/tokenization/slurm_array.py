@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from modeling.exit_codes import REFUSED
+from modeling.exit_codes import REJECTED
 from profiles.schema import Cluster
 from tasks import keys
 from tasks.launchers import Job, JobFailed, create, execute
@@ -68,7 +68,7 @@ class SlurmArray:
             execute(self._launcher, job, grace=0)  # what is done is in the store
         except JobFailed as failure:
             said = [line for line in failure.detail.splitlines() if line.startswith(SAID)]
-            if failure.exit_code == REFUSED and said:  # which another attempt would not change
+            if failure.exit_code == REJECTED and said:  # which another attempt would not change
                 raise SourceError(said[-1].removeprefix(SAID)) from failure
             raise
         return ()
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
             log.info(f"{options.order} {plan.shards[number].name}: done")
     except ValueError as error:  # of the profile or a source, in words of its own
         print(f"{SAID}{error}", file=sys.stderr)
-        return REFUSED
+        return REJECTED
     return 0
 
 

@@ -9,7 +9,7 @@ from modeling.planning.planner import plan
 from modeling.tracing import compile, graph_stats
 from modeling.tracing import traced_plan as traced
 from modeling.tracing.trace import trace
-from modeling.training.trainer import Program
+from modeling.training.trainer import Trainer
 from profiles.resolve import load
 from tests.modeling import micro
 
@@ -115,14 +115,14 @@ def test_traced_figures_agree_with_the_arithmetic_and_with_memory(tmp_path):
             held[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with Program(one, start=False) as program:
+    with Trainer(one, start=False) as trainer:
         known = {
             x.untyped_storage().data_ptr()
-            for x in [*program.stages[0].parameters(), *program.stages[0].buffers()]
+            for x in [*trainer.stages[0].parameters(), *trainer.stages[0].buffers()]
         }
         tokens = torch.zeros(2, 32, dtype=torch.int64)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            loss = program.stages[0].loss(program.stages[0](tokens, program.positions), tokens)
+            loss = trainer.stages[0].loss(trainer.stages[0](tokens, trainer.positions), tokens)
     assert loss.isfinite()
     eager = sum(held.values())
     assert 0.4 * eager < found.stages[0].kept <= 1.05 * eager  # compiled graphs keep less than eager ones

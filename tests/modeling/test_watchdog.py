@@ -17,7 +17,7 @@ HOME = Path(__file__).parents[2]
 # Three steps, from which the limit follows; then rank 1 stands still, and rank 0 waits for it.
 PROGRAM = """
 import ctypes, os, pathlib, signal, sys, time
-from modeling.watchdog import Watchdog
+from modeling.training.watchdog import Watchdog
 
 folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
 rank = int(os.environ["RANK"])
@@ -60,9 +60,9 @@ def test_every_rank_leaves_its_stacks(how, tmp_path):
     said, _ = process.communicate(timeout=60)
     assert not any(child.is_running() for child in ranks.values())
     first, second = ((tmp_path / f"stacks/rank_{rank}.txt").read_text() for rank in (0, 1))
-    assert exit_codes.STOOD in first
+    assert exit_codes.HANG_MESSAGE in first
     assert "wait_for_the_other" in first
-    assert exit_codes.STOOD in second
+    assert exit_codes.HANG_MESSAGE in second
     assert ("hold_the_lock_for_ever" if how == "holds" else "wait_for_the_other") in second
     assert how == "waits" or "seen from outside" in second
     code = int(re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", said, re.DOTALL)[1])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from modeling.training.train import make_optimizer
-from modeling.training.trainer import Program
+from modeling.training.trainer import Trainer
 from parallel import Mesh, RMSNorm, ZeRO1, initialize
 from parallel.checkpoint import checkpoint
 from tests.parity.harness import BATCH, LOSS, NORM, RATE, SEQUENCE, Case, Results, batch, train
@@ -189,11 +189,11 @@ def test_what_is_saved_beside_training_is_what_there_was_when_it_began(tmp_path,
 def saved_beside(folder: Path) -> bool:
     """Whether a checkpoint written during further steps holds the weights from before them, to the bit."""
     case = Case(tensor=2, data=2)
-    program, optimizer = made(case)
+    trainer, optimizer = made(case)
     try:
         saver = checkpoint.Saver(optimizer, beside=True)
         for step in range(3):  # a second and third save write over the copies of the first
-            train_step(program, optimizer, case, step)
+            train_step(trainer, optimizer, case, step)
             exact = [bucket.master.clone() for bucket in optimizer.buckets]
             random = torch.get_rng_state()
             saver._thread.submit(
@@ -201,7 +201,7 @@ def saved_beside(folder: Path) -> bool:
             )  # so that the copying is late, and the next update has to wait
             saver.begin(folder / f"step_{step}", {})
             torch.rand(3)
-            train_step(program, optimizer, case, step + 1)
+            train_step(trainer, optimizer, case, step + 1)
             assert saver.begun
             saver.finish()
         saver.close()
@@ -212,19 +212,19 @@ def saved_beside(folder: Path) -> bool:
         ]
         return all(same) and torch.equal(torch.get_rng_state(), random) and optimizer.steps == 5
     finally:
-        program.mesh.close()
+        trainer.mesh.close()
 
 
-def made(case: Case) -> tuple[Program, ZeRO1]:
-    program = Program(case.profile(), start=False)
-    return program, make_optimizer(program)
+def made(case: Case) -> tuple[Trainer, ZeRO1]:
+    trainer = Trainer(case.profile(), start=False)
+    return trainer, make_optimizer(trainer)
 
 
-def train_step(program: Program, optimizer: ZeRO1, case: Case, step: int) -> None:
-    own = BATCH // program.mesh.data.size
-    first = program.mesh.data.rank * own
-    optimizer.begin(program.profile.accumulation_steps)
-    program.forward_backward(batch(step)[first : first + own], 1 / (BATCH * SEQUENCE), first)
+def train_step(trainer: Trainer, optimizer: ZeRO1, case: Case, step: int) -> None:
+    own = BATCH // trainer.mesh.data.size
+    first = trainer.mesh.data.rank * own
+    optimizer.begin(trainer.profile.accumulation_steps)
+    trainer.forward_backward(batch(step)[first : first + own], 1 / (BATCH * SEQUENCE), first)
     optimizer.step(RATE)
 
 
@@ -235,10 +235,10 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path, pool):
 
 
 def one_cannot_write(folder: Path) -> str:
-    program, optimizer = made(Case(data=2))
+    trainer, optimizer = made(Case(data=2))
     saver = checkpoint.Saver(optimizer, beside=True)
     try:
-        if program.mesh.rank == 1:
+        if trainer.mesh.rank == 1:
             write = saver._write
 
             def spoilt(writer):
@@ -251,7 +251,7 @@ def one_cannot_write(folder: Path) -> str:
     except checkpoint.SaveFailed as reason:
         return str(reason)
     finally:
-        program.mesh.close()
+        trainer.mesh.close()
     return ""
 
 

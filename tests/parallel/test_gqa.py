@@ -120,10 +120,10 @@ def key_values_after_training(steps: int) -> list[tuple[str, int, Tensor]]:
     """This rank's K and V weights, with the piece's place, after training at tensor degree 4 with 2 KV heads."""
     held: list[tuple[str, int, Tensor]] = []
 
-    def keep(program, _) -> None:
-        for name, parameter in program.named_parameters():
-            for box in layout_of(parameter).boxes(name, program.mesh.tensor.rank):
-                if 1 < box.replicas < program.mesh.tensor.size:
+    def keep(trainer, _) -> None:
+        for name, parameter in trainer.named_parameters():
+            for box in layout_of(parameter).boxes(name, trainer.mesh.tensor.rank):
+                if 1 < box.replicas < trainer.mesh.tensor.size:
                     held.append((box.name, box.offsets[0], box.of(parameter.detach())))
 
     train(Case("llama tied", tensor=4, data=2), keep, steps=range(steps))

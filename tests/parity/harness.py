@@ -1,6 +1,6 @@
 """Train a case for some steps, on one process or spread over a pool's, and compare what came out.
 
-`train` runs on every rank with the program and optimizer of training itself; `assemble` puts the ranks' pieces
+`train` runs on every rank with the trainer and optimizer of training itself; `assemble` puts the ranks' pieces
 together by their global boxes; `differences` holds them against one process, at the tolerances that any topology must keep.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from modeling.training.train import make_optimizer
-from modeling.training.trainer import Program
+from modeling.training.trainer import Trainer
 from parallel import ZeRO1
 from parallel import device as devices
 from parallel.checkpoint import checkpoint
@@ -116,7 +116,7 @@ def batch(step: int) -> Tensor:
 
 def train(
     case: Case,
-    fault: Callable[[Program, ZeRO1], None] | None = None,
+    fault: Callable[[Trainer, ZeRO1], None] | None = None,
     steps: range = range(STEPS),
     resume: Path | None = None,
     save: dict[int, Path] | None = None,
@@ -124,39 +124,39 @@ def train(
     """Train on this rank.
 
     Args:
-        fault: spoils the program before, for negative controls.
+        fault: spoils the trainer before, for negative controls.
         steps: by their numbers.
         resume: checkpoint to start from.
         save: folders of the checkpoints to write after so many steps.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(devices.KINDS, "cpu", replace(devices.CPU, reduces=case.native))
-        program = Program(case.profile(), start=False)
+        trainer = Trainer(case.profile(), start=False)
     try:
-        optimizer = make_optimizer(program)
+        optimizer = make_optimizer(trainer)
         if fault:
-            fault(program, optimizer)
+            fault(trainer, optimizer)
         if resume:
             checkpoint.load(resume, optimizer)
         results = Results()
-        own = BATCH // program.mesh.data.size
-        first = program.mesh.data.rank * own
+        own = BATCH // trainer.mesh.data.size
+        first = trainer.mesh.data.rank * own
         for step in steps:
-            optimizer.begin(program.profile.accumulation_steps)
-            mine = batch(step)[first : first + own] if program.reads else None
+            optimizer.begin(trainer.profile.accumulation_steps)
+            mine = batch(step)[first : first + own] if trainer.reads_samples else None
             starts = document_starts(first, own) if case.documents else None
-            loss = program.forward_backward(mine, 1 / (BATCH * SEQUENCE), step * BATCH + first, starts)
+            loss = trainer.forward_backward(mine, 1 / (BATCH * SEQUENCE), step * BATCH + first, starts)
             if step == steps[0]:
                 optimizer.reduce()
                 results.pieces += kept("gradients", optimizer.gradients())
             results.norms.append(optimizer.step(RATE).gradient_norm)
-            results.losses += program.sum(loss[None])
+            results.losses += trainer.sum(loss[None])
             if save and step + 1 in save:
                 checkpoint.save(save[step + 1], optimizer, {"step": step + 1})
         results.pieces += kept("weights", ((p, states["master"]) for p, states in optimizer.pieces()))
         return results
     finally:
-        program.mesh.close()
+        trainer.mesh.close()
 
 
 def document_starts(first: int, samples: int, known: Sequence[Sequence[int]] = BOUNDARIES) -> Tensor:

@@ -3,39 +3,39 @@
 import pytest
 import torch.nn.functional as F
 
-from modeling.training.trainer import Program
+from modeling.training.trainer import Trainer
 from parallel import ZeRO1
 from parallel.layout import layout_of
 from tests.parity.harness import Case, differences, document_starts, one_process, run
 
 
-def drop_an_all_reduce(program: Program, optimizer: ZeRO1) -> None:
+def drop_an_all_reduce(trainer: Trainer, optimizer: ZeRO1) -> None:
     """One row-parallel layer gives its own term for the sum."""
-    down = program.stages[0].layers["1"].mlp.down
+    down = trainer.stages[0].layers["1"].mlp.down
     down.forward = lambda x: F.linear(x, down.weight)
 
 
-def swap_kv_heads(program: Program, optimizer: ZeRO1) -> None:
+def swap_kv_heads(trainer: Trainer, optimizer: ZeRO1) -> None:
     """In one layer the first half of the tensor ranks has the other half's KV head."""
-    qkv, axis = program.stages[0].layers["0"].attention.qkv, program.mesh.tensor
+    qkv, axis = trainer.stages[0].layers["0"].attention.qkv, trainer.mesh.tensor
     layout = layout_of(qkv.weight)
     other = (axis.rank + axis.size // 2) % axis.size
     for box in layout.boxes("layers.0.attention.qkv.weight", other):
         if ".q." not in box.name:
-            layout.initializer.fill(box.of(qkv.weight.detach()), box, program.profile.train.seed)
+            layout.initializer.fill(box.of(qkv.weight.detach()), box, trainer.profile.train.seed)
 
 
-def count_replicas_twice(program: Program, optimizer: ZeRO1) -> None:
+def count_replicas_twice(trainer: Trainer, optimizer: ZeRO1) -> None:
     """Each of the two ranks that share a KV head counts it whole in the norm."""
     for bucket in optimizer.buckets:
         bucket.segments = [(a, b, 1.0 if weight == 0.5 else weight) for a, b, weight in bucket.segments]
 
 
-def ignore_a_boundary(program: Program, optimizer: ZeRO1) -> None:
+def ignore_a_boundary(trainer: Trainer, optimizer: ZeRO1) -> None:
     """One context rank sees two documents as one."""
-    if program.mesh.context.rank == 0:
-        right = program.forward_backward
-        program.forward_backward = lambda samples, scale, first, _: right(
+    if trainer.mesh.context.rank == 0:
+        right = trainer.forward_backward
+        trainer.forward_backward = lambda samples, scale, first, _: right(
             samples, scale, first, document_starts(first, len(samples), ((5,),))
         )
 

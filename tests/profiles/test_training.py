@@ -9,7 +9,7 @@ import torch
 
 from modeling.training.learning_rate import learning_rate
 from modeling.training.train import make_optimizer
-from modeling.training.trainer import Program
+from modeling.training.trainer import Trainer
 from profiles import resolve
 from profiles.schema import Profile
 
@@ -80,26 +80,28 @@ def alone(profile: Profile) -> Profile:
 
 def losses(profile: Profile) -> list[float]:
     """Of some steps on this rank's share of one batch, again and again."""
-    program = Program(profile, start=False)
+    trainer = Trainer(profile, start=False)
     try:
-        optimizer = make_optimizer(program)
+        optimizer = make_optimizer(trainer)
         train, found = profile.train, []
-        own = train.global_batch_size // program.mesh.data.size
-        first = program.mesh.data.rank * own
+        own = train.global_batch_size // trainer.mesh.data.size
+        first = trainer.mesh.data.rank * own
         for step in range(1, STEPS + 1):
             generator = torch.Generator().manual_seed(0)
             size = (train.global_batch_size, train.sequence_length + 1)
             samples = torch.randint(VOCABULARY, size, generator=generator)[first : first + own]
             optimizer.begin(profile.accumulation_steps)
             scale = 1 / (train.global_batch_size * train.sequence_length)
-            loss = program.forward_backward(
-                samples if program.reads else None, scale, (step - 1) * train.global_batch_size + first
+            loss = trainer.forward_backward(
+                samples if trainer.reads_samples else None,
+                scale,
+                (step - 1) * train.global_batch_size + first,
             )
             optimizer.step(learning_rate(train, step))
-            found.append(program.sum(loss[None])[0])
+            found.append(trainer.sum(loss[None])[0])
         return found
     finally:
-        program.mesh.close()
+        trainer.mesh.close()
 
 
 @pytest.mark.parametrize("name", PROFILES)

@@ -97,7 +97,8 @@ def test_want_of_memory_is_not_retried_and_names_what_takes_less(code, detail):
 
 def test_what_is_refused_is_said_in_its_own_words_and_not_retried():
     found = failure(
-        exit_codes.REFUSED, "[rank 0] refused\n[rank 0] ValueError: checkpoint.resume = 7: complete are 4, 8"
+        exit_codes.REJECTED,
+        "[rank 0] rejected\n[rank 0] ValueError: checkpoint.resume = 7: complete are 4, 8",
     )
     assert isinstance(found, Hopeless)
     assert str(found).startswith("checkpoint.resume = 7: complete are 4, 8 (")
