@@ -57,7 +57,7 @@ def main() -> int:
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="benchmarks-checkpoints-") as name:
         folder = Path(name)
-        beside = checkpoint.Saver(ours, beside=True)
+        beside = checkpoint.Saver(ours, asynchronous=True)
         beside.begin(folder / "step_0", {})  # makes the plan and the memory, as a run's first save does
         beside.finish()
         sides: dict[str, Callable[[Path], float]] = {
@@ -106,7 +106,7 @@ def save_beside(saver: checkpoint.Saver, place: Path, seconds: dict[str, list[fl
     usual = statistics.median(timed(step) for _ in range(10))
     seconds.setdefault("step", []).append(usual)
     stall = timed(lambda: saver.begin(place, {}))
-    stall += max(0.0, timed(step) - usual) + timed(saver.optimizer.settle)
+    stall += max(0.0, timed(step) - usual) + timed(saver.optimizer.wait_for_copy)
     while saver.writing:
         seconds.setdefault("step beside", []).append(timed(step))
     return stall + timed(saver.finish)
@@ -121,7 +121,7 @@ def step() -> None:
 def states(optimizer: ZeRO1) -> dict[str, torch.Tensor]:
     return {
         f"{PREFIX[state]}.{piece.name}": view
-        for piece, views in optimizer.pieces()
+        for piece, views in optimizer.state_boxes()
         for state, view in views.items()
     }
 
@@ -140,11 +140,11 @@ def save_dcp(place: Path, optimizer: ZeRO1) -> None:
 
 def load_ours(place: Path, optimizer: ZeRO1) -> None:
     reader = Reader(place)
-    checkpoint.fill(reader, reader.read_metadata(), boxes_of(optimizer.pieces(), PREFIX), LoadPlanner())
+    checkpoint.fill(reader, reader.read_metadata(), boxes_of(optimizer.state_boxes(), PREFIX), LoadPlanner())
 
 
 def load_dcp(place: Path, optimizer: ZeRO1) -> None:
-    state = boxes_of(optimizer.pieces(), PREFIX)
+    state = boxes_of(optimizer.state_boxes(), PREFIX)
     dcp.load(state, storage_reader=dcp.FileSystemReader(place), planner=LoadPlanner(), no_dist=True)
 
 

@@ -83,7 +83,7 @@ def measure(overrides: tuple[str, ...]) -> tuple[int, dict[str, int], int]:
                 if trainer.reads_samples:
                     size = (train.global_batch_size // trainer.mesh.data.size, train.sequence_length + 1)
                     samples = torch.randint(profile.model.vocab_size, size)
-                optimizer.begin(profile.accumulation_steps)
+                optimizer.begin_step(profile.accumulation_steps)
                 trainer.forward_backward(samples, 1.0, step)
                 optimizer.step(1e-3)
         most = _most(recorded)

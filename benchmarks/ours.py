@@ -31,7 +31,7 @@ def main() -> None:
 
     def step(samples: Tensor) -> Tensor:
         own = samples.chunk(ranks)[rank] if trainer.reads_samples else None
-        optimizer.begin(settings.accumulation_steps)
+        optimizer.begin_step(settings.accumulation_steps)
         loss = trainer.forward_backward(own, scale)
         optimizer.step(settings.train.learning_rate)
         return trainer.sum(loss[None])[0]

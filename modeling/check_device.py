@@ -254,7 +254,7 @@ def _losses(profile: Profile, graphs: Path | None = None) -> list[float]:
     losses = []
     for _ in range(STEPS):
         samples = torch.randint(profile.model.vocab_size, size, generator=draw)
-        optimizer.begin(profile.accumulation_steps)
+        optimizer.begin_step(profile.accumulation_steps)
         own = samples.chunk(data.size)[data.rank] if trainer.reads_samples else None
         loss = trainer.forward_backward(own, 1 / (size[0] * settings.sequence_length))
         optimizer.step(settings.learning_rate)

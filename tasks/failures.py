@@ -14,7 +14,7 @@ from profiles.schema import Profile
 from tasks.launchers import JobFailed
 from tasks.launchers.causes import OUT_OF_MEMORY
 
-TOLD = re.compile(r"^\[rank \d+\] (?:\w+\.)*(\w*(?:Error|Superseded)|rejected): (.*)$", re.MULTILINE)
+TOLD = re.compile(r"^\[rank \d+\] (?:\w+\.)*(\w*(?:Error|StaleAttempt)|rejected): (.*)$", re.MULTILINE)
 
 
 class Hopeless(JobFailed):

@@ -15,7 +15,7 @@ from profiles.model import Model, from_config_json
 
 def locate(source: Path) -> Path:
     """The checkpoint itself: of a run's folder its newest complete one, of anything else what was named."""
-    saved = list(checkpoint.complete(source / "checkpoints")) if source.is_dir() else []
+    saved = list(checkpoint.complete_checkpoints(source / "checkpoints")) if source.is_dir() else []
     return saved[-1][1] if saved else source
 
 

@@ -23,7 +23,7 @@ from modeling.training.learning_rate import learning_rate
 from modeling.training.trainer import Trainer
 from parallel import ZeRO1
 from parallel.checkpoint import checkpoint
-from parallel.checkpoint.checkpoint import Place
+from parallel.checkpoint.checkpoint import Location
 from profiles.schema import Profile
 
 log = logging.getLogger("trainshed")
@@ -49,7 +49,7 @@ class CannotSave(RuntimeError):
 class Start:
     """What a run goes on from: a checkpoint, or nothing; of it all, or the weights alone; and how that is said."""
 
-    source: Place | None
+    source: Location | None
     weights_only: bool
     step: int
     said: str
@@ -67,12 +67,12 @@ class Checkpoints:
     """
 
     def __init__(
-        self, trainer: Trainer, optimizer: ZeRO1, run: Path, place: Place, attempt: int | None
+        self, trainer: Trainer, optimizer: ZeRO1, run: Path, place: Location, attempt: int | None
     ) -> None:
         self.profile, self.leader, self.optimizer = trainer.profile, trainer.mesh.rank == 0, optimizer
         self.run, self.place, self.attempt = run, place, attempt
         self._saver = checkpoint.Saver(
-            optimizer, beside=self.profile.checkpoint.async_, allowed=self._require_current
+            optimizer, asynchronous=self.profile.checkpoint.async_, fencing_check=self._require_current
         )
         self._saved: dict[int, float | None] = {}  # validation loss of each complete one; known to the leader
         self._whose = whose(run)
@@ -88,7 +88,7 @@ class Checkpoints:
 
         Raises:
             Rejected: there is no such checkpoint, or it is of another model.
-            Superseded: another attempt has begun.
+            StaleAttempt: another attempt has begun.
         """
         start = from_leader(self.leader, lambda: self._choose(weights))
         about: dict[str, Any] = {}
@@ -110,7 +110,7 @@ class Checkpoints:
         Returns:
             Its step and what else it says; None where there is none.
         """
-        if self._saver.begun:
+        if self._saver.pending:
             self._finish()
         step = from_leader(
             self.leader, lambda: max((step for step in self._saved if step < bad), default=None)
@@ -133,7 +133,7 @@ class Checkpoints:
         Args:
             writing: ranks that said `writing`, summed; alike on all ranks.
         """
-        if self._saver.begun and not writing:
+        if self._saver.pending and not writing:
             self._finish()
 
     def due(self, step: int) -> bool:
@@ -141,7 +141,7 @@ class Checkpoints:
         every = self.profile.checkpoint.every
         if not every:
             return False
-        again = self._failures and not self._saver.begun and step - self._step >= 2 ** (self._failures - 1)
+        again = self._failures and not self._saver.pending and step - self._step >= 2 ** (self._failures - 1)
         return step % every == 0 or bool(again)
 
     def save(
@@ -154,9 +154,9 @@ class Checkpoints:
 
         Raises:
             CannotSave: a `last` one failed, as often as it was tried.
-            Superseded: another attempt has begun.
+            StaleAttempt: another attempt has begun.
         """
-        if self._saver.begun:
+        if self._saver.pending:
             self._finish()
         reason = self._begin(step, validation_loss, others)
         if last or not self.profile.checkpoint.async_:
@@ -182,7 +182,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Complete what is under way."""
-        if self._saver.begun:
+        if self._saver.pending:
             self._finish()
         self._saver.close()
 
@@ -243,13 +243,13 @@ class Checkpoints:
         its own newest checkpoint. Checkpoints that are later than where it begins are moved aside, not overwritten.
         """
         self._require_current()
-        for name in checkpoint.discard_partial(self.place):
+        for name in checkpoint.discard_incomplete(self.place):
             log.info(f"removed {name}, whose saving was not finished")
-        saved = dict(checkpoint.complete(self.place))
+        saved = dict(checkpoint.complete_checkpoints(self.place))
         settings, note = self.profile.checkpoint, self.run / "resumed.json"
         wish = {"resume": settings.resume, "weights": settings.weights}
         done = json.loads(note.read_text()) if note.exists() else {}
-        source: Place | None = weights
+        source: Location | None = weights
         if wish != {"resume": "newest", "weights": False} and done.get("wish") != wish:
             if isinstance(settings.resume, int) and settings.resume not in saved:
                 valid = ", ".join(map(str, saved)) or "none"
@@ -282,18 +282,18 @@ class Checkpoints:
         return Start(None, False, 0, f"from scratch, seed {self.profile.train.seed}")
 
     def _require_current(self) -> None:
-        """Raise `Superseded` where a later attempt has begun, or the folder is another run's by now.
+        """Raise `StaleAttempt` where a later attempt has begun, or the folder is another run's by now.
 
         A rank that is cut off from its launcher may still be running.
         """
         if whose(self.run) != self._whose:
-            raise checkpoint.Superseded(f"this run ends: {self.run} is another run's by now")
+            raise checkpoint.StaleAttempt(f"this run ends: {self.run} is another run's by now")
         if self.attempt is None:
             return
         current = int((self.run / "attempt").read_text())
         if current != self.attempt:
             reason = f"attempt {self.attempt} ends: attempt {current} has taken over the run"
-            raise checkpoint.Superseded(reason)
+            raise checkpoint.StaleAttempt(reason)
 
 
 def whose(run: Path) -> bytes:
@@ -313,7 +313,7 @@ def kept(saved: dict[int, float | None], newest: int, every: int) -> set[int]:
     return keep
 
 
-def refuse_another_model(profile: Profile, about: dict[str, Any], source: Place) -> None:
+def refuse_another_model(profile: Profile, about: dict[str, Any], source: Location) -> None:
     """Raise `Rejected` with the first field in which a checkpoint's model differs from the profile's."""
     ours = profile.model.model_dump(mode="json")
     theirs = about.get("profile", {}).get("model", ours)

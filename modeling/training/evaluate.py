@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
 def evaluate(trainer: Trainer, options: argparse.Namespace) -> None:
     """Measure the newest complete checkpoint, and write what came of it. Raises ValueError where there is none."""
     profile = trainer.profile
-    saved = list(checkpoint.complete(options.checkpoints or options.run_folder / "checkpoints"))
+    saved = list(checkpoint.complete_checkpoints(options.checkpoints or options.run_folder / "checkpoints"))
     if not saved:
         raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
     step, folder = saved[-1]

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
             stacks = options.run_folder / "logs" / "stacks"
             with Watchdog(stacks, trainer.mesh.rank, cluster.hang_factor, cluster.hang_seconds) as watchdog:
                 return train(trainer, options, stop, watchdog)
-    except (checkpoint.Superseded, CannotSave) as reason:
+    except (checkpoint.StaleAttempt, CannotSave) as reason:
         log.error(reason)
         return 1
     except Rejected as reason:
@@ -126,7 +126,7 @@ def train(trainer: Trainer, options: argparse.Namespace, stop: Interrupt, watchd
         waited = time.perf_counter() - begun
 
         rate = learning_rate(settings, step)
-        optimizer.begin(profile.accumulation_steps)
+        optimizer.begin_step(profile.accumulation_steps)
         loss = trainer.forward_backward(mine.tokens, scale, first(step), mine.documents)
         worked = time.perf_counter() - begun - waited - (collectives.waited.seconds - idle)
         told = torch.tensor([loss.item(), stop.asked, checkpoints.writing], dtype=torch.float64)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from parallel.optimizer.buckets import Piece
+from parallel.optimizer.buckets import ShardBox
 
 PREFIX = {"master": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
@@ -77,7 +77,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].views[index.offset]
 
 
-def boxes_of(pieces: Iterable[tuple[Piece, dict[str, Tensor]]], states: Iterable[str]) -> dict[str, Boxes]:
+def boxes_of(pieces: Iterable[tuple[ShardBox, dict[str, Tensor]]], states: Iterable[str]) -> dict[str, Boxes]:
     """The state dict for DCP: `<prefix>.<name>` to this rank's boxes of it."""
     made: dict[str, Boxes] = {}
     for piece, views in pieces:

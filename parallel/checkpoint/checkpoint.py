@@ -26,30 +26,30 @@ from torch.distributed.checkpoint.metadata import Metadata
 from parallel.checkpoint.boxes import PREFIX, Boxes, LoadPlanner, boxes_of
 from parallel.checkpoint.files import (
     MARKER,
-    Place,
+    Location,
     Reader,
-    complete,
+    complete_checkpoints,
     discard,
-    discard_partial,
+    discard_incomplete,
     join,
     move_aside,
     name_of,
     read_marker,
 )
-from parallel.checkpoint.saver import SaveFailed, Saver, Superseded, random_key
+from parallel.checkpoint.saver import SaveFailed, Saver, StaleAttempt, random_key
 from parallel.device import random_states, set_random_states
 from parallel.optimizer.zero1 import ZeRO1
 
 __all__ = [
     "MARKER",
     "PREFIX",
-    "Place",
+    "Location",
     "SaveFailed",
     "Saver",
-    "Superseded",
-    "complete",
+    "StaleAttempt",
+    "complete_checkpoints",
     "discard",
-    "discard_partial",
+    "discard_incomplete",
     "join",
     "load",
     "move_aside",
@@ -61,15 +61,18 @@ __all__ = [
 
 
 def save(
-    checkpoint: Place, optimizer: ZeRO1, about: dict[str, Any], allowed: Callable[[], None] = lambda: None
+    checkpoint: Location,
+    optimizer: ZeRO1,
+    about: dict[str, Any],
+    fencing_check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a checkpoint and wait for it; see `Saver`, of which this is one turn."""
-    saver = Saver(optimizer, allowed=allowed)
+    saver = Saver(optimizer, fencing_check=fencing_check)
     saver.begin(checkpoint, about)
     saver.finish()
 
 
-def load(checkpoint: Place, optimizer: ZeRO1, *, weights_only: bool = False) -> dict[str, Any]:
+def load(checkpoint: Location, optimizer: ZeRO1, *, weights_only: bool = False) -> dict[str, Any]:
     """Read a checkpoint, saved at whatever topology, into the optimizer's shards and the parameters; all ranks call it.
 
     Args:
@@ -85,7 +88,7 @@ def load(checkpoint: Place, optimizer: ZeRO1, *, weights_only: bool = False) -> 
     reader = Reader(checkpoint)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
-    state = boxes_of(optimizer.pieces(), ["master"] if weights_only else PREFIX)
+    state = boxes_of(optimizer.state_boxes(), ["master"] if weights_only else PREFIX)
     for key, boxes in state.items():
         if key not in stored:
             raise ValueError(
@@ -112,7 +115,7 @@ def load(checkpoint: Place, optimizer: ZeRO1, *, weights_only: bool = False) -> 
     return about
 
 
-def read_global(checkpoint: Place, prefix: str = "weights") -> dict[str, Tensor]:
+def read_global(checkpoint: Location, prefix: str = "weights") -> dict[str, Tensor]:
     """Whole global tensors of one kind, on the CPU, in one process."""
     reader = Reader(checkpoint)
     metadata = reader.read_metadata()

@@ -37,27 +37,27 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 MARKER = "complete.json"
-Place = Path | str
+Location = Path | str
 
 
-def join(place: Place, name: str) -> Place:
+def join(place: Location, name: str) -> Location:
     """What is called `name` in a folder or below a prefix."""
     return place / name if isinstance(place, Path) else f"{place.rstrip('/')}/{name}"
 
 
-def name_of(place: Place) -> str:
+def name_of(place: Location) -> str:
     """The last part of a path or URI."""
     return str(place).rstrip("/").rpartition("/")[2]
 
 
-def complete(place: Place) -> Iterator[tuple[int, Place]]:
+def complete_checkpoints(place: Location) -> Iterator[tuple[int, Location]]:
     """(step, checkpoint) of the complete checkpoints step_<n> at a place, oldest first."""
     for step, marked in sorted(_steps(place).items()):
         if marked:
             yield step, join(place, f"step_{step}")
 
 
-def read_marker(checkpoint: Place) -> dict[str, Any]:
+def read_marker(checkpoint: Location) -> dict[str, Any]:
     """What a complete checkpoint says of itself.
 
     Raises:
@@ -70,7 +70,7 @@ def read_marker(checkpoint: Place) -> dict[str, Any]:
         raise ValueError(f"{checkpoint} is no complete checkpoint: {MARKER} is missing") from None
 
 
-def write_marker(checkpoint: Place, about: dict[str, Any]) -> None:
+def write_marker(checkpoint: Location, about: dict[str, Any]) -> None:
     """Complete a checkpoint; readers see no marker or a whole one."""
     files, root = _files(checkpoint)
     data = json.dumps(about, indent=1).encode()
@@ -81,7 +81,7 @@ def write_marker(checkpoint: Place, about: dict[str, Any]) -> None:
         files.pipe_file(f"{root}/{MARKER}", data)
 
 
-def discard(checkpoint: Place) -> None:
+def discard(checkpoint: Location) -> None:
     """Remove a checkpoint, if it is there: its marker first, so that half of it never counts."""
     files, root = _files(checkpoint)
     for path, recursive in ((f"{root}/{MARKER}", False), (root, True)):
@@ -89,7 +89,7 @@ def discard(checkpoint: Place) -> None:
             files.rm(path, recursive=recursive)
 
 
-def discard_partial(place: Place) -> list[str]:
+def discard_incomplete(place: Location) -> list[str]:
     """Remove the checkpoints without marker; their names."""
     names = [f"step_{step}" for step, marked in sorted(_steps(place).items()) if not marked]
     for name in names:
@@ -97,7 +97,7 @@ def discard_partial(place: Place) -> list[str]:
     return names
 
 
-def move_aside(place: Place, steps: list[int]) -> Place:
+def move_aside(place: Location, steps: list[int]) -> Location:
     """Move these checkpoints to the first of `<place>~1`, `<place>~2`, ... that is free; returns that place."""
     files, root = _files(place)
     number = 1
@@ -120,7 +120,7 @@ def move_aside(place: Place, steps: list[int]) -> Place:
 class Writer(FsspecWriter):
     """DCP's writer; a file's name begins with the save's."""
 
-    def __init__(self, checkpoint: Place, save: str) -> None:
+    def __init__(self, checkpoint: Location, save: str) -> None:
         super().__init__(str(checkpoint))
         self.sync_files = _is_folder(self.fs.fs)  # a put of an object is durable by itself
         self.save = save
@@ -147,7 +147,7 @@ class Reader(FsspecReader):
     AT_ONCE = 16  # requests
     MANY = 1 << 20  # bytes of an item below which it is fetched whole
 
-    def __init__(self, checkpoint: Place) -> None:
+    def __init__(self, checkpoint: Location) -> None:
         super().__init__(str(checkpoint), use_listings_cache=False)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
@@ -229,7 +229,7 @@ def _data_offset(file: IO[bytes], info: Any) -> int:
     return info.offset + item.get_record_offset("data/0")
 
 
-def _files(place: Place) -> tuple[AbstractFileSystem, str]:
+def _files(place: Location) -> tuple[AbstractFileSystem, str]:
     from fsspec.core import url_to_fs
 
     # Other processes' writes are to be seen, so listings are not cached.
@@ -241,7 +241,7 @@ def _is_folder(files: AbstractFileSystem) -> bool:
     return "file" in files.protocol
 
 
-def _steps(place: Place) -> dict[int, bool]:
+def _steps(place: Location) -> dict[int, bool]:
     """Of the checkpoints at a place, complete or not: whether the marker is there."""
     files, root = _files(place)
     try:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from parallel.checkpoint.boxes import PREFIX, Boxes, SavePlanner, boxes_of
-from parallel.checkpoint.files import Place, Writer, discard, write_marker
+from parallel.checkpoint.files import Location, Writer, discard, write_marker
 from parallel.device import host_memory_for, random_states
 from parallel.optimizer.zero1 import STATES, ZeRO1
 
@@ -41,13 +41,13 @@ class SaveFailed(RuntimeError):
     """A checkpoint could not be written; what there is of it does not count."""
 
 
-class Superseded(RuntimeError):
+class StaleAttempt(RuntimeError):
     """Another writer has taken over the run: this one must leave nothing behind that counts."""
 
 
 @dataclass
 class _Save:
-    checkpoint: Place
+    checkpoint: Location
     about: dict[str, Any]
     writer: Writer
     written: Future[list[WriteResult] | str]  # where the boxes lie, or what went wrong
@@ -59,14 +59,18 @@ class Saver:
     Args:
         optimizer: whose shards are saved.
         beside: whether training goes on while they are written.
-        allowed: rank 0 calls it before anything is removed and right before a marker is written; it raises `Superseded`
+        allowed: rank 0 calls it before anything is removed and right before a marker is written; it raises `StaleAttempt`
             where that may not be.
     """
 
     def __init__(
-        self, optimizer: ZeRO1, *, beside: bool = False, allowed: Callable[[], None] = lambda: None
+        self,
+        optimizer: ZeRO1,
+        *,
+        asynchronous: bool = False,
+        fencing_check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.optimizer, self.beside, self.allowed = optimizer, beside, allowed
+        self.optimizer, self.asynchronous, self.fencing_check = optimizer, asynchronous, fencing_check
         self.rank, self.world = 0, 1
         if dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -76,11 +80,11 @@ class Saver:
         self._planner = SavePlanner()
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None  # on rank 0
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if beside else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._removals: list[Future[None]] = []  # that the thread has still to do
 
     @property
-    def begun(self) -> bool:
+    def pending(self) -> bool:
         """Whether a save waits for its `finish`; alike on all ranks."""
         return self._under_way is not None
 
@@ -89,7 +93,7 @@ class Saver:
         """Whether this rank is still writing, so that `finish` would wait."""
         return self._under_way is not None and not self._under_way.written.done()
 
-    def begin(self, checkpoint: Place, about: dict[str, Any]) -> None:
+    def begin(self, checkpoint: Location, about: dict[str, Any]) -> None:
         """Begin to write; what is there already is replaced. All ranks call it.
 
         Args:
@@ -98,12 +102,12 @@ class Saver:
 
         Raises:
             SaveFailed: there is no room to begin with, on all ranks alike.
-            Superseded: `allowed` said so.
+            StaleAttempt: `allowed` said so.
         """
         assert self._under_way is None, "the save before is not finished"
 
         def make_room() -> str:
-            self.allowed()  # else what is there may be a successor's
+            self.fencing_check()  # else what is there may be a successor's
             while self._removals:  # else one of them might be of this very folder
                 self._removals.pop().result()
             discard(checkpoint)
@@ -141,14 +145,14 @@ class Saver:
 
         Raises:
             SaveFailed: on all ranks alike, where one could not write; the parts are removed as far as that is possible.
-            Superseded: `allowed` said so.
+            StaleAttempt: `allowed` said so.
         """
         save, self._under_way = self._under_way, None
         assert save is not None, "no save was begun"
         answers = self._gather(save.written.result())
 
         def complete() -> None:
-            self.allowed()
+            self.fencing_check()
             try:
                 failures = [
                     f"rank {rank}: {said}" for rank, said in enumerate(answers) if isinstance(said, str)
@@ -156,9 +160,9 @@ class Saver:
                 if failures:
                     raise SaveFailed(failures[0])
                 save.writer.finish(self._metadata, answers)
-                self.allowed()
+                self.fencing_check()
                 write_marker(save.checkpoint, save.about)
-            except Superseded:
+            except StaleAttempt:
                 raise
             except Exception:
                 try_to(discard, save.checkpoint)
@@ -166,7 +170,7 @@ class Saver:
 
         self._agree(complete)
 
-    def discard(self, checkpoint: Place) -> None:
+    def discard(self, checkpoint: Location) -> None:
         """Remove a checkpoint, after what is being written; where it fails, that is said."""
         if self._thread:
             self._removals.append(self._thread.submit(try_to, discard, checkpoint))
@@ -210,9 +214,9 @@ class Saver:
         """What this rank writes: of its shards, or of copies of them that are made at each `begin`."""
         pieces = []
         for bucket in self.optimizer.buckets:
-            saved = [piece for piece in bucket.pieces() if piece.saved]
+            saved = [piece for piece in bucket.boxes() if piece.saved]
             flat = {state: getattr(bucket, state) for state in STATES}
-            if self.beside and saved:
+            if self.asynchronous and saved:
                 copies = {state: host_memory_for(live) for state, live in flat.items()}
                 self._copies += [(flat[state], copies[state]) for state in STATES]
                 flat = copies
@@ -239,7 +243,7 @@ class Saver:
         if self.rank == 0:
             try:
                 outcome = [act()]
-            except (SaveFailed, Superseded) as error:
+            except (SaveFailed, StaleAttempt) as error:
                 outcome = [error]
             except Exception as error:
                 outcome = [SaveFailed(in_words(error))]
@@ -255,7 +259,7 @@ def random_key(kind: str, rank: int) -> str:
     return f"random.{kind}.{rank}"
 
 
-def try_to(act: Callable[[Place], None], checkpoint: Place) -> None:
+def try_to(act: Callable[[Location], None], checkpoint: Location) -> None:
     """Do something that nothing depends on; where it fails, say so."""
     try:
         act(checkpoint)

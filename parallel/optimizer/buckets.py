@@ -20,7 +20,7 @@ from parallel.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardBox:
     """A box of a global tensor that lies in this rank's shard of a bucket.
 
     Attributes:
@@ -121,7 +121,7 @@ class Bucket:
                     segments.append((low, high, weight))
         return segments
 
-    def square_norm(self) -> Tensor:
+    def gradient_square_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm, 0-dim; summed over the world, each element counts once."""
         shard = self.own(self.gradients)
         norms = [
@@ -130,12 +130,12 @@ class Bucket:
         ]
         return torch.stack(norms).sum() if norms else shard.new_zeros((), dtype=torch.float32)
 
-    def square_weights(self) -> Tensor:
+    def weight_square_norm(self) -> Tensor:
         """The same of the weights."""
         norms = [torch.linalg.vector_norm(self.master[a:b]).square() * w for a, b, w in self.segments]
         return torch.stack(norms).sum() if norms else self.master.new_zeros(())
 
-    def pieces(self) -> Iterator[Piece]:
+    def boxes(self) -> Iterator[ShardBox]:
         """The global boxes that this rank's shard holds, padding left out."""
         first_copy = self.axis.size > 1 or self.mesh.zero.rank == 0
         first_end = all(axis.rank == 0 for axis in self.partial if axis.name == "ends")
@@ -148,7 +148,7 @@ class Bucket:
                 low, high = max(0, -begin), min(math.prod(box.sizes), self.length - begin)
                 for offset, offsets, sizes in split_range(box.sizes, low, high):
                     where = tuple(a + b for a, b in zip(box.offsets, offsets, strict=True))
-                    yield Piece(box.name, box.shape, where, sizes, begin + offset, saved)
+                    yield ShardBox(box.name, box.shape, where, sizes, begin + offset, saved)
 
 
 def split_range(

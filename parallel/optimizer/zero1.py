@@ -28,7 +28,7 @@ from parallel import collectives
 from parallel.layout import layout_of
 from parallel.mesh import Mesh
 from parallel.optimizer.adamw import Update, adamw
-from parallel.optimizer.buckets import Bucket, Piece, Slot
+from parallel.optimizer.buckets import Bucket, ShardBox, Slot
 
 IN_FLIGHT = 2  # buckets whose exchange is under way at a time, each with memory of its own size on top
 BUCKET = 10_000_000  # elements
@@ -88,9 +88,9 @@ class ZeRO1:
         for index, each in enumerate(self.buckets):
             for slot in each.slots:
                 slot.parameter.register_post_accumulate_grad_hook(self._collector(index, slot))
-        self.begin(1)
+        self.begin_step(1)
 
-    def begin(self, microbatches: int) -> None:
+    def begin_step(self, microbatches: int) -> None:
         """Expect this many backward passes before the next `step`; the last one's gradients are reduced as they come."""
         self._awaited = [len(bucket.slots) * microbatches for bucket in self.buckets]
         self._reduced = 0  # buckets whose reduction has begun
@@ -160,17 +160,17 @@ class ZeRO1:
     def step(self, learning_rate: float, skip: bool = False) -> StepResult:
         """Reduce what is left, clip, update, gather. A norm that is not finite changes nothing, on any rank, nor does `skip`."""
         self.reduce()
-        squares = torch.stack([bucket.square_norm() for bucket in self.buckets]).sum()
+        squares = torch.stack([bucket.gradient_square_norm() for bucket in self.buckets]).sum()
         norm = (
             math.sqrt(value)
             if (value := collectives.all_reduce(squares, self.mesh.world).item()) >= 0
             else math.nan
         )
         if skip or not math.isfinite(norm):
-            self.begin(1)
+            self.begin_step(1)
             return StepResult(norm, skipped=True)
         scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
-        self.settle()
+        self.wait_for_copy()
         self.steps += 1
         gathering: deque[dist.Work] = deque()
         for bucket in self.buckets:
@@ -181,10 +181,10 @@ class ZeRO1:
                 gathering.append(collectives.start_all_gather_into(bucket.values, bucket.axis))
         for gathered in gathering:
             gathered.wait()
-        self.begin(1)
+        self.begin_step(1)
         return StepResult(norm, skipped=False)
 
-    def settle(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until nobody reads the states any more: they are about to change."""
         if self.reader is not None:
             self.reader.result()
@@ -211,19 +211,19 @@ class ZeRO1:
     @torch.no_grad()
     def parameter_norm(self) -> float:
         """Global norm of the weights, each once."""
-        squares = torch.stack([bucket.square_weights() for bucket in self.buckets]).sum()
+        squares = torch.stack([bucket.weight_square_norm() for bucket in self.buckets]).sum()
         return math.sqrt(collectives.all_reduce(squares, self.mesh.world).item())
 
-    def pieces(self) -> Iterator[tuple[Piece, dict[str, Tensor]]]:
+    def state_boxes(self) -> Iterator[tuple[ShardBox, dict[str, Tensor]]]:
         """The global boxes of this rank's shards with the views of each state ("master", "exp_avg", "exp_avg_sq")."""
         for bucket in self.buckets:
-            for piece in bucket.pieces():
+            for piece in bucket.boxes():
                 yield piece, {state: piece.of(getattr(bucket, state)) for state in STATES}
 
-    def gradients(self) -> Iterator[tuple[Piece, Tensor]]:
+    def gradient_boxes(self) -> Iterator[tuple[ShardBox, Tensor]]:
         """The global boxes of this rank's shards with the views of their gradients, between `reduce` and `step`."""
         for bucket in self.buckets:
-            for piece in bucket.pieces():
+            for piece in bucket.boxes():
                 yield piece, piece.of(bucket.own(bucket.gradients))
 
     @torch.no_grad()

@@ -115,7 +115,7 @@ def small(width: int = 4, steps: int = 1) -> ZeRO1:
     initialize(layer, Mesh().tensor, 1)
     optimizer = ZeRO1(layer.named_parameters(), Mesh())
     for _ in range(steps):
-        optimizer.begin(1)
+        optimizer.begin_step(1)
         layer.weight.square().sum().backward()
         optimizer.step(0.1)
     return optimizer
@@ -134,21 +134,21 @@ def test_without_its_marker_it_does_not_count(tmp_path):
     for step in (2, 10, 30):
         checkpoint.save(tmp_path / f"step_{step}", small(), {"step": step})
     (tmp_path / "step_30" / checkpoint.MARKER).unlink()
-    assert [step for step, _ in checkpoint.complete(tmp_path)] == [2, 10]
+    assert [step for step, _ in checkpoint.complete_checkpoints(tmp_path)] == [2, 10]
     with pytest.raises(ValueError, match=r"step_30 is no complete checkpoint: complete.json is missing"):
         checkpoint.load(tmp_path / "step_30", small())
 
 
 def test_a_writer_that_is_superseded_completes_nothing(tmp_path):
     def refuse():
-        raise checkpoint.Superseded("attempt 2 has taken over")
+        raise checkpoint.StaleAttempt("attempt 2 has taken over")
 
     checkpoint.save(tmp_path / "step_1", small(), {})
     for step in (1, 2):  # of which the successor has saved the first
-        with pytest.raises(checkpoint.Superseded):
+        with pytest.raises(checkpoint.StaleAttempt):
             checkpoint.save(tmp_path / f"step_{step}", small(), {}, refuse)
     checkpoint.load(tmp_path / "step_1", small())
-    assert [step for step, _ in checkpoint.complete(tmp_path)] == [1]
+    assert [step for step, _ in checkpoint.complete_checkpoints(tmp_path)] == [1]
 
 
 def test_saving_again_replaces_what_was_there(tmp_path):
@@ -191,7 +191,7 @@ def saved_beside(folder: Path) -> bool:
     case = Case(tensor=2, data=2)
     trainer, optimizer = made(case)
     try:
-        saver = checkpoint.Saver(optimizer, beside=True)
+        saver = checkpoint.Saver(optimizer, asynchronous=True)
         for step in range(3):  # a second and third save write over the copies of the first
             train_step(trainer, optimizer, case, step)
             exact = [bucket.master.clone() for bucket in optimizer.buckets]
@@ -202,7 +202,7 @@ def saved_beside(folder: Path) -> bool:
             saver.begin(folder / f"step_{step}", {})
             torch.rand(3)
             train_step(trainer, optimizer, case, step + 1)
-            assert saver.begun
+            assert saver.pending
             saver.finish()
         saver.close()
         checkpoint.load(folder / "step_2", optimizer)
@@ -223,7 +223,7 @@ def made(case: Case) -> tuple[Trainer, ZeRO1]:
 def train_step(trainer: Trainer, optimizer: ZeRO1, case: Case, step: int) -> None:
     own = BATCH // trainer.mesh.data.size
     first = trainer.mesh.data.rank * own
-    optimizer.begin(trainer.profile.accumulation_steps)
+    optimizer.begin_step(trainer.profile.accumulation_steps)
     trainer.forward_backward(batch(step)[first : first + own], 1 / (BATCH * SEQUENCE), first)
     optimizer.step(RATE)
 
@@ -236,7 +236,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path, pool):
 
 def one_cannot_write(folder: Path) -> str:
     trainer, optimizer = made(Case(data=2))
-    saver = checkpoint.Saver(optimizer, beside=True)
+    saver = checkpoint.Saver(optimizer, asynchronous=True)
     try:
         if trainer.mesh.rank == 1:
             write = saver._write

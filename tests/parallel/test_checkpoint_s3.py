@@ -80,7 +80,7 @@ def load(address: str) -> tuple[bool, int]:
 
 def test_a_rank_fetches_its_own_bytes_alone(pool, address):
     on_ranks(pool, 2, save, address)
-    assert [step for step, _ in checkpoint.complete(address)] == [3]
+    assert [step for step, _ in checkpoint.complete_checkpoints(address)] == [3]
     for same, fetched in on_ranks(pool, 8, load, address):
         assert same
         own = 3 * 4 * WIDTH / 8
@@ -94,12 +94,12 @@ def test_partial_ones_are_not_seen_and_are_removed(address):
         checkpoint.save(f"{address}/step_{step}", optimizer(Mesh(), step), {"step": step})
     files = s3fs.S3FileSystem()
     files.rm(f"{address}/step_2/complete.json")
-    assert [step for step, _ in checkpoint.complete(address)] == [1]
+    assert [step for step, _ in checkpoint.complete_checkpoints(address)] == [1]
     with pytest.raises(ValueError, match=r"step_2 is no complete checkpoint"):
         checkpoint.load(f"{address}/step_2", optimizer(Mesh(), 3))
-    assert checkpoint.discard_partial(address) == ["step_2"]
+    assert checkpoint.discard_incomplete(address) == ["step_2"]
     assert not any("step_2" in path for path in files.find(address))
     aside = checkpoint.move_aside(address, [1])
     assert aside == f"{address}~1"
-    assert [step for step, _ in checkpoint.complete(aside)] == [1]
-    assert list(checkpoint.complete(address)) == []
+    assert [step for step, _ in checkpoint.complete_checkpoints(aside)] == [1]
+    assert list(checkpoint.complete_checkpoints(address)) == []

@@ -149,8 +149,8 @@ def test_every_element_is_saved_once_and_counts_once_in_norms(heads, data, conte
             kinds.setdefault(each.dim() > 1, []).append((name, each))
         for named in kinds.values():
             bucket = Bucket(named, mesh, 0.1, (), shard, torch.float32)
-            squares += bucket.square_weights().item()
-            for piece in bucket.pieces():
+            squares += bucket.weight_square_norm().item()
+            for piece in bucket.boxes():
                 if piece.saved:
                     whole = saved.setdefault(piece.name, torch.full(piece.shape, torch.nan))
                     index = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))

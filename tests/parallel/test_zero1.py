@@ -67,7 +67,7 @@ def trained(
         norms = []
         for step in range(steps):
             own = range(m.data.rank, microbatches, m.data.size)
-            optimizer.begin(len(own))
+            optimizer.begin_step(len(own))
             for microbatch in own:
                 loss(built, step, microbatch).backward()
             norms.append(optimizer.step(RATE).gradient_norm)
@@ -119,7 +119,7 @@ def test_gradients_are_summed_in_the_type_asked_for():
         layer = RMSNorm(1, ONE, dtype=torch.bfloat16)
         initialize(layer, ONE, 1)
         optimizer = ZeRO1(layer.named_parameters(), Mesh(), gradient_dtype=dtype)
-        optimizer.begin(65)
+        optimizer.begin_step(65)
         for size in [1.0] + 64 * [2.0**-9]:
             (layer.weight.sum() * size).backward()
         return optimizer.step(0.0).gradient_norm
@@ -132,7 +132,7 @@ def test_parameters_outside_the_loss_have_no_gradient():
     built = model()
     optimizer = ZeRO1(built.named_parameters(), Mesh(), weight_decay=0.0)
     before = [p.detach().clone() for p in built.parameters()]
-    optimizer.begin(1)
+    optimizer.begin_step(1)
     built[0].weight.sum().backward()
     optimizer.step(RATE)
     changed = [not torch.equal(p, old) for p, old in zip(built.parameters(), before, strict=True)]
@@ -158,7 +158,7 @@ def spoiled(value: float) -> tuple[bool, bool, bool]:
             optimizer = ZeRO1(built.named_parameters(), m, bucket=50)
             for step in range(3):
                 if interrupted and step == 1:
-                    optimizer.begin(1)
+                    optimizer.begin_step(1)
                     before = states(optimizer)
                     factor = torch.ones(WIDTH + 2, WIDTH)
                     if m.data.rank == 1:
@@ -166,7 +166,7 @@ def spoiled(value: float) -> tuple[bool, bool, bool]:
                     (built[2].weight * factor).sum().backward()
                     skipped = optimizer.step(RATE).skipped
                     same = all(torch.equal(a, b) for a, b in zip(before, states(optimizer), strict=True))
-                optimizer.begin(1)
+                optimizer.begin_step(1)
                 loss(built, step, m.data.rank).backward()
                 optimizer.step(RATE)
             results.append(states(optimizer))
@@ -206,7 +206,7 @@ def bytes_a_parameter(gradient_dtype: torch.dtype) -> float:
         optimizer = ZeRO1(built.named_parameters(), m, gradient_dtype=gradient_dtype, bucket=1000)
         live.peak = 0  # before, weights exist twice for a moment
         for _ in range(2):
-            optimizer.begin(2)
+            optimizer.begin_step(2)
             for layer in 2 * layers[::-1]:
                 layer.weight.sum().backward()
             optimizer.step(RATE)
@@ -230,5 +230,5 @@ def test_padding_is_in_no_norm():
         table = VocabParallelEmbedding(5, 1, planned.tensor)
         bucket = Bucket([("weight", table.weight)], planned, 0.0, (), True, torch.float32)
         bucket.master.fill_(3.0)
-        squares += bucket.square_weights().item()
+        squares += bucket.weight_square_norm().item()
     assert squares == pytest.approx(5 * 3.0**2)

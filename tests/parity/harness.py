@@ -21,7 +21,7 @@ from modeling.training.trainer import Trainer
 from parallel import ZeRO1
 from parallel import device as devices
 from parallel.checkpoint import checkpoint
-from parallel.optimizer.buckets import Piece
+from parallel.optimizer.buckets import ShardBox
 from profiles.schema import Profile
 from tests.pool import Pool
 
@@ -103,7 +103,7 @@ class Results:
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last
-    pieces: list[tuple[str, Piece, Tensor]] = field(default_factory=list)
+    pieces: list[tuple[str, ShardBox, Tensor]] = field(default_factory=list)
 
 
 def batch(step: int) -> Tensor:
@@ -142,18 +142,18 @@ def train(
         own = BATCH // trainer.mesh.data.size
         first = trainer.mesh.data.rank * own
         for step in steps:
-            optimizer.begin(trainer.profile.accumulation_steps)
+            optimizer.begin_step(trainer.profile.accumulation_steps)
             mine = batch(step)[first : first + own] if trainer.reads_samples else None
             starts = document_starts(first, own) if case.documents else None
             loss = trainer.forward_backward(mine, 1 / (BATCH * SEQUENCE), step * BATCH + first, starts)
             if step == steps[0]:
                 optimizer.reduce()
-                results.pieces += kept("gradients", optimizer.gradients())
+                results.pieces += kept("gradients", optimizer.gradient_boxes())
             results.norms.append(optimizer.step(RATE).gradient_norm)
             results.losses += trainer.sum(loss[None])
             if save and step + 1 in save:
                 checkpoint.save(save[step + 1], optimizer, {"step": step + 1})
-        results.pieces += kept("weights", ((p, states["master"]) for p, states in optimizer.pieces()))
+        results.pieces += kept("weights", ((p, states["master"]) for p, states in optimizer.state_boxes()))
         return results
     finally:
         trainer.mesh.close()
@@ -168,7 +168,7 @@ def document_starts(first: int, samples: int, known: Sequence[Sequence[int]] = B
     return starts
 
 
-def kept(kind: str, pieces: Iterable[tuple[Piece, Tensor]]) -> list[tuple[str, Piece, Tensor]]:
+def kept(kind: str, pieces: Iterable[tuple[ShardBox, Tensor]]) -> list[tuple[str, ShardBox, Tensor]]:
     """Copies of the pieces that this rank is to save."""
     return [(kind, piece, view.clone()) for piece, view in pieces if piece.saved]
 

@@ -90,7 +90,7 @@ def losses(profile: Profile) -> list[float]:
             generator = torch.Generator().manual_seed(0)
             size = (train.global_batch_size, train.sequence_length + 1)
             samples = torch.randint(VOCABULARY, size, generator=generator)[first : first + own]
-            optimizer.begin(profile.accumulation_steps)
+            optimizer.begin_step(profile.accumulation_steps)
             scale = 1 / (train.global_batch_size * train.sequence_length)
             loss = trainer.forward_backward(
                 samples if trainer.reads_samples else None,
