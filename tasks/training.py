@@ -83,7 +83,7 @@ def cluster_job(
     dataset: Artifact,
     graphs: Artifact | None,
 ) -> Job:
-    """`modeling.<name>` on every device of the profile's cluster, as training and evaluation need it."""
+    """`modeling.training.<name>` on every device of the profile's cluster, as training and evaluation need it."""
     arguments = ["--run-folder", str(folder), "--dataset", str(store.path(dataset, whole=False))]
     arguments += ["--cache", str(store.work_dir / "cache")]
     if store.artifacts:
@@ -95,7 +95,7 @@ def cluster_job(
     cluster = profile.cluster
     return Job(
         name=name,
-        program=f"modeling.{name}",
+        program=f"modeling.training.{name}",
         arguments=tuple(arguments),
         folder=folder / "logs",
         nodes=cluster.nodes,

@@ -62,7 +62,7 @@ def dataset(folder: Path, tokens: int = 6000) -> Path:
 
 
 def start(program: str, *arguments: object, processes: int = 2) -> subprocess.Popen[str]:
-    """Start `python -m modeling.<program>` under torchrun (or alone for 0 processes), its output piped."""
+    """Start `python -m modeling.<program>` under torchrun (without it for 0 processes), with its output piped."""
     command = [sys.executable, "-m", f"modeling.{program}", *map(str, arguments)]
     if processes:
         with socket.socket() as probe:

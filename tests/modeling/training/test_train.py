@@ -23,7 +23,7 @@ def dataset(tmp_path_factory) -> Path:
 def undisturbed(tmp_path_factory, dataset) -> Path:
     """A finished run."""
     run = micro.run_folder(tmp_path_factory.mktemp("run") / "undisturbed", "cluster.trace=[2,3]")
-    micro.finish(micro.start("train", "--run-folder", run, "--dataset", dataset))
+    micro.finish(micro.start("training.train", "--run-folder", run, "--dataset", dataset))
     return run
 
 
@@ -70,7 +70,7 @@ def test_the_steps_that_a_profile_names_are_traced(undisturbed):
 
 def test_killed_run_resumes_with_the_same_losses_to_the_bit(undisturbed, dataset, tmp_path):
     run = micro.run_folder(tmp_path / "killed")
-    process = micro.start("train", "--run-folder", run, "--dataset", dataset)
+    process = micro.start("training.train", "--run-folder", run, "--dataset", dataset)
     ranks: list[int] = []
     for line in process.stdout:
         ranks = ranks or (_ranks(process, run) if line.startswith("step ") else [])
@@ -79,7 +79,7 @@ def test_killed_run_resumes_with_the_same_losses_to_the_bit(undisturbed, dataset
             break
     micro.finish(process, code=None)
     assert not (run / "checkpoints" / "step_12").exists()
-    log = micro.finish(micro.start("train", "--run-folder", run, "--dataset", dataset))
+    log = micro.finish(micro.start("training.train", "--run-folder", run, "--dataset", dataset))
     assert re.search(
         "resumed from step [48]$", log, re.MULTILINE
     )  # it may have done one more before it was gone
@@ -96,7 +96,7 @@ def _ranks(process: subprocess.Popen, run: Path) -> list[int]:
 
 def test_sigterm_leaves_a_checkpoint_and_the_rest_is_the_same(undisturbed, dataset, tmp_path):
     run = micro.run_folder(tmp_path / "stopped")
-    process = micro.start("train", "--run-folder", run, "--dataset", dataset)
+    process = micro.start("training.train", "--run-folder", run, "--dataset", dataset)
     for line in process.stdout:
         if line.startswith("step 5/"):
             break
@@ -105,7 +105,7 @@ def test_sigterm_leaves_a_checkpoint_and_the_rest_is_the_same(undisturbed, datas
     done = max(micro.losses(run))
     assert 5 <= done < 12
     assert (run / "checkpoints" / f"step_{done}" / "complete.json").exists()
-    log = micro.finish(micro.start("train", "--run-folder", run, "--dataset", dataset))
+    log = micro.finish(micro.start("training.train", "--run-folder", run, "--dataset", dataset))
     assert f"resumed from step {done}" in log
     assert micro.losses(run) == micro.losses(undisturbed)
 
@@ -113,7 +113,7 @@ def test_sigterm_leaves_a_checkpoint_and_the_rest_is_the_same(undisturbed, datas
 def test_an_attempt_that_another_has_followed_completes_no_checkpoint(dataset, tmp_path):
     run = micro.run_folder(tmp_path / "superseded")
     (run / "attempt").write_text("3")
-    arguments = ("train", "--run-folder", run, "--dataset", dataset, "--attempt")
+    arguments = ("training.train", "--run-folder", run, "--dataset", dataset, "--attempt")
     log = micro.finish(micro.start(*arguments, "2"), code=1)
     assert "attempt 2 ends: attempt 3 has taken over the run" in log
     assert list((run / "checkpoints").glob("*/complete.json")) == []
@@ -127,7 +127,7 @@ def test_another_topology_continues_the_run(undisturbed, dataset, tmp_path):
     source = undisturbed / "checkpoints" / "step_8"
     (run / "checkpoints" / "step_8").symlink_to(source)
     micro.run_folder(run, "parallel.tensor=1", "cluster.devices_per_node=2", "train.log_every=5")
-    log = micro.finish(micro.start("train", "--run-folder", run, "--dataset", dataset))
+    log = micro.finish(micro.start("training.train", "--run-folder", run, "--dataset", dataset))
     assert "resumed from step 8" in log
     assert re.findall("^step ([0-9]+)/12  loss", log, re.MULTILINE) == ["10", "12"]
     assert list(micro.losses(run)) == [9, 10, 11, 12]
@@ -139,7 +139,7 @@ def test_another_topology_continues_the_run(undisturbed, dataset, tmp_path):
 def test_evaluation_and_export_agree_with_transformers(undisturbed, dataset, tmp_path):
     micro.finish(
         micro.start(
-            "evaluate",
+            "training.evaluate",
             "--run-folder",
             undisturbed,
             "--dataset",
@@ -149,7 +149,9 @@ def test_evaluation_and_export_agree_with_transformers(undisturbed, dataset, tmp
         )
     )
     held_out = json.loads((tmp_path / "held_out.json").read_text())
-    micro.finish(micro.start("convert", undisturbed, tmp_path / "export", "--to", "hf", processes=0))
+    micro.finish(
+        micro.start("conversion.convert", undisturbed, tmp_path / "export", "--to", "hf", processes=0)
+    )
 
     import torch
     from transformers import AutoModelForCausalLM
@@ -194,7 +196,7 @@ def test_loss_and_metrics_of_the_users_own(undisturbed, dataset, tmp_path, monke
     run = micro.run_folder(tmp_path / "run", *functions, *topology, "train.clip=2.0", "train.steps=6")
     usual = micro.run_folder(tmp_path / "usual", "train.steps=6")
     for each in (run, usual):
-        micro.finish(micro.start("train", "--run-folder", each, "--dataset", dataset))
+        micro.finish(micro.start("training.train", "--run-folder", each, "--dataset", dataset))
     expected = micro.losses(usual)
     for step, loss in micro.losses(run).items():
         assert loss == pytest.approx(2 * expected[step], rel=1e-4)
@@ -203,7 +205,9 @@ def test_loss_and_metrics_of_the_users_own(undisturbed, dataset, tmp_path, monke
     assert evaluated["validation_loss"] == pytest.approx(2 * other["validation_loss"], rel=1e-4)
     assert 0 < evaluated["accuracy"] < 1
     held_out = tmp_path / "held_out.json"
-    micro.finish(micro.start("evaluate", "--run-folder", run, "--dataset", dataset, "--output", held_out))
+    micro.finish(
+        micro.start("training.evaluate", "--run-folder", run, "--dataset", dataset, "--output", held_out)
+    )
     result = json.loads(held_out.read_text())
     assert result["validation_loss"] == pytest.approx(
         evaluated["validation_loss"], rel=0.05

@@ -13,7 +13,7 @@ import pytest
 from modeling import exit_codes
 from tests.slurm.conftest import until
 
-HOME = Path(__file__).parents[2]
+HOME = Path(__file__).parents[3]
 # Three steps, from which the limit follows; then rank 1 stands still, and rank 0 waits for it.
 PROGRAM = """
 import ctypes, os, pathlib, signal, sys, time

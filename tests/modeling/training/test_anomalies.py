@@ -43,7 +43,7 @@ def poisoned(tmp_path_factory):
 
 def train(run, dataset, code=0, processes=0):
     return micro.finish(
-        micro.start("train", "--run-folder", run, "--dataset", dataset, processes=processes), code
+        micro.start("training.train", "--run-folder", run, "--dataset", dataset, processes=processes), code
     )
 
 
@@ -109,7 +109,7 @@ def test_a_slow_rank_is_named(poisoned, tmp_path):
     run = micro.run_folder(
         *(tmp_path / "run", "train.steps=150", "evaluate.every=0", "parallel.tensor=1", "checkpoint.every=0")
     )
-    process = micro.start("train", "--run-folder", run, "--dataset", poisoned)
+    process = micro.start("training.train", "--run-folder", run, "--dataset", poisoned)
     lines = iter(process.stdout)
     for line in lines:
         if line.startswith("step 5/"):
