@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from flows import steps
+from flows import steps, working_folder
 from flows.hooks import end_jobs, explain
 from flows.parameters import ProfileName, RunName
 from flows.pretrain import SHARDS, compile_graphs, run_name
@@ -51,6 +51,7 @@ def continual(
         name: The name of the pretraining run that is continued; left empty, its profile's.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
     """
+    working_folder.enter()
     forward_logs()
     run = resolve.load(profile, overrides, name)
     resolve.check(run)

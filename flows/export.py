@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows import steps
+from flows import steps, working_folder
 from flows.hooks import explain
 from flows.runner import Runner, forward_logs
 from profiles import resolve
@@ -31,6 +31,7 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
         work_dir: The folder that runs lie in where the store is on S3, as the profile's cluster.work_dir; one that does not have
             the run gets it from the store.
     """
+    working_folder.enter()
     forward_logs()
     kept = Store(store, work_dir)
     folder = runs.existing(kept, run)

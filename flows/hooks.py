@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from flows import working_folder
 from flows.ui.artifacts import Shown
 from flows.ui.overview import KEY, Overview, failed
 from profiles import resolve
@@ -50,6 +51,7 @@ def explain(flow: Any, flow_run: Any, state: Any) -> None:
 
 def _run(given: Mapping[str, Any]) -> tuple[Store, str]:
     """The store and the name of the run that a flow run with these parameters is about."""
+    working_folder.enter()
     uri = given.get("store") or "./store"
     if "run" in given:  # the flow `export`, of a run that is there
         return Store(uri, given.get("work_dir") or "store"), given["run"]

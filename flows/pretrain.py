@@ -17,7 +17,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows import steps
+from flows import steps, working_folder
 from flows.hooks import end_jobs, explain
 from flows.parameters import ProfileName, RunName
 from flows.runner import Runner, forward_logs
@@ -71,6 +71,7 @@ def pretrain(
         name: The run's name; left empty, its profile's.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
     """
+    working_folder.enter()
     forward_logs()
     run = resolve.load(profile, overrides, name)
     resolve.check(run)

@@ -282,8 +282,9 @@ def _apart(rung: Rung, kind: str, processes: int) -> Found:
     if rung.everywhere:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     command += ["modeling.check_device", "--device", kind, "--rung", rung.name]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
     except subprocess.TimeoutExpired:
         return Found(f"not done after {LIMIT} s", holds=False)
     if ran.returncode == 0:

@@ -61,7 +61,7 @@ def check(profile: Profile) -> None:
 
 def source(module: str) -> Path | None:
     """The file of a module, as a program that is started in this folder would find it; no code of it is run."""
-    folders: list[str] | None = [str(Path.cwd()), *sys.path]
+    folders: list[str] | None = [*sys.path, str(Path.cwd())]
     for depth in range(module.count(".") + 1):
         spec = PathFinder.find_spec(".".join(module.split(".")[: depth + 1]), folders)
         if spec is None:

@@ -50,7 +50,7 @@ class Server:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flows.cli.temporary_server", str(self._port)],
+                [sys.executable, "-P", "-m", "flows.cli.temporary_server", str(self._port)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -144,7 +144,7 @@ def _python(
 ) -> subprocess.Popen[bytes]:
     with log_file.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            [sys.executable, "-P", "-m", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -17,9 +17,14 @@ function on whole logits, which costs tokens × vocabulary × 4 bytes.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import Tensor
+
+import parallel  # noqa: F401  before the working folder is on sys.path, which may hold modules of these names
+import profiles  # noqa: F401
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
@@ -31,6 +36,8 @@ def load(name: str) -> Function:
         ValueError: there is no such module, or no such function in it.
     """
     module, _, function = name.partition(":")
+    if str(Path.cwd()) not in sys.path:  # our programs run with PYTHONSAFEPATH
+        sys.path.append(str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), function)
     except ImportError as error:

@@ -17,6 +17,7 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 PATIENCE = 600.0  # seconds without an answer about a job until nobody asks any more
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # `python -m` must not prefer a user's tasks.py in the working folder to ours
 NOT_FOR_JOBS = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # beginnings of names
 
 
@@ -94,8 +95,9 @@ class JobFailed(RuntimeError):
 
 
 def environment() -> dict[str, str]:
-    """What jobs get of this process's environment: not the addresses and secrets of servers that they never speak to."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_JOBS)}
+    """The environment of jobs: this process's without the addresses and secrets of servers, and with SAFE_PATH."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_JOBS)}
+    return {**inherited, **SAFE_PATH}
 
 
 class Launcher(Protocol):

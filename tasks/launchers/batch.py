@@ -25,7 +25,7 @@ from string import Template
 from modeling import exit_codes
 from parallel import device as devices
 from profiles.schema import Cluster
-from tasks.launchers.base import Job
+from tasks.launchers.base import SAFE_PATH, Job
 from tasks.launchers.causes import LOG_TAIL, PREFIX
 
 LONGEST_NAME = 60
@@ -137,7 +137,7 @@ printf %d "$$attempt" > "$$attempt_file.partial" && mv "$$attempt_file.partial" 
 def script(job: Job, cluster: Cluster) -> str:
     """The batch script of a job, to be kept in the job's folder as <name>.sbatch."""
     device = devices.resolve(cluster.device)
-    variables = {"PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX}
+    variables = {**SAFE_PATH, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX}
     variables |= dict(device.environment)
     if job.threads is not None:
         variables["OMP_NUM_THREADS"] = str(job.threads)

@@ -55,6 +55,7 @@ class WorkerPool:
         path.write_text(json.dumps(plan.to_json()))
         self._command = [
             sys.executable,
+            "-P",
             "-m",
             "tasks.tokenization.tokenize_shard",
             "--serve",

@@ -68,7 +68,7 @@ class Command:
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli.main", *arguments],
+            [sys.executable, "-P", "-m", "flows.cli.main", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
