@@ -17,8 +17,7 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists
 
-from flows.cli.temporary_server import HEARTBEAT_SECONDS
-from flows.cli.up import AUTOMATION, POOL
+from flows.prefect_settings import AUTOMATION, HEARTBEAT_SECONDS, POOL
 
 RUNS_AT_ONCE = 4
 SILENCE = timedelta(seconds=3 * HEARTBEAT_SECONDS)

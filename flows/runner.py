@@ -18,8 +18,8 @@ from prefect.filesystems import RemoteFileSystem
 from prefect.logging.handlers import APILogHandler
 from prefect.states import Completed
 
-from flows.cli.console import OURS, in_one_line
-from flows.cli.plan import sentence
+from flows.ui.console import OURS, in_one_line
+from flows.ui.plan import sentence
 from modeling.planning.planner import Plan
 from modeling.training import anomalies
 from profiles.errors import ProfileError

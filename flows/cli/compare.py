@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.console import from_here
+from flows.ui.console import from_here
 from profiles.errors import ProfileError
 from tasks.reporting import compare as comparison
 from tasks.store.store import Store

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from botocore.exceptions import NoCredentialsError
 
-from flows.cli.console import say
+from flows.ui.console import say
 from modeling.conversion import formats
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import convert, options_of

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from flows.cli.console import say
+from flows.ui.console import say
 from profiles import nxdt, resolve, text
 from profiles.errors import ProfileError
 

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from flows.cli.console import drop, in_one_line, keep_traceback, say
+from flows.ui.console import drop, in_one_line, keep_traceback, say
 from profiles.errors import ProfileError
 
 FAILED, REFUSED = 1, 2

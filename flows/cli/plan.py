@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flows.ui.plan import mesh
 from modeling.planning.planner import MARGIN, Plan, plan, require_fit
 from profiles import resolve
 from profiles.errors import ProfileError
@@ -31,18 +32,6 @@ def show(profile: Profile, *, as_json: bool) -> int:
         _print(Console(highlight=False), profile, planned)
     require_fit(profile, planned)
     return 0
-
-
-def sentence(planned: Plan) -> str:
-    """The plan in a line, for the log of a run."""
-    axes = " × ".join(f"{axis} {size}" for axis, size in planned.mesh.items() if size > 1) or "one process"
-    parts = [
-        f"{in_words(planned.parameters)} parameters on {axes}",
-        f"{in_bytes(planned.needs)} of {in_bytes(planned.device_bytes)} a device",
-    ]
-    if planned.step_seconds:
-        parts.append(f"about {duration(planned.step_seconds)} a step")
-    return ", ".join(parts)
 
 
 def in_days(days: float) -> str:
@@ -87,7 +76,7 @@ def _run(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
     if model.num_key_value_heads != model.num_attention_heads:
         heads += f" on {model.num_key_value_heads} KV heads"
     device = cluster.accelerator or cluster.device
-    axes = " × ".join(f"{axis} {size}" for axis, size in planned.mesh.items() if size > 1) or "one process"
+    axes = mesh(planned.mesh)
     if planned.kv_replication > 1:
         axes += f" (a KV head on {planned.kv_replication})"
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"

@@ -17,8 +17,9 @@ from typing import Any
 
 from rich.console import Console
 
-from flows.cli import console
-from flows.cli.temporary_server import SETTINGS, serving
+from flows.cli.temporary_server import serving
+from flows.prefect_settings import SETTINGS
+from flows.ui import console
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.sources.shard import DAMAGED

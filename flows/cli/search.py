@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from flows.cli.console import say, table
+from flows.ui.console import say, table
 from modeling.planning.planner import MARGIN, device_bytes
 from modeling.planning.search import Rejected, Topology, search
 from profiles.check import value_of

@@ -21,17 +21,6 @@ from pathlib import Path
 
 START_TIMEOUT = 120.0  # seconds; the first start on a slow disk makes a database
 
-HEARTBEAT_SECONDS = 30  # registration.py waits for three of them
-
-# What Prefect reads at its import, as server and as client. No telemetry: it would also hold up the start where there is
-# no network, and print a notice into the live line. A server that is gone is waited for: 2, 4, ... 128 seconds.
-SETTINGS = {
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "DO_NOT_TRACK": "1",
-    "PREFECT_CLIENT_MAX_RETRIES": "7",
-    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
-}
-
 
 @contextlib.contextmanager
 def serving(log_file: Path) -> Iterator[Server]:

@@ -9,7 +9,7 @@ import logging
 import signal
 from pathlib import Path
 
-from flows.cli.console import say
+from flows.ui.console import say
 from profiles.errors import ProfileError
 
 

@@ -23,11 +23,10 @@ from typing import Any
 import psutil
 import yaml
 
-from flows.cli.console import say
-from flows.cli.temporary_server import SETTINGS, START_TIMEOUT
+from flows.cli.temporary_server import START_TIMEOUT
+from flows.prefect_settings import AUTOMATION, POOL, SETTINGS
+from flows.ui.console import say
 
-POOL = "trainshed"
-AUTOMATION = "Runs without a heartbeat have crashed"
 GRACE = 60.0  # seconds for flow runs to stop their training, which saves a checkpoint first
 WORKER_SECONDS = 60.0  # that a worker may take to report, after a start or when the machine is busy
 SERVER, WORKER = "a server", "a worker that is online"

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flows.cli.console import BETWEEN
 from flows.ui.artifacts import Bar, Shown, cells
+from flows.ui.console import BETWEEN
 from flows.ui.overview import Overview
 from profiles.schema import Profile
 from tasks import graphs

@@ -17,7 +17,9 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 PATIENCE = 600.0  # seconds without an answer about a job until nobody asks any more
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # `python -m` must not prefer a user's tasks.py in the working folder to ours
+SAFE_PATH = {
+    "PYTHONSAFEPATH": "1"
+}  # `python -m` must not prefer a user's tasks.py in the working folder to ours
 NOT_FOR_JOBS = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # beginnings of names
 
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from flows.cli.console import Terminal
+from flows.ui.console import Terminal
 from flows.ui.progress import line
 
 STEPS = 2_000_000

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.cli.temporary_server import SETTINGS
+from flows.prefect_settings import SETTINGS
 from profiles import resolve
 from tests.flows.micro import LONGER, losses, wait_for_step
 

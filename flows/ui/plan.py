@@ -1,0 +1,24 @@
+"""A plan in one line, for the log and for the `plan` step in Prefect's UI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from modeling.planning.planner import Plan
+from tasks.reporting.format import duration, in_bytes, in_words
+
+
+def sentence(planned: Plan) -> str:
+    """Parameters, mesh, memory of the fullest rank and step time: '8.0 B parameters on tensor 8, 61 of 96 GiB a device'."""
+    parts = [
+        f"{in_words(planned.parameters)} parameters on {mesh(planned.mesh)}",
+        f"{in_bytes(planned.needs)} of {in_bytes(planned.device_bytes)} a device",
+    ]
+    if planned.step_seconds:
+        parts.append(f"about {duration(planned.step_seconds)} a step")
+    return ", ".join(parts)
+
+
+def mesh(degrees: Mapping[str, int]) -> str:
+    """The axes above 1, outermost first: 'pipeline 2 × tensor 8'."""
+    return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
