@@ -1,13 +1,15 @@
-# The commands of a newcomer: `make run`, `make test`, `make up`. Everything lands in .venv; nothing else is touched.
+# Entry points for developers: `make run`, `make test`, `make up`. Everything is installed into .venv and nowhere else.
 
 PYTHON ?= python3
 BIN := .venv/bin
-# System programs that tests need, as Debian names them: g++ is what torch.compile calls on a CPU, slurm-wlm and munge make a
-# cluster of several nodes on this machine, postgresql is the database of a server that a team shares, chromium
-# looks at the reports and at Prefect's UI.
+# Debian packages that tests need: g++ for torch.compile on a CPU, slurm-wlm and munge for a Slurm cluster of several nodes
+# on this machine, postgresql for a shared Prefect server, chromium for the reports and Prefect's UI.
 SYSTEM_PACKAGES := g++ slurm-wlm munge postgresql chromium
 
-.PHONY: run up check-device test test-system
+# One worker more than cores. OMP_NUM_THREADS=1, because the tests themselves run side by side.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+.PHONY: run up check-device lint test test-fast test-system
 
 run: .venv/installed
 	@$(BIN)/trainshed run tiny
@@ -18,18 +20,24 @@ up: .venv/installed
 check-device: .venv/installed
 	@$(BIN)/python -m modeling.check_device
 
-test: .venv/installed-for-tests
+lint: .venv/installed-for-tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test: lint
+	$(PYTEST)
+
+# Without the tests that start servers, clusters or processes.
+test-fast: lint
+	$(PYTEST) -m "not slow"
 
 test-system:
 	@dpkg -s $(SYSTEM_PACKAGES) > /dev/null 2>&1 || { \
 	  test "$$(id -u)" = 0 || { echo "as root: apt-get install $(SYSTEM_PACKAGES)" >&2; exit 1; }; \
 	  apt-get update -q && apt-get install -qy --no-install-recommends $(SYSTEM_PACKAGES); }
 
-# These files stand for an installation that is finished and current.
+# Stamps of a finished and current installation.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Trainshed needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv .venv

@@ -52,7 +52,10 @@ def as_tested(line: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+# A group for each page, because together these are the longest file of the suite.
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.stem, marks=pytest.mark.xdist_group(page.stem)) for page in PAGES]
+)
 def test_commands_work_as_they_stand(prefect_server, tmp_path, page):
     script = "\n".join(
         as_tested(line) for cluster, text in blocks(page) if not cluster for line in text.splitlines()
