@@ -66,7 +66,7 @@ def first_step(rounds: int) -> bool:
         for number in range(rounds):
             for kind, times in seconds.items():
                 run = _run_folder(folder / f"{kind}-{number}", "tiny", *overrides)
-                ahead = ("--graphs", store.path(artifact)) if kind == "warm" else ()
+                ahead = ("--graphs", store.artifacts.path(artifact)) if kind == "warm" else ()
                 micro.finish(
                     micro.start("train", "--run-folder", run, "--dataset", corpus, *ahead),
                 )

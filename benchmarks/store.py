@@ -64,7 +64,8 @@ def server() -> Iterator[None]:
 def compare(folder: Path, megabytes: int, files: int, rounds: int) -> None:
     import s3fs
 
-    from tasks.store.store import Artifact, Store
+    from tasks.store.artifacts import Artifact
+    from tasks.store.store import Store
 
     plain = s3fs.S3FileSystem(use_listings_cache=False)
     plain.mkdir("bucket")
@@ -75,16 +76,18 @@ def compare(folder: Path, megabytes: int, files: int, rounds: int) -> None:
     here, there = (Store("s3://bucket/store", folder / name) for name in ("here", "there"))
 
     def publish() -> None:
-        with here.publish("tokens", "k") as staging:  # made where it is published: nothing is copied
+        with here.artifacts.publish(
+            "tokens", "k"
+        ) as staging:  # made where it is published: nothing is copied
             for path in source.iterdir():
                 os.link(path, staging / path.name)
 
     def fetch() -> None:
-        there.path(here.expect("tokens", "k"))
+        there.artifacts.path(here.artifacts.expect("tokens", "k"))
 
     def forget() -> None:
-        here.remove("tokens", "k")
-        there.release(Artifact("tokens", "k", "", {}))
+        here.artifacts.remove("tokens", "k")
+        there.artifacts.evict(Artifact("tokens", "k", "", {}))
         shutil.rmtree(folder / "plain", ignore_errors=True)
         if plain.exists("bucket/plain"):
             plain.rm("bucket/plain", recursive=True)

@@ -25,7 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from benchmarks.text import documents
 from profiles import resolve
 from tasks import dataset, tokenizer
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 from tasks.tokenization.tokenizer_files import EOS, byte_level, write
 
 VOCABULARY = 32_000

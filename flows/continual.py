@@ -58,7 +58,7 @@ def continual(
     resolve.check_start(run)
     kept = Store(store, run.cluster.work_dir or "store")
     # Two schedules, or one that overtakes itself: the later waits, and then finds nothing new.
-    with kept.lock("continual", run.name):
+    with kept.lock(f"continual-{run.name}"):
         return _round(run, kept)
 
 
@@ -68,7 +68,7 @@ def _round(run: Profile, kept: Store) -> State[Any]:
     if stands is None:
         missing = f"run {run.name} has no finished model to go on from: one that was trained to its end and exported"
         return Completed(name="NothingYet", message=missing)
-    vocabulary = kept.expect(tokenizer.KIND, stands.tokenizer)
+    vocabulary = kept.artifacts.expect(tokenizer.KIND, stands.tokenizer)
     key = dataset.key(run, kept, vocabulary, hub_token(run))
     corpus = do.once(steps.dataset, dataset.KIND, key, run, kept, vocabulary)
     new = series.fresh(kept, stands, corpus, run.train.sequence_length)
@@ -76,22 +76,22 @@ def _round(run: Profile, kept: Store) -> State[Any]:
         return Completed(name="NothingNew", message=f"no data that {stands.run} was not trained on")
 
     run = series.with_steps(run, new)
-    base = runs.existing(kept, stands.run)
+    base = runs.fetch(kept, stands.run)
     start = series.newest(kept, stands)
     mine = run.model_copy(update={"name": f"{run.name}-round-{stands.round + 1}"})
     planned = do.always(steps.plan, mine)
     identity = keys.run_identity(
         mine, vocabulary.key, new.key, weights=keys.digest([stands.identity, start.name])
     )
-    runs.note_flow_run(base, str(flow_run.id))
-    with runs.opened(kept, mine, identity, str(flow_run.id)) as folder:
-        runs.note_inputs(folder, identity, vocabulary, new)
+    runs.record_flow_run(base, str(flow_run.id))
+    with runs.open_run(kept, mine, identity, str(flow_run.id)) as folder:
+        runs.record_inputs(folder, identity, vocabulary, new)
         do.record_in(folder)
         overview = Overview(mine, folder)
         overview.begin(planned)
         compiled = compile_graphs(do, mine, kept, folder)
 
-        held_out = kept.expect(dataset.KIND, stands.dataset)
+        held_out = kept.artifacts.expect(dataset.KIND, stands.dataset)
         own = resolve.load(str(base / "profile.yaml"))
         what = keys.digest([stands.identity, start.name, held_out.key])
         key = keys.evaluation(stands.run, what, own.evaluate.metrics)

@@ -34,17 +34,17 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
     working_folder.enter()
     forward_logs()
     kept = Store(store, work_dir)
-    folder = runs.existing(kept, run)
-    saved = runs.checkpoints(kept, folder)
+    folder = runs.fetch(kept, run)
+    saved = kept.run_folder(run).checkpoint_steps()
     if not saved:
         raise ProfileError("run", run, f"has no complete checkpoint in {store}")
     profile = resolve.load(str(folder / "profile.yaml"))
-    inputs, step = runs.inputs(folder), saved[-1]
+    inputs, step = runs.read_inputs(folder), saved[-1]
     key = keys.export(
         run, inputs["identity"] if step == profile.train.steps else f"{inputs['identity']} {step}"
     )
-    vocabulary = kept.expect(tokenizer.KIND, inputs["tokenizer"])
+    vocabulary = kept.artifacts.expect(tokenizer.KIND, inputs["tokenizer"])
     arguments = (profile, kept, folder, key, vocabulary, None)
     made = Runner(kept).once(steps.export, exports.KIND, key, *arguments, run_folder=folder)
-    exports.mirror(kept, folder)
+    kept.run_folder(run).sync(exports.PART).upload()  # of the folder only this: the run may resume elsewhere
     return str(folder / made.summary["part"])

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def end_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     """Cancel whatever this flow run's jobs still have running; done twice it does nothing, nor to those of others."""
     kept, name = _run(flow_run.parameters)
-    for folder in runs.worked_in(kept, name, str(flow_run.id)):
+    for folder in runs.folders_of_flow_run(kept, name, str(flow_run.id)):
         cluster = resolve.load(str(folder / "profile.yaml")).cluster
         launcher = create(cluster.launcher, cluster)
         for handle in latest_jobs(folder / "logs"):
@@ -37,10 +37,10 @@ def explain(flow: Any, flow_run: Any, state: Any) -> None:
     failure = _failure(state)
     try:
         kept, name = _run(flow_run.parameters)
-        worked_in = runs.worked_in(kept, name, str(flow_run.id))
-        folder = worked_in[0] if worked_in else kept.run_directory(name)
+        worked_in = runs.folders_of_flow_run(kept, name, str(flow_run.id))
+        folder = worked_in[0] if worked_in else kept.run_folder(name).path
         run = resolve.load(str(folder / "profile.yaml"))
-        Overview(run, folder, flow_run.id).fail(failure, runs.checkpoints(kept, folder))
+        Overview(run, folder, flow_run.id).fail(failure, kept.run_folder(folder.name).checkpoint_steps())
         return
     except Exception as error:
         log.debug("the run has no folder to show: %s", error)

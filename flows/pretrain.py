@@ -28,7 +28,8 @@ from profiles import resolve
 from profiles.schema import Profile
 from tasks import checkpoint, dataset, evaluation, export, graphs, keys, tokenizer, training
 from tasks.store import ledger, runs
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 
 
 def compile_graphs(do: Runner, run: Profile, kept: Store, folder: Path) -> Artifact | None:
@@ -96,8 +97,8 @@ def pretrain(
         do.skip("checkpoint", "from scratch")
 
     identity = keys.run_identity(run, vocabulary.key, corpus.key, weights and weights.key)
-    with runs.opened(kept, run, identity, str(flow_run.id)) as folder:
-        runs.note_inputs(folder, identity, vocabulary, corpus)
+    with runs.open_run(kept, run, identity, str(flow_run.id)) as folder:
+        runs.record_inputs(folder, identity, vocabulary, corpus)
         do.record_in(folder)
         overview = Overview(run, folder)
         overview.begin(planned)

@@ -28,8 +28,9 @@ from tasks.failures import Hopeless
 from tasks.reporting.format import duration, number
 from tasks.reporting.outcome import Outcome
 from tasks.sources.shard import DAMAGED
-from tasks.store import runs
-from tasks.store.store import Artifact, Store
+from tasks.store import run_artifacts, runs
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 from tasks.tokenization.worker_pool import Ended
 
 log = logging.getLogger(__name__)
@@ -75,9 +76,9 @@ class Runner:
                 are counted: a long run may fail any number of times, as long as it gets on.
         """
         if run_folder is None:
-            known = self._store.find(kind, key)
+            known = self._store.artifacts.find(kind, key)
         else:
-            known = runs.find(self._store, kind, key, run_folder)
+            known = run_artifacts.find(self._store, kind, key, run_folder.name)
         record = f"{kind}-{key}"
         step = step.with_options(
             cache_key_fn=lambda *_: record,
@@ -171,7 +172,7 @@ class GettingOn:
         return self._in_a_row <= self._patience
 
     def _newest_checkpoint(self) -> int:
-        return max(runs.checkpoints(self._store, self._folder), default=0)
+        return max(self._store.run_folder(self._folder.name).checkpoint_steps(), default=0)
 
 
 @task

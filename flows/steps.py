@@ -27,7 +27,8 @@ from tasks import graphs as compilation
 from tasks import report as reports
 from tasks import tokenizer as tokenizers
 from tasks.reporting.outcome import Outcome
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import DatasetPlan
 from tasks.tokenization.slurm_array import SlurmArray
 from tasks.tokenization.worker_pool import WorkerPool
@@ -151,5 +152,5 @@ def report(
 ) -> Path:
     """Write the run's report; with it the run's folder is complete, also in a remote store."""
     page = reports.run(profile, folder, planned.to_json(), evaluated.summary, outcomes)
-    store.mirror(folder.name).copy()
+    store.run_folder(folder.name).sync().upload()
     return page

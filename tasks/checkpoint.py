@@ -19,7 +19,8 @@ from profiles.model import Model, to_config_json
 from profiles.schema import Profile
 from tasks import keys
 from tasks.sources import weights
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 
 KIND = "checkpoint"
 SAME = (
@@ -43,7 +44,9 @@ def key(profile: Profile, store: Store, token: str | None = None) -> str:
         ProfileError: there is nothing at init.from.
     """
     init = profile.init
-    identity = weights.identity(init.from_, init.revision, token, "init.from", store.scratch("digests"))
+    identity = weights.identity(
+        init.from_, init.revision, token, "init.from", store.scratch_folder("digests")
+    )
     return keys.checkpoint(profile, identity)
 
 
@@ -56,11 +59,11 @@ def run(profile: Profile, store: Store, key: str, token: str | None = None) -> A
         ProfileError: the weights are refused, or are not of the profile's model.
     """
     init, parallel = profile.init, profile.parallel
-    with store.lock(KIND, key):
-        found = store.find(KIND, key)
+    with store.artifacts.lock(KIND, key):
+        found = store.artifacts.find(KIND, key)
         if found:
             return found
-        work = store.scratch(f"{KIND}-{key}")
+        work = store.scratch_folder(f"{KIND}-{key}")
         config, made = work / "config.json", work / "checkpoint"
         config.write_text(json.dumps(to_config_json(profile.model)))
         cuts = tuple(layers.start for layers in stage_layers(profile)[1:])
@@ -72,12 +75,12 @@ def run(profile: Profile, store: Store, key: str, token: str | None = None) -> A
             except ValueError as error:  # ProfileErrors too
                 raise ProfileError("init.from", init.from_, str(error)) from error
         summary = {"source": init.from_, "tensors": record["tensors"], "bytes": record["bytes"]}
-        with store.publish(KIND, key, summary) as staging:
+        with store.artifacts.publish(KIND, key, summary) as staging:
             for path in made.iterdir():
                 if path.name != RECORD:
                     path.rename(staging / path.name)
-        store.forget(f"{KIND}-{key}")
-    return store.expect(KIND, key)
+        store.remove_scratch_folder(f"{KIND}-{key}")
+    return store.artifacts.expect(KIND, key)
 
 
 def _compare(source: Path, model: Model) -> None:

@@ -18,7 +18,8 @@ from profiles.schema import Profile
 from tasks import dataset as datasets
 from tasks import export, keys
 from tasks.store import ledger, runs
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +40,11 @@ class Standing:
 
 def standing(store: Store, name: str) -> Standing | None:
     """What stands; None where nothing was trained to its end and exported yet."""
-    promoted = store.storage.read(_name(name, FILE))
+    promoted = store.backend.read(_name(name, FILE))
     if promoted is not None:
         return Standing(**json.loads(promoted))
-    noted = store.storage.read(_name(name, runs.INPUTS))
-    if noted is None or not store.run_files(name, export.PART):
+    noted = store.backend.read(_name(name, runs.INPUTS))
+    if noted is None or not store.run_folder(name).files(export.PART):
         return None
     inputs = json.loads(noted)
     if ledger.find(store, inputs["identity"]) is None:  # it was exported before its end
@@ -53,8 +54,8 @@ def standing(store: Store, name: str) -> Standing | None:
 
 def newest(store: Store, stands: Standing) -> Path:
     """The newest checkpoint of the model that stands, on this machine."""
-    step = runs.checkpoints(store, store.run_directory(stands.run))[-1]
-    return store.fetch_run_part(stands.run, f"checkpoints/step_{step}")
+    run = store.run_folder(stands.run)
+    return run.download(f"checkpoints/step_{run.checkpoint_steps()[-1]}")
 
 
 def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int) -> Artifact | None:
@@ -63,17 +64,17 @@ def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int
     Its held-out text is that of the series.
     """
     whole = _read(store, corpus, CORPUS)
-    held_out = _read(store, store.expect(datasets.KIND, stands.dataset), CORPUS)["validation"]
+    held_out = _read(store, store.artifacts.expect(datasets.KIND, stands.dataset), CORPUS)["validation"]
     known = ledger.trained_on(store, stands.identity)
-    pairs = zip(whole["train"], _read(store, corpus, datasets.SHARDS), strict=True)
+    pairs = zip(whole["train"], _read(store, corpus, ledger.SHARDS), strict=True)
     new = [(entry, shard) for entry, shard in pairs if shard not in known]
     train = [entry for entry, _ in new]
     if sum(entry["tokens"] for entry in train) <= sequence_length:
         return None
     made = {**whole, "train": train, "validation": held_out, "blend": None}
     key = keys.digest({"step": "fresh", "corpus": made})
-    with store.lock(datasets.KIND, key):
-        found = store.find(datasets.KIND, key)
+    with store.artifacts.lock(datasets.KIND, key):
+        found = store.artifacts.find(datasets.KIND, key)
         if found:
             return found
         used = {
@@ -85,10 +86,10 @@ def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int
             "validation_tokens": sum(entry["tokens"] for entry in held_out),
             "shards": len(train),
         }
-        with store.publish(datasets.KIND, key, summary, requires) as folder:
+        with store.artifacts.publish(datasets.KIND, key, summary, requires) as folder:
             (folder / CORPUS).write_text(json.dumps(made))
-            (folder / datasets.SHARDS).write_text(json.dumps([shard for _, shard in new]))
-    return store.expect(datasets.KIND, key)
+            (folder / ledger.SHARDS).write_text(json.dumps([shard for _, shard in new]))
+    return store.artifacts.expect(datasets.KIND, key)
 
 
 def with_steps(profile: Profile, new: Artifact) -> Profile:
@@ -110,7 +111,7 @@ def with_steps(profile: Profile, new: Artifact) -> Profile:
 def promote(store: Store, name: str, stands: Standing, run: str, identity: str) -> Standing:
     """Let a run's model take the place of the one that stands."""
     after = Standing(run, identity, stands.round + 1, stands.tokenizer, stands.dataset)
-    store.storage.write(_name(name, FILE), json.dumps(asdict(after), indent=1).encode())
+    store.backend.write(_name(name, FILE), json.dumps(asdict(after), indent=1).encode())
     return after
 
 
@@ -119,4 +120,4 @@ def _name(run: str, file: str) -> str:
 
 
 def _read(store: Store, artifact: Artifact, file: str) -> Any:
-    return json.loads((store.path(artifact, whole=False) / file).read_text())
+    return json.loads((store.artifacts.path(artifact, with_required=False) / file).read_text())

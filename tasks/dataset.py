@@ -24,14 +24,16 @@ from tasks import keys
 from tasks.sources import corpus as corpora
 from tasks.sources import duplicates
 from tasks.sources.shard import Shard, local_path
-from tasks.store.digest_cache import Digests
-from tasks.store.store import VERIFIED, Artifact, Store
+from tasks.store import ledger
+from tasks.store.artifacts import HASH_LIMIT, Artifact
+from tasks.store.digest_cache import DigestCache
+from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
 from tasks.tokenization.tokenize_shard import Counts, tokenize
 from tasks.tokenization.worker_pool import WorkerPool
 
 KIND = "dataset"
-CORPUS, SHARDS = "corpus.json", "shards.json"
+CORPUS = "corpus.json"
 PLACE = {"path", "anonymous"}  # of an entry of corpus.json, what says where a shard is read
 SPANS = 3  # that a node holds of each stream: the one it reads, the next, and shards that reach beyond them
 Progress = Callable[[str, float], None]
@@ -79,7 +81,9 @@ def plan(
             left out.
     """
     _require_shares(profile)
-    whole = DatasetPlan.of(profile, tokenizer, corpora.shards(profile.data, Digests(store.notes), token))
+    whole = DatasetPlan.of(
+        profile, tokenizer, corpora.shards(profile.data, DigestCache(store.local_cache), token)
+    )
     new = tuple(shard for k, shard in enumerate(whole.shards) if whole.key(k) not in without)
     if not new:
         raise NothingNew(f"nothing new: all {len(whole.shards)} shards have been trained on")
@@ -137,9 +141,9 @@ def _all(
             "looking for duplicates in",
         ),
     }[order]
-    limit = VERIFIED // max(1, len(numbers))  # of contents: sizes are looked at for all
+    limit = HASH_LIMIT // max(1, len(numbers))  # of contents: sizes are looked at for all
     identities = [identity(k) for k in numbers]
-    found = dict(zip(numbers, store.find_each(kind, identities, limit), strict=True))
+    found = dict(zip(numbers, store.artifacts.find_many(kind, identities, limit), strict=True))
     missing = list(
         {identity(k): k for k in numbers if found[k] is None}.values()
     )  # equal files are done once
@@ -159,8 +163,8 @@ def _all(
             for done, _ in enumerate((spread or in_threads)(workers, plan, order, missing), 1):
                 tell(missing[min(done, len(missing) - 1)], 0, done)
     made = [identity(k) for k in numbers if found[k] is None]
-    new = dict(zip(made, store.find_each(kind, made, 0), strict=True))
-    return [found[k] or new[identity(k)] or store.expect(kind, identity(k)) for k in numbers]
+    new = dict(zip(made, store.artifacts.find_many(kind, made, 0), strict=True))
+    return [found[k] or new[identity(k)] or store.artifacts.expect(kind, identity(k)) for k in numbers]
 
 
 def in_threads(
@@ -204,15 +208,15 @@ def assemble(
         "span": profile.data.shuffle_tokens,
     }
     requires = [{"kind": TOKENS, "key": key} for key in dict.fromkeys(shard.key for shard in tokens)]
-    with store.lock(KIND, identity):
+    with store.artifacts.lock(KIND, identity):
         found = _standing(store, plan, identity)
         if found:
             return found
-        with store.publish(KIND, identity, summary, requires) as folder:
+        with store.artifacts.publish(KIND, identity, summary, requires) as folder:
             (folder / CORPUS).write_text(json.dumps(corpus))
-            (folder / SHARDS).write_text(json.dumps(list(keys_of_shards)))
+            (folder / ledger.SHARDS).write_text(json.dumps(list(keys_of_shards)))
             (folder / "report.json").write_text(json.dumps(_report(profile, plan, tokens), indent=1))
-    return store.expect(KIND, identity)
+    return store.artifacts.expect(KIND, identity)
 
 
 def with_steps(profile: Profile, corpus: Artifact) -> Profile:
@@ -242,21 +246,21 @@ def _key(profile: Profile, plan: DatasetPlan) -> str:
     )
 
 
-def _standing(store: Store, plan: DatasetPlan, identity: str, limit: int = VERIFIED) -> Artifact | None:
+def _standing(store: Store, plan: DatasetPlan, identity: str, limit: int = HASH_LIMIT) -> Artifact | None:
     """The corpus of this key, if it is in the store and its ready-made pairs lie where the plan has them.
 
     The key is of contents, so it stays when a pair is moved; the paths in the corpus then lead nowhere, or to another pair.
     """
-    found = store.find(KIND, identity, limit)
+    found = store.artifacts.find(KIND, identity, limit)
     if found is None:
         return None
-    entries = json.loads((store.path(found, whole=False) / CORPUS).read_text())["train"]
+    entries = json.loads((store.artifacts.path(found, with_required=False) / CORPUS).read_text())["train"]
     for shard, entry in zip(plan.shards, entries, strict=True):
         if shard.format == "megatron" and _place(shard) != {
             name: entry[name] for name in PLACE & entry.keys()
         }:
             log.info("%s was at %s: the corpus that points there is made again", shard.name, entry["path"])
-            store.remove(KIND, identity)
+            store.artifacts.remove(KIND, identity)
             return None
     return found
 
@@ -322,7 +326,7 @@ def _require_room(profile: Profile, store: Store, plan: DatasetPlan, total: dict
     """Refuse data that is read from elsewhere in an order that would fetch most of it again and again."""
     data = profile.data
     pairs = [shard.paths[0] for shard in plan.shards if shard.format == "megatron"]
-    elsewhere = store.artifacts or any(local_path(path) is None for path in pairs)
+    elsewhere = store.is_remote or any(local_path(path) is None for path in pairs)
     size = token_dtype(plan.tokenizer.summary["vocabulary_size"]).itemsize / 1e9
     needed = total["tokens"] * size
     streams = max(1, sum(source.weight is not None for source in data.sources))

@@ -16,7 +16,8 @@ from typing import Any
 from profiles.schema import Profile
 from tasks import failures
 from tasks.launchers import Job, JobFailed, create, execute
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 from tasks.training import Words, cluster_job
 
 log = logging.getLogger(__name__)
@@ -44,12 +45,12 @@ def run(
         job.folder / f"evaluation-{key[:16]}.json"
     )  # of this key: a run is also evaluated on others' data
     job = job.with_arguments("--output", str(output))
-    with store.lock(KIND, key):
-        found = store.find(KIND, key)
+    with store.artifacts.lock(KIND, key):
+        found = store.artifacts.find(KIND, key)
         if found:
             return found
         summary: dict[str, Any] = {}
-        with store.publish(KIND, key, summary) as staging:
+        with store.artifacts.publish(KIND, key, summary) as staging:
             if not output.exists():  # else it ended while nobody watched
                 _execute(profile, job, output)
             result = json.loads(output.read_text())
@@ -62,7 +63,7 @@ def run(
             )
             shutil.copyfile(output, staging / FILE)
         output.unlink()
-    return store.expect(KIND, key)
+    return store.artifacts.expect(KIND, key)
 
 
 def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:

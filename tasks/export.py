@@ -8,20 +8,13 @@ from pathlib import Path
 from modeling.conversion.convert import Options, convert
 from modeling.conversion.journal import RECORD
 from profiles.schema import Profile
-from tasks.store import runs
-from tasks.store.backends import Objects
+from tasks.store import run_artifacts
+from tasks.store.artifacts import Artifact
 from tasks.store.manifest import NAME as MANIFEST
-from tasks.store.store import Artifact, Store
-from tasks.store.sync import Mirror
+from tasks.store.store import Store
 
 KIND = "export"
 PART = "export"
-
-
-def mirror(store: Store, folder: Path) -> None:
-    """Copy the export to the store, where that is remote; of the folder it alone, since the run may go on elsewhere."""
-    if isinstance(store.storage, Objects):
-        Mirror(folder / PART, store.storage, f"runs/{folder.name}/{PART}").copy()
 
 
 def run(profile: Profile, store: Store, folder: Path, key: str, tokenizer: Artifact) -> Artifact:
@@ -29,21 +22,22 @@ def run(profile: Profile, store: Store, folder: Path, key: str, tokenizer: Artif
 
     The artifact's summary: part (of the run's folder) and bytes.
     """
-    with store.lock(KIND, key):
-        found = runs.find(store, KIND, key, folder)
+    with store.artifacts.lock(KIND, key):
+        found = run_artifacts.find(store, KIND, key, folder.name)
         if found:
             return found
         partial, final = folder / f"{PART}.partial", folder / PART
-        checkpoint = f"checkpoints/step_{runs.checkpoints(store, folder)[-1]}"
-        here = store.fetch_run_part(folder.name, checkpoint)
+        run_folder = store.run_folder(folder.name)
+        checkpoint = f"checkpoints/step_{run_folder.checkpoint_steps()[-1]}"
+        here = run_folder.download(checkpoint)
         convert(here, partial, Options("hf"), replace=True)
-        if runs.lies_remote(store, checkpoint):
+        if run_folder.is_remote(checkpoint):
             shutil.rmtree(here.parent)  # copies
-        for file in store.path(tokenizer).iterdir():
+        for file in store.artifacts.path(tokenizer).iterdir():
             if file.name != MANIFEST:
                 shutil.copy2(file, partial)
         (partial / RECORD).unlink()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         size = sum(path.stat().st_size for path in final.iterdir())
-        return runs.publish(store, KIND, key, folder, PART, {"bytes": size})
+        return run_artifacts.publish(store, KIND, key, folder.name, PART, {"bytes": size})

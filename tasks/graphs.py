@@ -34,7 +34,8 @@ from profiles.schema import Profile
 from tasks import keys
 from tasks.launchers import Job, JobFailed, create, execute
 from tasks.reporting.format import duration
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +76,8 @@ def run(
         GraphsFailed: naming each program that failed and why.
         ProfileError: by the traced figures it does not fit a device.
     """
-    with store.lock(KIND, key):
-        found = store.find(KIND, key)
+    with store.artifacts.lock(KIND, key):
+        found = store.artifacts.find(KIND, key)
         if found:
             return found
         lacks = compilers.lacks(profile)
@@ -84,11 +85,11 @@ def run(
             here = profile.cluster.device == "cpu"  # elsewhere training meets another machine
             note = f"{lacks} on this machine: training {'runs eager' if here else 'compiles as it goes'}"
             log.warning("%s", note)
-            with store.publish(KIND, key, {**summarize([], 0.0), "note": note}):
+            with store.artifacts.publish(KIND, key, {**summarize([], 0.0), "note": note}):
                 pass
         else:
             _ahead(profile, store, folder, key, progress)
-    return store.expect(KIND, key)
+    return store.artifacts.expect(KIND, key)
 
 
 def _ahead(profile: Profile, store: Store, folder: Path, key: str, progress: Progress) -> None:
@@ -100,9 +101,9 @@ def _ahead(profile: Profile, store: Store, folder: Path, key: str, progress: Pro
     entries = _compile_all(profile, store, folder, traced["programs"], progress)
     summary = {**summarize(entries, time.monotonic() - begun), "traced": traced}
     _record(summary, folder)
-    with store.publish(KIND, key, summary) as staging, tarfile.open(staging / CACHE, "w") as tar:
+    with store.artifacts.publish(KIND, key, summary) as staging, tarfile.open(staging / CACHE, "w") as tar:
         for entry in entries:
-            part = store.path(store.expect(PROGRAM, entry["key"]))
+            part = store.artifacts.path(store.artifacts.expect(PROGRAM, entry["key"]))
             with tarfile.open(part / CACHE) as own:
                 for member in own:
                     tar.addfile(member, own.extractfile(member))
@@ -175,8 +176,8 @@ def _compile(
     """Compile a program unless the store has it; its entry."""
     key = keys.graph(profile, program["digest"])
     entry = {"name": program["name"], "key": key, "graphs": len(program["graphs"]), "error": None}
-    with store.lock(PROGRAM, key):
-        found = store.find(PROGRAM, key)
+    with store.artifacts.lock(PROGRAM, key):
+        found = store.artifacts.find(PROGRAM, key)
         if found:
             return {**entry, **found.summary, "status": "from cache"}
         watch()
@@ -187,7 +188,7 @@ def _compile(
         result.unlink(missing_ok=True)
         facts: dict[str, Any] = {}
         try:
-            with store.publish(PROGRAM, key, facts) as staging:
+            with store.artifacts.publish(PROGRAM, key, facts) as staging:
                 cache = staging / "cache"
                 arguments = (
                     *("--run-folder", str(folder), "--stage", str(program["stage"])),

@@ -26,8 +26,9 @@ from tasks.reporting.chart import Series, line_chart
 from tasks.reporting.format import duration, in_bytes, in_flops, in_words, number
 from tasks.reporting.history import History
 from tasks.reporting.outcome import Outcome
-from tasks.store.runs import INPUTS, inputs, read_events
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.runs import INPUTS, read_events, read_inputs
+from tasks.store.store import Store
 
 FACTS = "report.json"
 PART = "export"  # of the run's folder
@@ -255,9 +256,9 @@ def _vocabulary(folder: Path) -> Path | None:
     """The tokenizer of a run that lies in its store: the export's, or where nothing is exported what the run was made from."""
     places = [folder / PART]
     if (folder / INPUTS).exists():
-        artifacts = Store(str(folder.parents[1]))
+        artifacts = Store(str(folder.parents[1])).artifacts
         with contextlib.suppress(FileNotFoundError):
-            places.append(artifacts.path(Artifact("tokenizer", inputs(folder)["tokenizer"], "", {})))
+            places.append(artifacts.path(Artifact("tokenizer", read_inputs(folder)["tokenizer"], "", {})))
     files = (place / "tokenizer.json" for place in places)
     return next((file for file in files if file.exists()), None)
 

@@ -14,8 +14,9 @@ from tasks import keys
 from tasks.sources import corpus, readers
 from tasks.sources.long_text import LongText
 from tasks.sources.shard import Shard
-from tasks.store.digest_cache import Digests
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.digest_cache import DigestCache
+from tasks.store.store import Store
 from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest, hub_commit, is_folder
 from tasks.tokenization.tokenizer_files import EOS, byte_level, convert, load, special_id, write
 
@@ -56,13 +57,13 @@ def run(
     """
     report = progress or (lambda message, fraction: None)
     identity = key(profile, token, store)
-    with store.lock(KIND, identity):
-        found = store.find(KIND, identity)
+    with store.artifacts.lock(KIND, identity):
+        found = store.artifacts.find(KIND, identity)
         if found:
             return found
         source, revision = profile.tokenizer.source, None
         summary: dict[str, object] = {}
-        with store.publish(KIND, identity, summary) as folder, tempfile.TemporaryDirectory() as raw:
+        with store.artifacts.publish(KIND, identity, summary) as folder, tempfile.TemporaryDirectory() as raw:
             if source == "train":
                 report("reading the training text", 0.0)
                 shards = _texts(profile.data, store, token)
@@ -80,7 +81,7 @@ def run(
             size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
             summary.update(vocabulary_size=size, eos=eos, bos=bos, source=source, revision=revision)
         report(f"{size} tokens", 1.0)
-    return store.expect(KIND, identity)
+    return store.artifacts.expect(KIND, identity)
 
 
 def check_fits(profile: Profile, tokenizer: Artifact) -> None:
@@ -113,7 +114,7 @@ def train(data: Data, shards: list[Shard], size: int, folder: Path, token: str |
 
 def _texts(data: Data, store: Store | None, token: str | None) -> list[Shard]:
     """The shards that a tokenizer can be trained on."""
-    shards = corpus.shards(data, Digests(store.notes if store else None), token)
+    shards = corpus.shards(data, DigestCache(store.local_cache if store else None), token)
     found = [shard for shard in shards if shard.format not in TOKENIZED and shard.use != "validation"]
     if not found:
         raise ProfileError("tokenizer.source", "train", "no source has text to train it on")

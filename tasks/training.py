@@ -16,8 +16,9 @@ from profiles.schema import Profile
 from tasks import failures
 from tasks.launchers import Job, JobFailed, create, execute
 from tasks.launchers.log_follower import LogFollower
-from tasks.store import runs
-from tasks.store.store import Artifact, Store
+from tasks.store import run_artifacts, runs
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def run(
     job = replace(job, attempt_file=folder / runs.ATTEMPT)
     if weights is not None:
         job = job.with_arguments(
-            "--weights", str(weights if isinstance(weights, Path) else store.path(weights))
+            "--weights", str(weights if isinstance(weights, Path) else store.artifacts.path(weights))
         )
     words = Words(job.log_file)
 
@@ -54,24 +55,24 @@ def run(
         words.forward()
         watch()
 
-    with store.lock(KIND, key):
-        found = runs.find(store, KIND, key, folder)
+    with store.artifacts.lock(KIND, key):
+        found = run_artifacts.find(store, KIND, key, folder.name)
         if found:
             return found
-        steps = profile.train.steps
-        if steps not in runs.checkpoints(store, folder):  # else it ended while nobody watched
+        steps, run_folder = profile.train.steps, store.run_folder(folder.name)
+        if steps not in run_folder.checkpoint_steps():  # else it ended while nobody watched
             try:
-                with store.mirror(folder.name):
+                with run_folder.sync():
                     launcher = create(profile.cluster.launcher, profile.cluster)
                     execute(launcher, job, watch_all, grace=profile.cluster.grace)
             except JobFailed as failure:
                 log.warning("%s\n%s", failure, failure.detail)
                 raise failures.classified(profile, failure) from failure
-        if steps not in runs.checkpoints(store, folder):
+        if steps not in run_folder.checkpoint_steps():
             raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")
         last = next(row for row in reversed(runs.read_metrics(folder)) if "loss" in row)
         summary = {"steps": steps, "loss": last["loss"], "tokens": last["consumed_tokens"]}
-        return runs.publish(store, KIND, key, folder, f"checkpoints/step_{steps}", summary)
+        return run_artifacts.publish(store, KIND, key, folder.name, f"checkpoints/step_{steps}", summary)
 
 
 def cluster_job(
@@ -84,14 +85,14 @@ def cluster_job(
     graphs: Artifact | None,
 ) -> Job:
     """`modeling.training.<name>` on every device of the profile's cluster, as training and evaluation need it."""
-    arguments = ["--run-folder", str(folder), "--dataset", str(store.path(dataset, whole=False))]
+    tokens = store.artifacts.path(dataset, with_required=False)
+    arguments = ["--run-folder", str(folder), "--dataset", str(tokens)]
     arguments += ["--cache", str(store.work_dir / "cache")]
-    if store.artifacts:
-        arguments += ["--artifacts", store.artifacts]
-    if store.is_remote():
-        arguments += ["--checkpoints", str(store.checkpoints(folder.name))]
+    if store.is_remote:
+        arguments += ["--artifacts", store.artifacts.remote_uri]
+        arguments += ["--checkpoints", str(store.run_folder(folder.name).checkpoints_location)]
     if graphs is not None:
-        arguments += ["--graphs", str(store.path(graphs))]
+        arguments += ["--graphs", str(store.artifacts.path(graphs))]
     cluster = profile.cluster
     return Job(
         name=name,

@@ -89,7 +89,7 @@ def write(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 
 def _folder(store: Store, name: str) -> Path:
-    folder = Path(name) if "/" in name else store.run_directory(name)
+    folder = Path(name) if "/" in name else store.run_folder(name).path
     if (folder / "profile.yaml").is_file():
         return folder
     runs = folder.parent

@@ -12,10 +12,10 @@ from dataclasses import replace
 from profiles.schema import Data, Source
 from tasks.sources import files, hub, megatron, python_docs
 from tasks.sources.shard import Shard
-from tasks.store.digest_cache import Digests
+from tasks.store.digest_cache import DigestCache
 
 
-def shards(data: Data, digests: Digests | None = None, token: str | None = None) -> list[Shard]:
+def shards(data: Data, digests: DigestCache | None = None, token: str | None = None) -> list[Shard]:
     """All shards of a profile's sources, in a fixed order.
 
     Args:
@@ -26,7 +26,7 @@ def shards(data: Data, digests: Digests | None = None, token: str | None = None)
         ProfileError: a source that lists nothing, or a file of no known format.
         SourceError: a damaged file.
     """
-    digests = digests or Digests()
+    digests = digests or DigestCache()
     found = []
     for i, source in enumerate(data.sources):
         column = source.text or data.text
@@ -45,7 +45,7 @@ def held_out_by(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-Lister = Callable[[Source, str, str, Digests, str | None], list[Shard]]
+Lister = Callable[[Source, str, str, DigestCache, str | None], list[Shard]]
 KINDS: dict[str, Lister] = {
     "python-docs": lambda *_: [Shard("python-docs", "python-docs", python_docs.digest())],
     "files": lambda source, key, column, digests, _: files.shards(source, key, column, digests),

@@ -20,7 +20,8 @@ import numpy as np
 from tasks import keys
 from tasks.sources import readers
 from tasks.sources.long_text import LongText
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 
 if TYPE_CHECKING:
     from tasks.tokenization.dataset_plan import DatasetPlan
@@ -41,14 +42,14 @@ def fingerprint(
     """The hashes of shard k's documents, in their order: an artifact with hashes.npy; 0 where a record has no text."""
     shard = plan.shards[k]
     identity = keys.hashes(shard.digest)
-    with store.lock(HASHES, identity):
-        found = store.find(HASHES, identity)
+    with store.artifacts.lock(HASHES, identity):
+        found = store.artifacts.find(HASHES, identity)
         if found:
             return found
-        with store.publish(HASHES, identity) as folder:
+        with store.artifacts.publish(HASHES, identity) as folder:
             digests = b"".join(_hash(document) for document in readers.documents(shard, token))
             np.save(folder / "hashes.npy", np.frombuffer(digests, HASH))
-    return store.expect(HASHES, identity)
+    return store.artifacts.expect(HASHES, identity)
 
 
 def comparable(plan: DatasetPlan) -> list[int]:
@@ -65,19 +66,21 @@ def find(plan: DatasetPlan, store: Store, hashes: dict[int, Artifact]) -> Datase
     sources = sorted({plan.shards[i].source for i in hashes})
     groups = [[i for i in sorted(hashes) if plan.shards[i].source == source] for source in sources]
     identity = keys.duplicates([[hashes[i].key for i in group] for group in groups])
-    with store.lock(DUPLICATES, identity):
-        if not store.find(DUPLICATES, identity):
-            with store.publish(DUPLICATES, identity) as folder:
+    with store.artifacts.lock(DUPLICATES, identity):
+        if not store.artifacts.find(DUPLICATES, identity):
+            with store.artifacts.publish(DUPLICATES, identity) as folder:
                 drops: dict[int, np.ndarray] = {}
                 for group in groups:
-                    paths = [store.path(hashes[i]) / "hashes.npy" for i in group]
+                    paths = [store.artifacts.path(hashes[i]) / "hashes.npy" for i in group]
                     drops |= dict(zip(group, repeated(paths), strict=True))
                 each = [drops.get(i, np.empty(0, np.int64)) for i in range(len(plan.shards))]
                 np.save(folder / "numbers.npy", np.concatenate([np.empty(0, np.int64), *each]))
                 digests = [hashlib.sha256(own.tobytes()).hexdigest()[:32] if len(own) else "" for own in each]
                 about = {"counts": [len(own) for own in each], "digests": digests}
                 (folder / "shards.json").write_text(json.dumps(about))
-    about = json.loads((store.path(store.expect(DUPLICATES, identity)) / "shards.json").read_text())
+    about = json.loads(
+        (store.artifacts.path(store.artifacts.expect(DUPLICATES, identity)) / "shards.json").read_text()
+    )
     return replace(plan, drops=tuple(about["digests"]), duplicates=identity)
 
 
@@ -85,7 +88,7 @@ def dropped(plan: DatasetPlan, store: Store, k: int) -> set[int]:
     """Numbers of shard k's documents that have appeared before."""
     if not plan.drops or not plan.drops[k]:
         return set()
-    folder = store.path(store.expect(DUPLICATES, plan.duplicates))
+    folder = store.artifacts.path(store.artifacts.expect(DUPLICATES, plan.duplicates))
     counts = json.loads((folder / "shards.json").read_text())["counts"]
     start = sum(counts[:k])
     return set(np.load(folder / "numbers.npy", mmap_mode="r")[start : start + counts[k]].tolist())

@@ -24,7 +24,7 @@ from profiles.errors import ProfileError
 from profiles.schema import Source
 from tasks.sources import columnar
 from tasks.sources.shard import Shard, SourceError, filesystem, local_path
-from tasks.store.digest_cache import Digests
+from tasks.store.digest_cache import DigestCache
 
 SHARD_BYTES = 100_000_000
 READ = 1 << 22  # bytes
@@ -66,7 +66,7 @@ class File:
         return self.read()
 
 
-def shards(source: Source, key: str, column: str, digests: Digests) -> list[Shard]:
+def shards(source: Source, key: str, column: str, digests: DigestCache) -> list[Shard]:
     """All shards of a source of files, in a fixed order.
 
     Raises:
@@ -81,7 +81,7 @@ def shards(source: Source, key: str, column: str, digests: Digests) -> list[Shar
     return cut(described(paths, source.anonymous, digests), source, column, digests)
 
 
-def tokens(source: Source, key: str, column: str, digests: Digests) -> list[Shard]:
+def tokens(source: Source, key: str, column: str, digests: DigestCache) -> list[Shard]:
     """The shards of a folder that `datasets` wrote with save_to_disk, in its own order.
 
     Raises:
@@ -142,7 +142,9 @@ def ending(path: str) -> str | None:
     return next((kind for end, kind in ENDINGS.items() if name.endswith(end)), None)
 
 
-def described(paths: list[str], anonymous: bool, digests: Digests, token: str | None = None) -> list[File]:
+def described(
+    paths: list[str], anonymous: bool, digests: DigestCache, token: str | None = None
+) -> list[File]:
     """What is known of each file."""
 
     def describe(path: str) -> File:
@@ -164,7 +166,7 @@ def described(paths: list[str], anonymous: bool, digests: Digests, token: str | 
 
 
 def cut(
-    files: list[File], source: Source, column: str, digests: Digests, token: str | None = None
+    files: list[File], source: Source, column: str, digests: DigestCache, token: str | None = None
 ) -> list[Shard]:
     """The files as shards of about SHARD_BYTES."""
     base = Shard("", "", "", column=column, anonymous=source.anonymous)
@@ -188,7 +190,7 @@ def cut(
     return [*chain(*_each(parts, files))]
 
 
-def _by_lines(shard: Shard, file: File, digests: Digests) -> list[Shard]:
+def _by_lines(shard: Shard, file: File, digests: DigestCache) -> list[Shard]:
     """Parts of a file of lines: those that start in so many bytes each."""
     starts = list(range(0, max(1, file.size), SHARD_BYTES))
     if len(starts) == 1:
@@ -197,7 +199,7 @@ def _by_lines(shard: Shard, file: File, digests: Digests) -> list[Shard]:
     stops = [*starts[1:], file.size]
     local = local_path(file.path)
     if local is not None:
-        ranges = digests.note(local, f"lines {SHARD_BYTES}", lambda: list(_line_ranges(local)))
+        ranges = digests.get(local, f"lines {SHARD_BYTES}", lambda: list(_line_ranges(local)))
     else:
         ranges = [(a, b, f"{file.content}:{a}-{b}") for a, b in zip(starts, stops, strict=True)]
     return [
@@ -229,14 +231,14 @@ def _line_ranges(path: Path) -> Iterator[tuple[int, int, str]]:
             start = stop
 
 
-def _row_groups(shard: Shard, digests: Digests, token: str | None) -> list[int]:
+def _row_groups(shard: Shard, digests: DigestCache, token: str | None) -> list[int]:
     """Bytes of each row group's column, uncompressed."""
 
     def read() -> list[int]:
         return columnar.row_groups(replace(shard, fetch=False), token)
 
     local = local_path(shard.paths[0])
-    return read() if local is None else digests.note(local, f"groups of {shard.column}", read)
+    return read() if local is None else digests.get(local, f"groups of {shard.column}", read)
 
 
 def _by_groups(shard: Shard, file: File, sizes: list[int]) -> list[Shard]:

@@ -13,12 +13,12 @@ from profiles.errors import ProfileError
 from profiles.schema import Source
 from tasks.sources.files import ENDINGS, cut, described, ending
 from tasks.sources.shard import HUB, Shard
-from tasks.store.digest_cache import Digests
+from tasks.store.digest_cache import DigestCache
 
 CONVERTED = "refs/convert/parquet"  # where the hub keeps a data set's tables
 
 
-def shards(source: Source, key: str, column: str, digests: Digests, token: str | None) -> list[Shard]:
+def shards(source: Source, key: str, column: str, digests: DigestCache, token: str | None) -> list[Shard]:
     """All shards of a data set's split.
 
     Raises:

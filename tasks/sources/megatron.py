@@ -17,12 +17,12 @@ from profiles.errors import ProfileError
 from profiles.schema import Source
 from tasks.sources.files import described, listed
 from tasks.sources.shard import Shard, SourceError, filesystem, local_path, open_file
-from tasks.store.digest_cache import Digests
+from tasks.store.digest_cache import DigestCache
 
 CHUNK = 1 << 24  # bytes looked at together
 
 
-def shards(source: Source, key: str, digests: Digests) -> list[Shard]:
+def shards(source: Source, key: str, digests: DigestCache) -> list[Shard]:
     """A shard a pair, of the path's prefix or of each `.idx` that it matches.
 
     Raises:

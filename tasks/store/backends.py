@@ -1,13 +1,14 @@
-"""Where a store's bytes lie, behind one seam: a folder, or anything that fsspec reaches (`s3://`).
+"""Storage backends of a store: a local or shared folder, or any fsspec file system (`s3://`).
 
-Names are relative to the root, with slashes. Creating is exclusive everywhere (O_EXCL on a folder, a conditional write
-on S3), which is all that locks are built on.
+Names are relative to the store's root, separated by slashes. `create` is exclusive on every backend (O_EXCL on a folder, a
+conditional write on S3); locks need nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,33 +18,47 @@ from uuid import uuid4
 
 from profiles.errors import ProfileError
 
-AT_ONCE = 8  # files of a remote store that are on their way
+PARALLEL_DOWNLOADS = 8
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-class Storage(Protocol):
-    """Small files by name, and folders to be listed and removed."""
+def checked_name(name: str) -> str:
+    """The name, if it is valid as one component of a path in a store. Raises ValueError."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{name!r}: invalid name in a store; use letters, digits, '.', '_' and '-'")
+    return name
+
+
+class Backend(Protocol):
+    """Reads and writes small files by name; lists and removes folders."""
 
     def location(self, name: str) -> str:
-        """The path or URI that a name stands for."""
+        """Path or URI of a name."""
 
     def read(self, name: str) -> bytes | None:
-        """A file's contents; None where there is none."""
+        """Contents of a file; None if it does not exist."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file, over an older one; readers see the one or the other."""
+        """Write a file atomically, replacing an existing one."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file unless there is one; whether this call did. No two calls give the same data."""
+        """Write a file only if it does not exist.
+
+        Callers must pass unique data: a lost response is resolved by comparing contents.
+
+        Returns:
+            Whether this call created the file.
+        """
 
     def files(self, name: str) -> dict[str, int]:
-        """Every file below a folder, by its path from there, with its size in bytes."""
+        """Sizes in bytes of all files below a folder, by their paths relative to it."""
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it, if it is there."""
+        """Remove a file, or a folder recursively; no error if it does not exist."""
 
 
-class Folder:
-    """A folder on this machine, or one that machines share."""
+class FolderBackend:
+    """A folder on this machine or on a shared file system."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -79,37 +94,41 @@ class Folder:
 
     def files(self, name: str) -> dict[str, int]:
         root = self.path(name)
-        found = {}
+        sizes = {}
         for folder, _, names in os.walk(root):
             for file in names:
                 path = Path(folder, file)
-                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-                    found[path.relative_to(root).as_posix()] = path.stat().st_size
-        return found
+                with contextlib.suppress(FileNotFoundError):  # removed since os.walk listed it
+                    sizes[path.relative_to(root).as_posix()] = path.stat().st_size
+        return sizes
 
     def remove(self, name: str) -> None:
         path = self.path(name)
         if path.is_dir():
-            # Out of sight at once, so that nobody sees half of it; then away.
-            aside = self.root / "staging" / f"removed-{uuid4().hex}"
-            aside.parent.mkdir(parents=True, exist_ok=True)
+            # Renamed first, so that no reader sees a partially removed folder.
+            removed = self.root / "staging" / f"removed-{uuid4().hex}"
+            removed.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                path.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+                path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
 
-class Objects:
-    """A prefix of an object store."""
+class ObjectBackend:
+    """A prefix of an object store, accessed through fsspec.
+
+    Raises:
+        ProfileError: the URI's scheme is unknown or its package is not installed.
+    """
 
     def __init__(self, uri: str) -> None:
         from fsspec.core import url_to_fs
 
         try:
-            # Another process's writes are to be seen, so listings are not cached.
+            # Listings are not cached: other processes write to the same prefix.
             self._filesystem, self._root = url_to_fs(uri.rstrip("/"), use_listings_cache=False)
-        except (ValueError, ImportError) as error:  # a scheme that nobody knows, or whose package is not here
+        except (ValueError, ImportError) as error:
             raise ProfileError("store", uri, str(error)) from error
         self._uri = uri.rstrip("/")
 
@@ -117,70 +136,74 @@ class Objects:
         return f"{self._uri}/{name}"
 
     def read(self, name: str) -> bytes | None:
-        with self._asked(name), contextlib.suppress(FileNotFoundError):
+        with self._os_errors(name), contextlib.suppress(FileNotFoundError):
             return self._filesystem.cat_file(self._path(name))
         return None
 
     def write(self, name: str, data: bytes) -> None:
-        with self._asked(name):
+        with self._os_errors(name):
             self._filesystem.pipe_file(self._path(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
         try:
-            with self._asked(name):
+            with self._os_errors(name):
                 self._filesystem.pipe_file(self._path(name), data, mode="create")
-        except OSError:  # as which the refusal comes depends on the file system
-            found = self.read(name)
-            if found is None:
+        except OSError:  # "already exists" is a different exception in each file system
+            existing = self.read(name)
+            if existing is None:
                 raise
-            return found == data  # ours after all, where only the answer to the first try was lost
+            return existing == data  # equal if the first attempt succeeded and only its response was lost
         return True
 
     def files(self, name: str) -> dict[str, int]:
         root = self._path(name)
-        with self._asked(name):
+        with self._os_errors(name):
             found = self._filesystem.find(root, detail=True)
         return {path.removeprefix(root).lstrip("/"): info["size"] for path, info in found.items()}
 
     def remove(self, name: str) -> None:
-        with self._asked(name), contextlib.suppress(FileNotFoundError):
+        with self._os_errors(name), contextlib.suppress(FileNotFoundError):
             self._filesystem.rm(self._path(name), recursive=True)
 
-    def move(self, name: str, to: str) -> None:
-        """Give a folder another name."""
-        found = [f"{self._path(name)}/{file}" for file in self.files(name)]
-        targets = [self._path(to) + path.removeprefix(self._path(name)) for path in found]
-        with self._asked(name):
-            self._filesystem.copy(found, targets)
-            self._filesystem.rm(found)
+    def move(self, name: str, target: str) -> None:
+        """Rename a folder (copy and delete)."""
+        sources = [f"{self._path(name)}/{file}" for file in self.files(name)]
+        targets = [self._path(target) + path.removeprefix(self._path(name)) for path in sources]
+        with self._os_errors(name):
+            self._filesystem.copy(sources, targets)
+            self._filesystem.rm(sources)
 
-    def upload(self, folder: Path, names: list[str], to: str) -> None:
-        """Copy these files of a folder to below a name, several at a time, large ones in parts."""
-        targets = [f"{self._path(to)}/{name}" for name in names]
-        with self._asked(to):
+    def upload(self, folder: Path, names: list[str], target: str) -> None:
+        """Upload files of a folder to below a name, concurrently; large files in parts."""
+        targets = [f"{self._path(target)}/{name}" for name in names]
+        with self._os_errors(target):
             self._filesystem.put([str(folder / name) for name in names], targets)
 
     def download(
-        self, name: str, names: Sequence[str], to: Path, then: Callable[[str], None] = lambda file: None
+        self,
+        name: str,
+        names: Sequence[str],
+        folder: Path,
+        on_file: Callable[[str], None] = lambda file: None,
     ) -> None:
-        """Copy these files from below a name into a folder, several at a time, large ones in parts.
+        """Download files from below a name into a folder, concurrently.
 
         Args:
-            then: called with each that is here, while others are still coming.
+            on_file: called with the name of each downloaded file while the others are still in transit.
         """
 
         def fetch(file: str) -> None:
-            (to / file).parent.mkdir(parents=True, exist_ok=True)
-            with self._asked(f"{name}/{file}"):
-                self._filesystem.get_file(self._path(f"{name}/{file}"), str(to / file))
-            then(file)
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            with self._os_errors(f"{name}/{file}"):
+                self._filesystem.get_file(self._path(f"{name}/{file}"), str(folder / file))
+            on_file(file)
 
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:
             list(pool.map(fetch, names))
 
     @contextlib.contextmanager
-    def _asked(self, name: str) -> Iterator[None]:
-        """Its clients try again for a while; what they give up with are errors of their own kinds, here an OSError."""
+    def _os_errors(self, name: str) -> Iterator[None]:
+        """Convert the client's own exceptions, raised after its retries, into OSError."""
         try:
             yield
         except OSError:

@@ -1,7 +1,7 @@
-"""What is known about the contents of local files, remembered so that a corpus is not read again each time it is planned.
+"""Cache of facts about local files (sha256, offsets), so that planning a corpus does not read it again.
 
-A note holds for as long as the file's size and time of modification are as they were, as in git's index; a file that was
-changed just now has none, since a further change within the clock's grain could not be told.
+An entry is valid while the file's size, mtime and inode are unchanged, as in git's index. A file modified within the
+clock's resolution is not cached: a second change in the same tick would go unnoticed.
 """
 
 from __future__ import annotations
@@ -14,43 +14,40 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-GRAIN = 2.0  # seconds: the coarsest clock among file systems in use
+from tasks.keys import file_digest
+
+CLOCK_RESOLUTION = 2.0  # seconds: the coarsest among file systems in use
 
 
-class Digests:
-    """Notes in a folder; without one nothing is remembered."""
+class DigestCache:
+    """Entries in a folder, one JSON file each; without a folder nothing is cached."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
 
     def sha256(self, path: Path) -> str:
-        """Of a file's contents."""
+        """sha256 of a file's contents, in hexadecimal."""
+        return self.get(path, "sha256", lambda: file_digest(path))
 
-        def read() -> str:
-            with path.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-
-        return self.note(path, "sha256", read)
-
-    def note(self, path: Path, what: str, compute: Callable[[], Any]) -> Any:
-        """`compute()`, a JSON value that depends on this file's contents alone, or what it was when the file was the same."""
+    def get(self, path: Path, what: str, compute: Callable[[], Any]) -> Any:
+        """The cached value of `compute()`, a JSON value that depends only on the contents of the file."""
         if self._folder is None:
             return compute()
         name = hashlib.sha256(f"{what}\0{path.absolute()}".encode()).hexdigest()[:32]
-        note = self._folder / name[:2] / f"{name}.json"
-        now = _state(path)
+        entry = self._folder / name[:2] / f"{name}.json"
+        state = _state(path)
         try:
-            known = json.loads(note.read_text())
-            if known["state"] == now:
-                return known["value"]
+            cached = json.loads(entry.read_text())
+            if cached["state"] == state:
+                return cached["value"]
         except (OSError, ValueError, KeyError, TypeError):
             pass
         value = compute()
-        if _state(path) == now and time.time() - path.stat().st_mtime > GRAIN:
-            note.parent.mkdir(parents=True, exist_ok=True)
-            partial = note.with_name(f".{uuid4().hex}")
-            partial.write_text(json.dumps({"state": now, "value": value}))
-            partial.replace(note)
+        if _state(path) == state and time.time() - path.stat().st_mtime > CLOCK_RESOLUTION:
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            partial = entry.with_name(f".{uuid4().hex}")
+            partial.write_text(json.dumps({"state": state, "value": value}))
+            partial.replace(entry)
         return value
 
 

@@ -1,9 +1,9 @@
-"""What each run has been trained on: the ledger of shard keys that continual pretraining asks what is new.
+"""Data ledger: which shards each run was trained on, so that continual pretraining finds the data that is new.
 
     <store>/ledger/<identity>.json    {run, identity, parent, dataset, shards: [key, ...]}
 
-A run is known by its identity, which says what it was trained on; its parent is the run whose weights it started from. Every
-run is recorded, promoted or not. What is new to a run's successor is in no record of that run and its ancestors.
+A run is known by its identity; its parent is the run whose weights it started from. Every run is recorded, promoted or not.
+Data is new to a run's successor if it is in no entry of the run or its ancestors.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from tasks.dataset import SHARDS
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
+
+SHARDS = "shards.json"  # in a dataset artifact: keys of its shards, in order
 
 
 @dataclass(frozen=True)
-class Record:
+class Entry:
     """One run's entry.
 
     Attributes:
         run: its name.
-        identity: of its mathematics.
-        parent: identity of the run that it goes on from; None where it starts anew.
-        dataset: key of its corpus.
-        shards: keys of the corpus' shards.
+        identity: hash of what determines its mathematics.
+        parent: identity of the run whose weights it started from; None for a run from scratch.
+        dataset: key of its dataset.
+        shards: keys of the dataset's shards.
     """
 
     run: str
@@ -35,50 +37,50 @@ class Record:
     shards: tuple[str, ...]
 
 
-def record(store: Store, run: str, identity: str, corpus: Artifact, parent: str | None = None) -> Record:
-    """Enter a run that trained on this corpus; entering it again changes nothing."""
-    shards = json.loads((store.path(corpus, whole=False) / SHARDS).read_text())
-    entry = Record(run, identity, parent, corpus.key, tuple(shards))
-    store.storage.write(_name(identity), json.dumps(asdict(entry)).encode())
+def record(store: Store, run: str, identity: str, dataset: Artifact, parent: str | None = None) -> Entry:
+    """Record that a run is trained on a dataset; idempotent."""
+    shards = json.loads((store.artifacts.path(dataset, with_required=False) / SHARDS).read_text())
+    entry = Entry(run, identity, parent, dataset.key, tuple(shards))
+    store.backend.write(_name(identity), json.dumps(asdict(entry)).encode())
     return entry
 
 
-def find(store: Store, identity: str) -> Record | None:
-    """A run's entry.
+def find(store: Store, identity: str) -> Entry | None:
+    """A run's entry; None if there is none.
 
     Raises:
-        ValueError: the entry is damaged.
+        ValueError: the file is not a ledger entry.
     """
-    data = store.storage.read(_name(identity))
+    data = store.backend.read(_name(identity))
     if data is None:
         return None
     try:
         value = json.loads(data)
-        return Record(**{**value, "shards": tuple(value["shards"])})
+        return Entry(**{**value, "shards": tuple(value["shards"])})
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{store.storage.location(_name(identity))}: is no ledger entry: {error}") from error
+        raise ValueError(f"{store.backend.location(_name(identity))}: not a ledger entry: {error}") from error
 
 
-def lineage(store: Store, identity: str | None) -> Iterator[Record]:
-    """A run's entry, then its parent's, and so on to the first.
+def lineage(store: Store, identity: str | None) -> Iterator[Entry]:
+    """A run's entry, then its parent's, up to the first ancestor.
 
     Raises:
-        ValueError: one has no entry, so what it was trained on cannot be told; or they go in a circle.
+        ValueError: a run has no entry, so its data is unknown; or the parents form a cycle.
     """
-    seen: set[str] = set()
+    visited: set[str] = set()
     while identity is not None:
         entry = find(store, identity)
         if entry is None:
-            raise ValueError(f"the ledger of {store.uri} has no entry of run {identity}")
-        if identity in seen:
-            raise ValueError(f"the ledger of {store.uri} goes in a circle at run {identity}")
-        seen.add(identity)
+            raise ValueError(f"{store.uri}: the ledger has no entry of run {identity}")
+        if identity in visited:
+            raise ValueError(f"{store.uri}: the ledger's parents form a cycle at run {identity}")
+        visited.add(identity)
         yield entry
         identity = entry.parent
 
 
 def trained_on(store: Store, identity: str | None) -> frozenset[str]:
-    """Keys of all shards that a run and its ancestors were trained on; for `dataset.run`'s `without`."""
+    """Keys of all shards that a run and its ancestors were trained on."""
     return frozenset(key for entry in lineage(store, identity) for key in entry.shards)
 
 

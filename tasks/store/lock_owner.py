@@ -1,4 +1,4 @@
-"""Who holds a lock or a staging folder: a process, which others can often tell is gone."""
+"""Owner of a lock or a staging folder: a process that others can check for liveness."""
 
 from __future__ import annotations
 
@@ -9,43 +9,49 @@ from typing import Any
 
 import psutil
 
-SAME_START = 5.0  # seconds; the clock that start times are counted by may be set while a process runs
+START_TOLERANCE = 5.0  # seconds; start times shift when the clock is set
 
 
 @dataclass(frozen=True)
-class Owner:
-    """One process on one host; `started` (seconds since 1970) tells it from a later one of the same number."""
+class LockOwner:
+    """One process on one host.
+
+    Attributes:
+        host: its host name.
+        pid: its process id.
+        started: start time in seconds since 1970, which tells it from a later process with the same id.
+    """
 
     host: str
     pid: int
     started: float
 
     @classmethod
-    def current(cls) -> Owner:
+    def current(cls) -> LockOwner:
         return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time())
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Owner:
+    def from_json(cls, value: dict[str, Any]) -> LockOwner:
         return cls(str(value["host"]), int(value["pid"]), float(value["started"]))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
-    def local(self) -> bool:
-        """Whether it ran on this host, so that `gone` is known."""
+    def is_local(self) -> bool:
+        """Whether the process ran on this host, so that `is_gone` is reliable."""
         return self.host == socket.gethostname()
 
     @property
-    def gone(self) -> bool:
-        """Whether the process certainly runs no more. Of another host nothing is certain."""
-        if not self.local:
+    def is_gone(self) -> bool:
+        """Whether the process has certainly ended; always False for a process of another host."""
+        if not self.is_local:
             return False
         try:
             process = psutil.Process(self.pid)
             return (
                 process.status() == psutil.STATUS_ZOMBIE
-                or abs(process.create_time() - self.started) > SAME_START
+                or abs(process.create_time() - self.started) > START_TOLERANCE
             )
         except psutil.NoSuchProcess:
             return True

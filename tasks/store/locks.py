@@ -1,11 +1,11 @@
-"""Locks for work that must happen once, over any storage that can create a file exclusively.
+"""Locks between processes and machines, on any backend with exclusive create.
 
-A lock is a folder of numbered turns, one small file each: {owner, expires, released, nonce}. The highest number has the
-lock, until it is released, expires or its process is gone; who comes next creates the number after it, and only one can. The
-highest is never deleted, so that a late comer cannot create a number a second time. A holder moves its expiry on while it
-lives, from a thread. Costs a listing and a write to take, and leaves one file.
+A lock is a folder of numbered tickets, one small JSON file each: {owner, expires, released, nonce}. The highest number holds
+the lock until it is released, expires, or its process is gone; the next holder creates the following number, which only one
+process can. The highest ticket is never deleted, so that no number is created twice. A thread of the holder renews the
+expiry. Acquiring costs one listing and one write, and leaves one file.
 
-Hosts compare each other's expiry times: their clocks must agree within two thirds of the expiry.
+Expiry times are compared between hosts: their clocks must agree within two thirds of the expiry.
 """
 
 from __future__ import annotations
@@ -19,98 +19,105 @@ from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
-from tasks.store.backends import Storage
-from tasks.store.lock_owner import Owner
+from tasks.store.backends import Backend
+from tasks.store.lock_owner import LockOwner
 
 log = logging.getLogger(__name__)
 
-EXPIRY = 60.0  # seconds without a sign of life
-POLL = 0.2  # seconds between looks at a lock that another one has
+EXPIRY = 60.0  # seconds without a renewal
+POLL = 0.2  # seconds between attempts to acquire a lock that is held
 
 
 @contextlib.contextmanager
-def held(storage: Storage, name: str, expiry: float = EXPIRY) -> Iterator[None]:
-    """Wait for the lock of this name, and hold it for the block. It is not reentrant."""
-    turn = _take(storage, name, expiry)
-    ended = threading.Event()
-    heart = threading.Thread(target=_beat, args=(storage, name, turn, expiry, ended), daemon=True)
-    heart.start()
+def acquire(backend: Backend, name: str, expiry: float = EXPIRY) -> Iterator[None]:
+    """Wait for the lock of this name and hold it for the block; not reentrant.
+
+    Args:
+        expiry: seconds without a renewal after which another process takes the lock over. The lock of a process that ended on
+            this host is taken over at once.
+    """
+    ticket = _acquire_ticket(backend, name, expiry)
+    stopped = threading.Event()
+    renewal = threading.Thread(target=_renew, args=(backend, name, ticket, expiry, stopped), daemon=True)
+    renewal.start()
     try:
         yield
     finally:
-        ended.set()
-        heart.join()
-        storage.write(f"{name}/{turn}", _state(expiry, released=True))
+        stopped.set()
+        renewal.join()
+        backend.write(f"{name}/{ticket}", _state(expiry, released=True))
 
 
-def _take(storage: Storage, name: str, expiry: float) -> int:
-    """The number of the turn that is now ours."""
-    told = False
-    unreadable: dict[int, float] = {}  # since when a turn cannot be read, by our own clock
+def _acquire_ticket(backend: Backend, name: str, expiry: float) -> int:
+    """Number of the ticket with which this process holds the lock."""
+    logged = False
+    unreadable_since: dict[int, float] = {}  # ticket -> when this process first failed to read it
     while True:
-        last = max(_turns(storage, name), default=0)
-        holder = _holder(storage, name, last) if last else None
-        if holder is _UNREADABLE:  # being written, or its process was killed while it wrote
-            since = unreadable.setdefault(last, time.monotonic())
+        last = max(_tickets(backend, name), default=0)
+        holder = _holder(backend, name, last) if last else None
+        if holder is _UNREADABLE:  # being written, or its process was killed during the write
+            since = unreadable_since.setdefault(last, time.monotonic())
             holder = None if time.monotonic() - since > expiry else holder
         if holder is None:
-            if storage.create(f"{name}/{last + 1}", _state(expiry)) and _confirmed(storage, name, last + 1):
+            if backend.create(f"{name}/{last + 1}", _state(expiry)) and _confirm(backend, name, last + 1):
                 return last + 1
             continue
-        if not told:
-            told = True
-            log.info("waiting for %s, which is being made by %s", name.rpartition("/")[2], holder)
+        if not logged:
+            logged = True
+            log.info("waiting for %s, locked by %s", name.rpartition("/")[2], holder)
         time.sleep(POLL)
 
 
-def _confirmed(storage: Storage, name: str, turn: int) -> bool:
-    """Whether our turn is the highest; then the older ones are of no more use.
+def _confirm(backend: Backend, name: str, ticket: int) -> bool:
+    """Whether the new ticket is the highest; removes the lower ones if so, and itself if not.
 
-    It is not where ours had been there before, and was deleted by a later holder, between our look and our creating it.
+    It is not the highest if its number was used before and removed by a later holder between our listing and our create.
     """
-    turns = _turns(storage, name)
-    if max(turns, default=turn) > turn:
-        storage.remove(f"{name}/{turn}")
+    tickets = _tickets(backend, name)
+    if max(tickets, default=ticket) > ticket:
+        backend.remove(f"{name}/{ticket}")
         return False
-    for older in turns:
-        if older < turn:
-            storage.remove(f"{name}/{older}")
+    for lower in tickets:
+        if lower < ticket:
+            backend.remove(f"{name}/{lower}")
     return True
 
 
 _UNREADABLE = "another process"
 
 
-def _holder(storage: Storage, name: str, turn: int) -> Owner | str | None:
-    """Whose turn it is: an owner, None where it is over, or _UNREADABLE."""
+def _holder(backend: Backend, name: str, ticket: int) -> LockOwner | str | None:
+    """Owner of a ticket; None if it is released, expired or its process gone; _UNREADABLE if it cannot be parsed."""
     try:
-        state = json.loads(storage.read(f"{name}/{turn}") or b"")
-        owner, expires, released = Owner.from_json(state["owner"]), float(state["expires"]), state["released"]
+        state = json.loads(backend.read(f"{name}/{ticket}") or b"")
+        owner, expires, released = (
+            LockOwner.from_json(state["owner"]),
+            float(state["expires"]),
+            state["released"],
+        )
     except (ValueError, KeyError, TypeError):
         return _UNREADABLE
-    return None if released or expires < time.time() or owner.gone else owner
+    return None if released or expires < time.time() or owner.is_gone else owner
 
 
-def _beat(storage: Storage, name: str, turn: int, expiry: float, ended: threading.Event) -> None:
-    while not ended.wait(expiry / 3):
+def _renew(backend: Backend, name: str, ticket: int, expiry: float, stopped: threading.Event) -> None:
+    while not stopped.wait(expiry / 3):
         try:
-            if max(_turns(storage, name), default=turn) > turn:
-                log.warning(
-                    "the lock of %s was lost: this process gave no sign of life for %g s", name, expiry
-                )
+            if max(_tickets(backend, name), default=ticket) > ticket:
+                log.warning("%s: lock lost; this process did not renew it for %g s", name, expiry)
                 return
-            storage.write(f"{name}/{turn}", _state(expiry))
-        except OSError as error:  # the storage may answer again at the next beat
-            log.warning("the lock of %s could not be prolonged: %s", name, error)
+            backend.write(f"{name}/{ticket}", _state(expiry))
+        except OSError as error:
+            log.warning("%s: cannot renew the lock: %s; retrying", name, error)
 
 
-def _turns(storage: Storage, name: str) -> list[int]:
-    return [int(file) for file in storage.files(name) if file.isdigit()]
+def _tickets(backend: Backend, name: str) -> list[int]:
+    return [int(file) for file in backend.files(name) if file.isdigit()]
 
 
 def _state(expiry: float, released: bool = False) -> bytes:
     state: dict[str, Any] = {
-        "owner": Owner.current().to_json(),
+        "owner": LockOwner.current().to_json(),
         "expires": time.time() + expiry,
         "released": released,
         "nonce": uuid4().hex,

@@ -1,6 +1,6 @@
-"""An artifact's manifest: its files with their sizes and hashes, the artifacts it points to, and its summary.
+"""Manifest of an artifact: its files with sizes and sha256, the artifacts that it requires, and its summary.
 
-It is written last, so an artifact that has one was finished; and it is what the files are verified against.
+It is written last: an artifact with a manifest is complete. Files are verified against it.
 """
 
 from __future__ import annotations
@@ -19,42 +19,52 @@ from tasks import keys
 NAME = "manifest.json"
 
 
-class Damaged(Exception):
-    """An artifact that is not as it was published; the message says which file and how."""
+class Corrupted(Exception):
+    """A file of an artifact is missing or differs from its manifest; the message names the file."""
 
 
 @dataclass(frozen=True)
-class File:
-    """One file: its path in the artifact, its size in bytes, and the sha256 of its contents in hexadecimal."""
+class FileEntry:
+    """One file: path relative to the artifact, size in bytes, sha256 in hexadecimal."""
 
     name: str
     size: int
     sha256: str
 
     def verify(self, folder: Path) -> None:
-        """Hash the file in a folder again. Raises `Damaged` where it has changed."""
+        """Hash the file in a folder and compare. Raises Corrupted if it differs."""
         self.compare(keys.file_digest(folder / self.name))
 
-    def compare(self, digest: str) -> None:
-        """Raise `Damaged` where the file's contents now have another sha256."""
-        if digest != self.sha256:
-            raise Damaged(f"{self.name} is damaged: its contents have changed")
+    def compare(self, sha256: str) -> None:
+        """Raises Corrupted if the sha256 differs."""
+        if sha256 != self.sha256:
+            raise Corrupted(f"{self.name} is corrupted: its sha256 differs from the manifest")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is said of an artifact; `requires` are other artifacts' kinds and keys, `created` is in UTC, `seconds` it took."""
+    """Contents of manifest.json.
+
+    Attributes:
+        kind: the artifact's kind.
+        key: the artifact's key.
+        created: time in UTC, ISO 8601.
+        files: all files but the manifest.
+        requires: kind and key of each artifact that this one points to.
+        summary: small facts for later steps, JSON.
+        seconds: how long the artifact took to make; None if unknown.
+    """
 
     kind: str
     key: str
     created: str
-    files: tuple[File, ...]
+    files: tuple[FileEntry, ...]
     requires: tuple[tuple[str, str], ...]
     summary: dict[str, Any]
     seconds: float | None = None
 
     @classmethod
-    def of(
+    def of_folder(
         cls,
         folder: Path,
         kind: str,
@@ -63,29 +73,29 @@ class Manifest:
         requires: Iterable[Mapping[str, str]],
         seconds: float | None = None,
     ) -> Manifest:
-        """The manifest of the files in a folder, which it hashes.
+        """Manifest of the files in a folder, which are hashed.
 
         Raises:
-            ValueError: a link or another thing that is no plain file; a manifest of somebody else's.
+            ValueError: the folder contains a link, another special file, or a manifest.json.
         """
         paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
         for path in paths:
             if path.is_symlink() or not path.is_file():
                 raise ValueError(
-                    f"{kind} {key}: {path.relative_to(folder)} is no plain file; an artifact has no others"
+                    f"{kind} {key}: {path.relative_to(folder)} is not a regular file; an artifact has no others"
                 )
         if folder / NAME in paths:
-            raise ValueError(f"{kind} {key}: a file is called {NAME}, which is the artifact's own")
+            raise ValueError(f"{kind} {key}: {NAME} is a reserved file name; rename the file")
         names = [path.relative_to(folder).as_posix() for path in paths]
-        described = map(File, names, (path.stat().st_size for path in paths), _digests(paths))
-        needed = tuple((other["kind"], other["key"]) for other in requires)
+        files = map(FileEntry, names, (path.stat().st_size for path in paths), _sha256_each(paths))
+        required = tuple((artifact["kind"], artifact["key"]) for artifact in requires)
         created = datetime.now(UTC).isoformat()
-        return cls(kind, key, created, tuple(described), needed, dict(summary), seconds)
+        return cls(kind, key, created, tuple(files), required, dict(summary), seconds)
 
     @classmethod
-    def listed(cls, found: Mapping[str, int], kind: str, key: str) -> Manifest:
-        """The manifest of files that lie elsewhere, by their sizes alone."""
-        files = tuple(File(name, size, "") for name, size in sorted(found.items()))
+    def of_listing(cls, sizes: Mapping[str, int], kind: str, key: str) -> Manifest:
+        """Manifest of remote files, by name and size only."""
+        files = tuple(FileEntry(name, size, "") for name, size in sorted(sizes.items()))
         return cls(kind, key, datetime.now(UTC).isoformat(), files, (), {})
 
     def to_bytes(self) -> bytes:
@@ -97,52 +107,55 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, kind: str, key: str) -> Manifest:
-        """Read it back.
+        """Parse and verify manifest.json.
 
         Raises:
-            Damaged: it is not the manifest of this artifact, as it was written.
+            Corrupted: not the unchanged manifest of this artifact.
         """
         try:
             values = json.loads(data)
-            own = values.pop("digest")
-            if own != keys.digest(values) or (values["kind"], values["key"]) != (kind, key):
-                raise ValueError("it was changed")
-            values["files"] = tuple(File(**file) for file in values["files"])
+            digest = values.pop("digest")
+            if digest != keys.digest(values) or (values["kind"], values["key"]) != (kind, key):
+                raise ValueError("digest, kind or key differs")
+            values["files"] = tuple(FileEntry(**file) for file in values["files"])
             values["requires"] = tuple((other["kind"], other["key"]) for other in values["requires"])
             return cls(**values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Damaged(f"{NAME} is damaged") from error
+            raise Corrupted(f"{NAME} is corrupted") from error
 
-    def verify_sizes(self, found: Mapping[str, int]) -> None:
-        """Against the names and sizes in bytes of the files that are there. Raises Damaged."""
+    def verify_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Compare with the names and sizes in bytes of existing files. Raises Corrupted if one differs."""
         for file in self.files:
-            if file.name not in found:
-                raise Damaged(f"{file.name} is gone")
-            if found[file.name] != file.size:
-                raise Damaged(f"{file.name} has {found[file.name]} bytes of {file.size}")
+            if file.name not in sizes:
+                raise Corrupted(f"{file.name} is missing")
+            if sizes[file.name] != file.size:
+                raise Corrupted(f"{file.name} has {sizes[file.name]} bytes, expected {file.size}")
 
-    def verify_contents(self, folder: Path, limit: int) -> int:
-        """Hash files again, the smallest first, up to so many bytes in all; returns what is left of the limit.
+    def verify_contents(self, folder: Path, hash_limit: int) -> int:
+        """Hash files, smallest first, up to `hash_limit` bytes in total.
+
+        Returns:
+            What is left of the limit, in bytes.
 
         Raises:
-            Damaged: a file whose contents have changed.
+            Corrupted: the contents of a file differ.
         """
-        checked = []
+        hashed = []
         for file in sorted(self.files, key=lambda file: file.size):
-            if file.size > limit:
+            if file.size > hash_limit:
                 break
-            limit -= file.size
-            checked.append(file)
+            hash_limit -= file.size
+            hashed.append(file)
         try:
-            digests = _digests([folder / file.name for file in checked])
+            digests = _sha256_each([folder / file.name for file in hashed])
         except FileNotFoundError as error:
-            raise Damaged(f"{Path(error.filename).name} is gone") from error
-        for file, digest in zip(checked, digests, strict=True):
+            raise Corrupted(f"{Path(error.filename).name} is missing") from error
+        for file, digest in zip(hashed, digests, strict=True):
             file.compare(digest)
-        return limit
+        return hash_limit
 
 
-def _digests(paths: Sequence[Path]) -> list[str]:
-    """sha256 of each, several at a time: hashing leaves the interpreter's lock to others."""
+def _sha256_each(paths: Sequence[Path]) -> list[str]:
+    """sha256 of each file, in threads: hashing releases the GIL."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(keys.file_digest, paths))

@@ -1,4 +1,4 @@
-"""Folders that work is done in until it is finished: removed with the block, or by others once their process is gone."""
+"""Staging folders: work in progress, removed at the end of the block or, if the process was killed, by the next one."""
 
 from __future__ import annotations
 
@@ -11,44 +11,46 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from tasks.store.lock_owner import Owner
+from tasks.store.lock_owner import LockOwner
 
 log = logging.getLogger(__name__)
 
-ABANDONED = (
-    7 * 24 * 3600.0
-)  # seconds after which a folder whose owner cannot be asked is taken for left behind
+MAX_AGE = 7 * 24 * 3600.0  # seconds; an older folder of another host counts as abandoned
 
 
 @contextmanager
-def staging(root: Path, name: str) -> Iterator[Path]:
-    """A new empty folder below `root`, on its file system, for the block; what was moved out of there by then stays."""
-    sweep(root)
+def staging_folder(root: Path, name: str) -> Iterator[Path]:
+    """A new empty folder below `root`, removed after the block; files to keep are renamed out of it, to the same file system."""
+    remove_abandoned(root)
     outer = root / f"{name}-{uuid4().hex}"
     folder = outer / "files"
     folder.mkdir(parents=True)
     try:
-        (outer / "owner.json").write_text(json.dumps(Owner.current().to_json()))
+        (outer / "owner.json").write_text(json.dumps(LockOwner.current().to_json()))
         yield folder
     finally:
         shutil.rmtree(outer, ignore_errors=True)
 
 
-def sweep(root: Path) -> None:
-    """Remove what processes that are gone have left below `root`."""
+def remove_abandoned(root: Path) -> None:
+    """Remove the staging folders below `root` whose processes are gone."""
     for outer in root.iterdir() if root.is_dir() else ():
         try:
-            owner = Owner.from_json(json.loads((outer / "owner.json").read_text()))
-            left = owner.gone if owner.local else _age(outer) > ABANDONED
-        except (OSError, ValueError, KeyError):  # made or removed just now, or half made by a killed process
-            left = _age(outer) > ABANDONED
-        if left:
-            log.info("removing %s, which an interrupted process left behind", outer)
+            owner = LockOwner.from_json(json.loads((outer / "owner.json").read_text()))
+            abandoned = owner.is_gone if owner.is_local else _age(outer) > MAX_AGE
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+        ):  # being created or removed, or its process was killed meanwhile
+            abandoned = _age(outer) > MAX_AGE
+        if abandoned:
+            log.info("removing %s, left behind by an interrupted process", outer)
             shutil.rmtree(outer, ignore_errors=True)
 
 
 def _age(path: Path) -> float:
-    """Seconds since a folder was changed; 0 where it is gone."""
+    """Seconds since a folder was modified; 0 if it does not exist."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:

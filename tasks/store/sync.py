@@ -1,7 +1,7 @@
-"""Mirrors a run's folder to a remote store: what has changed, each minute and at the end.
+"""Uploads a run folder to a remote store: changed files, once a minute and at the end.
 
-Checkpoints are not its concern, since they are written to the store directly. A file that cannot be copied now is copied
-the next time; training never waits for it and never fails by it.
+Checkpoints are excluded: training writes them to the store directly. A file that fails to upload is retried with the next
+sync; training neither waits for it nor fails.
 """
 
 from __future__ import annotations
@@ -11,48 +11,57 @@ import threading
 from pathlib import Path
 from typing import Self
 
-from tasks.store.backends import Objects
+from tasks.store.backends import ObjectBackend
 
 log = logging.getLogger(__name__)
 
-SECONDS = 60.0
-# In the store already, an artifact's copy, and what only whoever promotes a model writes there (continual.py).
-LEFT_OUT = ("checkpoints", "graphs", "standing.json")
+INTERVAL = 60.0  # seconds
+# Already in the store; a copy of an artifact; written only by the promotion of a model (continual.py).
+EXCLUDED = ("checkpoints", "graphs", "standing.json")
 
 
-class Mirror:
-    """Copies a folder to below a name of a remote store; as a context manager beside the block, and once more at its end."""
+class RunSync:
+    """Context manager that uploads a folder in the background during the block, and once more at its end.
 
-    def __init__(self, folder: Path, remote: Objects | None, name: str, seconds: float = SECONDS) -> None:
-        self._folder, self._remote, self._name, self._seconds = folder, remote, name, seconds
-        self._copied: dict[str, tuple[int, int]] = {}  # size and time of each file when it was copied
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+    Args:
+        folder: the local folder.
+        remote: backend to upload to; None disables the sync.
+        name: folder in the backend.
+        interval: seconds between uploads.
+    """
 
-    def copy(self) -> None:
-        """Copy what has changed since the last time; nothing where the store is no remote one."""
+    def __init__(
+        self, folder: Path, remote: ObjectBackend | None, name: str, interval: float = INTERVAL
+    ) -> None:
+        self._folder, self._remote, self._name, self._interval = folder, remote, name, interval
+        self._uploaded: dict[str, tuple[int, int]] = {}  # size and mtime of each file when it was uploaded
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="run-sync", daemon=True)
+
+    def upload(self) -> None:
+        """Upload the files that changed since the last call."""
         if self._remote is None:
             return
         states = {}
         for path in self._folder.rglob("*"):
             name = path.relative_to(self._folder)
-            if path.is_file() and not name.parts[0].startswith(LEFT_OUT):
+            if path.is_file() and not name.parts[0].startswith(EXCLUDED):
                 stat = path.stat()
                 states[name.as_posix()] = (stat.st_size, stat.st_mtime_ns)
-        changed = [name for name, state in states.items() if self._copied.get(name) != state]
+        changed = [name for name, state in states.items() if self._uploaded.get(name) != state]
         if changed:
             self._remote.upload(self._folder, changed, self._name)
-        self._copied = states
+        self._uploaded = states
 
-    def _try(self) -> None:
+    def _try_upload(self) -> None:
         try:
-            self.copy()
+            self.upload()
         except Exception as error:
-            log.warning("%s is not mirrored to the store for now: %s", self._name, error)
+            log.warning("%s: cannot sync with the store: %s; retrying", self._name, error)
 
     def _run(self) -> None:
-        while not self._ended.wait(self._seconds):
-            self._try()
+        while not self._stopped.wait(self._interval):
+            self._try_upload()
 
     def __enter__(self) -> Self:
         if self._remote is not None:
@@ -60,7 +69,7 @@ class Mirror:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()
-            self._try()
+            self._try_upload()

@@ -10,7 +10,7 @@ from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks import keys
 from tasks.sources.shard import Shard
-from tasks.store.store import Artifact
+from tasks.store.artifacts import Artifact
 
 TOKENS = "tokens"  # the kind of a shard's artifact
 

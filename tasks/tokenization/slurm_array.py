@@ -21,8 +21,9 @@ from profiles.schema import Cluster
 from tasks import keys
 from tasks.launchers import Job, JobFailed, create, execute
 from tasks.sources.shard import SourceError
-from tasks.store.backends import Folder
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.backends import FolderBackend
+from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import DatasetPlan
 from tasks.tokenization.worker_pool import WorkerPool
 
@@ -49,9 +50,9 @@ class SlurmArray:
         """All of them are in the store once the last is done; `workers`, which are of this machine, stay idle."""
         contents = {"plan.json": plan.to_json(), "shards.json": list(numbers)}
         # A folder for each array, after what it does: flows that share a store would stop each other's, or do another's plan.
-        folder = self._store.notes / "array" / keys.digest({"order": order, **contents})
+        folder = self._store.local_cache / "array" / keys.digest({"order": order, **contents})
         for name, value in contents.items():
-            Folder(folder).write(name, json.dumps(value).encode())
+            FolderBackend(folder).write(name, json.dumps(value).encode())
         count = min(MOST, len(numbers))
         arguments = ("--plan", folder / "plan.json", "--shards", folder / "shards.json")
         arguments += ("--store", self._store.uri, "--work-dir", self._store.work_dir)

@@ -29,7 +29,8 @@ from tasks.sources import corpus, duplicates, long_text, megatron, readers
 from tasks.sources.columnar import Ids
 from tasks.sources.long_text import Cutter, LongText
 from tasks.sources.shard import Shard, SourceError
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 from tasks.tokenization import engines
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
 
@@ -74,12 +75,12 @@ def tokenize(
         SourceError, IndexedError: a damaged source. ProfileError: one without the text field.
     """
     identity, shard = plan.key(k), plan.shards[k]
-    with store.lock(TOKENS, identity):
-        found = store.find(TOKENS, identity)
+    with store.artifacts.lock(TOKENS, identity):
+        found = store.artifacts.find(TOKENS, identity)
         if found:
             return found
         summary: dict[str, Any] = {}
-        with store.publish(TOKENS, identity, summary) as folder:
+        with store.artifacts.publish(TOKENS, identity, summary) as folder:
             report = _seldom(report or (lambda tokens: None))
             if shard.format == "megatron":
                 size, held_out = plan.tokenizer.summary["vocabulary_size"], plan.validation_fraction
@@ -90,8 +91,8 @@ def tokenize(
                 writer = _Writer(plan, store, shard, threads, token)
                 summary.update(vars(writer.write(k, folder, report)))
                 summary["engine"] = writer.engine and writer.engine.name  # None where there was no text
-    made = store.expect(TOKENS, identity)
-    store.release(made)  # training has it staged when its turn comes
+    made = store.artifacts.expect(TOKENS, identity)
+    store.artifacts.evict(made)  # training has it staged when its turn comes
     return made
 
 
@@ -108,7 +109,7 @@ class _Writer:
     ) -> None:
         self.plan, self.shard, self.store = plan, shard, store
         self.threads, self.token = threads, token
-        self.tokenizer = engines.load(store.path(plan.tokenizer))
+        self.tokenizer = engines.load(store.artifacts.path(plan.tokenizer))
         facts = plan.tokenizer.summary
         self.vocabulary_size = facts["vocabulary_size"]
         self.begin = [facts["bos"]] if plan.prepend_bos else []

@@ -21,7 +21,8 @@ from typing import IO, Any, Self
 
 from profiles.errors import ProfileError
 from tasks.sources.shard import SourceError
-from tasks.store.store import Artifact, Store
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import DatasetPlan
 
 log = logging.getLogger(__name__)

@@ -175,7 +175,7 @@ def test_a_series_in_a_store_on_s3_goes_on_on_whatever_machine(prefect_server, t
     path, texts = write_profile(tmp_path)
     with s3.bucket(monkeypatch) as address:
         store = f"{address}/store"
-        bucket = Store(store, tmp_path / "looks").storage
+        bucket = Store(store, tmp_path / "looks").backend
 
         def night(machine: str, *overrides: str):
             work = f"cluster.work_dir={tmp_path / machine}"

@@ -15,7 +15,7 @@ from profiles.errors import ProfileError
 from tasks import tokenizer
 from tasks.sources.shard import SourceError
 from tasks.store.store import Store
-from tests.tasks.sources import files, lines, profile
+from tests.tasks.source_files import files, lines, profile
 from tests.tasks.test_tokenization import DOCUMENTS
 
 

@@ -104,7 +104,7 @@ class Lab:
         """A run of this name, on the cluster unless the overrides say otherwise."""
         own = resolve.load(str(self.path), [*STEPS, *SLURM, *overrides], name)
         resolve.check(own)
-        folder = self.store.run(name, "identity")
+        folder = self.store.run_folder(name).prepare("identity")
         (folder / "profile.yaml").write_text(resolve.dump(own))
         return Run(own, folder, self)
 

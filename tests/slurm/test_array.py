@@ -40,9 +40,9 @@ def test_an_array_makes_the_tokens_that_this_machine_would(cluster, corpus, tmp_
     assert made.summary == same.summary
     for one in (tmp_path / "here/artifacts/tokens").rglob("*.bin"):
         assert (tmp_path / "there" / one.relative_to(tmp_path / "here")).read_bytes() == one.read_bytes()
-    (log,) = (path.read_text() for path in (there.notes / "array").glob("*/tokenize.log"))
+    (log,) = (path.read_text() for path in (there.local_cache / "array").glob("*/tokenize.log"))
     assert log.count(": done") == 5
-    (script,) = (path.read_text() for path in (there.notes / "array").glob("*/tokenize.sbatch"))
+    (script,) = (path.read_text() for path in (there.local_cache / "array").glob("*/tokenize.sbatch"))
     assert "--array=0-4" in script
     assert "--partition=spot" in script
     assert "hf_planted" not in script + log
@@ -94,7 +94,7 @@ def test_an_array_reads_gated_data_with_the_token_and_writes_it_nowhere(
         if source == "block":
             Secret.delete(HUB_BLOCK)
     assert made.summary["shards"] == 2
-    (log,) = (path.read_text() for path in (store.notes / "array").glob("*/tokenize.log"))
+    (log,) = (path.read_text() for path in (store.local_cache / "array").glob("*/tokenize.log"))
     assert log.count(": done") == 2
     assert {token for _, path, token in hub.requests if path.endswith(".jsonl")} == {TOKEN}
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -122,5 +122,5 @@ def test_arrays_of_two_flows_of_one_store_go_side_by_side(cluster, corpus, tmp_p
     with ThreadPoolExecutor() as pool:
         both = list(pool.map(made, ("[01]", "[234]")))
     assert [one.summary["shards"] for one in both] == [2, 3]
-    logs = [path.read_text() for path in (store.notes / "array").glob("*/tokenize.log")]
+    logs = [path.read_text() for path in (store.local_cache / "array").glob("*/tokenize.log")]
     assert sorted(log.count(": done") for log in logs) == [2, 3]

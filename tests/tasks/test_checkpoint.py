@@ -48,8 +48,8 @@ def test_the_artifact_is_the_weights_split_as_the_profile_spreads_its_model(weig
     run = profile(weights, "parallel.tensor=4", "parallel.pipeline=2", "cluster.devices_per_node=8")
     key = checkpoint.key(run, store)
     made = checkpoint.run(run, store, key)
-    assert same(weights, store.path(made))
-    assert len(list(store.path(made).glob("*.distcp"))) == 8
+    assert same(weights, store.artifacts.path(made))
+    assert len(list(store.artifacts.path(made).glob("*.distcp"))) == 8
     assert checkpoint.run(run, store, key) == made
     # neither the place nor the topology is part of what it is
     other = weights.rename(weights.with_name("elsewhere"))
@@ -63,14 +63,14 @@ def test_weights_of_nxd_take_the_profiles_model(tmp_path, weights, store):
     shards = by_hand.shards(by_hand.model(), 2, [range(4)])
     folder = by_hand.save(shards, "model/dp_rank_00_tp_rank_{t:02}_pp_rank_{p:02}.pt", tmp_path / "nxd")
     run = profile(folder)
-    assert same(weights, store.path(checkpoint.run(run, store, checkpoint.key(run, store))))
+    assert same(weights, store.artifacts.path(checkpoint.run(run, store, checkpoint.key(run, store))))
 
 
 def test_weights_of_another_model_are_refused_and_leave_no_artifact(weights, store):
     run = profile(weights, "model.intermediate_size=64")
     with pytest.raises(ProfileError, match=r"init\.from = .*gate_proj\.weight is of shape \(48, 32\)"):
         checkpoint.run(run, store, checkpoint.key(run, store))
-    assert store.find(checkpoint.KIND, checkpoint.key(run, store)) is None
+    assert store.artifacts.find(checkpoint.KIND, checkpoint.key(run, store)) is None
 
 
 def test_what_weights_do_not_show_is_compared_with_their_configuration(weights, store, caplog):

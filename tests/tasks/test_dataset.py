@@ -57,8 +57,8 @@ def make(profile, store, **more):
 
 def documents_of(artifact, store, split):
     """Token lists of a corpus, document by document."""
-    corpus = json.loads((store.path(artifact) / "corpus.json").read_text())
-    artifacts = store.path(artifact).parent.parent
+    corpus = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())
+    artifacts = store.artifacts.path(artifact).parent.parent
     return [
         document.tolist() for shard in corpus[split] for document in IndexedDataset(artifacts / shard["path"])
     ]
@@ -69,7 +69,7 @@ def test_every_document_is_there_once_in_order_and_ended(store, tmp_path, ending
     wanted = profile(write(tmp_path / f"source/a.{ending}"))
     tokens = tokenizer.run(wanted, store)
     artifact = dataset.run(wanted, store, tokens)
-    encoder, eos = tokenizer_files.load(store.path(tokens)), tokens.summary["eos"]
+    encoder, eos = tokenizer_files.load(store.artifacts.path(tokens)), tokens.summary["eos"]
     for split, held_out in ("train", False), ("validation", True):
         texts = [text for text in DOCUMENTS if corpora.held_out(text, 0.1) is held_out]
         assert documents_of(artifact, store, split) == [[*encoder.encode(text).ids, eos] for text in texts]
@@ -85,7 +85,7 @@ def test_the_corpus_reads_what_was_written(store, tmp_path):
     write(tmp_path / "source/b.jsonl", DOCUMENTS[90:])
     artifact = make(profile(tmp_path / "source/*.jsonl"), store)
     for split in "train", "validation":
-        corpus = Corpus.open(store.path(artifact), split)
+        corpus = Corpus.open(store.artifacts.path(artifact), split)
         flat = np.concatenate(documents_of(artifact, store, split))
         assert np.array_equal(corpus.read(0, corpus.tokens), flat)
     assert artifact.summary["shards"] == 2
@@ -128,10 +128,10 @@ def test_a_damaged_shard_is_made_again_and_only_that(store, tmp_path):
     tokens = tokenizer.run(wanted, store)
     artifact = dataset.run(wanted, store, tokens)
     before = documents_of(artifact, store, "train")
-    shard = json.loads((store.path(artifact) / "corpus.json").read_text())["train"][0]["path"]
+    shard = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())["train"][0]["path"]
     path = tmp_path / f"store/artifacts/{shard}.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    assert store.find(dataset.KIND, artifact.key) is None
+    assert store.artifacts.find(dataset.KIND, artifact.key) is None
     messages = []
     again = dataset.run(wanted, store, tokens, lambda message, _: messages.append(message))
     assert again == artifact
@@ -208,7 +208,7 @@ def test_damaged_source_is_refused_by_file_and_place_and_leaves_nothing(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SourceError, match=message):
         dataset.run(profile(tmp_path / name), store, tokens)
-    assert not list((store.path(tokens).parent.parent / "tokens").glob("*/train.bin"))
+    assert not list((store.artifacts.path(tokens).parent.parent / "tokens").glob("*/train.bin"))
 
 
 def test_source_that_lists_nothing_is_refused(store, tmp_path):

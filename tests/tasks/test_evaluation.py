@@ -24,7 +24,7 @@ def lab(tmp_path_factory):
 
 
 def run_folder(profile, store, name):
-    folder = store.run(name, "identity")
+    folder = store.run_folder(name).prepare("identity")
     (folder / "profile.yaml").write_text(resolve.dump(profile))
     return folder
 
@@ -69,5 +69,7 @@ def test_whoever_comes_later_joins_the_evaluation_or_takes_what_it_left(lab, cap
     taken = evaluation.run(profile, store, folder, "key-two", tokens)
     assert log.read_text().count("validation loss") == 2
     assert taken.summary == joined.summary
-    assert json.loads((store.path(taken) / evaluation.FILE).read_text())["step"] == profile.train.steps
+    assert (
+        json.loads((store.artifacts.path(taken) / evaluation.FILE).read_text())["step"] == profile.train.steps
+    )
     assert not list((folder / "logs").glob("evaluation-*.json"))

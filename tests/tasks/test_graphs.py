@@ -36,16 +36,16 @@ class Place:
     def forget(self, run: Path, *programs: str) -> None:
         """Remove the run's artifact, and those of programs."""
         profile = load(str(run / "profile.yaml"))
-        found = self.store.find(graphs.KIND, keys.graphs(profile))
+        found = self.store.artifacts.find(graphs.KIND, keys.graphs(profile))
         for entry in found.summary["programs"]:
             if entry["name"] in programs:
-                self.store.remove(graphs.PROGRAM, entry["key"])
-        self.store.remove(graphs.KIND, keys.graphs(profile))
+                self.store.artifacts.remove(graphs.PROGRAM, entry["key"])
+        self.store.artifacts.remove(graphs.KIND, keys.graphs(profile))
 
     def train(self, run: Path, artifact=None, processes: int = 2) -> str:
         arguments = ["--run-folder", run, "--dataset", self.dataset]
         if artifact is not None:
-            arguments += ["--graphs", self.store.path(artifact)]
+            arguments += ["--graphs", self.store.artifacts.path(artifact)]
         return micro.finish(micro.start("train", *arguments, processes=processes))
 
 
@@ -141,7 +141,7 @@ def test_what_failed_is_recorded_and_a_retry_compiles_only_that(place, run, comp
     assert (summary["total"], summary["successful"], summary["failed"]) == (6, 5, 1)
     assert next(entry for entry in summary["programs"] if entry["name"] == LOSS)["error"]
     profile = load(str(tight / "profile.yaml"))
-    assert place.store.find(graphs.KIND, keys.graphs(profile)) is None
+    assert place.store.artifacts.find(graphs.KIND, keys.graphs(profile)) is None
 
     retried = place.compile(run)
     assert {name for name, how in status(retried.summary).items() if how == "compiled"} == {LOSS}

@@ -24,7 +24,7 @@ from tasks.tokenization import engines, tokenize_shard, tokenizer_files
 from tasks.tokenization.dataset_plan import DatasetPlan
 from tasks.tokenization.tokenizer_files import EOS, byte_level
 from tasks.tokenization.worker_pool import WorkerFailed, WorkerPool
-from tests.tasks.sources import files, lines, profile
+from tests.tasks.source_files import files, lines, profile
 
 CHANCE = random.Random(0)
 WORDS = [
@@ -53,8 +53,8 @@ def make(wanted, store, **more):
 
 
 def documents_of(artifact, store, split="train"):
-    corpus = json.loads((store.path(artifact) / "corpus.json").read_text())
-    artifacts = store.path(artifact).parent.parent
+    corpus = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())
+    artifacts = store.artifacts.path(artifact).parent.parent
     return [
         document.tolist() for shard in corpus[split] for document in IndexedDataset(artifacts / shard["path"])
     ]
@@ -303,7 +303,10 @@ def test_special_tokens_written_in_a_text_are_text(store, tmp_path):
     made = documents_of(dataset.run(wanted, store, words), store)
     eos = words.summary["eos"]
     assert all(document.count(eos) == 1 and document[-1] == eos for document in made)
-    assert tokenizer_files.load(store.path(words)).decode(made[0][:-1], skip_special_tokens=False) == texts[0]
+    assert (
+        tokenizer_files.load(store.artifacts.path(words)).decode(made[0][:-1], skip_special_tokens=False)
+        == texts[0]
+    )
 
 
 def test_bos_and_eos_stand_where_they_are_asked_for(store, tmp_path):
@@ -331,7 +334,7 @@ def test_duplicates_short_texts_and_missing_ones_are_left_out_and_counted(store,
     summary = artifact.summary
     assert (summary["documents"], summary["duplicates"], summary["short"]) == (120, 12, 1)
     assert summary["missing"] == 2
-    report = json.loads((store.path(artifact) / "report.json").read_text())
+    report = json.loads((store.artifacts.path(artifact) / "report.json").read_text())
     assert report[0]["duplicates"] == 12
     assert report[0]["bytes_per_token"] > 1
     whole = [*first, *DOCUMENTS[60:120]]
@@ -376,8 +379,8 @@ def test_shards_done_by_several_processes_are_those_done_by_one(store, tmp_path)
     made = dataset.run(wanted, store, words, lambda text, done: shown.append(done))
     plan = dataset.plan(wanted, store, words)
     other = Store(str(tmp_path / "other"))
-    with other.publish(words.kind, words.key, words.summary) as folder:
-        for path in store.path(words).iterdir():
+    with other.artifacts.publish(words.kind, words.key, words.summary) as folder:
+        for path in store.artifacts.path(words).iterdir():
             if path.name != "manifest.json":
                 (folder / path.name).write_bytes(path.read_bytes())
     alone = [tokenize_shard.tokenize(plan, other, k) for k in range(5)]
@@ -385,7 +388,7 @@ def test_shards_done_by_several_processes_are_those_done_by_one(store, tmp_path)
         for path in Path(one.location).glob("train.*"):
             assert (
                 path.read_bytes()
-                == (store.path(made).parent.parent / "tokens" / one.key / path.name).read_bytes()
+                == (store.artifacts.path(made).parent.parent / "tokens" / one.key / path.name).read_bytes()
             )
     assert shown == sorted(shown)
     assert shown[-1] == 1
@@ -405,7 +408,7 @@ def test_which_engine_was_used_and_why_is_said_once_whoever_tokenizes(store, tmp
     assert made.summary["shards"] == 5
     assert caplog.text.count("not tokenizing with gigatoken: ") == 1
     assert caplog.text.count("not tokenizing with tokenizers by words: ") == 1
-    (row,) = json.loads((store.path(made) / "report.json").read_text())
+    (row,) = json.loads((store.artifacts.path(made) / "report.json").read_text())
     assert row["engines"] == ["tokenizers"]
 
 
@@ -417,7 +420,7 @@ def test_a_plan_can_be_written_down_and_worked_from_elsewhere(store, tmp_path, c
     assert DatasetPlan.from_json(json.loads(path.read_text())) == plan
     assert tokenize_shard.main(["--plan", str(path), "--store", store.uri, "--shard", "3"]) == 0
     assert json.loads(capsys.readouterr().out)["key"] == plan.key(3)
-    assert store.find("tokens", plan.key(3))
+    assert store.artifacts.find("tokens", plan.key(3))
 
 
 def test_a_worker_that_dies_takes_only_its_shard_with_it(store, tmp_path):

@@ -96,8 +96,8 @@ def test_trained_tokenizer_loads_everywhere_and_loses_nothing(store, texts):
 
     artifact = tokenizer.run(profile("tokenizer.vocabulary_size=700", *texts), store)
     assert artifact.summary["vocabulary_size"] == 700
-    own = tokenizer_files.load(store.path(artifact))
-    theirs = AutoTokenizer.from_pretrained(store.path(artifact))
+    own = tokenizer_files.load(store.artifacts.path(artifact))
+    theirs = AutoTokenizer.from_pretrained(store.artifacts.path(artifact))
     assert artifact.summary["eos"] == own.token_to_id(EOS) == theirs.eos_token_id
     for text in TEXT:
         ids = encode(own, text)
@@ -107,9 +107,9 @@ def test_trained_tokenizer_loads_everywhere_and_loses_nothing(store, texts):
 
 def test_training_is_deterministic_and_sees_no_held_out_document(store, tmp_path, texts):
     overrides = ["tokenizer.vocabulary_size=700", *texts]
-    first = store.path(tokenizer.run(profile(*overrides), store)) / "tokenizer.json"
+    first = store.artifacts.path(tokenizer.run(profile(*overrides), store)) / "tokenizer.json"
     other = Store(str(tmp_path / "other"))
-    second = other.path(tokenizer.run(profile(*overrides), other)) / "tokenizer.json"
+    second = other.artifacts.path(tokenizer.run(profile(*overrides), other)) / "tokenizer.json"
     assert first.read_bytes() == second.read_bytes()
     nothing_left = profile(*overrides, "data.validation_fraction=0.999999")
     artifact = tokenizer.run(nothing_left, store)
@@ -151,8 +151,8 @@ def test_folder_in_every_form_gives_the_same_tokens(store, folder, gpt2_files, n
     source = folder({new: gpt2_files[old] for old, new in names.items()})
     artifact = tokenizer.run(from_source(source), store)
     original = Tokenizer.from_str(gpt2_files["tokenizer.json"].decode())
-    made = tokenizer_files.load(store.path(artifact))
-    theirs = AutoTokenizer.from_pretrained(store.path(artifact))
+    made = tokenizer_files.load(store.artifacts.path(artifact))
+    theirs = AutoTokenizer.from_pretrained(store.artifacts.path(artifact))
     for text in TEXT:
         assert (
             encode(made, text) == encode(original, text) == theirs(text, add_special_tokens=False).input_ids
@@ -184,11 +184,11 @@ def test_sentencepiece_model_gives_sentencepieces_tokens(store, tmp_path):
     (source / "tokenizer.model").write_bytes(model.getvalue())
     artifact = tokenizer.run(from_source(source), store)
     reference = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    made = tokenizer_files.load(store.path(artifact))
+    made = tokenizer_files.load(store.artifacts.path(artifact))
     for text in [*TEXT, " leading", "   ", *documents]:
         assert encode(made, text) == reference.encode(text)
         assert made.decode(reference.encode(text)) == text
-    theirs = AutoTokenizer.from_pretrained(store.path(artifact))
+    theirs = AutoTokenizer.from_pretrained(store.artifacts.path(artifact))
     assert theirs("A fox").input_ids == [reference.bos_id(), *reference.encode("A fox")]
     summary = artifact.summary
     assert (summary["vocabulary_size"], summary["bos"], summary["eos"]) == (1000, 1, 2)
@@ -199,7 +199,7 @@ def test_truncation_and_padding_of_a_source_cut_no_document(store, folder, gpt2_
     cutting.enable_truncation(4)
     cutting.enable_padding(length=4)
     source = folder({"tokenizer.json": cutting.to_str().encode()})
-    made = tokenizer_files.load(store.path(tokenizer.run(from_source(source), store)))
+    made = tokenizer_files.load(store.artifacts.path(tokenizer.run(from_source(source), store)))
     assert len(encode(made, TEXT[0] * 9)) > 4
     assert len(encode(made, "a")) == 1
 
@@ -222,7 +222,7 @@ def test_eos_is_the_one_that_the_source_names(store, folder, gpt2_files, name, c
     source = folder({"tokenizer.json": gpt2_files["tokenizer.json"], name: content.encode()})
     artifact = tokenizer.run(from_source(source), store)
     assert artifact.summary["eos"] == 300
-    assert "auto_map" not in (store.path(artifact) / "tokenizer_config.json").read_text()
+    assert "auto_map" not in (store.artifacts.path(artifact) / "tokenizer_config.json").read_text()
 
 
 def test_hub_repository_at_a_pinned_revision(store, hub, gpt2_files):
@@ -235,7 +235,7 @@ def test_hub_repository_at_a_pinned_revision(store, hub, gpt2_files):
     newest = hub.commit("org/name", {**files, "README.md": b"newer"})
     artifact = tokenizer.run(from_source("org/name", f"tokenizer.revision={pinned}"), store)
     assert artifact.summary["revision"] == pinned
-    assert (store.path(artifact) / "tokenizer.json").read_bytes() == files["tokenizer.json"]
+    assert (store.artifacts.path(artifact) / "tokenizer.json").read_bytes() == files["tokenizer.json"]
     read = {path.rpartition("/")[2] for _, path, _ in hub.requests if "/resolve/" in path}
     assert read == {"tokenizer.json"}
     latest = tokenizer.run(from_source("org/name"), store)  # no revision: the newest one, by its commit
@@ -260,7 +260,7 @@ def test_gated_repository_needs_the_token_which_is_never_shown(store, hub, gpt2_
         tokenizer.run(wanted, store)
     artifact = tokenizer.run(wanted, store, token=TOKEN)
     assert {token for _, _, token in hub.requests if token} == {TOKEN}
-    shown = [caplog.text, str(artifact), *(f.read_text() for f in store.path(artifact).iterdir())]
+    shown = [caplog.text, str(artifact), *(f.read_text() for f in store.artifacts.path(artifact).iterdir())]
     assert not any(TOKEN in text for text in shown)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     again = hub.commit("org/gated", {"tokenizer.json": gpt2_files["tokenizer.json"], "a": b""}, gated=True)

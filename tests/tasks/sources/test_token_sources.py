@@ -14,7 +14,7 @@ from profiles.errors import ProfileError
 from tasks import dataset, tokenizer
 from tasks.sources.shard import SourceError
 from tests import s3
-from tests.tasks.sources import DOCUMENTS, files, joined, profile, write_pair
+from tests.tasks.source_files import DOCUMENTS, files, joined, profile, write_pair
 
 
 def test_a_saved_data_set_of_tokens_is_used_as_it_is(tmp_path, store):
@@ -25,7 +25,7 @@ def test_a_saved_data_set_of_tokens_is_used_as_it_is(tmp_path, store):
     wanted = profile(files(tmp_path / "text.txt", use="validation"), source, validation_fraction=0)
     words = tokenizer.run(profile(files(tmp_path / "text.txt")), store)
     made = dataset.run(wanted, store, words)
-    corpus = Corpus.open(store.path(made), "train")
+    corpus = Corpus.open(store.artifacts.path(made), "train")
     assert corpus.read(0, corpus.tokens).tolist() == joined(rows)
     assert made.summary["documents"] == 60
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"x": [1]})}).save_to_disk(tmp_path / "dict")
@@ -60,7 +60,7 @@ def test_a_megatron_pair_is_read_where_it_lies(tmp_path, store, words):
     write_pair(tmp_path / "my_text_document", documents)
     made = dataset.run(pair_profile(tmp_path / "my_text_document"), store, words)
     for split, own in ("train", documents[:90]), ("validation", documents[90:]):
-        corpus = Corpus.open(store.path(made), split)
+        corpus = Corpus.open(store.artifacts.path(made), split)
         assert corpus.read(0, corpus.tokens).tolist() == joined(own)
         assert set(corpus.documents(0, 60).tolist()) == {0, 30}
     assert not list((tmp_path / "store/artifacts/tokens").glob("*/*.bin"))
@@ -71,14 +71,14 @@ def test_a_megatron_pair_that_was_moved_is_read_where_it_lies_now(tmp_path, stor
     write_pair(tmp_path / "old/pair", [list(range(i, i + 30)) for i in range(100)])
     before = dataset.run(pair_profile(tmp_path / "old/pair"), store, words)
     assert dataset.key(pair_profile(tmp_path / "old/pair"), store, words) == before.key
-    assert store.find(dataset.KIND, before.key)
+    assert store.artifacts.find(dataset.KIND, before.key)
     (tmp_path / "old").rename(tmp_path / "new")
     wanted = pair_profile(tmp_path / "new/pair")
     assert dataset.key(wanted, store, words) == before.key  # so that a run goes on
-    assert store.find(dataset.KIND, before.key) is None
+    assert store.artifacts.find(dataset.KIND, before.key) is None
     after = dataset.run(wanted, store, words)
     for split, first in ("train", 0), ("validation", 90):
-        assert Corpus.open(store.path(after), split).read(0, 2).tolist() == [first, first + 1]
+        assert Corpus.open(store.artifacts.path(after), split).read(0, 2).tolist() == [first, first + 1]
 
 
 def test_a_damaged_pair_is_refused_with_file_and_offset(tmp_path, store, words):

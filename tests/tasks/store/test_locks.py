@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from tasks.store import locks
-from tasks.store.backends import Folder, Objects
-from tasks.store.lock_owner import Owner
+from tasks.store.backends import FolderBackend, ObjectBackend
+from tasks.store.lock_owner import LockOwner
 from tests import s3
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tasks import locks
-from tasks.storage import Folder
-with locks.held(Folder(Path(sys.argv[1])), "locks/work", float(sys.argv[2])):
+from tasks.store import locks
+from tasks.store.backends import FolderBackend
+with locks.acquire(FolderBackend(Path(sys.argv[1])), "locks/work", float(sys.argv[2])):
     print("held", flush=True)
     time.sleep(float(sys.argv[3]))
 """
@@ -28,11 +28,11 @@ with locks.held(Folder(Path(sys.argv[1])), "locks/work", float(sys.argv[2])):
 COUNTER = """
 import sys
 from pathlib import Path
-from tasks import locks
-from tasks.storage import Folder
+from tasks.store import locks
+from tasks.store.backends import FolderBackend
 root = Path(sys.argv[1])
 for _ in range(10):
-    with locks.held(Folder(root), "locks/work"):
+    with locks.acquire(FolderBackend(root), "locks/work"):
         count = int((root / "count").read_text())
         (root / "count").write_text(str(count + 1))
 """
@@ -40,7 +40,7 @@ for _ in range(10):
 
 @pytest.fixture
 def storage(tmp_path):
-    return Folder(tmp_path)
+    return FolderBackend(tmp_path)
 
 
 def start(code: str, *arguments) -> subprocess.Popen:
@@ -57,7 +57,7 @@ def hold(storage, expiry: float, seconds: float) -> subprocess.Popen:
 def taken_after(storage, expiry=60.0) -> float:
     """Seconds until the lock is ours."""
     begun = time.monotonic()
-    with locks.held(storage, "locks/work", expiry):
+    with locks.acquire(storage, "locks/work", expiry):
         return time.monotonic() - begun
 
 
@@ -75,7 +75,7 @@ def test_threads_take_turns(storage):
 
     def work() -> None:
         for _ in range(5):
-            with locks.held(storage, "locks/work"):
+            with locks.acquire(storage, "locks/work"):
                 active.append(1)
                 most.append(len(active))
                 time.sleep(0.002)
@@ -90,13 +90,13 @@ def test_threads_take_turns(storage):
 
 
 def test_the_lock_is_free_after_an_exception(storage):
-    with pytest.raises(RuntimeError), locks.held(storage, "locks/work"):
+    with pytest.raises(RuntimeError), locks.acquire(storage, "locks/work"):
         raise RuntimeError
     assert taken_after(storage) < 20
 
 
 def test_locks_of_other_names_are_others(storage):
-    with locks.held(storage, "locks/other"):
+    with locks.acquire(storage, "locks/other"):
         assert taken_after(storage) < 20
 
 
@@ -131,7 +131,7 @@ def test_the_lock_of_a_silent_process_is_taken_over_when_it_expires(storage, cap
         assert 0.2 < taken_after(storage) < 30
     finally:
         holder.send_signal(signal.SIGCONT)
-    with locks.held(storage, "locks/work"):  # when it comes back it takes nothing away
+    with locks.acquire(storage, "locks/work"):  # when it comes back it takes nothing away
         assert holder.wait(20) == 0
         time.sleep(0.5)
         other = start(HOLDER, storage.root, 60, 0)
@@ -141,7 +141,7 @@ def test_the_lock_of_a_silent_process_is_taken_over_when_it_expires(storage, cap
 
 
 def test_of_another_host_only_the_expiry_counts(storage, monkeypatch):
-    monkeypatch.setattr(Owner, "current", classmethod(lambda cls: Owner("another-host", 1, 0.0)))
+    monkeypatch.setattr(LockOwner, "current", classmethod(lambda cls: LockOwner("another-host", 1, 0.0)))
     storage.create("locks/work/1", locks._state(1.0))
     monkeypatch.undo()
     assert 0.5 < taken_after(storage) < 10
@@ -156,7 +156,7 @@ def test_a_half_written_turn_blocks_for_no_longer_than_the_expiry(storage):
 
 def test_one_of_many_gets_each_turn_on_s3(monkeypatch):
     with s3.bucket(monkeypatch) as address:
-        storage = Objects(f"{address}/store")
+        storage = ObjectBackend(f"{address}/store")
         barrier = threading.Barrier(4)
         got = []
 
@@ -170,24 +170,24 @@ def test_one_of_many_gets_each_turn_on_s3(monkeypatch):
         for thread in threads:
             thread.join(60)
         assert sorted(got) == [False, False, False, True]
-        with locks.held(storage, "locks/other"):
+        with locks.acquire(storage, "locks/other"):
             assert storage.files("locks/other").keys() == {"1"}
         assert taken_after(storage, expiry=2.0) > 1  # turn 1 above, which nobody can read
 
 
 def test_an_owner_is_told_from_a_later_process_of_the_same_number():
-    current = Owner.current()
-    assert not current.gone
-    assert Owner(current.host, current.pid, current.started - 1000).gone
-    assert Owner.from_json(current.to_json()) == current
+    current = LockOwner.current()
+    assert not current.is_gone
+    assert LockOwner(current.host, current.pid, current.started - 1000).is_gone
+    assert LockOwner.from_json(current.to_json()) == current
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    assert Owner(current.host, process.pid, time.time()).gone
-    assert not Owner("another-host", process.pid, 0.0).gone
+    assert LockOwner(current.host, process.pid, time.time()).is_gone
+    assert not LockOwner("another-host", process.pid, 0.0).is_gone
 
 
 def test_creating_is_exclusive_and_reading_what_is_not_there_gives_none(tmp_path):
-    storage = Folder(tmp_path / "new")
+    storage = FolderBackend(tmp_path / "new")
     assert storage.read("a/b") is None
     assert storage.create("a/b", b"1")
     assert not storage.create("a/b", b"2")

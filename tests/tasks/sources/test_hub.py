@@ -8,7 +8,7 @@ import pytest
 from profiles.errors import ProfileError
 from tasks.sources import corpus
 from tests.hub import TOKEN, Hub
-from tests.tasks.sources import DOCUMENTS, joined, lines, profile, table, texts
+from tests.tasks.source_files import DOCUMENTS, joined, lines, profile, table, texts
 
 README = b"""---
 configs:

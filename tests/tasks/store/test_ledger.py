@@ -6,7 +6,7 @@ from profiles.errors import ProfileError
 from profiles.resolve import check
 from tasks import dataset, tokenizer
 from tasks.store import ledger
-from tests.tasks.sources import files, lines, profile
+from tests.tasks.source_files import files, lines, profile
 from tests.tasks.test_tokenization import DOCUMENTS
 
 
@@ -41,8 +41,8 @@ def test_a_parent_that_the_ledger_does_not_know_is_an_error(store):
     with pytest.raises(ValueError, match="no entry of run 4444"):
         ledger.trained_on(store, "4444")
     assert ledger.trained_on(store, None) == frozenset()
-    store.storage.write("ledger/5555.json", b"{}")
-    with pytest.raises(ValueError, match=r"5555\.json: is no ledger entry"):
+    store.backend.write("ledger/5555.json", b"{}")
+    with pytest.raises(ValueError, match=r"5555\.json: not a ledger entry"):
         ledger.trained_on(store, "5555")
 
 

@@ -15,7 +15,7 @@ import s3fs
 
 from tasks.store.store import Store
 from tests import s3
-from tests.tasks.test_artifacts import FILES, publish
+from tests.tasks.store.test_artifacts import FILES, publish
 from tests.unreliable import Proxy
 
 SECRET = "a-secret-access-key-that-only-the-tests-know"
@@ -34,7 +34,7 @@ def network(monkeypatch):
 
 def contents(store: Store, artifact) -> dict[str, bytes]:
     """Every file of an artifact but its manifest, as it is on this machine."""
-    folder = store.path(artifact)
+    folder = store.artifacts.path(artifact)
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
@@ -46,9 +46,9 @@ def test_a_burst_of_failures_is_waited_out(network, tmp_path, fault, caplog):
     here, there = Store(address, tmp_path / "here"), Store(address, tmp_path / "there")
     tried = itertools.count()
     proxy.fault = lambda method, path: fault if next(tried) % 3 == 0 else None
-    with here.lock("tokens", "k1"):
+    with here.artifacts.lock("tokens", "k1"):
         made = publish(here, files={**FILES, **LARGE})
-    assert there.find("tokens", "k1") == made
+    assert there.artifacts.find("tokens", "k1") == made
     assert contents(there, made) == {**FILES, **LARGE}
     assert proxy.faults > 5
     assert SECRET not in caplog.text
@@ -75,12 +75,12 @@ def test_an_upload_that_fails_leaves_nothing_that_counts_and_is_made_up_for(
     with pytest.raises(OSError, match="artifacts/tokens/k1: Connection was closed"):
         publish(here, files={**FILES, **LARGE})
     proxy.fault = lambda method, path: None
-    assert there.find("tokens", "k1") is None
-    assert here.find("tokens", "k1")  # what was made is not made again
-    assert "tokens k1 is whole on this machine, and is copied to the store again" in caplog.text
-    assert contents(there, there.find("tokens", "k1")) == {**FILES, **LARGE}
-    here.remove("tokens", "k1")
-    assert here.find("tokens", "k1") is None
+    assert there.artifacts.find("tokens", "k1") is None
+    assert here.artifacts.find("tokens", "k1")  # what was made is not made again
+    assert "tokens k1 is missing in the store; uploading the local copy" in caplog.text
+    assert contents(there, there.artifacts.find("tokens", "k1")) == {**FILES, **LARGE}
+    here.artifacts.remove("tokens", "k1")
+    assert here.artifacts.find("tokens", "k1") is None
 
 
 def test_a_process_killed_while_it_uploads_leaves_nothing_that_counts(network, tmp_path):
@@ -95,8 +95,8 @@ def test_a_process_killed_while_it_uploads_leaves_nothing_that_counts(network, t
     proxy.fault = slow
     code = """
         import os, sys
-        from tasks.artifacts import Store
-        with Store(sys.argv[1], sys.argv[2]).publish("tokens", "k1") as folder:
+        from tasks.store.store import Store
+        with Store(sys.argv[1], sys.argv[2]).artifacts.publish("tokens", "k1") as folder:
             for part in range(4):
                 (folder / f"{part}-large.bin").write_bytes(os.urandom(12 << 20))
     """
@@ -108,7 +108,7 @@ def test_a_process_killed_while_it_uploads_leaves_nothing_that_counts(network, t
         writer.wait()
     proxy.fault = lambda method, path: None
     there = Store(address, tmp_path / "there")
-    assert there.find("tokens", "k1") is None
+    assert there.artifacts.find("tokens", "k1") is None
     assert contents(there, publish(there)) == FILES
 
 
@@ -125,7 +125,7 @@ def test_two_writers_of_one_artifact_leave_one_that_is_whole(network, tmp_path):
     for thread in threads:
         thread.join()
     there = Store(address, tmp_path / "there")
-    assert contents(there, there.find("tokens", "k1")) in files
+    assert contents(there, there.artifacts.find("tokens", "k1")) in files
 
 
 def test_a_thousand_shards_are_found(tmp_path, monkeypatch):
@@ -134,10 +134,10 @@ def test_a_thousand_shards_are_found(tmp_path, monkeypatch):
         shards = [f"k{number}" for number in range(1001)]
         aside = Store(str(tmp_path / "aside"))
         for key in shards:
-            with aside.publish("tokens", key) as folder:
+            with aside.artifacts.publish("tokens", key) as folder:
                 (folder / "train.idx").write_bytes(key.encode())
         publish(aside, "dataset", "d1", FILES, requires=[{"kind": "tokens", "key": key} for key in shards])
         s3.fill(tmp_path / "aside/artifacts", "artifacts")
         there = Store(address, tmp_path / "there")
-        assert len(there.storage.files("artifacts/tokens")) == 2002
-        assert there.find("dataset", "d1").summary == {"tokens": 3}
+        assert len(there.backend.files("artifacts/tokens")) == 2002
+        assert there.artifacts.find("dataset", "d1").summary == {"tokens": 3}

@@ -16,7 +16,7 @@ from tasks.sources import corpus, long_text, readers
 from tasks.sources import files as source_files
 from tasks.sources.shard import Shard, SourceError
 from tests import s3
-from tests.tasks.sources import (
+from tests.tasks.source_files import (
     DOCUMENTS,
     arrow,
     files,
@@ -183,18 +183,18 @@ def test_a_folder_is_all_its_data_however_deep(tmp_path, monkeypatch):
 def test_digests_are_remembered_until_a_file_changes(tmp_path, store, monkeypatch):
     import os
 
-    from tasks.store.digest_cache import Digests
+    from tasks.store.digest_cache import DigestCache
 
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(DOCUMENTS))
     os.utime(path, (1e9, 1e9))
     wanted = profile(files(path)).data
-    before = [shard.digest for shard in corpus.shards(wanted, Digests(store.notes))]
+    before = [shard.digest for shard in corpus.shards(wanted, DigestCache(store.local_cache))]
     with monkeypatch.context() as patch:
         patch.setattr("hashlib.file_digest", None)  # reading would fail
-        assert [shard.digest for shard in corpus.shards(wanted, Digests(store.notes))] == before
+        assert [shard.digest for shard in corpus.shards(wanted, DigestCache(store.local_cache))] == before
     path.write_bytes(lines(DOCUMENTS[1:]))
-    assert [shard.digest for shard in corpus.shards(wanted, Digests(store.notes))] != before
+    assert [shard.digest for shard in corpus.shards(wanted, DigestCache(store.local_cache))] != before
 
 
 def stream(rows=40):

@@ -1,0 +1,286 @@
+"""Immutable artifacts by kind and key: `<store>/artifacts/<kind>/<key>/`, with a manifest.json that is written last.
+
+An artifact is written in a staging folder and renamed into place, so readers never see a partial one; what a killed process
+left is removed by the next publisher. Every `find` verifies names and sizes of all files, and contents up to HASH_LIMIT. In
+a store on S3, artifacts are published to a local folder of the same layout, then uploaded, manifest last; `path` downloads.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tasks.store import locks
+from tasks.store.backends import FolderBackend, ObjectBackend
+from tasks.store.manifest import NAME as MANIFEST
+from tasks.store.manifest import Manifest
+from tasks.store.replica import HashBudget, Replica, artifact_path
+from tasks.store.staging import staging_folder
+
+log = logging.getLogger(__name__)
+
+HASH_LIMIT = 4 << 30  # bytes hashed by one `find`, about 2 s; the rest is verified by size
+PARALLEL_REQUESTS = 16  # to a remote store
+LIST_WHOLE_KIND = 100  # artifacts of one kind from which one listing of the kind beats one per artifact
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """Reference to an artifact, passed between steps.
+
+    Attributes:
+        kind: which step made it.
+        key: hash of everything that determines its contents.
+        location: path or URI of its folder.
+        summary: small facts about it, JSON.
+        seconds: how long it took to make; None if unknown.
+    """
+
+    kind: str
+    key: str
+    location: str
+    summary: dict[str, Any]
+    seconds: float | None = field(default=None, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Artifact:
+        return cls(**value)
+
+
+class ArtifactStore:
+    """Finds, publishes, locks and downloads artifacts.
+
+    Args:
+        local: folder of the store, or of this machine's copy if the store is remote.
+        remote: the remote store, if any; it decides whether an artifact exists.
+    """
+
+    def __init__(self, local: FolderBackend, remote: ObjectBackend | None) -> None:
+        self._folder, self._objects = local, remote
+        self._local = Replica(local)
+        self._remote = Replica(remote) if remote else None
+        self._primary = self._remote or self._local
+        self._lock_times: dict[tuple[str, str], float] = {}  # when the lock of a (kind, key) was acquired
+
+    @property
+    def remote_uri(self) -> str:
+        """URI of the artifacts' folder in a remote store; empty if the store is local."""
+        return self._objects.location("artifacts") if self._objects else ""
+
+    def find(self, kind: str, key: str, hash_limit: int = HASH_LIMIT) -> Artifact | None:
+        """The artifact, if it and everything it requires is complete.
+
+        A corrupted artifact is removed, with a warning that names the file.
+
+        Args:
+            hash_limit: bytes whose contents are verified; the rest is verified by size.
+        """
+        return self._find(kind, key, hash_limit)
+
+    def find_many(
+        self, kind: str, keys: Sequence[str], hash_limit: int = HASH_LIMIT
+    ) -> list[Artifact | None]:
+        """`find` for many artifacts of a kind, with a `hash_limit` for each."""
+        sizes = self._list_large_kinds([(kind, key) for key in keys])
+        return self._map(lambda key: self._find(kind, key, hash_limit, sizes.get((kind, key))), keys)
+
+    def expect(self, kind: str, key: str) -> Artifact:
+        """An artifact that was just published; verified by size only.
+
+        Raises:
+            RuntimeError: it does not exist.
+        """
+        artifact = self._find(kind, key, 0)
+        if artifact is None:
+            location = self._primary.backend.location(artifact_path(kind, key))
+            raise RuntimeError(f"{kind} {key} was published but is no longer in the store: {location}")
+        return artifact
+
+    def path(self, artifact: Artifact, *, with_required: bool = True) -> Path:
+        """The artifact's folder on this machine, downloaded if the store is remote.
+
+        Args:
+            with_required: also download the artifacts that it requires.
+
+        Raises:
+            FileNotFoundError: it is not in the store.
+            Corrupted: a downloaded file differs from the manifest.
+        """
+        folder = self._folder.path(artifact_path(artifact.kind, artifact.key))
+        if self._remote:
+            self._download(self._remote, artifact.kind, artifact.key, with_required)
+        elif not folder.is_dir():
+            raise FileNotFoundError(f"{artifact.kind} {artifact.key} is not in the store: {folder}")
+        return folder
+
+    @contextmanager
+    def publish(
+        self,
+        kind: str,
+        key: str,
+        summary: Mapping[str, Any] | None = None,
+        requires: Sequence[Mapping[str, str]] = (),
+    ) -> Iterator[Path]:
+        """A new folder for an artifact's files, published at the end of the block.
+
+        If the block raises, nothing is published. If another process publishes the same artifact first, these files are
+        discarded.
+
+        Args:
+            summary: read at the end of the block, so the block may fill it in.
+            requires: {kind, key} of each artifact that this one points to.
+
+        Raises:
+            ValueError: an invalid kind or key, or something other than regular files in the folder.
+        """
+        artifact_path(kind, key)  # rejects an invalid name before the block does its work
+        started = self._lock_times.get((kind, key), time.monotonic())
+        with self._staging(kind, key) as folder:
+            yield folder
+            seconds = round(time.monotonic() - started, 3)
+            manifest = Manifest.of_folder(folder, kind, key, summary or {}, requires, seconds)
+            (folder / MANIFEST).write_bytes(manifest.to_bytes())
+            self._move_into_place(folder, kind, key)
+        self._upload(kind, key)
+
+    @contextmanager
+    def lock(self, kind: str, key: str, expiry: float = locks.EXPIRY) -> Iterator[None]:
+        """Hold the lock of an artifact for the block; not reentrant.
+
+        Call `find` once it is acquired: another process may have published the artifact meanwhile. The seconds recorded in
+        the manifest of an artifact published within the block count from here.
+
+        Args:
+            expiry: as in `locks.acquire`.
+        """
+        with locks.acquire(self._primary.backend, f"locks/{kind}-{key}", expiry):
+            self._lock_times[kind, key] = time.monotonic()
+            try:
+                yield
+            finally:
+                del self._lock_times[kind, key]
+
+    def remove(self, kind: str, key: str) -> None:
+        """Remove an artifact, local copy included; no error if it does not exist."""
+        for replica in {self._primary, self._local}:
+            replica.remove(kind, key)
+
+    def evict(self, artifact: Artifact) -> None:
+        """Remove this machine's copy of an artifact that the remote store has; no effect if the store is local."""
+        if self._remote:
+            self._local.remove(artifact.kind, artifact.key)
+
+    def _staging(self, kind: str, key: str) -> AbstractContextManager[Path]:
+        return staging_folder(self._folder.path("staging"), f"{kind}-{key[:12]}")
+
+    def _find(
+        self, kind: str, key: str, hash_limit: int, sizes: Mapping[str, int] | None = None
+    ) -> Artifact | None:
+        manifest = self._verify_with_required(kind, key, HashBudget(hash_limit), sizes)
+        if manifest is None:
+            return None
+        location = self._primary.backend.location(artifact_path(kind, key))
+        return Artifact(kind, key, location, manifest.summary, manifest.seconds)
+
+    def _verify_with_required(
+        self, kind: str, key: str, budget: HashBudget, sizes: Mapping[str, int] | None = None
+    ) -> Manifest | None:
+        """Manifest of an artifact that is complete, with everything that it requires."""
+        manifest = self._primary.verify(kind, key, budget, sizes) or self._restore_upload(kind, key)
+        required = manifest.requires if manifest else ()
+        listed = self._list_large_kinds(required)
+        manifests = self._map(
+            lambda other: self._verify_with_required(*other, budget, listed.get(other)), required
+        )
+        for other, found in zip(required, manifests, strict=True):
+            if found is None:
+                log.warning("%s %s requires %s %s, which is missing", kind, key, *other)
+                return None
+        return manifest
+
+    def _list_large_kinds(
+        self, artifacts: Sequence[tuple[str, str]]
+    ) -> dict[tuple[str, str], dict[str, int]]:
+        """Files of those artifacts whose kind is frequent enough to list as a whole; empty if the store is local."""
+        counts = Counter(kind for kind, _ in artifacts) if self._remote else {}
+        return {
+            (kind, key): sizes
+            for kind, count in counts.items()
+            if count >= LIST_WHOLE_KIND
+            for key, sizes in self._primary.list_kind(
+                kind, [key for other, key in artifacts if other == kind]
+            ).items()
+        }
+
+    def _map(self, function: Callable[[T], R], values: Sequence[T]) -> list[R]:
+        """Results in order; concurrent requests if the store is remote."""
+        if self._remote is None or len(values) < 2:
+            return [function(value) for value in values]
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
+            return list(pool.map(function, values))
+
+    def _move_into_place(self, folder: Path, kind: str, key: str) -> None:
+        """Rename a finished folder to its path, unless a complete artifact is there."""
+        target = self._folder.path(artifact_path(kind, key))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                folder.rename(target)
+                return
+            except OSError:
+                if not target.exists():
+                    raise
+            if self._local.verify(kind, key, HashBudget(HASH_LIMIT)):
+                log.info("%s %s was published by another process first; keeping its files", kind, key)
+                return
+            self._local.remove(kind, key)
+
+    def _upload(self, kind: str, key: str) -> None:
+        """Upload a local artifact, manifest last, unless the store is local or has it."""
+        if self._objects is None or self._remote is None:
+            return
+        with locks.acquire(self._objects, f"locks/{kind}-{key}-upload"):
+            if self._remote.verify(kind, key, HashBudget(0)):
+                return
+            path = artifact_path(kind, key)
+            folder = self._folder.path(path)
+            data = (folder / MANIFEST).read_bytes()
+            names = [file.name for file in Manifest.from_bytes(data, kind, key).files]
+            self._objects.upload(folder, names, path)
+            self._objects.write(f"{path}/{MANIFEST}", data)
+
+    def _restore_upload(self, kind: str, key: str) -> Manifest | None:
+        """Upload the complete local copy of an artifact that the remote store lacks, as after an interrupted upload."""
+        manifest = self._local.verify(kind, key, HashBudget(HASH_LIMIT)) if self._remote else None
+        if manifest:
+            log.info("%s %s is missing in the store; uploading the local copy", kind, key)
+            self._upload(kind, key)
+        return manifest
+
+    def _download(self, remote: Replica, kind: str, key: str, with_required: bool = True) -> None:
+        """Download an artifact unless the local copy is complete, and optionally what it requires."""
+        path = artifact_path(kind, key)
+        data = remote.manifest_bytes(kind, key)
+        if data is None:
+            raise FileNotFoundError(f"{kind} {key} is not in the store: {remote.backend.location(path)}")
+        manifest = Manifest.from_bytes(data, kind, key)
+        if self._local.verify(kind, key, HashBudget(HASH_LIMIT)) != manifest:
+            self._local.remove(kind, key)
+            with self._staging(kind, key) as folder:
+                files = {file.name: file for file in manifest.files}
+                self._objects.download(path, list(files), folder, lambda name: files[name].verify(folder))
+                (folder / MANIFEST).write_bytes(data)
+                self._move_into_place(folder, kind, key)
+        self._map(lambda other: self._download(remote, *other), manifest.requires if with_required else ())
