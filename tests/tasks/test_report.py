@@ -204,7 +204,7 @@ def test_lines_that_are_damaged_are_left_out_of_a_comparison(tmp_path):
 def test_a_run_that_is_not_exported_has_samples_and_no_code_to_load_it(tmp_path):
     folder = tmp_path / "store/runs/first"
     write_run(folder)
-    with Store(str(tmp_path / "store")).publish("tokenizer", "key") as artifact:
+    with Store(str(tmp_path / "store")).artifacts.publish("tokenizer", "key") as artifact:
         (folder / "export/tokenizer.json").rename(artifact / "tokenizer.json")
     (folder / "export").rmdir()
     (folder / "inputs.json").write_text('{"identity": "x", "tokenizer": "key", "dataset": "y"}')
