@@ -144,7 +144,7 @@ def measure(folder: Path, cluster: Cluster) -> Iterator[tuple[str, Any]]:
     at, log = time.monotonic(), folder / "stormy.out"
     size = log.stat().st_size
     process = bench.start()
-    bench.wait(lambda: b"joined it" in log.read_bytes()[size:])
+    bench.wait(lambda: b"re-attached to it" in log.read_bytes()[size:])
     yield "orchestrator killed", {"seconds": time.monotonic() - at, "repeated": 0}
     yield "one job", [job[0] for job in cluster.jobs()] == jobs
     yield "exit code", process.wait(900)

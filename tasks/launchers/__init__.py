@@ -1,4 +1,9 @@
-"""How programs get onto devices: one interface (`base`), one module a kind of cluster, one function to choose."""
+"""Launchers start jobs (Python modules, usually under torchrun) on this machine or on a Slurm cluster.
+
+Start with `base`: the `Launcher` protocol, the job types and `execute`. `local` and `slurm` implement the protocol, `batch`
+writes the Slurm batch script, `causes` finds the cause of a failure in a log, `log_follower` reads growing files. Of Trainshed,
+imports only `profiles`, `parallel.device` and the exit codes of `modeling`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ __all__ = ["Handle", "Job", "JobFailed", "Launcher", "Status", "create", "execut
 
 
 def create(kind: str, cluster: Cluster | None = None) -> Launcher:
-    """The launcher that a profile's `cluster.launcher` names; `slurm` needs the whole section."""
+    """Create the launcher that `cluster.launcher` names; "slurm" needs the whole `cluster` section."""
     if kind == "local":
         from tasks.launchers.local import LocalLauncher
 
@@ -22,11 +27,11 @@ def create(kind: str, cluster: Cluster | None = None) -> Launcher:
         from tasks.launchers.slurm import SlurmLauncher
 
         return SlurmLauncher(cluster)
-    raise ValueError(f"cluster.launcher = {kind}: there is no such launcher; valid: local, slurm")
+    raise ValueError(f"cluster.launcher = {kind}: unknown launcher; valid: local, slurm")
 
 
 def latest_jobs(folder: Path) -> Iterator[Handle]:
-    """The jobs that were started last in a folder, under each name; they may long be over."""
+    """Handles of the latest job of each name that was submitted in `folder`, running or not."""
     for path in sorted(folder.glob("*.job.json")):
         job = Job(path.name.removesuffix(".job.json"), "", (), folder)
         yield Handle(job, json.loads(path.read_text())["identifier"])

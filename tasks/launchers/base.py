@@ -1,7 +1,16 @@
-"""The interface of every launcher (submit, find, poll, tail, cancel), and `execute`, which sees one job through.
+"""The `Launcher` protocol, its job types, and `execute`, which runs one job to completion.
 
-A job is a Python module that runs on the devices. Its log and the launcher's own notes lie in the job's folder, so
-that an orchestrator that died can be started again, find the job, and go on watching it.
+A job is a Python module that runs on the devices. Its log and the launcher's state files are kept in the job's folder, so that a
+new orchestrator process can find a running job and re-attach to it.
+
+To add a launcher, implement `Launcher` and name it in `tasks.launchers.create`. The contract:
+
+- `submit` returns at once. The job writes stdout and stderr to `job.log_file`, appending, each line of a rank prefixed with
+  "[rank N] ". `job.handle_file` gets JSON with at least {"identifier": ..., "log_start": ...}.
+- The job runs in the current folder with `job_environment()` and `job.secrets`; secrets are written to no file.
+- With `job.attempt_file`, every start (also a requeue) increments the number in that file and passes it as --attempt.
+- A job outlives the process that submitted it: `find` returns it to a process that never saw the handle.
+- A file or server that cannot be read is an exception (`execute` retries), never evidence that the job has ended.
 """
 
 from __future__ import annotations
@@ -9,30 +18,35 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 600.0  # seconds without an answer about a job until nobody asks any more
+STATUS_TIMEOUT = 600.0  # seconds without a job's status until `execute` gives up watching
+WITHHELD_PREFIXES = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of environment variables
 SAFE_PATH = {
     "PYTHONSAFEPATH": "1"
-}  # `python -m` must not prefer a user's tasks.py in the working folder to ours
-NOT_FOR_JOBS = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # beginnings of names
+}  # or `python -m` would prefer a user's tasks.py in the working folder to ours
 
 
 @dataclass(frozen=True)
 class Job:
-    """`python -m program arguments`, on `nodes` × `processes` ranks, or as one plain process where `processes` is 0.
+    """`python -m program arguments`, as `nodes` × `processes` ranks, or as one plain process if `processes` is 0.
 
     Attributes:
-        threads: of torch, a process.
-        key: of what the job is for; where many share a cluster, it tells one run's jobs from another's.
-        array: so many jobs of their own, each told its number as --index; 0: one job.
-        attempts: file that counts the job's starts; the program is told the count as --attempt.
-        secrets: environment that is written into no file.
+        name: unique within the folder; names the log and the state files.
+        folder: of the log and the state files.
+        nodes: number of nodes.
+        processes: ranks per node, started by torchrun; 0: one process without torchrun.
+        threads: OMP_NUM_THREADS of each process; None keeps the environment's.
+        key: distinguishes jobs of the same name and folder on a cluster, for example the run's cache key.
+        array: size of a job array, whose jobs get --index 0 to array - 1; 0: no array.
+        attempt_file: counts the job's starts; the number is passed as --attempt. A job that has one saves a checkpoint when it is
+            asked to stop, and is requeued at its time limit.
+        secrets: environment variables that are written to no file.
     """
 
     name: str
@@ -55,27 +69,39 @@ class Job:
         return self.folder / f"{self.name}.log"
 
     @property
-    def note_file(self) -> Path:
+    def handle_file(self) -> Path:
+        """JSON file with the handle of the job of this name that was submitted last."""
         return self.folder / f"{self.name}.job.json"
 
     @property
-    def essence(self) -> list[object]:
-        """What makes two jobs the same, as JSON has it."""
+    def signature(self) -> list[object]:
+        """JSON value that is equal for jobs that run the same command on as many ranks."""
         return [self.program, list(self.arguments), self.nodes, self.processes, self.array]
 
 
 @dataclass(frozen=True)
 class Handle:
-    """A job that was submitted: what identifies it to its launcher."""
+    """A submitted job.
+
+    Attributes:
+        identifier: the launcher's name for this submission: a Slurm job number, or a UUID of the local launcher.
+        log_start: size of the log in bytes when the job was submitted; later bytes are its own.
+    """
 
     job: Job
     identifier: str
-    log_start: int = 0  # bytes of the log that earlier attempts wrote
+    log_start: int = 0
 
 
 @dataclass(frozen=True)
 class Status:
-    """`exit_code` is None while the job runs, and where it ended with nobody watching; `note` says how it ended else."""
+    """State of a job.
+
+    Attributes:
+        running: queued jobs count as running.
+        exit_code: None while the job runs, and if it ended without anyone learning its exit code.
+        note: how the job ended if there is no exit code, e.g. "Slurm ended job 7 at its time limit"; makes the job failed.
+    """
 
     running: bool
     exit_code: int | None = None
@@ -83,11 +109,11 @@ class Status:
 
 
 class JobFailed(RuntimeError):
-    """A job ended badly; the message says how, and where its log is.
+    """A job failed; the message says how, and names its log.
 
     Attributes:
-        detail: its last lines that matter.
-        exit_code: of the rank that failed first, where that is known, else of the job.
+        detail: the last relevant log lines.
+        exit_code: of the rank that failed first if known, else of the job.
     """
 
     def __init__(self, message: str, detail: str = "", exit_code: int | None = None) -> None:
@@ -96,33 +122,33 @@ class JobFailed(RuntimeError):
         self.exit_code = exit_code
 
 
-def environment() -> dict[str, str]:
-    """The environment of jobs: this process's without the addresses and secrets of servers, and with SAFE_PATH."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_JOBS)}
+def job_environment() -> dict[str, str]:
+    """This process's environment without the Prefect API's address and keys and hub tokens, and with SAFE_PATH."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(WITHHELD_PREFIXES)}
     return {**inherited, **SAFE_PATH}
 
 
 class Launcher(Protocol):
     def submit(self, job: Job) -> Handle:
-        """Start the job and return at once."""
+        """Start or queue the job and return at once.
+
+        A running job of the same name and folder but another signature is cancelled first: two jobs must not write to one folder.
+        """
 
     def find(self, job: Job) -> Handle | None:
-        """The job of this name and folder, if one is still running: nobody may start it twice."""
+        """The running job of this name, folder and signature, to re-attach to; None if there is none."""
 
     def poll(self, handle: Handle) -> Status:
-        """How the job is doing; quick enough to be asked several times a second."""
+        """The job's status; cheap enough to be called several times a second."""
 
     def location(self, handle: Handle) -> str:
-        """Where the job is to be found by hand, 'job 12 of Slurm', whoever submitted it; empty where it is over."""
-
-    def tail(self, handle: Handle, lines: int) -> Sequence[str]:
-        """The last lines that matter of this attempt: those of the rank that failed first, where that is known."""
+        """Where a user finds the running job, e.g. "Slurm job 12" or "process 4711"; "" if it has ended."""
 
     def cancel(self, handle: Handle, grace: float) -> None:
-        """End the job: a signal, then `grace` seconds for a last checkpoint, then by force. Nothing is left running."""
+        """Stop the job: signal it, wait up to `grace` seconds for a last checkpoint, then kill every process."""
 
     def failure(self, handle: Handle, status: Status) -> JobFailed:
-        """How a job ended that did not end well: 'rank 1 on n2 was killed by SIGKILL', and its last lines."""
+        """The exception for a job that ended with this status: "rank 1 on n2 was killed by SIGKILL", and its last lines."""
 
 
 def execute(
@@ -134,77 +160,75 @@ def execute(
     grace: float = 30.0,
     poll_seconds: float = 0.2,
 ) -> None:
-    """Run a job to its end, calling `watch` several times a second, or join it where it is running already.
+    """Run a job to completion, or re-attach to it if it is already running.
 
-    What ends this process on purpose (Ctrl-C, a cancellation: no `Exception`, but a `BaseException`) ends the job too.
-    Nothing else does, since a file that cannot be read for a while, or an error in what `watch` shows, says nothing about
-    the job: it is asked about again, and left running where no answer comes for `PATIENCE`.
+    A BaseException that is no Exception (Ctrl-C, a cancelled flow) cancels the job. Any other error while watching leaves it
+    running: a status that cannot be read is retried for STATUS_TIMEOUT seconds, an error of `watch` is logged.
 
     Args:
-        timeout: seconds that the job may take.
-        grace: seconds that it has to save when it is ended.
+        watch: called after every poll, e.g. to show progress.
+        timeout: seconds after which the job is cancelled.
+        grace: seconds a cancelled job has to save a checkpoint.
 
     Raises:
-        JobFailed: the job ended with another exit code than 0, or it cannot be told for `PATIENCE` how it is doing.
-        TimeoutError: it ran longer than `timeout` seconds, and was ended.
+        JobFailed: the job ended with an exit code other than 0, or its status was unknown for STATUS_TIMEOUT.
+        TimeoutError: the job exceeded `timeout` and was cancelled.
     """
     handle = launcher.find(job)
     if handle is None:
         handle = launcher.submit(job)
     else:
-        log.warning("%s is still running: joined it instead of starting another", job.name)
-    begun = known = time.monotonic()
-    once = _Once()
+        log.warning("%s is already running: re-attached to it", job.name)
+    start = last_known = time.monotonic()
+    warnings = _Warnings()
     try:
         while True:
             try:
                 running, failure = _state(launcher, handle)
-                known = time.monotonic()
+                last_known = time.monotonic()
             except Exception as error:
                 running, failure = True, None
-                once.warn(error, f"it cannot be told just now how {job.name} is doing; it is asked again")
-                if time.monotonic() - known > PATIENCE:
-                    raise JobFailed(_lost(job, error)) from error
+                warnings.log_once(f"{job.name}: cannot get the job's status; retrying", error)
+                if time.monotonic() - last_known > STATUS_TIMEOUT:
+                    raise JobFailed(
+                        f"{job.name}: no status for {STATUS_TIMEOUT:.0f} s ({error!r}), job left running; "
+                        f"start the same run again to re-attach; log: {job.log_file}"
+                    ) from error
             try:
                 watch()
             except Exception as error:
-                once.warn(error, f"it cannot be shown what {job.name} does; it runs on")
+                warnings.log_once(f"{job.name}: cannot show its progress; the job keeps running", error)
             if failure is not None:
                 raise failure
             if not running:
                 return
-            if timeout is not None and time.monotonic() - begun > timeout:
+            if timeout is not None and time.monotonic() - start > timeout:
                 launcher.cancel(handle, grace)
-                raise TimeoutError(f"{job.name} took longer than {timeout:.0f} s; its log: {job.log_file}")
+                raise TimeoutError(
+                    f"{job.name}: exceeded {timeout:.0f} s and was stopped; log: {job.log_file}"
+                )
             time.sleep(poll_seconds)
     except BaseException as error:
         if not isinstance(error, Exception):
-            log.warning("stopping %s; it may take a moment to save where it is", job.name)
+            log.warning("stopping %s; saving a last checkpoint may take a moment", job.name)
             launcher.cancel(handle, grace)
         raise
 
 
 def _state(launcher: Launcher, handle: Handle) -> tuple[bool, JobFailed | None]:
-    """Whether a job runs; of one that ended badly, how."""
+    """Whether the job is running, and its failure if it failed."""
     status = launcher.poll(handle)
-    badly = not status.running and (status.exit_code not in (0, None) or status.note)
-    return status.running, launcher.failure(handle, status) if badly else None
+    failed = not status.running and (status.exit_code not in (0, None) or status.note)
+    return status.running, launcher.failure(handle, status) if failed else None
 
 
-def _lost(job: Job, error: Exception) -> str:
-    return (
-        f"{job.name}: for {PATIENCE:.0f} s it could not be told how it is doing ({error!r}). It was left as it is; the same "
-        f"run again joins it if it still runs; its log: {job.log_file}"
-    )
-
-
-class _Once:
-    """Says of each kind of error once that it came, with where it came from."""
+class _Warnings:
+    """Logs each kind of warning once, with a traceback unless it is an OSError."""
 
     def __init__(self) -> None:
-        self._said: set[tuple[str, type]] = set()
+        self._logged: set[tuple[str, type]] = set()
 
-    def warn(self, error: Exception, words: str) -> None:
-        if (words, type(error)) not in self._said:
-            self._said.add((words, type(error)))
-            log.warning("%s: %r", words, error, exc_info=None if isinstance(error, OSError) else error)
+    def log_once(self, message: str, error: Exception) -> None:
+        if (message, type(error)) not in self._logged:
+            self._logged.add((message, type(error)))
+            log.warning("%s: %r", message, error, exc_info=None if isinstance(error, OSError) else error)

@@ -1,15 +1,15 @@
-"""The batch script of a job on Slurm: one torchrun a node under srun, readable, and good to be submitted by hand.
+"""Batch script of a Slurm job: one torchrun per node under srun; readable, and can be submitted by hand.
 
-The script is the whole truth about a job, since nobody else may be there while it runs:
+The script handles everything itself, since no orchestrator need be alive while the job runs:
 
-    attempt     a number in a file of the run, one higher at each start: it fences one that was given up and lives on
-    USR1        the time limit nears, or the job is preempted: the ranks save, and the job is queued again
-    USR2        somebody wants it stopped: the ranks save, and it ends
-                (a job that does not save, one without attempts, has no USR1, and ends at once on USR2)
-    record      how it ended, written at the very end; a job that is gone without one was ended by Slurm, or its node died
+    attempt     number in a file of the run, incremented at each start; fences earlier attempts that are still running
+    USR1        time limit near, or preemption: the ranks save a checkpoint and the job is requeued
+    USR2        stop requested: the ranks save a checkpoint and the job ends
+                (a job without an attempt file saves nothing: it gets no USR1 and ends at once on USR2)
+    record      <name>.exit.json with the exit code, written last; a job that left none was killed by Slurm or its node failed
 
-Every value is quoted for the shell that reads it. Options of sbatch are read by Slurm itself, whose quotes are its own; no path
-is among them, since the job runs in the folder of its log until it says `cd`.
+Values are quoted for bash. #SBATCH options are parsed by Slurm, with its own quoting; none holds a path, since the script is
+submitted from the log's folder and changes to the job's folder itself.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from modeling import exit_codes
 from parallel import device as devices
 from profiles.schema import Cluster
 from tasks.launchers.base import SAFE_PATH, Job
-from tasks.launchers.causes import LOG_TAIL, PREFIX
+from tasks.launchers.causes import LOG_TAIL, RANK_PREFIX
 
-LONGEST_NAME = 60
-# Codes of ranks that ended on a signal: having saved; before they listened, as torchrun and as srun has it.
+MAX_NAME_LENGTH = 60
+# Exit codes of ranks that ended on a signal: after saving; before their handler was installed, from torchrun and from srun.
 INTERRUPTED = (exit_codes.INTERRUPTED, -signal.SIGUSR1, -signal.SIGTERM, 128 + signal.SIGUSR1)
 
 SCRIPT = Template(r"""#!/bin/bash
 # $about
-# To submit it by hand: cd $logs && sbatch $name.sbatch
+# To submit by hand: cd $logs && sbatch $name.sbatch
 $options
 
 logs=$logs
 name=$name$${SLURM_ARRAY_TASK_ID:+.$$SLURM_ARRAY_TASK_ID}
 
-# Sixty-five thousand open files where the machine allows it, else as many as it does.
+# Raise the limit of open files to 65535, or to the hard limit.
 ulimit -n 65535 2> /dev/null || ulimit -n "$$(ulimit -Hn)"
 cd -- $folder || exit 1
 
-# Where the ranks meet: the first node by the address that Slurm knows, a port of this start's own.
+# Rendezvous: the first node's address as Slurm knows it; the port differs at each start.
 hosts=($$(scontrol show hostnames "$$SLURM_JOB_NODELIST"))
 MASTER_ADDR=$$(scontrol --oneliner show node "$${hosts[0]}" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
 MASTER_PORT=$port
-export PET_MASTER_ADDR=$$MASTER_ADDR PET_MASTER_PORT=$$MASTER_PORT # torchrun's own names
+export PET_MASTER_ADDR=$$MASTER_ADDR PET_MASTER_PORT=$$MASTER_PORT # as torchrun names them
 $environment
 
-# Whoever starts last speaks for the job: one that Slurm gave up on, but that lives on, finds another name here than its own.
+# Only the latest start writes the record: an earlier one that is still running finds another start's name in this file.
 start=$$SLURM_JOB_ID.$${SLURM_RESTART_COUNT:-0}
 echo "$$start" > "$$logs/$$name.start"
 rm -f "$$logs/$$name.exit.json"
 $count
-echo "job $$SLURM_JOB_ID, start $$((SLURM_RESTART_COUNT + 1)), on $${hosts[*]}; they meet at $$MASTER_ADDR:$$MASTER_PORT"
+echo "job $$SLURM_JOB_ID, start $$((SLURM_RESTART_COUNT + 1)), on $${hosts[*]}; rendezvous at $$MASTER_ADDR:$$MASTER_PORT"
 
 command=(
 $command
@@ -66,29 +66,29 @@ wait "$$ranks"
 code=$$?
 
 [ "$$(cat "$$logs/$$name.start")" = "$$start" ] || exit 1
-# The codes of the ranks that ended first, as each node's torchrun names them; srun's own says only that one was not 0.
+# Exit codes of the ranks that failed first, as each node's torchrun reports them; srun's only says that one was not 0.
 first=$$(tail -c $tail "$$logs/$$name.log" 2> /dev/null | awk '
   /^job [0-9]+, start [0-9]+, on / { codes = "" }
-  /^Root Cause/ { looking = 1 }
-  looking && $$1 == "exitcode" { codes = codes " " $$3; looking = 0 }
+  /^Root Cause/ { in_cause = 1 }
+  in_cause && $$1 == "exitcode" { codes = codes " " $$3; in_cause = 0 }
   END { print codes }')
-interrupted() { # whether they ended because they were asked to, or before they could hear it
-  for each in $${first:-$$code}; do
-    case $$each in
+interrupted() { # whether every rank ended on the stop signal
+  for rank_code in $${first:-$$code}; do
+    case $$rank_code in
       $interrupted) ;;
       *) return 1 ;;
     esac
   done
 }
-# A job that is preempted with a time of grace has had its ranks told to end by Slurm itself, of which torchrun names none.
+# On preemption with a grace time, Slurm itself signals the ranks, and torchrun reports no failed rank.
 if [ "$$stopping" = requeue ]; then
-  interrupted || stopping= # it ended by itself, in its last seconds
+  interrupted || stopping= # it finished or failed by itself in its last seconds
 elif [ -z "$$stopping" ] && [ "$$code" != 0 ] && { [ -z "$$first" ] || interrupted; } &&
   scontrol --oneliner show job "$$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
   stopping=requeue
 fi
 case $$stopping in
-  requeue) echo "$requeued"; scontrol requeue "$$SLURM_JOB_ID" && exec sleep 60 ;; # which ends this
+  requeue) echo "$requeued"; scontrol requeue "$$SLURM_JOB_ID" && exec sleep 60 ;; # until the requeue kills this script
   killed) exit "$$code" ;;
 esac
 nodes=$$(IFS=,; echo "$${hosts[*]}")
@@ -97,37 +97,37 @@ printf '{"job": "%s", "exit_code": %d, "nodes": "%s"}\n' "$${SLURM_ARRAY_JOB_ID:
 exit "$$code"
 """)
 
-SAVES = r"""
-# USR1 passes by what is between srun and the ranks, and asks these to save and end.
+RUN_SAVING = r"""
+# Every process between srun and the ranks ignores USR1; the ranks save and exit on it.
 srun --kill-on-bad-exit=1 --export=ALL bash -c 'trap "" USR1; exec env PET_NODE_RANK="$SLURM_NODEID" "$@"' - "${command[@]}" &
 ranks=$!
 
 stopping=
-trap 'stopping=requeue; echo "the time is nearly over: the ranks save"; kill -USR1 "$ranks"' USR1
-trap 'stopping=end; echo "asked to stop: the ranks save"; kill -USR1 "$ranks"' USR2
+trap 'stopping=requeue; echo "time limit near or preempted: saving"; kill -USR1 "$ranks"' USR1
+trap 'stopping=end; echo "stop requested: saving"; kill -USR1 "$ranks"' USR2
 trap 'stopping=killed' TERM
 while kill -0 "$ranks" 2> /dev/null; do
   if [ -z "$stopping" ]; then
     wait "$ranks"
   else
-    kill -USR1 "$ranks" 2> /dev/null # again and again: one that is only starting does not hear the first
+    kill -USR1 "$ranks" 2> /dev/null # repeat: a rank that is starting up misses the first
     sleep 1
   fi
 done"""
 
-SAVES_NOT = r"""
+RUN_WITHOUT_SAVING = r"""
 srun --kill-on-bad-exit=1 --export=ALL bash -c 'exec env PET_NODE_RANK="$SLURM_NODEID" "$@"' - "${command[@]}" &
 ranks=$!
 
 stopping=
-trap 'stopping=end; echo "asked to stop"; kill "$ranks"' USR2
+trap 'stopping=end; echo "stop requested"; kill "$ranks"' USR2
 trap 'stopping=killed' TERM
 while kill -0 "$ranks" 2> /dev/null; do
   wait "$ranks"
 done"""
 
-COUNT = Template(r"""
-# One start more: an older one that lives on somewhere is told from this by its number.
+COUNT_ATTEMPT = Template(r"""
+# Increment the attempt number, which fences earlier starts that are still running.
 attempt_file=$file
 attempt=$$(($$(cat "$$attempt_file" 2> /dev/null || echo 0) + 1))
 printf %d "$$attempt" > "$$attempt_file.partial" && mv "$$attempt_file.partial" "$$attempt_file"
@@ -135,9 +135,9 @@ printf %d "$$attempt" > "$$attempt_file.partial" && mv "$$attempt_file.partial" 
 
 
 def script(job: Job, cluster: Cluster) -> str:
-    """The batch script of a job, to be kept in the job's folder as <name>.sbatch."""
+    """Text of the job's batch script."""
     device = devices.resolve(cluster.device)
-    variables = {**SAFE_PATH, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX}
+    variables = {**SAFE_PATH, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_PREFIX}
     variables |= dict(device.environment)
     if job.threads is not None:
         variables["OMP_NUM_THREADS"] = str(job.threads)
@@ -145,37 +145,37 @@ def script(job: Job, cluster: Cluster) -> str:
     if device.communicator:
         lines.append(f'export {device.communicator}="$MASTER_ADDR:$((MASTER_PORT + 1))"')
     return SCRIPT.substitute(
-        about=_one_line(f"{job.program} on {job.nodes} nodes, {job.processes} processes on each"),
+        about=" ".join(f"{job.program} on {job.nodes} nodes, {job.processes} processes per node".split()),
         logs=quote(str(job.folder)),
         name=job.name,
         folder=quote(str(Path.cwd())),
         options="\n".join(f"#SBATCH {option}" for option in options(job, cluster)),
         port="$((20000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0}) * 2 % 12000))",
         environment="\n".join(lines),
-        run=(SAVES if job.attempt_file else SAVES_NOT).lstrip(),
+        run=(RUN_SAVING if job.attempt_file else RUN_WITHOUT_SAVING).lstrip(),
         tail=LOG_TAIL,
         interrupted="|".join(map(str, INTERRUPTED)),
-        requeued="saved; queued again" if job.attempt_file else "queued again",
-        count=COUNT.substitute(file=quote(str(job.attempt_file))) if job.attempt_file else "",
-        command="\n".join(f"  {' '.join(map(quote, words))}" for words in _command(job))
+        requeued="saved; requeued" if job.attempt_file else "requeued",
+        count=COUNT_ATTEMPT.substitute(file=quote(str(job.attempt_file))) if job.attempt_file else "",
+        command="\n".join(f"  {' '.join(map(quote, arguments))}" for arguments in _command(job))
         + ('\n  --attempt "$attempt"' if job.attempt_file else "")
         + ('\n  --index "$SLURM_ARRAY_TASK_ID"' if job.array else ""),
     )
 
 
 def job_name(job: Job) -> str:
-    """The same for every job of one name, key and folder, so that it can be looked up before another is submitted."""
-    told = hashlib.sha256(f"{job.key}\n{job.folder.absolute()}".encode()).hexdigest()[:16]
-    return f"trainshed-{job.name[:LONGEST_NAME]}-{told}"
+    """Name in Slurm: equal for jobs of the same name, key and folder, so that a running one is found before submitting."""
+    digest = hashlib.sha256(f"{job.key}\n{job.folder.absolute()}".encode()).hexdigest()[:16]
+    return f"trainshed-{job.name[:MAX_NAME_LENGTH]}-{digest}"
 
 
 def fingerprint(job: Job) -> str:
-    """Of what makes two jobs the same, as squeue shows it."""
-    return hashlib.sha256(json.dumps(job.essence).encode()).hexdigest()[:16]
+    """Hash of the job's signature, stored in the Slurm job's comment."""
+    return hashlib.sha256(json.dumps(job.signature).encode()).hexdigest()[:16]
 
 
 def options(job: Job, cluster: Cluster) -> list[str]:
-    """sbatch's options."""
+    """Options of sbatch."""
     found = [
         f"--job-name={job_name(job)}",
         f"--comment={fingerprint(job)}",
@@ -184,10 +184,10 @@ def options(job: Job, cluster: Cluster) -> list[str]:
         f"--output={job.name}.log",
         "--open-mode=append",
         "--requeue",
-        # Of an array, it would keep all but one waiting.
+        # singleton would run the jobs of an array one at a time.
         f"--array=0-{job.array - 1}" if job.array else "--dependency=singleton",
     ]
-    if job.attempt_file:  # others have nothing to save, and would begin again for ever
+    if job.attempt_file:  # other jobs save nothing and would restart from the beginning forever
         found.append(f"--signal=B:USR1@{cluster.time_left}")
     found += [
         f"--{name}={_slurm_quote(value)}"
@@ -203,7 +203,7 @@ def options(job: Job, cluster: Cluster) -> list[str]:
 
 
 def _command(job: Job) -> list[list[str]]:
-    """The words of the command, line by line."""
+    """The command, as lists of arguments that share a line of the script."""
     program = [["-m", job.program]]
     pairs = list(job.arguments)
     program += [pairs[index : index + 2] for index in range(0, len(pairs), 2)]
@@ -212,17 +212,13 @@ def _command(job: Job) -> list[list[str]]:
     return [
         [sys.executable, "-m", "modeling.training.torchrun"],
         ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.processes), "--max-restarts", "0"],
-        ["--rdzv-backend", "static"],  # c10d's prints a stack dump when it shuts down
+        ["--rdzv-backend", "static"],  # the c10d one prints a stack dump on shutdown
         ["--tee", "3", "--log-dir", str(job.folder / "ranks")],
         *program,
     ]
 
 
 def _slurm_quote(value: str) -> str:
-    """A value as Slurm's reader of #SBATCH lines takes it: within double quotes, a backslash before what is special."""
+    """Quote a value for Slurm's parser of #SBATCH lines: double quotes, backslash escapes."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return value if value and escaped == value and not set(value) & set(" '#\t") else f'"{escaped}"'
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

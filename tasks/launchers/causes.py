@@ -1,4 +1,4 @@
-"""Why a job ended, from its log: torchrun names the rank that failed first on each node, and prefixes each rank's lines."""
+"""Finds the cause of a job's failure in its log, where torchrun names the first rank that failed on each node."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from tasks.launchers.base import Handle, JobFailed, Status
 
-LOG_TAIL = 256 * 1024  # bytes of a log that are looked through for the cause of a failure
-LAST = 20  # lines of a rank that count as its last ones
-PREFIX = "[rank ${rank}] "  # of each line, as torchrun fills it in
+LOG_TAIL = 256 * 1024  # bytes at the end of a log that are searched for the cause
+DETAIL_LINES = 20
+RANK_PREFIX = "[rank ${rank}] "  # of each log line; torchrun fills in the rank
+RANK_LINE = re.compile(r"\[rank \d+\] ")
 ROOT_CAUSE = re.compile(
     r"Root Cause.*?time\s*:\s*(\S+).*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL
 )
-# What the script on Slurm (batch.py) says at each start: a job that was queued again goes on in the same log.
+# The batch script (batch.py) writes this line at each start: a requeued job continues in the same log.
 START = re.compile(r"^job \d+, start \d+, on .*$", re.MULTILINE)
-SPEAKER = re.compile(r"\[rank \d+\] ")
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|oom[-_ ]kill|Cannot allocate memory|can't allocate memory|NRT_RESOURCE",
     re.IGNORECASE,
@@ -34,8 +34,33 @@ class Cause:
     exit_code: int
 
 
-def attempt_log(handle: Handle) -> str:
-    """The end of what this attempt has logged, from its last start on; the jobs of an array write in between each other."""
+def job_failure(handle: Handle, status: Status, nodes: Sequence[str] = ()) -> JobFailed:
+    """The exception for a failed job, with the last lines of the rank that failed first, if known, else of the log.
+
+    Args:
+        nodes: the job's node names in rank order.
+    """
+    log = _latest_log(handle)
+    cause = _root_cause(log)
+    code = status.exit_code
+    lines = log.splitlines()
+    if cause is not None:
+        code = cause.exit_code
+        node = cause.rank // handle.job.processes
+        where = f" on {nodes[node]}" if node < len(nodes) else ""
+        ended = f"rank {cause.rank}{where} {_describe_exit(code)}"
+        prefix = RANK_PREFIX.replace("${rank}", str(cause.rank))
+        lines = [line for line in lines if line.startswith(prefix)] or lines
+    else:
+        ended = status.note or _describe_exit(code or 0)
+    detail, memory_error = lines[-DETAIL_LINES:], _memory_error(log)
+    if memory_error is not None and memory_error not in detail:
+        detail.append(memory_error)
+    return JobFailed(f"{handle.job.name}: {ended}; log: {handle.job.log_file}", "\n".join(detail), code)
+
+
+def _latest_log(handle: Handle) -> str:
+    """The log since the job's latest start, at most LOG_TAIL bytes; of a job array since it was submitted."""
     try:
         with handle.job.log_file.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -47,11 +72,11 @@ def attempt_log(handle: Handle) -> str:
     return log[starts[-1] :] if starts else log
 
 
-def first_cause(log: str) -> Cause | None:
-    """Of the root causes that each node's torchrun gives, the first in time.
+def _root_cause(log: str) -> Cause | None:
+    """The earliest of the root causes that each node's torchrun reports.
 
-    A killed rank takes those of other nodes along within the same second, which is as fine as torchrun's times are:
-    then the killed one is the cause.
+    A killed rank makes ranks of other nodes fail within the same second, which is the resolution of torchrun's timestamps; among
+    equal times the killed rank is the cause.
     """
     found = (
         (time, int(code) != -signal.SIGKILL, int(rank), int(code))
@@ -61,54 +86,26 @@ def first_cause(log: str) -> Cause | None:
     return None if first is None else Cause(first[2], first[3])
 
 
-def last_lines(log: str, lines: int) -> Sequence[str]:
-    """Those of the rank that failed first, where that is known, else of all."""
-    cause, found = first_cause(log), log.splitlines()
-    if cause is not None:
-        prefix = PREFIX.replace("${rank}", str(cause.rank))
-        found = [line for line in found if line.startswith(prefix)] or found
-    return found[-lines:]
+def _memory_error(log: str) -> str | None:
+    """The last line that reports a lack of memory: from Slurm or torchrun anywhere, from a rank among its last lines only.
 
-
-def want_of_memory(log: str) -> str | None:
-    """The last line that tells of it: anywhere of Slurm's and torchrun's own, of a rank's only among its last ones.
-
-    What a rank says earlier it has outlived.
+    A rank survived whatever it reported earlier.
     """
-    said: Counter[str] = Counter()
+    seen: Counter[str] = Counter()  # lines of each rank, from the end
     for line in reversed(log.splitlines()):
-        speaker = SPEAKER.match(line)
-        if speaker:
-            said[speaker[0]] += 1
-        if (speaker is None or said[speaker[0]] <= LAST) and OUT_OF_MEMORY.search(line):
+        rank = RANK_LINE.match(line)
+        if rank:
+            seen[rank[0]] += 1
+        if (rank is None or seen[rank[0]] <= DETAIL_LINES) and OUT_OF_MEMORY.search(line):
             return line
     return None
 
 
-def failure(handle: Handle, status: Status, nodes: Sequence[str] = ()) -> JobFailed:
-    """What to raise for a job that ended badly; `nodes` are the names of the job's nodes, in the order of the ranks."""
-    log = attempt_log(handle)
-    cause = first_cause(log)
-    code = status.exit_code
-    if cause is not None:
-        code = cause.exit_code
-        node = cause.rank // handle.job.processes
-        where = f" on {nodes[node]}" if node < len(nodes) else ""
-        ended = f"rank {cause.rank}{where} {how_it_ended(code)}"
-    else:
-        ended = status.note or how_it_ended(code or 0)
-    message = f"{handle.job.name}: {ended}; its log: {handle.job.log_file}"
-    detail, decisive = list(last_lines(log, LAST)), want_of_memory(log)
-    if decisive is not None and decisive not in detail:
-        detail.append(decisive)
-    return JobFailed(message, "\n".join(detail), code)
-
-
-def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+def _describe_exit(code: int) -> str:
+    """An exit code in words: "was killed by SIGKILL", "ended with exit code 1"."""
     if code < 0:
         name = signal.Signals(-code).name
-        return f"was killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+        return f"was killed by {name}" + (" (possibly out of memory)" if name == "SIGKILL" else "")
     if code - 128 in set(signal.Signals):
         return f"was stopped by {signal.Signals(code - 128).name}"
     return f"ended with exit code {code}"

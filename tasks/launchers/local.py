@@ -1,9 +1,8 @@
-"""Jobs on this machine: torchrun (or plain Python) in a session of its own, logging into the job's folder.
+"""Launcher for this machine: torchrun (or plain Python) in its own session, logging into the job's folder.
 
-Two facts shape this file. A child that holds the flow's standard output keeps a dead flow alive in a worker's eyes, so
-children write to files. And torchrun starts every rank in a session of its own, so that no process group holds them
-all: each process of a job carries the job's identifier in its environment, by which the job is found and ended whole,
-even if torchrun itself was killed.
+- A child that holds the flow's stdout keeps a dead flow alive in the eyes of a Prefect worker, so jobs write to files.
+- torchrun starts each rank in a session of its own, so no process group contains the whole job. Every process of a job carries
+  its identifier in the environment variable MARKER, by which it is found and killed even if torchrun died.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-from tasks.launchers import base, causes
-from tasks.launchers.base import Handle, Job, JobFailed, Status
+from tasks.launchers import causes
+from tasks.launchers.base import Handle, Job, JobFailed, Status, job_environment
 
 MARKER = "TRAINSHED_JOB"
+REPLACED_GRACE = 30.0  # seconds that a job has to save which another one replaces
 
 
 class LocalLauncher:
@@ -32,21 +31,22 @@ class LocalLauncher:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def submit(self, job: Job) -> Handle:
-        """Start the job with no terminal, its output appended to its log; ValueError for more than one node."""
+        """Start the job without a terminal. Raises ValueError for several nodes or a job array."""
         if job.nodes != 1:
             raise ValueError(f"cluster.nodes = {job.nodes}: the local launcher has one node; valid: 1")
         if job.array:
-            raise ValueError(f"{job.name}: the local launcher runs no arrays of jobs")
+            raise ValueError(f"{job.name}: the local launcher does not run job arrays")
         job.folder.mkdir(parents=True, exist_ok=True)
-        other = _noted(job)
-        if other is not None:  # of the same name, but not the same: two must not write into one folder
-            self.cancel(other, grace=30)
+        previous = _read_handle(job)
+        if previous is not None:
+            self.cancel(previous, REPLACED_GRACE)
         identifier = uuid.uuid4().hex
-        command = _command(
-            job if job.attempt_file is None else job.with_arguments("--attempt", str(_next(job.attempt_file)))
-        )
+        if job.attempt_file is None:
+            command = _command(job)
+        else:
+            command = _command(job.with_arguments("--attempt", str(_next_attempt(job.attempt_file))))
         with job.log_file.open("ab") as output:
-            start = output.tell()
+            log_start = output.tell()
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -56,66 +56,63 @@ class LocalLauncher:
                 start_new_session=True,
             )
         self._children[identifier] = child
-        handle = Handle(job, identifier, start)
-        note = {"identifier": identifier, "log_start": start, "job": job.essence}
+        handle = Handle(job, identifier, log_start)
+        state = {"identifier": identifier, "log_start": log_start, "job": job.signature}
         try:
-            _write_atomically(job.note_file, json.dumps(note, indent=1))
+            _write_atomically(job.handle_file, json.dumps(state, indent=1))
         except BaseException:
             self.cancel(handle, grace=0)
             raise
         return handle
 
     def find(self, job: Job) -> Handle | None:
-        handle = _noted(job)
-        if handle is None or json.loads(job.note_file.read_text()).get("job") != job.essence:
+        handle = _read_handle(job)
+        if handle is None or json.loads(job.handle_file.read_text()).get("job") != job.signature:
             return None
         return handle if _processes(handle.identifier) else None
 
     def poll(self, handle: Handle) -> Status:
         child = self._children.get(handle.identifier)
-        if child is None:  # started by an orchestrator that is gone: its exit code went with it
+        if child is None:  # another process's child: its exit code is lost
             return Status(running=bool(_processes(handle.identifier)))
         code = child.poll()
         if code is None:
             return Status(running=True)
-        _end(handle.identifier, signal.SIGKILL)  # ranks that outlived a torchrun that was killed
+        _signal_all(handle.identifier, signal.SIGKILL)  # ranks outlive a torchrun that was killed
         return Status(running=False, exit_code=code)
 
     def location(self, handle: Handle) -> str:
         pids = [str(process.pid) for process in _processes(handle.identifier)]
         return f"process {', '.join(pids)}" if pids else ""
 
-    def tail(self, handle: Handle, lines: int) -> Sequence[str]:
-        return causes.last_lines(causes.attempt_log(handle), lines)
-
-    def failure(self, handle: Handle, status: Status) -> JobFailed:
-        return causes.failure(handle, status)
-
     def cancel(self, handle: Handle, grace: float) -> None:
         child = self._children.get(handle.identifier)
         try:
             if child is not None and child.poll() is None:
-                child.terminate()  # torchrun passes it on to its ranks, and waits for them
+                child.terminate()  # torchrun forwards SIGTERM to its ranks and waits for them
             else:
-                _end(handle.identifier, signal.SIGTERM)
+                _signal_all(handle.identifier, signal.SIGTERM)
             deadline = time.monotonic() + grace
             while _processes(handle.identifier) and time.monotonic() < deadline:
                 if child is not None:
                     child.poll()  # reaps it
                 time.sleep(0.1)
-        finally:  # also when a second Ctrl-C cuts the grace short
-            _end(handle.identifier, signal.SIGKILL)
+        finally:  # also if a second Ctrl-C interrupts the wait
+            _signal_all(handle.identifier, signal.SIGKILL)
             if child is not None:
                 child.wait()
 
+    def failure(self, handle: Handle, status: Status) -> JobFailed:
+        return causes.job_failure(handle, status)
 
-def _noted(job: Job) -> Handle | None:
-    """The job that was started last under this name in this folder."""
+
+def _read_handle(job: Job) -> Handle | None:
+    """Handle of the latest job of this name and folder, whatever it ran."""
     try:
-        note = json.loads(job.note_file.read_text())
+        state = json.loads(job.handle_file.read_text())
     except FileNotFoundError:
         return None
-    return Handle(job, note["identifier"], note["log_start"])
+    return Handle(job, state["identifier"], state["log_start"])
 
 
 def _command(job: Job) -> list[str]:
@@ -125,7 +122,7 @@ def _command(job: Job) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # A static rendezvous: c10d's prints a stack dump when it shuts down.
+    # A static rendezvous: the c10d one prints a stack dump on shutdown.
     torchrun = [
         *(sys.executable, "-m", "modeling.training.torchrun", "--nnodes", "1", "--node-rank", "0"),
         *("--nproc-per-node", str(job.processes), "--master-addr", "127.0.0.1", "--master-port", str(port)),
@@ -134,20 +131,20 @@ def _command(job: Job) -> list[str]:
     return [*torchrun, *program]
 
 
-def _next(attempts: Path) -> int:
-    """Count one start more; an earlier one that lives on somewhere is told from it by its number."""
-    number = int(attempts.read_text()) + 1 if attempts.exists() else 1
-    _write_atomically(attempts, str(number))
+def _next_attempt(attempt_file: Path) -> int:
+    """Increment the attempt number, which fences earlier attempts that are still running somewhere."""
+    number = int(attempt_file.read_text()) + 1 if attempt_file.exists() else 1
+    _write_atomically(attempt_file, str(number))
     return number
 
 
 def _environment(job: Job, identifier: str) -> dict[str, str]:
     environment = {
-        **base.environment(),
+        **job_environment(),
         **dict(job.secrets),
         MARKER: identifier,
         "PYTHONUNBUFFERED": "1",
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": causes.PREFIX,
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": causes.RANK_PREFIX,
     }
     if job.threads is not None:
         environment["OMP_NUM_THREADS"] = str(job.threads)
@@ -155,7 +152,7 @@ def _environment(job: Job, identifier: str) -> dict[str, str]:
 
 
 def _processes(identifier: str) -> list[psutil.Process]:
-    """Every live process of a job, whoever its parent is now."""
+    """All live processes of a job, including orphans."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -164,7 +161,7 @@ def _processes(identifier: str) -> list[psutil.Process]:
     return found
 
 
-def _end(identifier: str, number: signal.Signals) -> None:
+def _signal_all(identifier: str, number: signal.Signals) -> None:
     for process in _processes(identifier):
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)

@@ -1,4 +1,4 @@
-"""Reading a file that another program is writing: only what is new, only whole lines."""
+"""Incremental reader of a file that another process appends to: new, complete lines only."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-_named: set[tuple[Path, int]] = set()  # lines that a warning has named: files are read again and again
+_reported: set[tuple[Path, int]] = set()  # corrupted lines already logged; the same file has many followers
 
 
 class LogFollower:
-    """Follows a file that need not exist yet. A file that shrank or was replaced is read from its start again."""
+    """Follows a file, which need not exist yet; starts over if it shrinks or is replaced.
+
+    Args:
+        start: offset in bytes of the first line to read.
+    """
 
     def __init__(self, path: Path, start: int = 0) -> None:
         self._path = path
         self._offset = start
         self._inode: int | None = None
-        self._read = 0  # lines, since where reading began
+        self._line = 0  # number of the last line read, from the start offset
 
     def lines(self) -> list[str]:
-        """The whole lines that were added since the last call."""
+        """Complete lines added since the last call."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -30,31 +34,31 @@ class LogFollower:
         with file:
             status = self._path.stat()
             if status.st_size < self._offset or self._inode not in (None, status.st_ino):
-                self._offset = self._read = 0
+                self._offset = self._line = 0
             self._inode = status.st_ino
             file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        return whole.decode(errors="replace").splitlines() if newline else []
+            complete, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(complete) + len(newline)
+        return complete.decode(errors="replace").splitlines() if newline else []
 
     def rows(self) -> list[dict[str, Any]]:
-        """The same for a file of JSON objects, one a line.
+        """New JSON objects of a JSON Lines file.
 
-        What is none, as a process or a machine leaves it that dies while it writes, is left out, with one warning.
+        Lines that are not JSON objects, as a process that dies while writing leaves them, are skipped with one warning.
         """
-        found, spoilt = [], []
+        rows, corrupted = [], []
         for line in self.lines():
-            self._read += 1
+            self._line += 1
             try:
                 row = json.loads(line)
             except ValueError:
                 row = None
             if isinstance(row, dict):
-                found.append(row)
+                rows.append(row)
             else:
-                spoilt.append(self._read)
-        if spoilt and (self._path, spoilt[0]) not in _named:
-            _named.add((self._path, spoilt[0]))
-            others = f", nor are {len(spoilt) - 1:,} after it" if len(spoilt) > 1 else ""
-            log.warning("%s: line %d is no JSON object%s: left out", self._path, spoilt[0], others)
-        return found
+                corrupted.append(self._line)
+        if corrupted and (self._path, corrupted[0]) not in _reported:
+            _reported.add((self._path, corrupted[0]))
+            others = f" and {len(corrupted) - 1:,} more" if len(corrupted) > 1 else ""
+            log.warning("%s: line %d%s: not a JSON object; skipped", self._path, corrupted[0], others)
+        return rows

@@ -165,13 +165,13 @@ def test_a_run_goes_on_watching_when_its_command_is_killed_and_started_again(
     assert {process.pid for process in ranks(folder)} == before
     second = command(*arguments, PREFECT_API_URL=prefect_server)
     log, deadline = tmp_path / "store/logs/micro.log", time.monotonic() + 90
-    while "joined it instead" not in log.read_text() and time.monotonic() < deadline:
+    while "re-attached to it" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
     for process in training:
         process.resume()
     code, out, err = second.result()
     assert code == 0, err
-    assert "joined it instead of starting another" in out
+    assert "is already running: re-attached to it" in out
     assert len(before) == 2
     assert losses(folder) == undisturbed
     assert (folder / "logs/train.log").read_text().count("from scratch") == 1

@@ -37,7 +37,7 @@ def test_a_dead_node_is_left_out_and_the_job_goes_on_by_itself(cluster, lab, und
     run = lab.run("dead-node")
     run.at_step(INTERRUPTED_AT, lambda: cluster.kill_node("n2"))
     run.train()
-    assert run.log.count("they meet at") == 2
+    assert run.log.count("rendezvous at") == 2
     (again,) = (line for line in run.log.splitlines() if "start 2, on" in line)
     assert "n2" not in again
     assert run.losses == undisturbed
@@ -81,14 +81,14 @@ def test_before_the_time_limit_it_saves_and_is_queued_again(cluster, lab, undist
         for process in ranks:
             process.suspend()
         cluster.command("scontrol", "update", f"JobId={cluster.jobs()[0][0]}", "TimeLimit=1")
-        until(lambda: "the time is nearly over" in run.log, seconds=90)
+        until(lambda: "time limit near" in run.log, seconds=90)
         for process in ranks:
             process.resume()
 
     run.at_step(INTERRUPTED_AT, shorten)
     run.train()
     assert "interrupted: saved step" in run.log
-    assert "saved; queued again" in run.log
+    assert "saved; requeued" in run.log
     assert "start 2" in run.log
     assert run.losses == undisturbed
 

@@ -153,7 +153,7 @@ def test_llama3_70b_goes_through_server_worker_and_slurm_though_a_node_dies(
 
     # The job began again without the dead node, and each step stands once; the graphs were there before.
     log = (folder / "logs/train.log").read_text()
-    first, second = (line for line in log.splitlines() if "they meet at" in line)
+    first, second = (line for line in log.splitlines() if "rendezvous at" in line)
     assert "on n1 n2;" in first
     assert "start 2" in second
     assert "n2" not in second

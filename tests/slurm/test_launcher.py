@@ -92,7 +92,7 @@ def test_every_rank_runs_and_nothing_in_a_name_is_taken_for_shell(place, launche
 
 @pytest.mark.parametrize("character", ["%", "\\", "\n"])
 def test_a_folder_that_slurm_would_misread_is_refused(place, launcher, character):
-    with pytest.raises(ProfileError, match="Slurm cannot keep a log"):
+    with pytest.raises(ProfileError, match="Slurm cannot write a log"):
         launcher.submit(job(place / f"a{character}j"))
 
 
@@ -164,13 +164,13 @@ def test_only_what_was_interrupted_before_the_time_limit_is_queued_again(place, 
     cluster.command("scancel", "--batch", "--signal=USR1", handle.identifier)
     until(lambda: not launcher.poll(handle).running or cluster.jobs("PENDING"))
     log = (place / "logs/work.log").read_text()
-    assert "the time is nearly over" in log
+    assert "time limit near" in log
     assert (place / "saved-3").exists()
     if code == 143:
-        assert "saved; queued again" in log
+        assert "saved; requeued" in log
         assert [number for number, *_ in cluster.jobs("PENDING")] == [handle.identifier]
         return
-    assert "queued again" not in log
+    assert "requeued" not in log
     status = launcher.poll(handle)
     if code == 0:
         assert status.exit_code == 0
@@ -182,7 +182,7 @@ def test_a_job_that_is_to_begin_later_is_not_started_before(place, cluster):
     """Slurm gives the same reason for it as for one that it holds after it was queued again, which is started."""
     launcher = launcher_of("cluster.slurm=['--begin=now+600']")
     handle = launcher.submit(job(place))
-    deadline = time.monotonic() + slurm.HELD_SECONDS + 3 * slurm.ASK_SECONDS
+    deadline = time.monotonic() + slurm.HELD_SECONDS + 3 * slurm.POLL_SECONDS
     while time.monotonic() < deadline:
         assert launcher.poll(handle).running
         time.sleep(0.2)
@@ -198,7 +198,7 @@ def test_what_does_not_save_is_stopped_at_once(place, launcher, cluster):
     cluster.command("scancel", "--batch", "--signal=USR2", handle.identifier)
     until(lambda: not cluster.tasks())
     assert time.monotonic() - begun < 15
-    assert "asked to stop" in (place / "logs/work.log").read_text()
+    assert "stop requested" in (place / "logs/work.log").read_text()
     assert not (place / "saved-0").exists()
     assert launcher.poll(handle).exit_code not in (0, None)
 
@@ -210,10 +210,10 @@ def test_what_does_not_save_ends_at_its_time_limit_which_is_said(place, cluster)
     cluster.command(
         "scontrol", "update", f"JobId={number}", "EndTime=now+2"
     )  # a minute is the shortest limit
-    with pytest.raises(JobFailed, match=r"at its time limit, 1; give cluster\.time more"):
+    with pytest.raises(JobFailed, match=r"at its time limit \(1\); increase cluster\.time"):
         execute(launcher, job(place))
     log = (place / "logs/work.log").read_text()
-    assert log.count("they meet at") == 1
+    assert log.count("rendezvous at") == 1
     assert cluster.jobs() == []
 
 
@@ -265,7 +265,7 @@ def test_a_record_that_cannot_be_read_for_a_while_ends_no_job(place, launcher, c
     execute(launcher, job(place), watch)
     assert json.loads(record.read_text())["exit_code"] == 0
     assert not (place / "saved-0").exists()
-    assert (place / "logs/work.log").read_text().count("they meet at") == 1
+    assert (place / "logs/work.log").read_text().count("rendezvous at") == 1
 
 
 def test_what_slurm_ends_without_a_record_is_said_to_be_so(place, launcher, cluster, monkeypatch):

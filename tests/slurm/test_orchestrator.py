@@ -118,8 +118,8 @@ def test_worker_and_flow_are_killed_and_the_next_command_joins_the_one_job(
     assert [each[0] for each in cluster.jobs()][:1] == [job[0]]
     code, out, err = second.result()
     assert code == 0, err
-    assert "joined it instead of starting another" in out
-    assert (folder / "logs/train.log").read_text().count("they meet at") == 1
+    assert "is already running: re-attached to it" in out
+    assert (folder / "logs/train.log").read_text().count("rendezvous at") == 1
     assert list(losses(folder)) == list(range(1, 1501))
 
 

@@ -59,7 +59,7 @@ def test_whoever_comes_later_joins_the_evaluation_or_takes_what_it_left(lab, cap
 
     abandoned(profile, store, folder, "key-one", tokens)
     joined = evaluation.run(profile, store, folder, "key-one", tokens)
-    assert "evaluate is still running: joined it" in caplog.text
+    assert "evaluate is already running: re-attached to it" in caplog.text
     assert log.read_text().count("validation loss") == 1
     assert joined.summary["step"] == profile.train.steps
 

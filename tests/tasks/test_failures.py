@@ -18,7 +18,7 @@ def told(folder: Path, *log: str, code: int = 1) -> JobFailed:
     """The failure of a job of two processes a node that left this log."""
     job = Job("train", "modeling.training.train", (), folder, nodes=2, processes=2)
     job.log_file.write_text("\n".join(log) + "\n")
-    return causes.failure(Handle(job, "7"), Status(running=False, exit_code=code), ("n1", "n2"))
+    return causes.job_failure(Handle(job, "7"), Status(running=False, exit_code=code), ("n1", "n2"))
 
 
 def report(rank: int, code: int, time: str) -> str:
@@ -57,7 +57,7 @@ OOM_KILL = (
 def test_want_of_memory_is_found_whoever_tells_of_it(tmp_path, log):
     found = told(tmp_path, *log)
     assert isinstance(classified(resolve.load("tiny"), found), Hopeless)
-    assert len(found.detail.splitlines()) <= causes.LAST + 1
+    assert len(found.detail.splitlines()) <= causes.DETAIL_LINES + 1
 
 
 def test_what_a_rank_outlived_is_not_why_it_failed(tmp_path):
@@ -69,9 +69,9 @@ def test_what_a_rank_outlived_is_not_why_it_failed(tmp_path):
 
 
 def test_a_failure_after_a_job_was_queued_again_is_that_of_its_last_start(tmp_path):
-    first = ("job 7, start 1, on n3 n4; they meet at n3:20000", "[rank 0] interrupted: saved step 40")
-    first += (report(0, 143, "10:00:00"), OOM_KILL, "saved; queued again")
-    last = ("job 7, start 2, on n1 n2; they meet at n1:20000", "[rank 1] resumed from step 40")
+    first = ("job 7, start 1, on n3 n4; rendezvous at n3:20000", "[rank 0] interrupted: saved step 40")
+    first += (report(0, 143, "10:00:00"), OOM_KILL, "saved; requeued")
+    last = ("job 7, start 2, on n1 n2; rendezvous at n1:20000", "[rank 1] resumed from step 40")
     found = told(tmp_path, *first, *last, "[rank 3] out of memory", report(3, 71, "11:00:00"))
     assert str(found).startswith("train: rank 3 on n2 ended with exit code 71")
     assert found.exit_code == 71

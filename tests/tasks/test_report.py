@@ -198,7 +198,7 @@ def test_lines_that_are_damaged_are_left_out_of_a_comparison(tmp_path):
     done = subprocess.run(compare, cwd=tmp_path, capture_output=True, text=True, check=True)
     (run,) = json.loads(done.stdout)["runs"]
     assert (run["steps"], run["loss"]) == (19, pytest.approx(8.1))
-    assert "store/runs/first/metrics.jsonl: line 7 is no JSON object: left out" in done.stderr
+    assert "store/runs/first/metrics.jsonl: line 7: not a JSON object; skipped" in done.stderr
 
 
 def test_a_run_that_is_not_exported_has_samples_and_no_code_to_load_it(tmp_path):

@@ -1,0 +1,218 @@
+"""LocalLauncher with real processes under torchrun: failures, signals, re-attaching, unreadable status."""
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.launchers import Job, JobFailed, base, create, execute
+from tasks.launchers.local import MARKER, LocalLauncher
+from tasks.launchers.log_follower import LogFollower
+
+RANKS = """
+import os, pathlib, signal, sys, time
+rank, folder = os.environ.get("RANK", "alone"), pathlib.Path(sys.argv[1])
+def save(*_):
+    (folder / f"saved-{rank}").touch()
+    sys.exit(143)
+ignores = "all-ignore-sigterm" in sys.argv or "rank-1-ignores-sigterm" in sys.argv and rank == "1"
+signal.signal(signal.SIGTERM, signal.SIG_IGN if ignores else save)
+print("rank", rank, "here with secret", os.environ.get("PREFECT_API_KEY"))
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+while not (folder / "finish").exists():
+    time.sleep(0.05)
+if "fail" in sys.argv and rank == "1":
+    raise ValueError("what went wrong")
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PREFECT_API_KEY", "planted")
+
+    def make(*arguments: str, processes: int = 2) -> Job:
+        return Job(
+            "work", "ranks", (str(tmp_path), *arguments), tmp_path / "logs", processes=processes, threads=1
+        )
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left(tmp_path):
+    yield
+    assert job_processes(tmp_path) == []
+
+
+def job_processes(folder: Path) -> list[psutil.Process]:
+    """Processes that carry the marker of a job of this test."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+            ours = MARKER in environment and environment.get("PYTHONPATH") == str(folder)
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() for path in paths):
+        assert time.monotonic() < deadline, f"{paths} did not appear"
+        time.sleep(0.05)
+
+
+def pids(folder: Path, *ranks: int | str) -> list[int]:
+    files = [folder / f"pid-{rank}" for rank in ranks or (0, 1)]
+    wait_for(*files)
+    return [int(file.read_text()) for file in files]
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_failure_has_the_last_lines_of_the_failed_rank_and_the_log_those_of_all(job, tmp_path, capfd):
+    (tmp_path / "finish").touch()
+    with pytest.raises(JobFailed, match="rank 1 ended with exit code 1") as failure:
+        execute(create("local"), job("fail"))
+    assert "ValueError: what went wrong" in failure.value.detail
+    assert "rank 0" not in failure.value.detail
+    text = (tmp_path / "logs" / "work.log").read_text()
+    assert "[rank 0] rank 0 here with secret None" in text
+    assert "[rank 1] rank 1 here with secret None" in text
+    assert "rank" not in capfd.readouterr().out
+
+
+def test_plain_process_runs_without_torchrun(job, tmp_path):
+    (tmp_path / "finish").touch()
+    execute(create("local"), job(processes=0))
+    assert (tmp_path / "logs" / "work.log").read_text() == "rank alone here with secret None\n"
+
+
+def test_killed_rank_fails_the_job_and_ends_the_other_ranks(job, tmp_path):
+    def kill_rank_1():
+        if (tmp_path / "pid-1").exists() and not gone(pids(tmp_path)[1]):
+            os.kill(pids(tmp_path)[1], signal.SIGKILL)
+
+    with pytest.raises(JobFailed, match="rank 1 was killed by SIGKILL"):
+        execute(create("local"), job(), kill_rank_1)
+    assert all(gone(pid) for pid in pids(tmp_path))
+
+
+def test_interrupt_lets_ranks_save_and_kills_those_that_ignore_sigterm(job, tmp_path):
+    def interrupt():
+        if (tmp_path / "pid-0").exists() and (tmp_path / "pid-1").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(create("local"), job("rank-1-ignores-sigterm"), interrupt, grace=5)
+    assert (tmp_path / "saved-0").exists()
+    assert not (tmp_path / "saved-1").exists()
+    assert all(gone(pid) for pid in pids(tmp_path))
+
+
+def test_ranks_are_killed_when_torchrun_was_killed(job, tmp_path):
+    launcher = LocalLauncher()
+    handle = launcher.submit(job("all-ignore-sigterm"))
+    running = pids(tmp_path)
+    os.kill(psutil.Process(running[0]).ppid(), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while launcher.poll(handle).running:
+        assert time.monotonic() < deadline
+    assert launcher.poll(handle).exit_code == -signal.SIGKILL
+    while not all(gone(pid) for pid in running):
+        assert time.monotonic() < deadline
+
+
+def test_another_process_re_attaches_to_the_running_job(job, tmp_path):
+    first = LocalLauncher()
+    handle = first.submit(job())
+    running = pids(tmp_path)
+    (tmp_path / "finish").touch()
+    execute(create("local"), job())  # a second start would overwrite the pid files
+    assert pids(tmp_path) == running
+    assert (tmp_path / "logs" / "work.log").read_text().count("rank 0 here") == 1
+    while (status := first.poll(handle)).running:
+        time.sleep(0.05)
+    assert status.exit_code == 0
+    assert create("local").find(job()) is None
+
+
+def test_another_job_of_the_same_name_replaces_the_running_one_after_it_saved(job, tmp_path):
+    first = LocalLauncher()
+    handle = first.submit(job())
+    running = pids(tmp_path)
+    second = create("local")
+    other = second.submit(job(processes=0))
+    assert all(gone(pid) for pid in running)
+    assert (tmp_path / "saved-0").exists()
+    assert (tmp_path / "saved-1").exists()
+    deadline = time.monotonic() + 30  # torchrun has ended but is not reaped yet
+    while first.poll(handle).running:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    second.cancel(other, grace=5)
+
+
+class UnreadableStatus(LocalLauncher):
+    """Fails to read the status while the file `stale` exists, as when a file server restarts."""
+
+    def poll(self, handle):
+        if (handle.job.folder.parent / "stale").exists():
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return super().poll(handle)
+
+
+def test_unreadable_status_or_progress_does_not_stop_the_job(job, tmp_path, caplog):
+    log, follower, calls = tmp_path / "logs/work.log", LogFollower(tmp_path / "logs/work.log"), []
+
+    def watch():
+        calls.append(len(calls))
+        if calls[-1] == 5:
+            (tmp_path / "stale").touch()
+            log.rename(log.with_suffix(".moved"))  # the job still writes to it
+            log.mkdir()
+        if calls[-1] == 10:
+            (tmp_path / "stale").unlink()
+            log.rmdir()
+            log.with_suffix(".moved").rename(log)
+            (tmp_path / "finish").touch()
+        if calls[-1] == 11:
+            raise ZeroDivisionError("a bug in the progress display")
+        follower.lines()
+
+    execute(UnreadableStatus(), job(processes=0), watch)
+    assert log.read_text().count("rank alone here") == 1
+    assert not (tmp_path / "saved-alone").exists()
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("Stale file handle" in message and "retrying" in message for message in messages) == 1
+    assert sum("IsADirectoryError" in message and "keeps running" in message for message in messages) == 1
+    assert sum("a bug in the progress display" in message for message in messages) == 1
+
+
+def test_job_of_unknown_status_is_left_running_and_can_be_re_attached(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "STATUS_TIMEOUT", 0.5)
+    (tmp_path / "stale").touch()
+    with pytest.raises(JobFailed, match="start the same run again to re-attach"):
+        execute(UnreadableStatus(), job(processes=0))
+    (running,) = pids(tmp_path, "alone")
+    assert not gone(running)
+    (tmp_path / "finish").touch()
+    execute(create("local"), job(processes=0))
+    assert pids(tmp_path, "alone") == [running]
+
+
+def test_job_that_exceeds_its_timeout_is_killed(job, tmp_path):
+    with pytest.raises(TimeoutError, match="exceeded 2 s"):
+        execute(create("local"), job("all-ignore-sigterm", processes=0), timeout=2, grace=0.5)
+    assert gone(*pids(tmp_path, "alone"))

@@ -1,0 +1,50 @@
+"""LogFollower on a file that another process appends to, truncates and replaces."""
+
+from tasks.launchers.log_follower import LogFollower
+
+
+def test_reads_only_new_complete_lines(tmp_path):
+    path = tmp_path / "file"
+    follower = LogFollower(path)
+    assert follower.lines() == []
+    path.write_text("one\ntw")
+    assert follower.lines() == ["one"]
+    assert follower.lines() == []
+    with path.open("a") as file:
+        file.write("o\nthree\n")
+    assert follower.lines() == ["two", "three"]
+
+
+def test_truncated_file_is_read_from_the_start(tmp_path):
+    path = tmp_path / "file"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    follower = LogFollower(path)
+    assert [row["step"] for row in follower.rows()] == [1, 2, 3]
+    path.write_text('{"step": 1}\n')
+    assert [row["step"] for row in follower.rows()] == [1]
+
+
+def test_replaced_file_is_read_from_the_start(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old\n")
+    follower = LogFollower(path)
+    follower.lines()
+    other = tmp_path / "other"
+    other.write_text("new, and longer\n")
+    other.replace(path)
+    assert follower.lines() == ["new, and longer"]
+
+
+def test_corrupted_lines_are_skipped_with_one_warning(tmp_path, caplog):
+    path = tmp_path / "file"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo{"step": 3}\n\0\0\xff\n5\n{"step": 4}\n')
+    follower = LogFollower(path)
+    for _ in range(2):  # as a display that redraws the whole curve does
+        assert [row["step"] for row in LogFollower(path).rows()] == [1, 4]
+    assert [row["step"] for row in follower.rows()] == [1, 4]
+    (record,) = caplog.records
+    assert record.getMessage() == f"{path}: line 2 and 2 more: not a JSON object; skipped"
+    with path.open("a") as file:
+        file.write('{"step": 5}\ntorn\n')
+    assert [row["step"] for row in follower.rows()] == [5]
+    assert caplog.records[-1].getMessage() == f"{path}: line 7: not a JSON object; skipped"
