@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import work
-from modeling.models.weight_names import stored
+from modeling.models.weight_names import huggingface_tensor
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel.layout import layout_of
@@ -86,7 +86,7 @@ def fill(trainer: Trainer, initial: dict[str, Tensor]) -> None:
     """Give this rank's pieces of the model the initial weights, which have Hugging Face's names."""
     for name, parameter in trainer.named_parameters():
         for box in layout_of(parameter).boxes(name, trainer.mesh.tensor.rank):
-            whole = initial[stored("llama", box.name).name]
+            whole = initial[huggingface_tensor("llama", box.name).name]
             box.of(parameter).copy_(whole[box.index()])
 
 

@@ -27,7 +27,7 @@ LENGTH, BATCH, BATCHES, DOCUMENT = 2048, 16, 200, 800
 OPEN = """
 import resource, sys, time
 import numpy
-from modeling.data import Corpus, Samples
+from modeling.data.corpus import Corpus, Samples
 before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
 samples = Samples(Corpus.open(sys.argv[1], "train"), 8192, seed=1)
 opened = time.perf_counter() - begun
@@ -56,7 +56,7 @@ def speed(folder: Path, tokens: int, rounds: int) -> None:
         builder.add_documents(stream, lengths)
     samples = Samples(Corpus.open(target, "train"), LENGTH, seed=1)
     mapped = np.memmap(folder / "artifacts/tokens/k/train.bin", np.uint16, "r")
-    starts = samples.starts(np.arange(BATCH * BATCHES)).tolist()
+    starts = samples.window_starts(np.arange(BATCH * BATCHES)).tolist()
 
     def bound() -> None:
         for at in range(0, len(starts), BATCH):
@@ -71,7 +71,7 @@ def speed(folder: Path, tokens: int, rounds: int) -> None:
     def with_documents() -> None:
         for at in range(0, BATCH * BATCHES, BATCH):
             samples.batch(at, BATCH)
-            samples.documents(at, BATCH)
+            samples.document_starts(at, BATCH)
 
     rows = {"bound": bound, "ours": ours, "ours, with documents": with_documents}
     seconds: dict[str, list[float]] = {row: [] for row in rows}

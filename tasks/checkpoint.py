@@ -13,7 +13,7 @@ from pathlib import Path
 from modeling.conversion import formats
 from modeling.conversion.convert import Options, convert
 from modeling.conversion.journal import RECORD
-from modeling.models.flops import stage_layers
+from modeling.models.build import partition_layers
 from profiles.errors import ProfileError
 from profiles.model import Model, to_config_json
 from profiles.schema import Profile
@@ -66,7 +66,7 @@ def run(profile: Profile, store: Store, key: str, token: str | None = None) -> A
         work = store.scratch_folder(f"{KIND}-{key}")
         config, made = work / "config.json", work / "checkpoint"
         config.write_text(json.dumps(to_config_json(profile.model)))
-        cuts = tuple(layers.start for layers in stage_layers(profile)[1:])
+        cuts = tuple(layers.start for layers in partition_layers(profile)[1:])
         options = Options("trainshed", config, parallel.tensor, cuts=cuts or None)
         with weights.fetched(init.from_, init.revision, work / "source", token, "init.from") as source:
             try:

@@ -80,7 +80,7 @@ def run(
         found = store.artifacts.find(KIND, key)
         if found:
             return found
-        lacks = compilers.lacks(profile)
+        lacks = compilers.missing_requirement(profile)
         if lacks:
             here = profile.cluster.device == "cpu"  # elsewhere training meets another machine
             note = f"{lacks} on this machine: training {'runs eager' if here else 'compiles as it goes'}"

@@ -107,7 +107,7 @@ def graph(profile: Profile, graph: str) -> str:
 
 def _compiler(profile: Profile) -> dict[str, Any]:
     """What compiles graphs, and what for."""
-    from modeling.compilation.compilers import backend_name, lacks
+    from modeling.compilation.compilers import backend_name, missing_requirement
     from modeling.training.trainer import threads
     from parallel import device as devices
 
@@ -115,7 +115,7 @@ def _compiler(profile: Profile) -> dict[str, Any]:
     return {
         "backend": backend_name(profile),
         "flags": profile.compile.flags,
-        "lacks": lacks(profile),
+        "lacks": missing_requirement(profile),
         "platform": [devices.platform_tag(cluster.device), cluster.accelerator],
         "threads": threads(profile),
         "versions": compiler_versions(),

@@ -1,12 +1,11 @@
-"""The compilers behind one seam: what each needs, where it keeps what it compiled, and how many graphs it compiled or found.
+"""Graph compilers behind one interface: requirements, cache folder, and how many graphs were cache misses or hits.
 
-    inductor   CPU and CUDA; a cache folder of graphs, generated code and, on a CPU, shared libraries. The folder is what is
-               kept: on a CPU `torch.compiler.save_cache_artifacts` carries no compiled code
-    neuron     TorchNeuron's backend of torch.compile: FX, StableHLO, neuronx-cc, and a NEFF for each graph in its cache folder.
-               Ahead of time it compiles without a device (`TORCH_NEURONX_COMPILE_ONLY`). Never run here on a Neuron machine
+    inductor   CPU and CUDA. Its cache folder holds graphs, generated code and, on a CPU, shared libraries; the folder itself is
+               the artifact, because on a CPU `torch.compiler.save_cache_artifacts` leaves out compiled code
+    neuron     TorchNeuron's torch.compile backend: FX, StableHLO, neuronx-cc, and one NEFF per graph in its cache folder.
+               Ahead of time it compiles without a device (`TORCH_NEURONX_COMPILE_ONLY`). Untested on Neuron hardware
 
-A compiler is handed a graph as Dynamo captured it and compiles its forward and its backward at once, so that whatever it does
-is done when the call returns.
+A compiler takes a graph as Dynamo captured it and compiles forward and backward before the call returns.
 """
 
 from __future__ import annotations
@@ -29,61 +28,61 @@ Compiled = Callable[..., Any]
 
 
 class Compiler(ABC):
-    """One compiler, for one kind of device."""
+    """A compiler for one kind of device."""
 
     def __init__(self, device: str, flags: str | None = None) -> None:
         self.device, self.flags = device, flags
 
     @abstractmethod
-    def missing(self) -> str | None:
-        """What it lacks on this machine, in words; None where it can compile here."""
+    def missing_requirement(self) -> str | None:
+        """What this machine lacks to compile, as a phrase for messages; None if it can compile."""
 
     @abstractmethod
-    def open(self, folder: Path, *, ahead: bool = False, jobs: int | None = None) -> None:
-        """Find and keep compiled graphs in this folder from now on.
+    def use_cache(self, folder: Path, *, ahead_of_time: bool = False, jobs: int | None = None) -> None:
+        """Read and write compiled graphs in this folder from now on.
 
         Args:
-            ahead: there is no device to run them on.
-            jobs: processes that may compile at a time; as the compiler likes by default.
+            ahead_of_time: compile only, without a device to run on.
+            jobs: maximum number of compiler processes; the compiler's default if None.
         """
 
     @abstractmethod
-    def counts(self) -> tuple[int, int]:
-        """Graphs of this process so far: compiled, and found in the folder."""
+    def cache_counts(self) -> tuple[int, int]:
+        """Cache misses (graphs compiled) and hits (graphs found) of this process so far."""
 
     @abstractmethod
     def _backend(self) -> Callable[[GraphModule, Sequence[Any]], Compiled]:
-        """torch.compile's backend."""
+        """The torch.compile backend."""
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        """Compile a captured graph, forward and backward, for inputs that may be fake."""
+        """Compile a captured graph, forward and backward; inputs may be fake tensors."""
         import torch._functorch.config as functorch
 
-        # torch would leave backward until it is first run: too late to know what became of it.
+        # By default backward is compiled when first run, after its misses and hits have been counted.
         with functorch.patch(force_non_lazy_backward_lowering=True):
             return self._backend()(graph, inputs)
 
 
 class Inductor(Compiler):
-    def missing(self) -> str | None:
+    def missing_requirement(self) -> str | None:
         if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
             return "no C++ compiler (g++ or clang++)"
         if self.device == "cuda" and not (torch.cuda.is_available() and find_spec("triton")):
             return "no CUDA device with Triton"
         return None
 
-    def open(self, folder: Path, *, ahead: bool = False, jobs: int | None = None) -> None:
+    def use_cache(self, folder: Path, *, ahead_of_time: bool = False, jobs: int | None = None) -> None:
         if jobs is not None:
             import torch._inductor.config as inductor
 
             inductor.compile_threads = jobs
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
-    def counts(self) -> tuple[int, int]:
+    def cache_counts(self) -> tuple[int, int]:
         from torch._dynamo.utils import counters
 
-        found = counters["inductor"]
-        return found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"], found["fxgraph_cache_hit"]
+        counts = counters["inductor"]
+        return counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"], counts["fxgraph_cache_hit"]
 
     def _backend(self) -> Callable[[GraphModule, Sequence[Any]], Compiled]:
         from torch._inductor.compile_fx import compile_fx
@@ -93,29 +92,29 @@ class Inductor(Compiler):
 
 class Neuron(Compiler):
     folder: Path | None = None
-    before = 0
+    initial_neffs = 0
 
-    def missing(self) -> str | None:
-        # The public index has stubs of this name; the real one registers its backend.
+    def missing_requirement(self) -> str | None:
+        # The public index has placeholder packages of this name; the real one registers its backend.
         if find_spec("torch_neuronx") is None or "neuron" not in torch.compiler.list_backends():
             return "no TorchNeuron (torch-neuronx from AWS's index)"
         return None
 
-    def open(self, folder: Path, *, ahead: bool = False, jobs: int | None = None) -> None:
-        """Before anything runs on the device: TorchNeuron reads its settings once."""
+    def use_cache(self, folder: Path, *, ahead_of_time: bool = False, jobs: int | None = None) -> None:
+        """Call before anything runs on the device: TorchNeuron reads its settings once."""
         for name in ("NEFF_CACHE_DIR", "NEFF_LOCAL_CACHE_DIR", "HLO_CACHE_DIR"):
             os.environ[f"TORCH_NEURONX_{name}"] = str(folder)
-        if ahead:
+        if ahead_of_time:
             os.environ["TORCH_NEURONX_COMPILE_ONLY"] = "1"
         if self.flags:
             os.environ["NEURON_CC_FLAGS"] = self.flags
-        self.folder, self.before = folder, _neffs(folder)
+        self.folder, self.initial_neffs = folder, _count_neffs(folder)
 
-    def counts(self) -> tuple[int, int]:
+    def cache_counts(self) -> tuple[int, int]:
         import torch_neuronx
 
-        cold = _neffs(self.folder) - self.before if self.folder else 0
-        return cold, max(0, len(torch_neuronx.get_dynamo_metrics()) - cold)
+        misses = _count_neffs(self.folder) - self.initial_neffs if self.folder else 0
+        return misses, max(0, len(torch_neuronx.get_dynamo_metrics()) - misses)
 
     def _backend(self) -> Callable[[GraphModule, Sequence[Any]], Compiled]:
         from torch._dynamo.backends.registry import lookup_backend
@@ -123,7 +122,7 @@ class Neuron(Compiler):
         return lookup_backend("neuron")
 
 
-def _neffs(folder: Path) -> int:
+def _count_neffs(folder: Path) -> int:
     return sum(1 for _ in folder.rglob("*.neff"))
 
 
@@ -131,15 +130,15 @@ COMPILERS: dict[str, type[Compiler]] = {"inductor": Inductor, "neuron": Neuron}
 
 
 def backend_name(profile: Profile) -> str:
-    """The profile's compiler: what it says, else its device's own."""
+    """The profile's compiler: `compile.backend`, by default its device's."""
     return profile.compile.backend or devices.resolve(profile.cluster.device).compile_backend
 
 
-def lacks(profile: Profile) -> str | None:
-    """What the profile's compiler lacks on this machine, in words; None where it can compile here."""
-    return compiler(profile).missing()
-
-
-def compiler(profile: Profile) -> Compiler:
+def make_compiler(profile: Profile) -> Compiler:
     """The profile's compiler."""
     return COMPILERS[backend_name(profile)](profile.cluster.device, profile.compile.flags)
+
+
+def missing_requirement(profile: Profile) -> str | None:
+    """What this machine lacks for the profile's compiler, as a phrase for messages; None if it can compile."""
+    return make_compiler(profile).missing_requirement()

@@ -1,12 +1,13 @@
-"""Compiled graphs as training uses them: where they lie, what is compiled, and what became of each program.
+"""Compiled graphs of a training run: what is compiled, where it is cached, and cache misses and hits per program.
 
-What is compiled of a model are its regions: the block, one graph for layers that are alike, and the loss. Each is two programs,
-training (a forward and a backward graph) and evaluation (one graph). The embedding's lookup and the last norm stay eager: a
-graph of the lookup's backward would add in no fixed order on several threads, and a run must resume to the bit. The optimizer's
-update is torch's fused kernel where there is one, and a program of one graph elsewhere. A loss of the user's own runs eager.
+Two regions of a model are compiled: the transformer block, one graph for all identical layers, and the loss. Each
+makes two programs, training (a forward and a backward graph) and evaluation (one graph). The embedding lookup and the
+final norm stay eager: compiled, the lookup's backward would accumulate in no fixed order on several threads, and a
+resumed run must be bit-identical. The optimizer's update is torch's fused kernel where one exists, elsewhere a
+program of one graph. A user-defined loss runs eager.
 
-`Ledger` counts, program by program, the graphs that were compiled and those that were found; a graph that had to be compiled
-though an artifact was there is said, by name.
+`CompileStatistics` counts cache misses and hits per program, and logs by name the programs that missed a precompiled
+artifact.
 """
 
 from __future__ import annotations
@@ -43,109 +44,109 @@ log = logging.getLogger("trainshed")
 Backend = Callable[[GraphModule, Sequence[Any]], Compiled]
 
 
-def compile_regions(model: nn.Module, train: Train, backend: Callable[[str], Backend]) -> None:
-    """Have a model's regions compiled when they are first called.
-
-    Args:
-        model: a stage, its recomputation set.
-        backend: torch.compile's backend for a region of this name, the same object whenever asked.
-    """
-    for number, layer in enumerate(model.layers.values()):
-        some = train.recompute_layers is not None and number < train.recompute_layers
-        layer.compile(backend=backend("recomputed block" if some else "block"), **OPTIONS)
-    if model.last:
-        model.loss = torch.compile(model.loss, backend=backend("loss"), **OPTIONS)
-
-
-def compiled_update(kind: str, backend: Callable[[str], Backend]) -> Update | None:
-    """AdamW's update, compiled when it is first called; None where torch has a kernel for the kind of device."""
-    return None if fuses_adamw(kind) else torch.compile(update, backend=backend(OPTIMIZER), **OPTIONS)
-
-
-class Ledger:
-    """Compiles regions with a compiler and keeps count.
-
-    Args:
-        compiler: opened.
-        ahead: whether its folder should hold every graph, so that one it has to compile is worth a warning.
-    """
-
-    def __init__(self, compiler: Compiler, *, ahead: bool) -> None:
-        self.compiler, self.ahead = compiler, ahead
-        self.programs: dict[str, tuple[int, int]] = {}  # graphs compiled, graphs found
-        self._backends: dict[str, Backend] = {}
-        self._told = 0
-
-    def backend(self, region: str) -> Backend:
-        return self._backends.setdefault(region, lambda graph, inputs: self._compile(region, graph, inputs))
-
-    def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        name = program(region)
-        before = self.compiler.counts()
-        compiled = self.compiler.compile(graph, inputs)
-        was = self.programs.get(name, (0, 0))
-        cold, warm = (
-            total + now - then for total, now, then in zip(was, self.compiler.counts(), before, strict=True)
-        )
-        self.programs[name] = cold, warm
-        return compiled
-
-    def vector(self) -> Tensor:
-        """This rank's counts, (3 · programs) float64, to be summed over the ranks and handed to `totals`."""
-        rows = [(*self.programs[name], 1) if name in self.programs else (0, 0, 0) for name in PROGRAMS]
-        return torch.tensor(rows, dtype=torch.float64).flatten()
-
-    def totals(self, sums: Sequence[float]) -> dict[str, int]:
-        """Of all ranks: graphs compiled, and distinct graphs found. Ranks of one program have the same graphs, so the mean
-        over those that have it is its number.
-        """
-        rows = [sums[3 * place : 3 * place + 3] for place in range(len(PROGRAMS))]
-        cold = sum(math.ceil(row[0] - 1e-6) for row in rows)
-        if self.ahead and cold > self._told:
-            self._told = cold
-            names = "; ".join(name for name, row in zip(PROGRAMS, rows, strict=True) if row[0])
-            log.warning(f"warning: not among the graphs compiled ahead, compiled in training: {names}")
-        warm = sum(round(found / ranks) for _, found, ranks in rows if ranks)
-        return {"cold_compiles": cold, "warm_graphs": warm}
-
-
-class Eager:
-    """The ledger of a program that compiles nothing."""
-
-    def vector(self) -> Tensor:
-        return torch.zeros(0, dtype=torch.float64)
-
-    def totals(self, sums: Sequence[float]) -> dict[str, int]:
-        return {"cold_compiles": 0, "warm_graphs": 0}
-
-
-def opened(profile: Profile, artifact: Path | None, run: Path) -> tuple[Path | None, bool]:
-    """Where a program of the run finds and keeps its compiled graphs, None where it runs eager; and whether they are all there.
-
-    Args:
-        artifact: folder of the graphs artifact; without it graphs are compiled as training meets them.
-    """
-    if not profile.compile.enabled:
-        return None, False
-    made = compilers.compiler(profile)
-    folder = unpack(artifact, run) if artifact else None
-    if reason := made.missing():
-        log.info(f"{reason} on this machine: training runs eager")
-        return None, False
-    return (folder, True) if folder else (run / "graphs" / "own", False)
-
-
-def program(region: str) -> str:
-    """A region's program as autograd is set now."""
+def program_name(region: str) -> str:
+    """The program that a region is compiled for: training or evaluation, by autograd's current state."""
     if region == OPTIMIZER:
         return region
     return f"{region}, {'training' if torch.is_grad_enabled() else 'evaluation'}"
 
 
-def unpack(artifact: Path, run: Path) -> Path | None:
-    """Unpack a graphs artifact into the run's folder, once a node, and return the folder; None where it holds none.
+def compile_regions(model: nn.Module, train: Train, backend: Callable[[str], Backend]) -> None:
+    """Set a stage's regions up to be compiled at their first call.
 
-    Every process may call it: the first to finish wins, the folder appears whole.
+    Args:
+        model: a stage with activation checkpointing applied.
+        backend: the torch.compile backend for a region; must return the same object for the same region.
+    """
+    for number, layer in enumerate(model.layers.values()):
+        recomputed = train.recompute_layers is not None and number < train.recompute_layers
+        layer.compile(backend=backend("recomputed block" if recomputed else "block"), **OPTIONS)
+    if model.last:
+        model.loss = torch.compile(model.loss, backend=backend("loss"), **OPTIONS)
+
+
+def compiled_update(kind: str, backend: Callable[[str], Backend]) -> Update | None:
+    """AdamW's update, compiled at its first call; None for kinds of device with a fused kernel in torch."""
+    return None if fuses_adamw(kind) else torch.compile(update, backend=backend(OPTIMIZER), **OPTIONS)
+
+
+class CompileStatistics:
+    """Compiles regions and counts each program's cache misses and hits.
+
+    Args:
+        compiler: with its cache folder set.
+        precompiled: whether the cache should hold every graph, so that a miss deserves a warning.
+    """
+
+    def __init__(self, compiler: Compiler, *, precompiled: bool) -> None:
+        self.compiler, self.precompiled = compiler, precompiled
+        self.programs: dict[str, tuple[int, int]] = {}  # misses, hits
+        self._backends: dict[str, Backend] = {}
+        self._reported_misses = 0
+
+    def backend(self, region: str) -> Backend:
+        """The torch.compile backend for a region."""
+        return self._backends.setdefault(region, lambda graph, inputs: self._compile(region, graph, inputs))
+
+    def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        name = program_name(region)
+        before = self.compiler.cache_counts()
+        compiled = self.compiler.compile(graph, inputs)
+        counts = zip(self.programs.get(name, (0, 0)), self.compiler.cache_counts(), before, strict=True)
+        misses, hits = (total + now - then for total, now, then in counts)
+        self.programs[name] = misses, hits
+        return compiled
+
+    def local_counts(self) -> Tensor:
+        """This rank's counts, (3 · programs) float64, to be summed over all ranks and passed to `metrics`."""
+        rows = [(*self.programs[name], 1) if name in self.programs else (0, 0, 0) for name in PROGRAMS]
+        return torch.tensor(rows, dtype=torch.float64).flatten()
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, int]:
+        """Metrics over all ranks: misses (`cold_compiles`) and hits (`warm_graphs`), in distinct graphs.
+
+        Ranks that run a program have the same graphs, so a program counts the mean over those ranks.
+        """
+        rows = [sums[3 * i : 3 * i + 3] for i in range(len(PROGRAMS))]
+        misses = sum(math.ceil(row[0] - 1e-6) for row in rows)
+        if self.precompiled and misses > self._reported_misses:
+            self._reported_misses = misses
+            names = "; ".join(name for name, row in zip(PROGRAMS, rows, strict=True) if row[0])
+            log.warning(f"warning: compile cache misses despite a precompiled graphs artifact: {names}")
+        hits = sum(round(found / ranks) for _, found, ranks in rows if ranks)
+        return {"cold_compiles": misses, "warm_graphs": hits}
+
+
+class EagerStatistics:
+    """Compile statistics of a process that runs eager."""
+
+    def local_counts(self) -> Tensor:
+        return torch.zeros(0, dtype=torch.float64)
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, int]:
+        return {"cold_compiles": 0, "warm_graphs": 0}
+
+
+def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[Path | None, bool]:
+    """The folder for a run's compiled graphs, None to run eager; and whether it holds every graph already.
+
+    Args:
+        artifact: folder of the graphs artifact; None compiles during training.
+        run: the run folder.
+    """
+    if not profile.compile.enabled:
+        return None, False
+    folder = unpack(artifact, run) if artifact else None
+    if reason := compilers.missing_requirement(profile):
+        log.info(f"{reason} on this machine: training runs eager")
+        return None, False
+    return (folder, True) if folder else (run / "graphs" / "own", False)
+
+
+def unpack(artifact: Path, run: Path) -> Path | None:
+    """Unpack a graphs artifact into the run folder, once per node; None if the artifact has no graphs.
+
+    Safe to call from every process: the folder appears atomically, from the first process to finish.
     """
     packed = artifact / CACHE
     if not packed.exists():

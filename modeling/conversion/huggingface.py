@@ -69,7 +69,7 @@ def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> W
     parts: dict[str, list[Part]] = {}
     used = set()
     for name, shape in shapes(model).items():
-        place = weight_names.stored(model.architecture, name)
+        place = weight_names.huggingface_tensor(model.architecture, name)
         # The network by itself, without its head, is saved without this prefix.
         theirs = place.name if place.name in found else place.name.partition(".")[2]
         if theirs not in found:
@@ -91,11 +91,11 @@ def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> W
     return Weights(model, parts, dtype)
 
 
-def _form(place: weight_names.Stored, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _form(place: weight_names.HuggingFaceTensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(place.read(torch.empty(shape, device="meta")).shape)
 
 
-def _ours(place: weight_names.Stored, stored: Stored) -> Tensor:
+def _ours(place: weight_names.HuggingFaceTensor, stored: Stored) -> Tensor:
     return place.read(stored.open())
 
 
@@ -127,9 +127,9 @@ def _tensor(path: Path, name: str) -> Tensor:
 def entries(weights: Weights) -> Iterator[Entry]:
     """Hugging Face's tensors of a model, each made of ours as it is written."""
     architecture = weights.model.architecture
-    made: dict[str, list[tuple[str, weight_names.Stored]]] = {}
+    made: dict[str, list[tuple[str, weight_names.HuggingFaceTensor]]] = {}
     for name in weights.shapes:
-        place = weight_names.stored(architecture, name)
+        place = weight_names.huggingface_tensor(architecture, name)
         made.setdefault(place.name, []).append((name, place))
     for theirs, held in made.items():
         name, place = held[0]
@@ -139,7 +139,7 @@ def entries(weights: Weights) -> Iterator[Entry]:
 
 
 def _rows(
-    weights: Weights, held: list[tuple[str, weight_names.Stored]], low: int, high: int
+    weights: Weights, held: list[tuple[str, weight_names.HuggingFaceTensor]], low: int, high: int
 ) -> Iterator[Tensor]:
     """Rows [low, high) of a tensor of theirs."""
     name, place = held[0]

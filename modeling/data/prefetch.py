@@ -1,8 +1,7 @@
-"""The next batch, made ready by a thread while the device works.
+"""Batch prefetching: a background thread reads the next batches while the device computes.
 
-Gathering windows from a memory map runs at hundreds of millions of tokens a second in one thread; worker processes would
-cost more than they save. Where there is an accelerator the thread puts batches into pinned memory, from which they are copied
-while it computes.
+One thread gathers windows from memory maps at hundreds of millions of tokens a second; worker processes would cost
+more than they save. For a GPU the thread pins batches in host memory, so that they are copied asynchronously.
 """
 
 from __future__ import annotations
@@ -21,50 +20,50 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """A rank's samples of a step; nothing where it reads none.
+    """A rank's samples of one step; empty on a rank that reads none.
 
     Attributes:
         tokens: (b, s + 1) int64.
-        documents: (b, s) int64, the place in its sample that each token's document begins at; None where masks are off.
+        documents: (b, s) int64, the position in its sample where each token's document starts; None without document masks.
     """
 
     tokens: Tensor | None = None
     documents: Tensor | None = None
 
 
-def read(trainer: Trainer, samples: Samples, first: int, count: int) -> Batch:
-    """The samples [first, first + count), ready to be copied to the trainer's device."""
+def read_batch(trainer: Trainer, samples: Samples, first: int, count: int) -> Batch:
+    """The samples [first, first + count), ready to be copied to the device."""
     arrays = [samples.batch(first, count)]
     if trainer.profile.train.document_masks:
-        arrays.append(samples.documents(first, count))
+        arrays.append(samples.document_starts(first, count))
     tensors = [torch.from_numpy(array) for array in arrays]
     if trainer.torch_device.type == "cuda":
         tensors = [tensor.pin_memory() for tensor in tensors]
     return Batch(*tensors)
 
 
-class Prefetch:
-    """Batches of steps first to last, in order.
+class Prefetcher:
+    """Batches of the steps `first` to `last`, in order, read in a background thread.
 
     Args:
-        make: gives the batch of a step; runs in the thread.
-        ahead: how many are held ready.
+        read: returns the batch of a step; called in the thread.
+        depth: number of batches to read ahead.
     """
 
-    def __init__(self, make: Callable[[int], Batch], first: int, last: int, ahead: int = 2) -> None:
-        self._make, self._next, self._last = make, first, last
+    def __init__(self, read: Callable[[int], Batch], first: int, last: int, depth: int = 2) -> None:
+        self._read, self._next_step, self._last = read, first, last
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
-        self._ready: list[Future[Batch]] = []
-        for _ in range(ahead):
+        self._queue: list[Future[Batch]] = []
+        for _ in range(depth):
             self._submit()
 
     def _submit(self) -> None:
-        if self._next <= self._last:
-            self._ready.append(self._pool.submit(self._make, self._next))
-            self._next += 1
+        if self._next_step <= self._last:
+            self._queue.append(self._pool.submit(self._read, self._next_step))
+            self._next_step += 1
 
     def next(self) -> Batch:
-        """The batch of the next step; what reading it raised is raised here."""
-        batch = self._ready.pop(0).result()
+        """The batch of the next step; raises what reading it raised."""
+        batch = self._queue.pop(0).result()
         self._submit()
         return batch

@@ -1,12 +1,12 @@
-"""Which window of which stream sample i of a run reads: a pure function of (seed, i), computed and not stored.
+"""Sample order: which window of which stream sample i of a run reads, a pure function of (seed, i) that stores nothing.
 
-A stream of n windows is visited in the order of a permutation of [0, n): a Feistel network (Luby and Rackoff 1988) over the next
-power of four, keyed by seed and epoch, applied again while the result falls outside (cycle walking, under four times on
-average). Where a stream is shuffled in spans, the spans are permuted, and the windows within each.
+A stream of n windows is visited in the order of a permutation of [0, n): a Feistel network (Luby and Rackoff 1988)
+over the next power of four, keyed by seed and epoch, reapplied while the result is out of range (cycle walking, under
+four times on average). With span shuffling, the spans are permuted, and the windows within each.
 
-Streams with weights w alternate in a fixed pattern of P samples, P the least common denominator of w: sample (m + ½) / w_j of
-stream j comes in the order of that number. After any N samples stream j has had w_j N of them, but for less than one a
-stream; after every P samples, exactly.
+Streams with weights w alternate in a fixed pattern of P samples, P the least common denominator of w: the samples of
+stream j sort by (m + ½) / w_j, m = 0, 1, ... After N samples stream j has had w_j·N of them to within about one
+sample per stream, and exactly w_j·N after every P samples.
 """
 
 from __future__ import annotations
@@ -19,77 +19,79 @@ from typing import NamedTuple
 import numpy as np
 
 ROUNDS = 6
-LONGEST_PATTERN = 1 << 20  # samples; weights are rounded to its inverse where their denominator is larger
+LONGEST_PATTERN = (
+    1 << 20
+)  # samples; weights with a larger common denominator are rounded to multiples of its inverse
 GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Pattern(NamedTuple):
-    """How streams alternate, over and over.
+    """How streams alternate, repeated every P samples.
 
     Attributes:
-        stream: (P) of each sample.
-        rank: (P) how many samples before it are of the same stream.
-        quotas: (streams) samples of each.
+        stream: (P) stream of each sample.
+        rank: (P) how many earlier samples of the pattern are of the same stream.
+        quotas: (streams) samples of each stream in the pattern.
     """
 
     stream: np.ndarray
     rank: np.ndarray
     quotas: np.ndarray
 
-    def place(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The stream (count) of each sample (count) of a run, and its number (count) among the samples of that stream."""
-        rounds, at = np.divmod(samples, len(self.stream))
-        stream = self.stream[at]
-        return stream, rounds * self.quotas[stream] + self.rank[at]
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Stream (count) of each sample (count) of a run, and its number (count) among that stream's samples."""
+        repeats, offsets = np.divmod(samples, len(self.stream))
+        stream = self.stream[offsets]
+        return stream, repeats * self.quotas[stream] + self.rank[offsets]
 
 
 def quotas(weights: Sequence[float]) -> list[int]:
-    """How many samples of a pattern each stream has, of streams with these weights; 0 where one weighs too little."""
+    """Samples of each stream in the pattern of streams with these weights; 0 for a weight too small to be drawn."""
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     length = min(math.lcm(*(share.denominator for share in shares)), LONGEST_PATTERN)
-    found = [math.floor(share * length) for share in shares]
-    # The largest remainders get what rounding has left.
-    by_rest = sorted(range(len(shares)), key=lambda i: found[i] - shares[i] * length)
-    for i in by_rest[: length - sum(found)]:
-        found[i] += 1
-    return found
+    result = [math.floor(share * length) for share in shares]
+    # Largest remainder method: distribute what rounding down left over.
+    by_remainder = sorted(range(len(shares)), key=lambda i: result[i] - shares[i] * length)
+    for i in by_remainder[: length - sum(result)]:
+        result[i] += 1
+    return result
 
 
 def blend(weights: Sequence[float]) -> Pattern:
     """The pattern of streams with these weights, which need not sum to 1.
 
     Raises:
-        ValueError: one of so small a share that it would never be read.
+        ValueError: a weight is so small that its stream would never be drawn.
     """
-    each = quotas(weights)
-    if 0 in each:
+    counts = quotas(weights)
+    if 0 in counts:
         raise ValueError(
-            f"stream {each.index(0)} has less than one of {LONGEST_PATTERN:,} samples: weights {[*weights]}"
+            f"stream {counts.index(0)} has less than one of {LONGEST_PATTERN:,} samples: weights {[*weights]}"
         )
-    times = np.concatenate([(np.arange(quota) + 0.5) / quota for quota in each])
-    streams = np.repeat(np.arange(len(each)), each)
-    ranks = np.concatenate([np.arange(quota) for quota in each])
+    times = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    streams = np.repeat(np.arange(len(counts)), counts)
+    ranks = np.concatenate([np.arange(count) for count in counts])
     order = np.argsort(times, kind="stable")
-    return Pattern(streams[order], ranks[order], np.array(each))
+    return Pattern(streams[order], ranks[order], np.array(counts))
 
 
-class Windows:
-    """The order of one stream's n windows, epoch after epoch.
+class WindowOrder:
+    """The order in which one stream's n windows are read, epoch after epoch.
 
     Args:
-        n: windows.
-        seed: of the order; None leaves them in their own.
-        span: windows that are shuffled together; None: all.
+        n: number of windows.
+        seed: of the shuffle; None keeps corpus order.
+        span: number of windows shuffled together; None: all.
     """
 
     def __init__(self, n: int, seed: int | None, span: int | None = None) -> None:
         self.n, self.seed = n, seed
         self.spans = 1 if span is None else max(1, -(-n // span))
-        self._size, self._larger = divmod(n, self.spans)  # the first so many spans have one window more
+        self._size, self._longer = divmod(n, self.spans)  # the first `_longer` spans have one window more
 
-    def order(self, numbers: np.ndarray) -> np.ndarray:
-        """The window (count) that each number (count) of the stream's samples reads; numbers count on through epochs."""
+    def windows(self, numbers: np.ndarray) -> np.ndarray:
+        """The window (count) that each of the stream's samples (count) reads; numbers continue across epochs."""
         epochs, positions = np.divmod(np.asarray(numbers, np.int64), self.n)
         if self.seed is None:
             return positions
@@ -97,44 +99,45 @@ class Windows:
             return permute(positions, self.n, self.seed, epochs)
         windows = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
-            spans, ends = self._visits(epoch)
+            spans, ends = self._span_order(epoch)
             slots = np.searchsorted(ends, positions, side="right")
             for slot in np.unique(slots[epochs == epoch]).tolist():
-                own = (epochs == epoch) & (slots == slot)
+                mask = (epochs == epoch) & (slots == slot)
                 first, size = self._extent(int(spans[slot]))
-                begun = int(ends[slot]) - size
-                keyed = epoch * self.spans + int(spans[slot])
-                windows[own] = first + permute(positions[own] - begun, size, self.seed + 1, np.array(keyed))
+                start = int(ends[slot]) - size
+                key = np.array(epoch * self.spans + int(spans[slot]))
+                windows[mask] = first + permute(positions[mask] - start, size, self.seed + 1, key)
         return windows
 
-    def extents(self, number: int, count: int) -> list[tuple[int, int]]:
-        """First window and windows of the span that a sample's number falls into, and of the next ones, `count` in all."""
+    def spans_from(self, number: int, count: int) -> list[tuple[int, int]]:
+        """(first window, windows) of the span that a sample falls into and of the spans read after it, `count` in all."""
         epoch, position = divmod(number, self.n)
         if self.seed is None or self.spans == 1:
             return [(0, self.n)]
-        spans, ends = self._visits(epoch)
+        spans, ends = self._span_order(epoch)
         slot = int(np.searchsorted(ends, position, side="right"))
-        visited = [*spans[slot : slot + count].tolist()]
-        if len(visited) < count:
-            visited += self._visits(epoch + 1)[0][: count - len(visited)].tolist()
-        return [self._extent(span) for span in visited]
+        upcoming = spans[slot : slot + count].tolist()
+        if len(upcoming) < count:
+            upcoming += self._span_order(epoch + 1)[0][: count - len(upcoming)].tolist()
+        return [self._extent(span) for span in upcoming]
 
     def _extent(self, span: int) -> tuple[int, int]:
-        return span * self._size + min(span, self._larger), self._size + (span < self._larger)
+        """First window and number of windows of a span."""
+        return span * self._size + min(span, self._longer), self._size + (span < self._longer)
 
-    def _visits(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _span_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The spans in the order of an epoch, and the position after the last window of each."""
         spans = permute(np.arange(self.spans), self.spans, self.seed, np.array(epoch))
-        return spans, np.cumsum(self._size + (spans < self._larger))
+        return spans, np.cumsum(self._size + (spans < self._longer))
 
 
 def stream_seed(seed: int, stream: int) -> int:
-    """Of one stream of a blend."""
+    """The shuffle seed of one stream of a blend."""
     return (seed + stream * GOLDEN) % 2**64
 
 
 def permute(values: np.ndarray, n: int, seed: int, epochs: np.ndarray) -> np.ndarray:
-    """Where a permutation of [0, n), keyed by the seed and each value's epoch, takes each value (count) -> (count)."""
+    """Apply a permutation of [0, n), keyed by the seed and each value's epoch, to values (count)."""
     half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))  # bits of a Feistel half
     low = (np.uint64(1) << half) - np.uint64(1)
     values = np.atleast_1d(values).astype(np.uint64)
@@ -152,7 +155,7 @@ def permute(values: np.ndarray, n: int, seed: int, epochs: np.ndarray) -> np.nda
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit words in which every input bit reaches every output bit (splitmix64's finalizer)."""
+    """splitmix64's finalizer: a bijection of 64-bit words in which every input bit affects every output bit."""
     x = x + np.uint64(GOLDEN)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

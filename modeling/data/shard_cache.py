@@ -1,11 +1,11 @@
-"""Shards of a remote corpus in a local folder of limited size, copied there ahead of their use.
+"""Shard cache: shards of a remote corpus in a local folder of limited size, prefetched before they are read.
 
-    <shard>.bin, .idx    under their names once they are whole
-    <shard>.room         as large as both together, all of it a hole: what the shard counts for, from before it is copied
-    <shard>.lock         shared by those who read the shard, had alone by who copies or removes it
+    <shard>.bin, .idx    the shard, under these names once complete
+    <shard>.room         sparse file as large as both: the space reserved for the shard, from before its download
+    <shard>.lock         held shared by readers of the shard, exclusively while it is downloaded or evicted
 
-The folder is shared by the processes of a node. Where room is needed the shards that were asked for longest ago go, but none that
-is being read: a file that is mapped keeps its disk, whatever its name. So readers let go of a shard after each look at it.
+The folder is shared by the processes of a node. The least recently used shards are evicted, but none that is being
+read: a mapped file keeps its disk space even when unlinked. So readers release a shard after each read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
-import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -21,143 +20,142 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-log = logging.getLogger("trainshed")
-
-ENDINGS = (".bin", ".idx")
-COPIES = 4  # that are made ahead at a time
-POLL = 0.01  # seconds between looks for room, where all there is is being read or copied
+SUFFIXES = (".bin", ".idx")
+PARALLEL_DOWNLOADS = 4
+POLL = 0.01  # seconds between attempts to evict, while every shard is being read or downloaded
 
 
-class Stage:
-    """A local cache of `.bin`/`.idx` pairs.
+class ShardCache:
+    """A local cache of `.bin`/`.idx` pairs, least recently used evicted first.
 
     Args:
-        folder: on this machine.
-        limit: bytes that it may hold.
-        root: URI that relative paths of shards start from; empty where those are on this machine.
+        folder: cache folder on this machine.
+        limit: its capacity in bytes.
+        root: URI that relative shard paths are resolved against; empty if those are on this machine.
 
     Attributes:
-        anonymous: shards that are read without credentials.
+        anonymous: shards to read without credentials.
     """
 
     def __init__(self, folder: Path, limit: int, root: str = "") -> None:
         self.anonymous: set[str] = set()
         self._folder, self._limit, self._root = folder, limit, root
-        self._pool = ThreadPoolExecutor(COPIES, thread_name_prefix="stage")
-        self._coming: dict[str, Future[None]] = {}
+        self._pool = ThreadPoolExecutor(PARALLEL_DOWNLOADS, thread_name_prefix="shard-cache")
+        self._prefetches: dict[str, Future[None]] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def has(self, path: str) -> bool:
-        """Whether a shard is to be copied; others are on this machine."""
+    def is_remote(self, path: str) -> bool:
+        """Whether a shard is read through the cache; others are on this machine."""
         return "://" in path or (bool(self._root) and not path.startswith("/"))
 
     @contextmanager
-    def held(self, path: str) -> Iterator[Path]:
-        """A shard's prefix on this machine, where both its files are and stay for the block; map them no longer than that.
+    def open(self, path: str) -> Iterator[Path]:
+        """Local prefix of a shard, downloaded if necessary and pinned for the block; do not map its files beyond that.
 
         Raises:
-            OSError: it cannot be fetched. ValueError: it alone is larger than the limit.
+            OSError: the download failed.
+            ValueError: the shard alone is larger than the cache.
         """
-        coming = self._coming.pop(path, None)
-        if coming is not None and not coming.cancel():  # one that has not begun need not wait for its turn
-            wait([coming])  # what it may have failed of is tried once more
-        uri, prefix = self._places(path)
+        prefetch = self._prefetches.pop(path, None)
+        if prefetch is not None and not prefetch.cancel():  # one that is still queued is fetched here instead
+            wait([prefetch])  # if it failed, the download below is the retry
+        uri, prefix = self._locate(path)
         while True:
-            with _locked(_lock(prefix), fcntl.LOCK_SH):
-                if _whole(prefix):
-                    os.utime(_room(prefix))  # asked for just now
+            with _locked(_lock_file(prefix), fcntl.LOCK_SH):
+                if _is_complete(prefix):
+                    os.utime(_reservation(prefix))  # marks it as used
                     yield prefix
                     return
             self._fetch(uri, prefix)
 
-    def ahead(self, paths: Iterable[str]) -> None:
-        """Begin to copy these shards, in about this order, in the background."""
+    def prefetch(self, paths: Iterable[str]) -> None:
+        """Download these shards in the background, roughly in this order."""
         for path in paths:
-            if path not in self._coming:
-                self._coming[path] = self._pool.submit(self._fetch, *self._places(path))
+            if path not in self._prefetches:
+                self._prefetches[path] = self._pool.submit(self._fetch, *self._locate(path))
 
-    def _places(self, path: str) -> tuple[str, Path]:
-        """A shard's URI, and its prefix here."""
+    def _locate(self, path: str) -> tuple[str, Path]:
+        """A shard's URI and its local prefix."""
         uri = path if "://" in path else f"{self._root}/{path}"
         return uri, self._folder / hashlib.sha256(uri.encode()).hexdigest()[:32]
 
     def _fetch(self, uri: str, prefix: Path) -> None:
-        with _locked(_lock(prefix)):
-            if _whole(prefix):
-                os.utime(_room(prefix))
+        with _locked(_lock_file(prefix)):
+            if _is_complete(prefix):
+                os.utime(_reservation(prefix))
             else:
-                self._copy(uri, prefix)
+                self._download(uri, prefix)
 
-    def _copy(self, uri: str, prefix: Path) -> None:
+    def _download(self, uri: str, prefix: Path) -> None:
         from fsspec.core import url_to_fs
 
-        there, inner = url_to_fs(uri, **({"anon": True} if uri in self.anonymous else {}))
-        size = sum(there.info(f"{inner}{ending}")["size"] for ending in ENDINGS)
+        remote, path = url_to_fs(uri, **({"anon": True} if uri in self.anonymous else {}))
+        size = sum(remote.info(f"{path}{suffix}")["size"] for suffix in SUFFIXES)
         if size > self._limit:
-            raise ValueError(f"{uri} has {size:,} bytes, data.cache_gigabytes allows {self._limit:,}")
-        _remove(
-            prefix
-        )  # what a process that was killed may have left; nobody's room is kept while one waits for room
-        with _locked(self._folder / "room.lock"):  # one at a time, or the room would not be known
-            while not self._make_room(size):
+            raise ValueError(
+                f"data.cache_gigabytes: {uri} has {size:,} bytes, the cache holds {self._limit:,}; raise the limit"
+            )
+        _remove(prefix)  # left by a killed process; must not keep space reserved while this one waits
+        with _locked(self._folder / "room.lock"):  # one process at a time, so that the free space is known
+            while not self._evict(size):
                 time.sleep(POLL)
-            with _room(prefix).open("wb") as room:
-                room.truncate(size)
-        for ending in ENDINGS:
-            partial = prefix.with_suffix(f"{ending}.partial")
-            there.get_file(f"{inner}{ending}", str(partial))
-            partial.replace(prefix.with_suffix(ending))
+            with _reservation(prefix).open("wb") as file:
+                file.truncate(size)
+        for suffix in SUFFIXES:
+            partial = prefix.with_suffix(f"{suffix}.partial")
+            remote.get_file(f"{path}{suffix}", str(partial))
+            partial.replace(prefix.with_suffix(suffix))
 
-    def _make_room(self, wanted: int) -> bool:
-        """Remove what was asked for longest ago until so many bytes fit; whether they do."""
+    def _evict(self, needed: int) -> bool:
+        """Remove least recently used shards until `needed` bytes are free; returns whether they are."""
         states: dict[Path, os.stat_result] = {}
-        for room in self._folder.glob("*.room"):
+        for file in self._folder.glob("*.room"):
             with suppress(FileNotFoundError):
-                states[room.with_suffix("")] = room.stat()
-        size = sum(state.st_size for state in states.values())
+                states[file.with_suffix("")] = file.stat()
+        used = sum(state.st_size for state in states.values())
         for prefix in sorted(states, key=lambda prefix: states[prefix].st_mtime_ns):
-            if size + wanted <= self._limit:
+            if used + needed <= self._limit:
                 break
-            with suppress(BlockingIOError), _locked(_lock(prefix), fcntl.LOCK_EX | fcntl.LOCK_NB):
+            with suppress(BlockingIOError), _locked(_lock_file(prefix), fcntl.LOCK_EX | fcntl.LOCK_NB):
                 _remove(prefix)
-                size -= states[prefix].st_size
-        return size + wanted <= self._limit
+                used -= states[prefix].st_size
+        return used + needed <= self._limit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a program that reads a corpus is told of data that is elsewhere."""
+    """Add the command-line options for remote corpora."""
     parser.add_argument("--artifacts", default="", help="URI of the store's artifacts, if it is not a folder")
-    parser.add_argument("--cache", type=Path, help="folder that shards from elsewhere are copied to")
+    parser.add_argument("--cache", type=Path, help="folder to cache remote shards in")
 
 
-def of(options: argparse.Namespace, gigabytes: float) -> Stage | None:
-    """The stage that the arguments ask for."""
-    return Stage(options.cache, int(gigabytes * 1e9), options.artifacts) if options.cache else None
+def from_arguments(options: argparse.Namespace, gigabytes: float) -> ShardCache | None:
+    """The shard cache of the command-line options; None without --cache."""
+    return ShardCache(options.cache, int(gigabytes * 1e9), options.artifacts) if options.cache else None
 
 
-def _lock(prefix: Path) -> Path:
+def _lock_file(prefix: Path) -> Path:
     return prefix.with_suffix(".lock")
 
 
-def _room(prefix: Path) -> Path:
+def _reservation(prefix: Path) -> Path:
     return prefix.with_suffix(".room")
 
 
-def _whole(prefix: Path) -> bool:
-    return all(prefix.with_suffix(ending).exists() for ending in (*ENDINGS, ".room"))
+def _is_complete(prefix: Path) -> bool:
+    return all(prefix.with_suffix(suffix).exists() for suffix in (*SUFFIXES, ".room"))
 
 
 def _remove(prefix: Path) -> None:
-    """A shard's files, the note of its room last."""
-    for ending in ENDINGS:
-        for file in prefix.with_suffix(ending), prefix.with_suffix(f"{ending}.partial"):
+    """Delete a shard's files; the reservation last, so that space is free when it goes."""
+    for suffix in SUFFIXES:
+        for file in prefix.with_suffix(suffix), prefix.with_suffix(f"{suffix}.partial"):
             file.unlink(missing_ok=True)
-    _room(prefix).unlink(missing_ok=True)
+    _reservation(prefix).unlink(missing_ok=True)
 
 
 @contextmanager
-def _locked(path: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Raises BlockingIOError where it shall not wait and would have to."""
+def _locked(path: Path, mode: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Hold a file lock, released if the process dies. Raises BlockingIOError with LOCK_NB if another holds it."""
     with path.open("a") as file:
-        fcntl.flock(file, how)  # the system lets go of it where the process ends
+        fcntl.flock(file, mode)
         yield

@@ -1,36 +1,52 @@
-"""Build a profile's mesh and pipeline stages."""
+"""Build a profile's device mesh, its pipeline partition and its pipeline stages."""
 
 from __future__ import annotations
 
 import torch
 
+from modeling.models.flops import layer_multiply_adds
 from modeling.models.gpt import GPT
+from modeling.models.language_model import LanguageModel
 from modeling.models.llama import Llama
 from parallel import Mesh
 from parallel import device as devices
 from parallel.activation_checkpointing import recompute
+from parallel.pipeline.schedules import forwards_ahead
+from parallel.pipeline.stages import cut_layers
 from profiles.schema import Profile
 
-MODELS = {"llama": Llama, "gpt": GPT}
+MODELS: dict[str, type[LanguageModel]] = {"llama": Llama, "gpt": GPT}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
-def mesh_of(profile: Profile) -> Mesh:
-    """The run's mesh, as this process sees it."""
+def build_mesh(profile: Profile, rank: int | None = None) -> Mesh:
+    """The run's device mesh as this process sees it, or without process groups as `rank` sees it."""
+    parallel, cluster = profile.parallel, profile.cluster
+    degrees = (parallel.pipeline, profile.data_parallel, parallel.context, parallel.tensor)
+    reduces = devices.resolve(cluster.device, cluster.accelerator).reduces
+    return Mesh(*degrees, profile.kv_replication, rank=rank, reduces=reduces)
+
+
+def partition_layers(profile: Profile) -> list[range]:
+    """The layers of each pipeline stage, balanced to minimise the FLOPs of the slowest."""
     parallel = profile.parallel
-    return Mesh(
-        parallel.pipeline,
-        profile.data_parallel,
-        parallel.context,
-        parallel.tensor,
-        profile.kv_replication,
-        reduces=devices.resolve(profile.cluster.device).reduces,
+    return cut_layers(
+        layer_multiply_adds(profile), parallel.pipeline, parallel.schedule, parallel.pipeline_cuts
     )
 
 
-def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.device) -> Llama | GPT:
-    """The stage that holds these layers, its recomputation set, its weights as memory was."""
-    model = MODELS[profile.model.architecture](
+def extra_warmup_forwards(profile: Profile) -> int:
+    """Forwards beyond the 1F1B warm-up that ranks before the last run first, where uneven stages make it pay."""
+    if profile.parallel.schedule != "1f1b":
+        return 0
+    costs = layer_multiply_adds(profile)
+    stages = [sum(costs[layer] for layer in layers) for layers in partition_layers(profile)]
+    return forwards_ahead(stages, profile.accumulation_steps)
+
+
+def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.device) -> LanguageModel:
+    """The pipeline stage that holds `layers`, uninitialized and without activation checkpointing."""
+    return MODELS[profile.model.architecture](
         profile.model,
         mesh,
         layers,
@@ -38,5 +54,10 @@ def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
         dtype=DTYPES[profile.train.precision],
         device=device,
     )
+
+
+def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.device) -> LanguageModel:
+    """The pipeline stage that holds `layers`, uninitialized, with the profile's activation checkpointing."""
+    model = build_model(profile, mesh, layers, device)
     recompute(model.layers.values(), profile.train.recompute, profile.train.recompute_layers)
     return model

@@ -1,14 +1,20 @@
-"""The FLOP count of a model, and how its layers are divided into pipeline stages by it."""
+"""Analytic FLOP count of a model: the definition behind MFU and pipeline balance.
+
+Counts what the mathematics needs: no recomputation, padding, norms or element-wise work. What a rank really
+multiplies is counted operator by operator (modeling/planning/operator_costs.py).
+"""
 
 from __future__ import annotations
 
-from parallel.pipeline.schedules import forwards_ahead
-from parallel.pipeline.stages import cut_layers
 from profiles.schema import Profile
 
 
-def costs(profile: Profile) -> list[int]:
-    """Multiply-adds a token, forward: of each layer's weights and its causal attention; of the head, with the last layer."""
+def layer_multiply_adds(profile: Profile) -> list[int]:
+    """Forward multiply-adds per token of each layer; the last includes the language-model head.
+
+    Per layer: h·d·(2n + 2k) of the attention projections, 3·h·f (llama) or 2·h·f (gpt) of the MLP, and s·n·d of causal
+    attention, half of its two s×s products.
+    """
     model, s = profile.model, profile.train.sequence_length
     h, d = model.hidden_size, model.head_dim
     projections = h * d * (2 * model.num_attention_heads + 2 * model.num_key_value_heads)
@@ -17,21 +23,6 @@ def costs(profile: Profile) -> list[int]:
     return [layer] * (model.num_hidden_layers - 1) + [layer + model.vocab_size * h]
 
 
-def stage_layers(profile: Profile) -> list[range]:
-    """The layers of every pipeline stage."""
-    parallel = profile.parallel
-    return cut_layers(costs(profile), parallel.pipeline, parallel.schedule, parallel.pipeline_cuts)
-
-
-def ahead(profile: Profile) -> int:
-    """Forwards that ranks before the last run ahead."""
-    if profile.parallel.schedule != "1f1b":
-        return 0
-    each = costs(profile)
-    stages = [sum(each[layer] for layer in layers) for layers in stage_layers(profile)]
-    return forwards_ahead(stages, profile.accumulation_steps)
-
-
 def flops_per_token(profile: Profile) -> float:
-    """Training FLOPs a token: 6 a multiply-add of the forward pass, 2 there and 4 in backward."""
-    return 6 * sum(costs(profile))
+    """Training FLOPs per token: 6 per forward multiply-add, 2 in forward and 4 in backward."""
+    return 6 * sum(layer_multiply_adds(profile))

@@ -1,37 +1,72 @@
-"""What is alike in all models: from the last stage's hidden states to a loss or to logits."""
+"""Decoder-only language model: what all architectures share, from embedding and pipeline split to loss and logits."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from parallel import VocabParallelEmbedding, linear_cross_entropy
+from parallel import LayerNorm, Mesh, Normal, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
 from parallel.logits import full_logits
-from parallel.mesh import Axis
 from profiles.model import Model
 
 
 class LanguageModel(nn.Module):
-    """A model or a pipeline stage of it.
+    """A model, or the pipeline stage of it that holds `layers`.
 
-    Attributes, which a model's constructor sets:
-        model: the architecture's numbers.
-        axis: over which the vocabulary is split.
-        sequence: whether hidden states are split over it.
-        first, last: whether the stage has the embedding, and the head.
-        embedding, head: a tied model has no head of its own.
+    The first stage has the embedding, the last the final norm and the head. A tied model has no head: its last stage uses a
+    copy of the embedding, whose gradient is summed over the embedding group.
+
+    Args:
+        model: architecture hyperparameters.
+        mesh: device mesh.
+        layers: layers of this stage; all by default.
+        sequence_parallel: shard hidden states over the tensor axis between layers.
+
+    Attributes:
+        axis: tensor axis, over which the vocabulary is sharded.
+        sequence_parallel: whether hidden states are really sharded; False on a tensor axis of one rank.
+        first, last: whether this stage has the embedding, and the head.
     """
 
-    model: Model
-    axis: Axis
-    sequence: bool
-    first: bool
-    last: bool
-    embedding: VocabParallelEmbedding
-    head: VocabParallelEmbedding
+    block: type[nn.Module]
+    norm_layer: type[RMSNorm | LayerNorm]
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        layers: range | None = None,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        layers = range(model.num_hidden_layers) if layers is None else layers
+        self.model, self.axis = model, mesh.tensor
+        self.sequence_parallel = sequence_parallel and mesh.tensor.size > 1
+        self.first, self.last = 0 in layers, model.num_hidden_layers - 1 in layers
+        options = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        norm = {"epsilon": model.norm_eps, **options}
+        options["initializer"] = Normal(model.initializer_range)
+        tied, vocabulary = model.tie_word_embeddings, (model.vocab_size, model.hidden_size, mesh.tensor)
+        if self.first or (self.last and tied):
+            shared = ("ends",) if tied and mesh.pipeline.size > 1 else ()
+            self.embedding = VocabParallelEmbedding(*vocabulary, partial=shared, **options)
+        if self.first:
+            self.add_position_embedding(**options)
+        self.layers = nn.ModuleDict({str(i): self.block(model, mesh, norm, **options) for i in layers})
+        if self.last:
+            self.norm = self.norm_layer(model.hidden_size, mesh.tensor, **norm)
+            if not tied:
+                self.head = VocabParallelEmbedding(*vocabulary, **options)
+
+    def add_position_embedding(self, **options: object) -> None:
+        """Add learned positions, in architectures that have them."""
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Summed cross-entropy of the last stage's hidden states against token ids (b, s/c); -100 counts nothing."""
-        head = self._head()
+        """Summed cross-entropy of the last stage's hidden states; targets (b, s/c), -100 is ignored."""
+        head = self._output_embedding()
         return linear_cross_entropy(
             x,
             head.weight,
@@ -39,15 +74,18 @@ class LanguageModel(nn.Module):
             self.axis,
             first=head.first,
             vocabulary=self.model.vocab_size,
-            sequence_parallel=self.sequence,
+            sequence_parallel=self.sequence_parallel,
         )
 
     def logits(self, x: Tensor) -> Tensor:
-        """The last stage's hidden states to logits (b·s/c, v), float32, whole on every tensor rank."""
-        vocabulary = self.model.vocab_size
+        """Logits (b·s/c, v), float32, of the last stage's hidden states; complete on every tensor rank."""
         return full_logits(
-            x, self._head().weight, self.axis, vocabulary=vocabulary, sequence_parallel=self.sequence
+            x,
+            self._output_embedding().weight,
+            self.axis,
+            vocabulary=self.model.vocab_size,
+            sequence_parallel=self.sequence_parallel,
         )
 
-    def _head(self) -> VocabParallelEmbedding:
+    def _output_embedding(self) -> VocabParallelEmbedding:
         return self.embedding if self.model.tie_word_embeddings else self.head

@@ -1,7 +1,7 @@
-"""Where a Hugging Face model keeps each tensor of ours: one map an architecture, read in both directions.
+"""Weight names: which Hugging Face tensor holds each of our tensors, one map per architecture, read in both directions.
 
-Mostly a tensor of ours is one of theirs under another name. GPT-2 keeps its matrices as (in, out), ours are (out, in), and
-its q, k and v side by side in one tensor; a `Stored` says so.
+Most tensors only differ in name. GPT-2 stores its matrices as (in, out) where ours are (out, in), and q, k and v side
+by side in one tensor.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where a tensor of ours lies in a Hugging Face model.
+class HuggingFaceTensor:
+    """The tensor of a Hugging Face model that holds one of ours, complete or as a part.
 
     Attributes:
-        name: of their tensor.
-        transposed: theirs is (in, out).
-        part, parts: ours is this one of so many equal parts of theirs, along its last dim.
+        name: of the Hugging Face tensor.
+        transposed: whether it is stored as (in, out).
+        part, parts: ours is this one of `parts` equal parts along its last dim.
     """
 
     name: str
@@ -27,79 +27,81 @@ class Stored:
     part: int = 0
     parts: int = 1
 
-    def read(self, theirs: Tensor) -> Tensor:
-        """Our tensor out of theirs, as a view."""
-        ours = theirs.tensor_split(self.parts, -1)[self.part]
-        return ours.t() if self.transposed else ours
+    def read(self, stored: Tensor) -> Tensor:
+        """Our tensor as a view of the stored one."""
+        tensor = stored.tensor_split(self.parts, -1)[self.part]
+        return tensor.t() if self.transposed else tensor
 
-    def write(self, ours: Tensor) -> Tensor:
-        """Our tensor as a part of theirs."""
-        return ours.t() if self.transposed else ours
+    def write(self, tensor: Tensor) -> Tensor:
+        """Our tensor in the stored orientation: one of `parts` parts of the stored tensor."""
+        return tensor.t() if self.transposed else tensor
 
 
-def _attention(part: int) -> dict[str, Stored]:
+def _attention(part: int) -> dict[str, HuggingFaceTensor]:
     letter, prefix = "qkv"[part], "transformer.h.{}.attn.c_attn"
     return {
-        f"layers.{{}}.attention.qkv.{letter}.weight": Stored(f"{prefix}.weight", True, part, 3),
-        f"layers.{{}}.attention.qkv.{letter}.bias": Stored(f"{prefix}.bias", False, part, 3),
+        f"layers.{{}}.attention.qkv.{letter}.weight": HuggingFaceTensor(f"{prefix}.weight", True, part, 3),
+        f"layers.{{}}.attention.qkv.{letter}.bias": HuggingFaceTensor(f"{prefix}.bias", False, part, 3),
     }
 
 
 LLAMA = {
-    "embedding.weight": Stored("model.embed_tokens.weight"),
-    "layers.{}.attention_norm.weight": Stored("model.layers.{}.input_layernorm.weight"),
-    "layers.{}.attention.qkv.q.weight": Stored("model.layers.{}.self_attn.q_proj.weight"),
-    "layers.{}.attention.qkv.k.weight": Stored("model.layers.{}.self_attn.k_proj.weight"),
-    "layers.{}.attention.qkv.v.weight": Stored("model.layers.{}.self_attn.v_proj.weight"),
-    "layers.{}.attention.qkv.q.bias": Stored("model.layers.{}.self_attn.q_proj.bias"),
-    "layers.{}.attention.qkv.k.bias": Stored("model.layers.{}.self_attn.k_proj.bias"),
-    "layers.{}.attention.qkv.v.bias": Stored("model.layers.{}.self_attn.v_proj.bias"),
-    "layers.{}.attention.output.weight": Stored("model.layers.{}.self_attn.o_proj.weight"),
-    "layers.{}.attention.output.bias": Stored("model.layers.{}.self_attn.o_proj.bias"),
-    "layers.{}.mlp_norm.weight": Stored("model.layers.{}.post_attention_layernorm.weight"),
-    "layers.{}.mlp.gate_up.gate.weight": Stored("model.layers.{}.mlp.gate_proj.weight"),
-    "layers.{}.mlp.gate_up.up.weight": Stored("model.layers.{}.mlp.up_proj.weight"),
-    "layers.{}.mlp.gate_up.gate.bias": Stored("model.layers.{}.mlp.gate_proj.bias"),
-    "layers.{}.mlp.gate_up.up.bias": Stored("model.layers.{}.mlp.up_proj.bias"),
-    "layers.{}.mlp.down.weight": Stored("model.layers.{}.mlp.down_proj.weight"),
-    "layers.{}.mlp.down.bias": Stored("model.layers.{}.mlp.down_proj.bias"),
-    "norm.weight": Stored("model.norm.weight"),
-    "head.weight": Stored("lm_head.weight"),
+    "embedding.weight": HuggingFaceTensor("model.embed_tokens.weight"),
+    "layers.{}.attention_norm.weight": HuggingFaceTensor("model.layers.{}.input_layernorm.weight"),
+    "layers.{}.attention.qkv.q.weight": HuggingFaceTensor("model.layers.{}.self_attn.q_proj.weight"),
+    "layers.{}.attention.qkv.k.weight": HuggingFaceTensor("model.layers.{}.self_attn.k_proj.weight"),
+    "layers.{}.attention.qkv.v.weight": HuggingFaceTensor("model.layers.{}.self_attn.v_proj.weight"),
+    "layers.{}.attention.qkv.q.bias": HuggingFaceTensor("model.layers.{}.self_attn.q_proj.bias"),
+    "layers.{}.attention.qkv.k.bias": HuggingFaceTensor("model.layers.{}.self_attn.k_proj.bias"),
+    "layers.{}.attention.qkv.v.bias": HuggingFaceTensor("model.layers.{}.self_attn.v_proj.bias"),
+    "layers.{}.attention.output.weight": HuggingFaceTensor("model.layers.{}.self_attn.o_proj.weight"),
+    "layers.{}.attention.output.bias": HuggingFaceTensor("model.layers.{}.self_attn.o_proj.bias"),
+    "layers.{}.mlp_norm.weight": HuggingFaceTensor("model.layers.{}.post_attention_layernorm.weight"),
+    "layers.{}.mlp.gate_up.gate.weight": HuggingFaceTensor("model.layers.{}.mlp.gate_proj.weight"),
+    "layers.{}.mlp.gate_up.up.weight": HuggingFaceTensor("model.layers.{}.mlp.up_proj.weight"),
+    "layers.{}.mlp.gate_up.gate.bias": HuggingFaceTensor("model.layers.{}.mlp.gate_proj.bias"),
+    "layers.{}.mlp.gate_up.up.bias": HuggingFaceTensor("model.layers.{}.mlp.up_proj.bias"),
+    "layers.{}.mlp.down.weight": HuggingFaceTensor("model.layers.{}.mlp.down_proj.weight"),
+    "layers.{}.mlp.down.bias": HuggingFaceTensor("model.layers.{}.mlp.down_proj.bias"),
+    "norm.weight": HuggingFaceTensor("model.norm.weight"),
+    "head.weight": HuggingFaceTensor("lm_head.weight"),
 }
 
 GPT = {
-    "embedding.weight": Stored("transformer.wte.weight"),
-    "positions.weight": Stored("transformer.wpe.weight"),
-    "layers.{}.attention_norm.weight": Stored("transformer.h.{}.ln_1.weight"),
-    "layers.{}.attention_norm.bias": Stored("transformer.h.{}.ln_1.bias"),
+    "embedding.weight": HuggingFaceTensor("transformer.wte.weight"),
+    "positions.weight": HuggingFaceTensor("transformer.wpe.weight"),
+    "layers.{}.attention_norm.weight": HuggingFaceTensor("transformer.h.{}.ln_1.weight"),
+    "layers.{}.attention_norm.bias": HuggingFaceTensor("transformer.h.{}.ln_1.bias"),
     **_attention(0),
     **_attention(1),
     **_attention(2),
-    "layers.{}.attention.output.weight": Stored("transformer.h.{}.attn.c_proj.weight", transposed=True),
-    "layers.{}.attention.output.bias": Stored("transformer.h.{}.attn.c_proj.bias"),
-    "layers.{}.mlp_norm.weight": Stored("transformer.h.{}.ln_2.weight"),
-    "layers.{}.mlp_norm.bias": Stored("transformer.h.{}.ln_2.bias"),
-    "layers.{}.mlp.up.weight": Stored("transformer.h.{}.mlp.c_fc.weight", transposed=True),
-    "layers.{}.mlp.up.bias": Stored("transformer.h.{}.mlp.c_fc.bias"),
-    "layers.{}.mlp.down.weight": Stored("transformer.h.{}.mlp.c_proj.weight", transposed=True),
-    "layers.{}.mlp.down.bias": Stored("transformer.h.{}.mlp.c_proj.bias"),
-    "norm.weight": Stored("transformer.ln_f.weight"),
-    "norm.bias": Stored("transformer.ln_f.bias"),
-    "head.weight": Stored("lm_head.weight"),
+    "layers.{}.attention.output.weight": HuggingFaceTensor(
+        "transformer.h.{}.attn.c_proj.weight", transposed=True
+    ),
+    "layers.{}.attention.output.bias": HuggingFaceTensor("transformer.h.{}.attn.c_proj.bias"),
+    "layers.{}.mlp_norm.weight": HuggingFaceTensor("transformer.h.{}.ln_2.weight"),
+    "layers.{}.mlp_norm.bias": HuggingFaceTensor("transformer.h.{}.ln_2.bias"),
+    "layers.{}.mlp.up.weight": HuggingFaceTensor("transformer.h.{}.mlp.c_fc.weight", transposed=True),
+    "layers.{}.mlp.up.bias": HuggingFaceTensor("transformer.h.{}.mlp.c_fc.bias"),
+    "layers.{}.mlp.down.weight": HuggingFaceTensor("transformer.h.{}.mlp.c_proj.weight", transposed=True),
+    "layers.{}.mlp.down.bias": HuggingFaceTensor("transformer.h.{}.mlp.c_proj.bias"),
+    "norm.weight": HuggingFaceTensor("transformer.ln_f.weight"),
+    "norm.bias": HuggingFaceTensor("transformer.ln_f.bias"),
+    "head.weight": HuggingFaceTensor("lm_head.weight"),
 }
 
 MAPS = {"llama": LLAMA, "gpt": GPT}
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 
 
-def stored(architecture: str, name: str) -> Stored:
-    """Where the tensor that we call `name` lies in a Hugging Face model.
+def huggingface_tensor(architecture: str, name: str) -> HuggingFaceTensor:
+    """The Hugging Face tensor that holds our tensor `name`.
 
     Raises:
-        ValueError: the architecture has no such tensor.
+        ValueError: the architecture has no tensor of this name.
     """
     layer = _LAYER.search(name)
-    place = MAPS[architecture].get(_LAYER.sub("{}", name))
-    if place is None:
-        raise ValueError(f"{architecture}: no weight is called {name}")
-    return replace(place, name=place.name.format(layer.group())) if layer else place
+    entry = MAPS[architecture].get(_LAYER.sub("{}", name))
+    if entry is None:
+        raise ValueError(f"{name}: {architecture} has no tensor of this name")
+    return replace(entry, name=entry.name.format(layer.group())) if layer else entry

@@ -21,7 +21,8 @@ from typing import Any
 import psutil
 from torch import nn
 
-from modeling.models.flops import ahead, flops_per_token, stage_layers
+from modeling.models.build import extra_warmup_forwards, partition_layers
+from modeling.models.flops import flops_per_token
 from modeling.planning.memory import activation_bytes, bucket_sizes, state_bytes
 from modeling.planning.stage_costs import Counted, Piece, Pieces
 from modeling.planning.step_time import estimate
@@ -231,7 +232,7 @@ def require_devices(profile: Profile) -> None:
 def _stages(profile: Profile, pieces: Pieces) -> tuple[Stage, ...]:
     """What the ranks at each place of the pipeline hold: one stage, or several where schedules interleave."""
     parallel, count = profile.parallel, profile.accumulation_steps
-    ranks, layers, forwards = parallel.pipeline, stage_layers(profile), ahead(profile)
+    ranks, layers, forwards = parallel.pipeline, partition_layers(profile), extra_warmup_forwards(profile)
 
     def one(place: int) -> Stage:
         own = layers[place::ranks]

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiler
-from modeling.compilation.graph_cache import Backend, program
+from modeling.compilation.graph_cache import Backend, program_name
 from modeling.tracing import graph_stats
 from modeling.tracing.trace import Recorder, run_stage
 from modeling.training.trainer import threads
@@ -50,11 +50,11 @@ class Target:
         return self._backends.setdefault(region, lambda graph, inputs: self._compile(region, graph, inputs))
 
     def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if program(region) == self.name:
-            before, begun = sum(self.compiler.counts()), time.perf_counter()
+        if program_name(region) == self.name:
+            before, begun = sum(self.compiler.cache_counts()), time.perf_counter()
             with unset_fake_temporarily():  # as in training; compilers make tensors of their own
                 self.compiler.compile(graph, inputs)
-            self.graphs += sum(self.compiler.counts()) - before
+            self.graphs += sum(self.compiler.cache_counts()) - before
             self.seconds += time.perf_counter() - begun
         return self.recorder.backend(region)(graph, inputs)
 
@@ -136,8 +136,8 @@ def main(arguments: list[str] | None = None) -> int:
         resource.setrlimit(resource.RLIMIT_DATA, (options.memory, options.memory))
     profile = load(str(options.run_folder / "profile.yaml"))
     torch.set_num_threads(threads(profile))
-    compiler = compilers.compiler(profile)
-    compiler.open(options.cache, ahead=True, jobs=options.jobs)
+    compiler = compilers.make_compiler(profile)
+    compiler.use_cache(options.cache, ahead_of_time=True, jobs=options.jobs)
     result = compile_program(profile, options.stage, options.program, options.digest, compiler)
     options.result.write_text(json.dumps(result))
     log.info(f"{options.program}: {result['error'] or 'compiled'}, {result['seconds']:.1f} s")

@@ -31,9 +31,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
-from modeling.compilation.graph_cache import Backend, compile_regions, compiled_update, program
-from modeling.models.build import DTYPES, build_stage, mesh_of
-from modeling.models.flops import stage_layers
+from modeling.compilation.graph_cache import Backend, compile_regions, compiled_update, program_name
+from modeling.models.build import DTYPES, build_mesh, build_stage, partition_layers
 from modeling.tracing import graph_stats
 from parallel import Mesh
 from parallel import device as devices
@@ -90,7 +89,7 @@ def trace(profile: Profile, place: int = 0) -> Trace:
     stages = []
     torch.compiler.reset()  # so that everything is captured here, and once
     fake = FakeTensorMode()
-    for number, layers in enumerate(stage_layers(profile)):
+    for number, layers in enumerate(partition_layers(profile)):
         before = len(recorder.programs)
         kept, last = run_stage(profile, number, recorder.backend, fake, place)
         for name, graphs in recorder.programs[before:]:
@@ -123,7 +122,7 @@ class Recorder:
         from torch._dynamo.backends.common import aot_autograd
 
         graphs: list[GraphModule] = []
-        self.programs.append((program(region), graphs))
+        self.programs.append((program_name(region), graphs))
 
         def keep(graph: GraphModule, _: Sequence[Any]) -> GraphModule:
             graphs.append(graph)
@@ -147,7 +146,7 @@ def run_stage(
     settings = profile.train
     with fake_world(profile, number, place) as mesh, fake:
         device = trace_device(profile)
-        model = build_stage(profile, mesh, stage_layers(profile)[number], device)
+        model = build_stage(profile, mesh, partition_layers(profile)[number], device)
         compile_regions(model, settings, backend)
         axis, b = mesh.context, settings.micro_batch_size
         positions = zigzag_positions(settings.sequence_length, axis.size, axis.rank).to(device)  # (s/c)
@@ -182,7 +181,7 @@ def fake_world(profile: Profile, number: int, place: int) -> Iterator[Mesh]:
     rank = number % profile.parallel.pipeline * ranks + place % ranks
     if profile.world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=profile.world_size)
-    mesh = mesh_of(profile)
+    mesh = build_mesh(profile)
     try:
         yield mesh
     finally:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from modeling.models.flops import ahead, stage_layers
+from modeling.models.build import extra_warmup_forwards, partition_layers
 from modeling.planning.planner import MARGIN, Plan
 from modeling.planning.step_time import estimate
 from parallel.pipeline.schedules import in_flight
@@ -38,12 +38,17 @@ def ranks(profile: Profile, traced: Mapping[str, Any]) -> list[Rank]:
         for program in traced["programs"]
         if program["name"].endswith("training")
     }
-    degree, count, layers = profile.parallel.pipeline, profile.accumulation_steps, stage_layers(profile)
+    degree, count, layers = profile.parallel.pipeline, profile.accumulation_steps, partition_layers(profile)
     found = []
     for place in range(degree):
         own = traced["stages"][place::degree]
         alive = in_flight(
-            profile.parallel.schedule, degree, place, count, each=len(own), ahead=ahead(profile)
+            profile.parallel.schedule,
+            degree,
+            place,
+            count,
+            each=len(own),
+            ahead=extra_warmup_forwards(profile),
         )
         kept = math.ceil(alive * sum(stage["kept"] for stage in own))
         calls = [_calls(profile, held, last=held is layers[-1]) for held in layers[place::degree]]

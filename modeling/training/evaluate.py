@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from modeling import exit_codes
-from modeling.compilation.graph_cache import opened
+from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Corpus, Samples
-from modeling.data.prefetch import Batch, read
+from modeling.data.prefetch import Batch, read_batch
 from modeling.training.generate import continuations
 from modeling.training.trainer import Trainer
 from parallel import ZeRO1
@@ -34,7 +34,7 @@ log = logging.getLogger("trainshed")
 @dataclass(frozen=True)
 class HeldOut:
     """Mean loss a token (cross-entropy in nats, unless train.loss is the user's), of so many tokens, mean metrics, and what
-    became of the graphs (`Ledger.totals`).
+    became of the graphs (`CompileStatistics.metrics`).
     """
 
     loss: float
@@ -60,14 +60,17 @@ def validation_loss(trainer: Trainer, samples: Samples, batches: int | None = No
     for index in range(passes if batches is None else min(passes, batches)):
         first = (index * data.size + data.rank) * size
         # Past the end it begins again.
-        batch = read(trainer, samples, first, size) if trainer.reads_samples else Batch()
+        batch = read_batch(trainer, samples, first, size) if trainer.reads_samples else Batch()
         counted = torch.arange(first, first + size) < samples.windows
         total += trainer.evaluate(batch.tokens, counted, batch.documents).cpu()
-    sums = trainer.sum(torch.cat((total, trainer.ledger.vector())))
+    sums = trainer.sum(torch.cat((total, trainer.compile_statistics.local_counts())))
     (tokens, *sums), graphs = sums[: len(total)], sums[len(total) :]
     loss, *metrics = (each / max(tokens, 1) for each in sums)
     return HeldOut(
-        loss, round(tokens), dict(zip(trainer.metrics, metrics, strict=True)), trainer.ledger.totals(graphs)
+        loss,
+        round(tokens),
+        dict(zip(trainer.metrics, metrics, strict=True)),
+        trainer.compile_statistics.metrics(graphs),
     )
 
 
@@ -82,9 +85,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
-    graphs, ahead = opened(profile, options.graphs, options.run_folder)
+    graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
     try:
-        with Trainer(profile, graphs, ahead=ahead) as trainer:
+        with Trainer(profile, graphs, precompiled=precompiled) as trainer:
             evaluate(trainer, options)
     except (torch.OutOfMemoryError, MemoryError):
         log.exception("out of memory")
@@ -104,8 +107,8 @@ def evaluate(trainer: Trainer, options: argparse.Namespace) -> None:
     step, folder = saved[-1]
     optimizer = ZeRO1(trainer.named_parameters(), trainer.mesh, shard=profile.parallel.zero1)
     checkpoint.load(folder, optimizer, weights_only=True)
-    staged = shard_cache.of(options, profile.data.cache_gigabytes)
-    corpus = Corpus.open(options.dataset, "validation", staged)
+    cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
+    corpus = Corpus.open(options.dataset, "validation", cache)
     samples = Samples(corpus, profile.train.sequence_length, seed=None)
     held_out = validation_loss(trainer, samples)
     written = continuations(trainer, samples)

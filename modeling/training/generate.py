@@ -55,7 +55,7 @@ def _next(trainer: Trainer, tokens: Tensor, place: int, count: int) -> Tensor:
     if trainer.last:
         stage = trainer.stages[max(trainer.stages)]
         head = stage.embedding if stage.model.tie_word_embeddings else stage.head
-        parts = [collectives.all_gather(x, mesh.tensor) if stage.sequence else x for x in kept]
+        parts = [collectives.all_gather(x, mesh.tensor) if stage.sequence_parallel else x for x in kept]
         x = torch.cat(parts).view(len(tokens), len(trainer.positions), -1)[:count]  # (count, s/c, h)
         x = x[:, int(own[0])] if len(own) else x[:, 0]  # (count, h)
         shard = (head.weight @ x.T).contiguous()  # (v/t, count)

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from modeling import exit_codes
-from modeling.compilation.graph_cache import opened
+from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Corpus, Samples
-from modeling.data.prefetch import Batch, Prefetch, read
+from modeling.data.prefetch import Batch, Prefetcher, read_batch
 from modeling.models.build import DTYPES
 from modeling.models.flops import flops_per_token
 from modeling.training.anomalies import Guard, Ranges, record, sample
@@ -59,10 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
     stop = Interrupt()
-    graphs, ahead = opened(profile, options.graphs, options.run_folder)
+    graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
     cluster = profile.cluster
     try:
-        with Trainer(profile, graphs, ahead=ahead) as trainer:
+        with Trainer(profile, graphs, precompiled=precompiled) as trainer:
             stacks = options.run_folder / "logs" / "stacks"
             with Watchdog(stacks, trainer.mesh.rank, cluster.hang_factor, cluster.hang_seconds) as watchdog:
                 return train(trainer, options, stop, watchdog)
@@ -95,16 +95,16 @@ def train(trainer: Trainer, options: argparse.Namespace, stop: Interrupt, watchd
     s, batch = settings.sequence_length, settings.global_batch_size
     own = batch // mesh.data.size  # samples a step on this data rank
     scale = 1 / (batch * s)  # a token's share of the loss
-    staged = shard_cache.of(options, profile.data.cache_gigabytes)
-    samples = Samples(Corpus.open(options.dataset, "train", staged), s, settings.seed)
-    validation = Samples(Corpus.open(options.dataset, "validation", staged), s, seed=None)
+    cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
+    samples = Samples(Corpus.open(options.dataset, "train", cache), s, settings.seed)
+    validation = Samples(Corpus.open(options.dataset, "validation", cache), s, seed=None)
 
     def first(step: int) -> int:
         return sample((step - 1) * batch, left_out) + mesh.data.rank * own
 
-    def reading(after: int) -> Prefetch | None:
+    def reading(after: int) -> Prefetcher | None:
         return (
-            Prefetch(lambda k: read(trainer, samples, first(k), own), after + 1, settings.steps)
+            Prefetcher(lambda k: read_batch(trainer, samples, first(k), own), after + 1, settings.steps)
             if trainer.reads_samples
             else None
         )
@@ -131,7 +131,7 @@ def train(trainer: Trainer, options: argparse.Namespace, stop: Interrupt, watchd
         worked = time.perf_counter() - begun - waited - (collectives.waited.seconds - idle)
         told = torch.tensor([loss.item(), stop.asked, checkpoints.writing], dtype=torch.float64)
         computed = time.perf_counter() - begun - waited  # of the device too, which was waited for
-        compiled = trainer.ledger.vector()
+        compiled = trainer.compile_statistics.local_counts()
         told = torch.cat((told, compiled, one_hot(mesh.rank, mesh.size, worked * mesh.tensor.size)))
         total, stopping, writing, *rest = trainer.sum(told)
         compiled, rank_seconds = rest[: len(compiled)], rest[len(compiled) :]
@@ -174,7 +174,7 @@ def train(trainer: Trainer, options: argparse.Namespace, stop: Interrupt, watchd
                 "skipped": result.skipped,
                 "rank_seconds": [round(each, 6) for each in rank_seconds],
                 **(monitor.figures() if monitor else {}),
-                **trainer.ledger.totals(compiled),
+                **trainer.compile_statistics.metrics(compiled),
             }
             metrics.write(values)
             if step % settings.log_every == 0 or step in (1, settings.steps):

@@ -17,11 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from modeling.compilation import compilers
-from modeling.compilation.graph_cache import Eager, Ledger, compile_regions, compiled_update
-from modeling.models.build import DTYPES, build_stage, mesh_of
-from modeling.models.flops import ahead, stage_layers
-from modeling.models.gpt import GPT
-from modeling.models.llama import Llama
+from modeling.compilation.graph_cache import (
+    CompileStatistics,
+    EagerStatistics,
+    compile_regions,
+    compiled_update,
+)
+from modeling.models.build import DTYPES, build_mesh, build_stage, extra_warmup_forwards, partition_layers
+from modeling.models.language_model import LanguageModel
 from modeling.training import user_functions
 from parallel import device as devices
 from parallel import initialize
@@ -42,12 +45,12 @@ class Trainer:
     Args:
         profile: resolved.
         graphs: folder for compiled graphs, read and written; None trains eagerly.
-        ahead: whether the folder should hold every graph already.
+        precompiled: whether the folder should hold every graph already.
         start: whether to join the process group that the launcher's environment describes; False where there is one.
     """
 
     def __init__(
-        self, profile: Profile, graphs: Path | None = None, *, ahead: bool = False, start: bool = True
+        self, profile: Profile, graphs: Path | None = None, *, precompiled: bool = False, start: bool = True
     ) -> None:
         self.profile = profile
         self.device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
@@ -56,13 +59,13 @@ class Trainer:
         torch.set_num_threads(threads(profile))
         if start and profile.world_size > 1:
             dist.init_process_group(self.device.backend)
-        self.mesh = mesh_of(profile)
-        self.ledger: Ledger | Eager = Eager()
+        self.mesh = build_mesh(profile)
+        self.compile_statistics: CompileStatistics | EagerStatistics = EagerStatistics()
         if graphs is not None:
-            made = compilers.compiler(profile)
-            made.open(graphs)
-            self.ledger = Ledger(made, ahead=ahead)
-        layers = stage_layers(profile)
+            compiler = compilers.make_compiler(profile)
+            compiler.use_cache(graphs)
+            self.compile_statistics = CompileStatistics(compiler, precompiled=precompiled)
+        layers = partition_layers(profile)
         own = range(self.mesh.pipeline.rank, len(layers), self.mesh.pipeline.size)
         self.stages = {number: self._build(layers[number]) for number in own}
         self.user_loss = user_functions.load(profile.train.loss) if profile.train.loss else None
@@ -75,11 +78,11 @@ class Trainer:
         self.positions = zigzag_positions(s, c.size, c.rank).to(self.torch_device)  # (s/c)
         self.pipeline = self._pipeline(len(layers)) if self.mesh.pipeline.size > 1 else None
 
-    def _build(self, layers: range) -> Llama | GPT:
+    def _build(self, layers: range) -> LanguageModel:
         model = build_stage(self.profile, self.mesh, layers, self.torch_device)
         initialize(model, self.mesh.tensor, self.profile.train.seed)
-        if isinstance(self.ledger, Ledger):
-            compile_regions(model, self.profile.train, self.ledger.backend)
+        if isinstance(self.compile_statistics, CompileStatistics):
+            compile_regions(model, self.profile.train, self.compile_statistics.backend)
         return model
 
     def _pipeline(self, stages: int) -> Pipeline:
@@ -94,7 +97,7 @@ class Trainer:
             stages,
             self.mesh,
             schedule=profile.parallel.schedule,
-            ahead=ahead(profile),
+            ahead=extra_warmup_forwards(profile),
             microbatches=profile.accumulation_steps,
             tokens=(b, len(self.positions)),
             hidden=(tokens // sharded, profile.model.hidden_size),
@@ -129,9 +132,9 @@ class Trainer:
 
     def compiled_update(self) -> Update | None:
         """AdamW's update for the optimizer, where it is compiled."""
-        if not isinstance(self.ledger, Ledger):
+        if not isinstance(self.compile_statistics, CompileStatistics):
             return None
-        return compiled_update(self.device.type, self.ledger.backend)
+        return compiled_update(self.device.type, self.compile_statistics.backend)
 
     @property
     def leader(self) -> bool:

@@ -69,7 +69,7 @@ def check(
     """
     prefix, size, index = _index(shard)
     total = 0
-    for part in index.parts(len(index.lengths)):
+    for part in index.chunks(len(index.lengths)):
         ends = total + np.cumsum(index.lengths[part], dtype=np.int64)
         misplaced = index.pointers[part] != (ends - index.lengths[part]) * index.dtype.itemsize
         if misplaced.any():

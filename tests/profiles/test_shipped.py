@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from modeling.models.build import MODELS
-from modeling.models.flops import stage_layers
+from modeling.models.build import MODELS, partition_layers
 from modeling.planning.planner import plan
 from parallel import Mesh
 from parallel import device as devices
@@ -118,7 +117,7 @@ def test_parameters_are_the_tables_and_the_plan_fits_with_5_percent_to_spare(nam
 @pytest.mark.parametrize("name", RUNS)
 def test_every_rank_holds_its_share_and_all_ranks_together_the_model(name):
     profile = load(name)
-    model, stages = profile.model, stage_layers(profile)
+    model, stages = profile.model, partition_layers(profile)
     assert [layer for layers in stages for layer in layers] == list(range(model.num_hidden_layers))
     assert max(map(len, stages)) - min(map(len, stages)) <= 2
     pipeline, data, context, tensor = degrees_of(profile)
@@ -159,7 +158,7 @@ def test_a_rank_of_the_real_world_finds_its_place(name):
         assert mesh.tensor.ranks == tuple(range(rank - tensor + 1, rank + 1))
         node = profile.cluster.devices_per_node
         assert {each // node for each in mesh.tensor.ranks} == {profile.cluster.nodes - 1}  # all on one node
-        stage = build(profile, mesh, stage_layers(profile)[-1])
+        stage = build(profile, mesh, partition_layers(profile)[-1])
         assert stage.last
         assert not stage.first
         mesh.close()

@@ -11,7 +11,6 @@ import pyarrow.parquet as parquet
 import pytest
 
 from modeling.data.corpus import Corpus
-from modeling.data.indexed import IndexedDataset
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks import dataset, tokenizer
@@ -21,6 +20,7 @@ from tasks.sources.shard import SourceError
 from tasks.store.store import Store
 from tasks.tokenization import tokenize_shard, tokenizer_files
 from tests import s3
+from tests.modeling.data.datasets import read_sequences
 
 DOCUMENTS = [f"Document {i} " + "says words and more words. " * (i % 7) for i in range(200)] + [
     "",
@@ -60,7 +60,7 @@ def documents_of(artifact, store, split):
     corpus = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())
     artifacts = store.artifacts.path(artifact).parent.parent
     return [
-        document.tolist() for shard in corpus[split] for document in IndexedDataset(artifacts / shard["path"])
+        document.tolist() for shard in corpus[split] for document in read_sequences(artifacts / shard["path"])
     ]
 
 

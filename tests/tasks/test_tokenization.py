@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from modeling.data.indexed import IndexedDataset
 from profiles.errors import ProfileError
 from tasks import dataset, tokenizer
 from tasks.sources import long_text
@@ -24,6 +23,7 @@ from tasks.tokenization import engines, tokenize_shard, tokenizer_files
 from tasks.tokenization.dataset_plan import DatasetPlan
 from tasks.tokenization.tokenizer_files import EOS, byte_level
 from tasks.tokenization.worker_pool import WorkerFailed, WorkerPool
+from tests.modeling.data.datasets import read_sequences
 from tests.tasks.source_files import files, lines, profile
 
 CHANCE = random.Random(0)
@@ -56,7 +56,7 @@ def documents_of(artifact, store, split="train"):
     corpus = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())
     artifacts = store.artifacts.path(artifact).parent.parent
     return [
-        document.tolist() for shard in corpus[split] for document in IndexedDataset(artifacts / shard["path"])
+        document.tolist() for shard in corpus[split] for document in read_sequences(artifacts / shard["path"])
     ]
 
 

@@ -33,7 +33,7 @@ def poisoned(tmp_path_factory):
     stream = samples.corpus.read(0, samples.corpus.tokens)
     chance = np.random.default_rng(1)
     for step in BAD:
-        for start in samples.starts(np.arange((step - 1) * BATCH, step * BATCH)).tolist():
+        for start in samples.window_starts(np.arange((step - 1) * BATCH, step * BATCH)).tolist():
             stream[start : start + 33] = chance.integers(micro.VOCABULARY, size=33)
     prefix = folder.parent.parent / corpus["train"][0]["path"]
     with IndexedDatasetBuilder(prefix, token_dtype(micro.VOCABULARY)) as builder:

@@ -62,7 +62,7 @@ def test_a_megatron_pair_is_read_where_it_lies(tmp_path, store, words):
     for split, own in ("train", documents[:90]), ("validation", documents[90:]):
         corpus = Corpus.open(store.artifacts.path(made), split)
         assert corpus.read(0, corpus.tokens).tolist() == joined(own)
-        assert set(corpus.documents(0, 60).tolist()) == {0, 30}
+        assert set(corpus.document_starts(0, 60).tolist()) == {0, 30}
     assert not list((tmp_path / "store/artifacts/tokens").glob("*/*.bin"))
 
 

@@ -3,7 +3,7 @@
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.modeling.huggingface import check
+from tests.modeling.models.huggingface import check
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -1,4 +1,4 @@
-"""Megatron's indexed format: written and read as its description says, and no damaged pair reads as a sound one."""
+"""Megatron indexed format: written and read as specified; corrupted files are never read as valid."""
 
 import struct
 
@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modeling.data.indexed import IndexedDataset, IndexedDatasetBuilder, IndexedError, token_dtype
+from modeling.data.indexed import IndexedDatasetBuilder, IndexedError, token_dtype
+from tests.modeling.data.datasets import open_indexed, read_sequences
 
 DOCUMENTS = [[1, 2, 3], [], [65499, 0], [7] * 5]
 
@@ -18,8 +19,8 @@ def write(prefix, documents=DOCUMENTS, dtype=np.uint16):
             builder.add_document(document)
 
 
-def by_hand(prefix, documents, code=8, letter="H"):
-    """A pair packed number by number from the format's description, two sequences a document."""
+def pack_by_hand(prefix, documents, code=8, letter="H"):
+    """A pair packed field by field from the format's specification, two sequences per document."""
     sequences = [half for d in documents for half in (d[: len(d) // 2], d[len(d) // 2 :])]
     size = struct.calcsize(f"<{letter}")
     pointers = [size * sum(map(len, sequences[:i])) for i in range(len(sequences))]
@@ -33,7 +34,7 @@ def by_hand(prefix, documents, code=8, letter="H"):
     return sequences
 
 
-def test_written_bytes_are_the_format(tmp_path):
+def test_written_bytes_match_the_specification(tmp_path):
     write(tmp_path / "a", [[1, 2], [3]])
     expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
     expected += struct.pack("<2i", 2, 1) + struct.pack("<2q", 0, 4) + struct.pack("<3q", 0, 1, 2)
@@ -42,37 +43,37 @@ def test_written_bytes_are_the_format(tmp_path):
 
 
 @pytest.mark.parametrize(("code", "letter"), [(8, "H"), (4, "i"), (5, "q"), (1, "B")])
-def test_pair_made_elsewhere_is_read(tmp_path, code, letter):
-    sequences = by_hand(tmp_path / "a", [[1, 2, 3, 4], [5, 6, 7]], code, letter)
-    dataset = IndexedDataset(tmp_path / "a")
-    assert [s.tolist() for s in dataset] == sequences
-    assert dataset.documents == 2
-    assert dataset.document_indices.tolist() == [0, 2, 4]
+def test_foreign_pair_is_read(tmp_path, code, letter):
+    sequences = pack_by_hand(tmp_path / "a", [[1, 2, 3, 4], [5, 6, 7]], code, letter)
+    assert [s.tolist() for s in read_sequences(tmp_path / "a")] == sequences
+    index, _ = open_indexed(tmp_path / "a")
+    assert index.documents == 2
+    assert index.document_indices.tolist() == [0, 2, 4]
 
 
 @pytest.mark.parametrize("documents", [DOCUMENTS, [], [[]]])
 def test_round_trip(tmp_path, documents):
     write(tmp_path / "a", documents)
-    dataset = IndexedDataset(tmp_path / "a")
-    assert [s.tolist() for s in dataset] == documents
-    assert dataset.documents == len(documents)
-    assert dataset.tokens.tolist() == [token for document in documents for token in document]
+    assert [s.tolist() for s in read_sequences(tmp_path / "a")] == documents
+    index, tokens = open_indexed(tmp_path / "a")
+    assert index.documents == len(documents)
+    assert tokens.tolist() == [token for document in documents for token in document]
     assert {path.name for path in tmp_path.iterdir()} == {"a.bin", "a.idx"}
 
 
-def test_dtype_is_megatrons():
+def test_token_dtype_matches_megatron():
     assert token_dtype(65499) == np.uint16
     assert token_dtype(65500) == np.int32
 
 
-def test_a_failed_write_leaves_nothing(tmp_path):
+def test_failed_write_leaves_no_files(tmp_path):
     with pytest.raises(ValueError, match="token id 65536 in document 1 does not fit uint16"):
         write(tmp_path / "a", [[1], [65536]])
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "message"),
+    ("name", "corrupt", "message"),
     [
         ("idx", lambda b: b"PAR1" + b[4:], r"a\.idx, byte 0: is not an index"),
         ("idx", lambda b: b"", r"a\.idx, byte 0: is not an index"),
@@ -89,17 +90,17 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         ("bin", lambda b: b[:-1], r"a\.bin, byte 19: truncated within a token"),
     ],
 )
-def test_damage_is_named_with_file_and_offset(tmp_path, name, damage, message):
+def test_corruption_is_reported_with_file_and_offset(tmp_path, name, corrupt, message):
     write(tmp_path / "a")
     path = tmp_path / f"a.{name}"
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(corrupt(path.read_bytes()))
     with pytest.raises(IndexedError, match=message):
-        IndexedDataset(tmp_path / "a")
+        open_indexed(tmp_path / "a")
 
 
 @given(data=st.data())
-def test_no_damage_reads_outside_the_data(data, tmp_path_factory):
-    """Any bytes changed, cut or added in either file: refused, or every sequence lies within the data."""
+def test_corrupted_pair_never_reads_outside_the_data(data, tmp_path_factory):
+    """Any bytes changed, removed or added in either file: rejected, or every sequence is within the data."""
     folder = tmp_path_factory.mktemp("fuzz")
     write(folder / "a")
     path = folder / data.draw(st.sampled_from(["a.idx", "a.bin"]))
@@ -113,10 +114,10 @@ def test_no_damage_reads_outside_the_data(data, tmp_path_factory):
             break
     path.write_bytes(content)
     try:
-        dataset = IndexedDataset(folder / "a")
+        index, _ = open_indexed(folder / "a")
     except IndexedError:
-        return  # and nothing else may be raised
+        return
     size = (folder / "a.bin").stat().st_size
-    for i, sequence in enumerate(dataset):
-        assert len(sequence) == dataset.lengths[i]
-        assert 0 <= dataset.pointers[i] <= size - sequence.nbytes
+    for i, sequence in enumerate(read_sequences(folder / "a")):
+        assert len(sequence) == index.lengths[i]
+        assert 0 <= index.pointers[i] <= size - sequence.nbytes

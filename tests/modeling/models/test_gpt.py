@@ -8,7 +8,7 @@ from modeling.models.gpt import GPT
 from parallel import Mesh, initialize
 from parallel.random import sample_keys
 from profiles.model import Model
-from tests.modeling.huggingface import check
+from tests.modeling.models.huggingface import check
 
 CASES = {
     "tied": {},

@@ -26,7 +26,7 @@ def boxes(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, Box]]:
 
 def renamed(architecture: str, names: list[str], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Hugging Face tensors under our names."""
-    stored = {name: weight_names.stored(architecture, name) for name in names}
+    stored = {name: weight_names.huggingface_tensor(architecture, name) for name in names}
     return {name: where.read(tensors[where.name]) for name, where in stored.items()}
 
 

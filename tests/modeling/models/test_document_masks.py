@@ -1,4 +1,4 @@
-"""Attention within documents: a packed sample is computed as its documents would be one by one."""
+"""Document masks: a packed sample gives each document the same hidden states as the document alone."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ import torch
 from modeling.models.gpt import GPT
 from modeling.models.llama import Llama
 from parallel import Mesh, initialize
-from tests.modeling.test_data import make
+from tests.modeling.data.datasets import write_dataset
 from tests.parity.harness import MODELS, Case
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", Llama), ("gpt", GPT)])
-def test_a_packed_sample_is_computed_as_its_documents_by_themselves(name, kind):
+def test_packed_documents_match_documents_computed_alone(name, kind):
     model = Case(name).profile().model.model_copy(update=MODELS[name])
     network = kind(model, Mesh(1, 1, 1, 1, 1), dtype=torch.float64)
     initialize(network, Mesh(1, 1, 1, 1, 1).tensor, 7)
@@ -20,21 +20,21 @@ def test_a_packed_sample_is_computed_as_its_documents_by_themselves(name, kind):
     starts = torch.stack([torch.tensor([max(c for c in row if c <= i) for i in range(24)]) for row in cuts])
     packed = network(tokens, torch.arange(24), documents=starts).view(2, 24, -1)
     plain = network(tokens, torch.arange(24)).view(2, 24, -1)
-    for row, own in enumerate(cuts):
-        for start, stop in zip(own, [*own[1:], 24], strict=True):
+    for row, bounds in enumerate(cuts):
+        for start, stop in zip(bounds, [*bounds[1:], 24], strict=True):
             alone = network(tokens[row : row + 1, start:stop], torch.arange(stop - start))
             torch.testing.assert_close(packed[row, start:stop], alone, rtol=1e-12, atol=1e-12)
             assert start == 0 or not torch.allclose(plain[row, start:stop], alone)
 
 
-def test_starts_of_documents_are_found_in_the_index(tmp_path):
+def test_document_starts_come_from_the_index(tmp_path):
     from modeling.data.corpus import Corpus, Samples
 
-    corpus = Corpus.open(make(tmp_path, range(100), [50], document=7), "train")
+    corpus = Corpus.open(write_dataset(tmp_path, range(100), [50], document=7), "train")
     begins = [*range(0, 50, 7), *range(50, 100, 7)]
     for first, count in (0, 99), (3, 11), (48, 5), (60, 40):
         expected = [max([begin for begin in begins if begin <= i] + [0]) for i in range(first, first + count)]
-        assert corpus.documents(first, count).tolist() == [max(0, begin - first) for begin in expected]
+        assert corpus.document_starts(first, count).tolist() == [max(0, begin - first) for begin in expected]
     samples = Samples(corpus, 16, seed=1)
-    for row, starts in zip(samples.batch(0, 6), samples.documents(0, 6), strict=True):
+    for row, starts in zip(samples.batch(0, 6), samples.document_starts(0, 6), strict=True):
         assert [int(row[start]) in begins or start == 0 for start in starts] == [True] * 16
