@@ -10,7 +10,7 @@ from modeling.tracing import graph_stats, operators
 from modeling.tracing.trace import trace
 from profiles.resolve import load
 from tests.modeling import micro
-from tests.modeling.test_trace import SPREAD, profile
+from tests.modeling.tracing.test_trace import SPREAD, profile
 
 
 def test_every_program_names_its_operators(tmp_path):
