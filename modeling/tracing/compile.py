@@ -1,8 +1,9 @@
-"""Compiles one program ahead of time: `python -m modeling.tracing.compile --run-folder RUN --stage 0 --program NAME ...`.
+"""Compile one program ahead of time: `python -m modeling.tracing.compile --run-folder RUN --stage 0 --program NAME ...`.
 
-The program's stage is traced again, under fake tensors as in trace.py, and when its region is captured the profile's compiler
-gets it, in the state that a training process would be in: so what it writes into its cache folder is what training asks for.
-What it took, or why it failed, is written as JSON; a failure names the module and the line of the model, where torch knows them.
+Traces the program's stage again under fake tensors, as trace.py does. When its region is captured, the profile's
+compiler gets the graph in the state that a training process would be in, so that the cache entries are those that
+training looks up. Writes the result as JSON; an error names the module and the source line of the model where torch
+knows them.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from modeling.training.trainer import threads
 from profiles.resolve import load
 from profiles.schema import Profile
 
-OURS = ("modeling", "parallel")
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("modeling", "parallel")
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 log = logging.getLogger("trainshed")
 
 
-class Target:
-    """torch.compile's backend that compiles one program and only records the others."""
+class ProgramCompiler:
+    """torch.compile backends that compile one program and only record the others."""
 
     def __init__(self, name: str, compiler: Compiler) -> None:
         self.name, self.compiler, self.recorder = name, compiler, Recorder()
@@ -47,32 +49,33 @@ class Target:
         self._backends: dict[str, Backend] = {}
 
     def backend(self, region: str) -> Backend:
+        """The torch.compile backend for a region."""
         return self._backends.setdefault(region, lambda graph, inputs: self._compile(region, graph, inputs))
 
     def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if program_name(region) == self.name:
-            before, begun = sum(self.compiler.cache_counts()), time.perf_counter()
-            with unset_fake_temporarily():  # as in training; compilers make tensors of their own
+            before, start = sum(self.compiler.cache_counts()), time.perf_counter()
+            with unset_fake_temporarily():  # as in training: compilers create real tensors
                 self.compiler.compile(graph, inputs)
             self.graphs += sum(self.compiler.cache_counts()) - before
-            self.seconds += time.perf_counter() - begun
+            self.seconds += time.perf_counter() - start
         return self.recorder.backend(region)(graph, inputs)
 
     def digest(self) -> str | None:
-        return next(
-            (graph_stats.digest(graphs) for name, graphs in self.recorder.programs if name == self.name), None
-        )
+        """Digest of the program's graphs; None if the stage does not run it."""
+        recorded = (graphs for name, graphs in self.recorder.programs if name == self.name)
+        return next(map(graph_stats.digest, recorded), None)
 
 
 def compile_program(
     profile: Profile, stage: int, name: str, digest: str, compiler: Compiler
 ) -> dict[str, Any]:
-    """Compile a traced program into the compiler's folder.
+    """Compile a traced program into the compiler's cache folder.
 
     Returns:
-        graphs, seconds, peak_bytes (of this process and its largest child), error (None where all went well).
+        graphs, seconds, peak_bytes (of this process and its largest child), error (None on success).
     """
-    target, error = Target(name, compiler), None
+    target, error = ProgramCompiler(name, compiler), None
     torch.compiler.reset()
     try:
         run_stage(profile, stage, target.backend, FakeTensorMode())
@@ -81,7 +84,7 @@ def compile_program(
         error = describe(failure)
     else:
         if target.digest() != digest:
-            error = "its graphs are not those that were traced"
+            error = "its graphs differ from the traced ones"
         elif target.graphs == 0:
             error = "its compiler made no graph of it"
     peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -94,21 +97,21 @@ def compile_program(
 
 
 def describe(error: BaseException) -> str:
-    """An error of a compiler in a line: what is wrong, in which module and at which line of the model."""
+    """A compiler's error in one line, with the module and the model's source line that it comes from."""
     text = str(error)
     while isinstance(inner := getattr(error, "inner_exception", None) or error.__cause__, BaseException):
         error = inner
         text += f"\n{error}"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    what = f"{type(error).__name__}: {first}"[:400]
-    place = next(filter(None, map(_place, reversed(FRAME.findall(text)))), None)
-    return f"{place}: {what}" if place else what
+    message = f"{type(error).__name__}: {first}"[:400]
+    location = next(filter(None, map(_source_location, reversed(FRAME.findall(text)))), None)
+    return f"{location}: {message}" if location else message
 
 
-def _place(frame: tuple[str, str]) -> str | None:
-    """`MLP.forward (modeling/models/llama.py:85: return ...)` of a file and a line; None where the file is not the model's."""
+def _source_location(frame: tuple[str, str]) -> str | None:
+    """`MLP.forward (modeling/models/llama.py:85: return ...)` of a (file, line); None for code that is not ours."""
     path, line = Path(frame[0]), int(frame[1])
-    if path.parent.name not in OURS or not path.is_file():
+    if not (path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES and path.is_file()):
         return None
     source = path.read_text()
     names = [
@@ -117,19 +120,19 @@ def _place(frame: tuple[str, str]) -> str | None:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.lineno <= line <= node.end_lineno
     ]
     code = source.splitlines()[line - 1].strip()
-    return f"{'.'.join(names)} ({path.parent.name}/{path.name}:{line}: {code})"
+    return f"{'.'.join(names)} ({path.relative_to(ROOT)}:{line}: {code})"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="modeling.tracing.compile")
+    parser = argparse.ArgumentParser(prog="modeling.tracing.compile", description=__doc__.splitlines()[0])
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--stage", type=int, required=True, help="a pipeline stage that runs the program")
-    parser.add_argument("--program", required=True, help='its name, as in "block, training"')
-    parser.add_argument("--digest", required=True, help="of its graphs, as they were traced")
-    parser.add_argument("--cache", type=Path, required=True, help="folder for what is compiled")
-    parser.add_argument("--result", type=Path, required=True, help="file for what it took")
-    parser.add_argument("--memory", type=int, help="bytes that each process may take")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that a compiler may use")
+    parser.add_argument("--program", required=True, help='program name, such as "block, training"')
+    parser.add_argument("--digest", required=True, help="digest of the program's traced graphs")
+    parser.add_argument("--cache", type=Path, required=True, help="compile cache folder to write")
+    parser.add_argument("--result", type=Path, required=True, help="JSON file to write the result to")
+    parser.add_argument("--memory", type=int, help="memory limit of each process, in bytes")
+    parser.add_argument("--jobs", type=int, default=1, help="maximum number of compiler processes")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     if options.memory:
