@@ -29,11 +29,13 @@ import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from parallel import Mesh, ZeRO1
 from parallel.checkpoint import checkpoint
-from parallel.checkpoint.boxes import PREFIX, LoadPlanner, boxes_of
-from parallel.checkpoint.files import Reader
+from parallel.checkpoint.boxes import PREFIX, BoxedTensor, boxed_tensors
+from parallel.checkpoint.reader import Reader
 from parallel.initialization import Normal
 from parallel.layout import Layout, Section, parameter
 
@@ -139,12 +141,29 @@ def save_dcp(place: Path, optimizer: ZeRO1) -> None:
 
 
 def load_ours(place: Path, optimizer: ZeRO1) -> None:
-    reader = Reader(place)
-    checkpoint.fill(reader, reader.read_metadata(), boxes_of(optimizer.state_boxes(), PREFIX), LoadPlanner())
+    Reader(place).load(boxed_tensors(optimizer.state_boxes(), PREFIX))
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's load planner over a state dict of `BoxedTensor`."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, BoxedTensor],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].views[index.offset]
 
 
 def load_dcp(place: Path, optimizer: ZeRO1) -> None:
-    state = boxes_of(optimizer.state_boxes(), PREFIX)
+    state = boxed_tensors(optimizer.state_boxes(), PREFIX)
     dcp.load(state, storage_reader=dcp.FileSystemReader(place), planner=LoadPlanner(), no_dist=True)
 
 

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from modeling.conversion import torch_files
 from modeling.conversion.tensor_files import Entry, FilledFile
-from modeling.conversion.torch_files import Stored
+from modeling.conversion.torch_files import Stored, stamp
 from modeling.conversion.weights import Part, Weights, shapes
 from modeling.models import weight_names
-from parallel.checkpoint.container import stamp
 from profiles.model import Model, to_config_json
 
 SHARD_BYTES = 5 * 10**9

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from modeling.conversion.tensor_files import File
 from modeling.conversion.weights import Part, Weights, slices
 from modeling.models.build import DTYPES, MODELS
 from parallel import Mesh
-from parallel.checkpoint import checkpoint, container
-from parallel.checkpoint.container import Item, Written
+from parallel.checkpoint import checkpoint
+from parallel.checkpoint.reader import Reader
+from parallel.checkpoint.writer import GlobalBox, Written, write_boxes, write_metadata
 from parallel.constraints import kv_replicas
 from parallel.layout import Box, layout_of
 from profiles.model import Model
@@ -50,8 +52,13 @@ def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
 def read(folder: Path, model: Model, dtype: torch.dtype | None = None) -> Weights:
     """The weights of a complete checkpoint; master weights where it has more than those, as `dtype` if it is given."""
     parts = {}
-    for name, (stored, _, views) in container.views(folder, PREFIX).items():
-        parts[name] = [Part(view.offsets, view.sizes, stored, view.open) for view in views]
+    reader = Reader(folder)
+    for name, stored in reader.tensors.items():
+        prefix, _, name = name.partition(".")
+        if prefix == PREFIX:
+            parts[name] = [
+                Part(box.offsets, box.sizes, stored.dtype, partial(reader.map, box)) for box in stored.boxes
+            ]
     return Weights(model, parts, dtype)
 
 
@@ -107,32 +114,22 @@ class ItemFile(File):
     def write(
         self, path: Path, limit: int, progress: Callable[[int], None]
     ) -> tuple[list[dict[str, Any]], str]:
-        def items() -> Iterator[tuple[Item, torch.Tensor]]:
+        def items() -> Iterator[tuple[GlobalBox, torch.Tensor]]:
             for box in self.boxes:
                 dtype = self.weights.dtype_of(box.name)
                 for offsets, sizes in slices(box.offsets, box.sizes, dtype.itemsize, limit):
                     tensor = self.weights.read(box.name, offsets, sizes)
-                    yield Item(f"{PREFIX}.{box.name}", box.shape, offsets, sizes), tensor
+                    yield GlobalBox(f"{PREFIX}.{box.name}", box.shape, offsets, sizes), tensor
                     progress(tensor.nbytes)
 
         digest = hashlib.sha256()
-        written = container.write_file(path, items(), digest.update)
+        written = write_boxes(path, items(), digest.update)
         return [{**asdict(each), "file": self.name} for each in written], digest.hexdigest()
 
 
 def finish(folder: Path, notes: Iterable[list[dict[str, Any]]], model: Model, source: str) -> None:
     """Write the metadata of all files, then the marker that makes the checkpoint complete."""
-    written = [
-        Written(
-            **{
-                **each,
-                "item": Item(**{k: tuple(v) if isinstance(v, list) else v for k, v in each["item"].items()}),
-            }
-        )
-        for note in notes
-        for each in note
-    ]
-    container.write_metadata(folder, written)
+    write_metadata(folder, [Written.from_json(each) for note in notes for each in note])
     about = {
         "step": 0,
         "consumed_samples": 0,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.checkpoint.container import bytes_of
+from parallel.checkpoint.writer import bytes_of
 
 SLICES = 2  # of a file, written at a time
 READ = 1 << 22  # bytes that are hashed at a time

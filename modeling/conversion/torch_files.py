@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.checkpoint.container import stamp
-
 OPEN_FILES = 256
 _ONE_AT_A_TIME = threading.Lock()  # which classes torch.load lets through is a setting of the process
 log = logging.getLogger("trainshed")
@@ -85,6 +83,12 @@ def _referred(path: Path, name: str, reference: TensorReference) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{path}: {name} refers to tensor_{number}.pt, which holds no tensor")
     return tensor
+
+
+def stamp(path: Path) -> tuple[int, int, int]:
+    """A file's inode, size and modification time in ns: differs once the file has changed."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _load(path: Path) -> Any:

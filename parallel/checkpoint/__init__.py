@@ -1,0 +1,7 @@
+"""Distributed checkpoints in torch.distributed.checkpoint (DCP) folders: any topology loads what any other saved.
+
+A *box* is a hyperrectangle of a global tensor, given by offsets and sizes: ranks save and load boxes, and files store boxes.
+Start with `checkpoint.py` (save, load), then `saver.py` (synchronous and asynchronous saves). `reader.py` and `writer.py` are
+the folder format, `locations.py` is where checkpoints are stored, `boxes.py` what a rank contributes. Imports torch, fsspec and
+the rest of `parallel`.
+"""

@@ -1,4 +1,7 @@
-"""Boxes of global tensors in the protocol by which torch.distributed.checkpoint (DCP) plans what is not a DTensor."""
+"""Boxes of global tensors as torch.distributed.checkpoint (DCP) sees them, through its protocol for custom tensor types.
+
+A box is a hyperrectangle of a global tensor, given by its offsets and sizes in global coordinates.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from parallel.optimizer.buckets import ShardBox
@@ -20,42 +18,46 @@ from parallel.optimizer.buckets import ShardBox
 PREFIX = {"master": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
-class Boxes:
-    """Some boxes of a global tensor, each in memory of its own or as a view of some."""
+class BoxedTensor:
+    """This rank's boxes of one global tensor, each with the memory that is saved or loaded.
+
+    Args:
+        name: in the checkpoint, with its prefix.
+        shape: of the global tensor.
+    """
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         self.name, self.shape = name, torch.Size(shape)
         self.views: dict[torch.Size, Tensor] = {}  # by offsets
-        self.saved: list[torch.Size] = []
+        self._saved: list[torch.Size] = []
 
     def add(self, offsets: tuple[int, ...], view: Tensor, saved: bool = True) -> None:
-        """A box at `offsets`; `saved` says whether this rank writes it."""
+        """Add the box at `offsets`; `saved` says whether this rank writes it."""
         self.views[torch.Size(offsets)] = view
         if saved:
-            self.saved.append(torch.Size(offsets))
+            self._saved.append(torch.Size(offsets))
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        items = []
-        for offsets in self.saved:
-            view = self.views[offsets]
-            items.append(
-                WriteItem(
-                    index=MetadataIndex(fqn, offsets),
-                    type=WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        chunk=ChunkStorageMetadata(offsets=offsets, sizes=view.size()),
-                        properties=TensorProperties.create_from_tensor(view),
-                        size=self.shape,
-                    ),
-                )
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=offsets, sizes=self.views[offsets].size()),
+                    properties=TensorProperties.create_from_tensor(self.views[offsets]),
+                    size=self.shape,
+                ),
             )
-        return items
+            for offsets in self._saved
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets=o, sizes=view.size()) for o, view in self.views.items()]
 
 
 class SavePlanner(DefaultSavePlanner):
+    """DCP's save planner over a state dict of `BoxedTensor`."""
+
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
@@ -63,27 +65,20 @@ class SavePlanner(DefaultSavePlanner):
         return self.state_dict[index.fqn].views[index.offset]
 
 
-class LoadPlanner(DefaultLoadPlanner):
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+def boxed_tensors(
+    boxes: Iterable[tuple[ShardBox, dict[str, Tensor]]], states: Iterable[str]
+) -> dict[str, BoxedTensor]:
+    """The optimizer's state dict for DCP, by checkpoint name.
 
-    def set_up_planner(
-        self, state_dict: dict[str, Boxes], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        # The default one walks through the state dict and copies what it does not know.
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].views[index.offset]
-
-
-def boxes_of(pieces: Iterable[tuple[ShardBox, dict[str, Tensor]]], states: Iterable[str]) -> dict[str, Boxes]:
-    """The state dict for DCP: `<prefix>.<name>` to this rank's boxes of it."""
-    made: dict[str, Boxes] = {}
-    for piece, views in pieces:
+    Args:
+        boxes: of this rank, each with the views of its optimizer states.
+        states: keys of PREFIX to include.
+    """
+    tensors: dict[str, BoxedTensor] = {}
+    for box, views in boxes:
         for state in states:
-            key = f"{PREFIX[state]}.{piece.name}"
-            if key not in made:
-                made[key] = Boxes(key, piece.shape)
-            made[key].add(piece.offsets, views[state], piece.saved)
-    return made
+            name = f"{PREFIX[state]}.{box.name}"
+            if name not in tensors:
+                tensors[name] = BoxedTensor(name, box.shape)
+            tensors[name].add(box.offsets, views[state], box.saved)
+    return tensors

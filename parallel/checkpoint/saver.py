@@ -1,14 +1,14 @@
-"""Writing checkpoints, beside the training that goes on or at once.
+"""Write checkpoints, synchronously or while training continues.
 
-    begin    rank 0 makes room; each rank copies its shards to host memory: on a CPU a thread does, beside the next forward and
-             backward, and the next update waits for it; from a device at once. It is all that training waits for
-    (write)  a thread of each rank writes that rank's own boxes to a file of its own; no rank speaks to another
-    finish   rank 0 gathers where the boxes lie, writes DCP's index, and the marker last; all ranks learn what came of it
+    begin    rank 0 makes room; each rank copies its shards to host memory: on a CPU in a thread, beside the next forward and
+             backward (the next update waits for it), from a device before returning. Training waits for nothing else
+    (write)  a thread of each rank writes its boxes to a file of its own, without communication
+    finish   rank 0 gathers the positions of all boxes, writes DCP's index and the marker last; all ranks learn the outcome
 
-`begin` and `finish` are collective; nothing else is. What lies between is under way on each rank for itself, so no collective
-runs beside those of training. The plan, who writes which box, is the same for every save of a run and is made once.
+Only `begin` and `finish` are collective, so no collective of a save runs beside those of training. The plan (which rank writes
+which box) is the same for every save of a run and is made once.
 
-Memory: beside training, 12 bytes of host memory a parameter of the shard, page-locked where that makes the copy faster.
+Memory of asynchronous saves: 12 bytes of host memory per parameter of the shard, page-locked where that speeds up the copy.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from parallel.checkpoint.boxes import PREFIX, Boxes, SavePlanner, boxes_of
-from parallel.checkpoint.files import Location, Writer, discard, write_marker
+from parallel.checkpoint.boxes import PREFIX, BoxedTensor, SavePlanner, boxed_tensors
+from parallel.checkpoint.locations import Location, discard, write_marker
+from parallel.checkpoint.writer import Writer
 from parallel.device import host_memory_for, random_states
 from parallel.optimizer.zero1 import STATES, ZeRO1
 
@@ -38,19 +39,19 @@ T = TypeVar("T")
 
 
 class SaveFailed(RuntimeError):
-    """A checkpoint could not be written; what there is of it does not count."""
+    """A checkpoint could not be written; it stays incomplete."""
 
 
 class StaleAttempt(RuntimeError):
-    """Another writer has taken over the run: this one must leave nothing behind that counts."""
+    """The fencing check failed: another writer has taken over the run, so this one must not publish anything."""
 
 
 @dataclass
-class _Save:
+class _PendingSave:
     checkpoint: Location
     about: dict[str, Any]
     writer: Writer
-    written: Future[list[WriteResult] | str]  # where the boxes lie, or what went wrong
+    written: Future[list[WriteResult] | str]  # positions of this rank's boxes, or the error
 
 
 class Saver:
@@ -58,9 +59,9 @@ class Saver:
 
     Args:
         optimizer: whose shards are saved.
-        beside: whether training goes on while they are written.
-        allowed: rank 0 calls it before anything is removed and right before a marker is written; it raises `StaleAttempt`
-            where that may not be.
+        asynchronous: whether training continues while they are written.
+        fencing_check: rank 0 calls it before it removes anything and right before it writes a marker; it raises
+            `StaleAttempt` if this process no longer owns the run.
     """
 
     def __init__(
@@ -74,50 +75,50 @@ class Saver:
         self.rank, self.world = 0, 1
         if dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._under_way: _Save | None = None
-        self._copies: list[tuple[Tensor, Tensor]] = []  # device memory, and host memory for what is in it
+        self._pending: _PendingSave | None = None
+        self._copies: list[tuple[Tensor, Tensor]] = []  # device memory, host memory for its copy
         self._random: dict[str, Tensor] = {}
         self._planner = SavePlanner()
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None  # on rank 0
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
-        self._removals: list[Future[None]] = []  # that the thread has still to do
+        self._removals: list[Future[None]] = []  # queued on the thread
 
     @property
     def pending(self) -> bool:
-        """Whether a save waits for its `finish`; alike on all ranks."""
-        return self._under_way is not None
+        """Whether a save was begun and not finished; the same on all ranks."""
+        return self._pending is not None
 
     @property
     def writing(self) -> bool:
         """Whether this rank is still writing, so that `finish` would wait."""
-        return self._under_way is not None and not self._under_way.written.done()
+        return self._pending is not None and not self._pending.written.done()
 
     def begin(self, checkpoint: Location, about: dict[str, Any]) -> None:
-        """Begin to write; what is there already is replaced. All ranks call it.
+        """Begin a save that replaces what is at `checkpoint`. Collective.
 
         Args:
-            checkpoint: folder or URI; on a shared file system where there are several nodes.
-            about: JSON values to go into the marker: step, samples consumed, the profile.
+            checkpoint: folder or URI; with several nodes, on a shared file system.
+            about: JSON values for the marker: step, consumed samples, the profile.
 
         Raises:
-            SaveFailed: there is no room to begin with, on all ranks alike.
-            StaleAttempt: `allowed` said so.
+            SaveFailed: rank 0 could not make room; raised on all ranks.
+            StaleAttempt: the fencing check failed; raised on all ranks.
         """
-        assert self._under_way is None, "the save before is not finished"
+        assert self._pending is None, "finish the previous save first"
 
         def make_room() -> str:
-            self.fencing_check()  # else what is there may be a successor's
-            while self._removals:  # else one of them might be of this very folder
+            self.fencing_check()  # what is there may be a successor's
+            while self._removals:  # one may be of this very folder
                 self._removals.pop().result()
             discard(checkpoint)
             return uuid4().hex[:8]
 
-        writer = Writer(checkpoint, self._agree(make_room))
+        writer = Writer(checkpoint, self._on_rank_0(make_room))
         if self._plan is None:
             self._make_plan()
         if self._thread and self._device.type == "cpu":
-            self.optimizer.reader = self._thread.submit(self._copy)
+            self.optimizer.pending_copy = self._thread.submit(self._copy)
         else:
             self._copy()
         for kind, state in random_states(self._device).items():
@@ -138,47 +139,47 @@ class Saver:
         else:
             written = Future()
             written.set_result(self._write(writer))
-        self._under_way = _Save(checkpoint, about, writer, written)
+        self._pending = _PendingSave(checkpoint, about, writer, written)
 
     def finish(self) -> None:
-        """Wait for the writing and complete the checkpoint; all ranks call it.
+        """Wait for all ranks' files and complete the checkpoint. Collective.
 
         Raises:
-            SaveFailed: on all ranks alike, where one could not write; the parts are removed as far as that is possible.
-            StaleAttempt: `allowed` said so.
+            SaveFailed: a rank could not write; raised on all ranks, after removing the partial checkpoint if possible.
+            StaleAttempt: the fencing check failed; raised on all ranks.
         """
-        save, self._under_way = self._under_way, None
-        assert save is not None, "no save was begun"
-        answers = self._gather(save.written.result())
+        save, self._pending = self._pending, None
+        assert save is not None, "begin a save first"
+        results = self._gather(save.written.result())
 
         def complete() -> None:
             self.fencing_check()
             try:
-                failures = [
-                    f"rank {rank}: {said}" for rank, said in enumerate(answers) if isinstance(said, str)
+                errors = [
+                    f"rank {rank}: {error}" for rank, error in enumerate(results) if isinstance(error, str)
                 ]
-                if failures:
-                    raise SaveFailed(failures[0])
-                save.writer.finish(self._metadata, answers)
+                if errors:
+                    raise SaveFailed(errors[0])
+                save.writer.finish(self._metadata, results)
                 self.fencing_check()
                 write_marker(save.checkpoint, save.about)
             except StaleAttempt:
                 raise
             except Exception:
-                try_to(discard, save.checkpoint)
+                _discard_or_warn(save.checkpoint)
                 raise
 
-        self._agree(complete)
+        self._on_rank_0(complete)
 
     def discard(self, checkpoint: Location) -> None:
-        """Remove a checkpoint, after what is being written; where it fails, that is said."""
+        """Remove a checkpoint, after pending writes; logs a warning on failure."""
         if self._thread:
-            self._removals.append(self._thread.submit(try_to, discard, checkpoint))
+            self._removals.append(self._thread.submit(_discard_or_warn, checkpoint))
         else:
-            try_to(discard, checkpoint)
+            _discard_or_warn(checkpoint)
 
     def close(self) -> None:
-        """Wait for the thread; a save under way stays without its marker."""
+        """Wait for the thread; a pending save stays incomplete."""
         if self._thread:
             self._thread.shutdown()
 
@@ -196,8 +197,8 @@ class Saver:
         try:
             writer.begin(self.rank)
             return writer.write_data(self._plan, self._planner).value()
-        except Exception as error:  # whatever storage raises; all ranks are to hear of it
-            return in_words(error)
+        except Exception as error:  # of any storage; `finish` reports it on all ranks
+            return _reason(error)
 
     def _make_plan(self) -> None:
         boxes = self._boxes()
@@ -205,48 +206,48 @@ class Saver:
         plans = self._gather(self._planner.create_local_plan())
         if self.rank == 0:
             plans, self._metadata = self._planner.create_global_plan(plans)
-        own = [plans[0]] if self.rank == 0 else [None]
+        local = [plans[0]] if self.rank == 0 else [None]
         if self.world > 1:
-            dist.scatter_object_list(own, plans if self.rank == 0 else None, src=0)
-        self._plan = self._planner.finish_plan(own[0])
+            dist.scatter_object_list(local, plans if self.rank == 0 else None, src=0)
+        self._plan = self._planner.finish_plan(local[0])
 
-    def _boxes(self) -> dict[str, Boxes]:
-        """What this rank writes: of its shards, or of copies of them that are made at each `begin`."""
-        pieces = []
+    def _boxes(self) -> dict[str, BoxedTensor]:
+        """What this rank writes: views of its shards, or of the host copies that each `begin` refreshes."""
+        saved = []
         for bucket in self.optimizer.buckets:
-            saved = [piece for piece in bucket.boxes() if piece.saved]
-            flat = {state: getattr(bucket, state) for state in STATES}
-            if self.asynchronous and saved:
-                copies = {state: host_memory_for(live) for state, live in flat.items()}
-                self._copies += [(flat[state], copies[state]) for state in STATES]
-                flat = copies
-            pieces += [(piece, {state: piece.of(flat[state]) for state in STATES}) for piece in saved]
-        boxes = boxes_of(pieces, PREFIX)
+            boxes = [box for box in bucket.boxes() if box.saved]
+            shards = {state: getattr(bucket, state) for state in STATES}
+            if self.asynchronous and boxes:
+                copies = {state: host_memory_for(live) for state, live in shards.items()}
+                self._copies += [(shards[state], copies[state]) for state in STATES]
+                shards = copies
+            saved += [(box, {state: box.of(shards[state]) for state in STATES}) for box in boxes]
+        tensors = boxed_tensors(saved, PREFIX)
         self._random = random_states(self._device)
         for kind, state in self._random.items():
-            key = random_key(kind, self.rank)
-            boxes[key] = Boxes(key, tuple(state.shape))
-            boxes[key].add((0,), state)
-        return boxes
+            name = random_key(kind, self.rank)
+            tensors[name] = BoxedTensor(name, tuple(state.shape))
+            tensors[name].add((0,), state)
+        return tensors
 
     def _gather(self, value: T) -> list[T]:
-        """All ranks' values, on rank 0; elsewhere nothing."""
+        """Every rank's value on rank 0; an empty list elsewhere."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world if self.rank == 0 else []
         dist.gather_object(value, values if self.rank == 0 else None, dst=0)
         return values
 
-    def _agree(self, act: Callable[[], T]) -> T:
-        """What `act` returns on rank 0, on every rank; where it raises, every rank raises."""
+    def _on_rank_0(self, function: Callable[[], T]) -> T:
+        """Call a function on rank 0; returns its result, or raises its exception, on every rank."""
         outcome: list[Any] = [None]
         if self.rank == 0:
             try:
-                outcome = [act()]
+                outcome = [function()]
             except (SaveFailed, StaleAttempt) as error:
                 outcome = [error]
             except Exception as error:
-                outcome = [SaveFailed(in_words(error))]
+                outcome = [SaveFailed(_reason(error))]
         if self.world > 1:
             dist.broadcast_object_list(outcome, src=0)
         if isinstance(outcome[0], Exception):
@@ -259,16 +260,15 @@ def random_key(kind: str, rank: int) -> str:
     return f"random.{kind}.{rank}"
 
 
-def try_to(act: Callable[[Location], None], checkpoint: Location) -> None:
-    """Do something that nothing depends on; where it fails, say so."""
+def _discard_or_warn(checkpoint: Location) -> None:
     try:
-        act(checkpoint)
+        discard(checkpoint)
     except Exception as error:
-        log.warning(f"warning: {checkpoint} could not be removed: {in_words(error)}")
+        log.warning(f"warning: {checkpoint} could not be removed: {_reason(error)}")
 
 
-def in_words(error: BaseException) -> str:
-    """An error in one line; of the system's where one is behind it (torch's container hides why a write failed)."""
+def _reason(error: BaseException) -> str:
+    """An error as one line: the operating system's error behind it, if any (DCP hides why a write failed)."""
     cause: BaseException | None = error
     while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
         cause = cause.__cause__ or cause.__context__

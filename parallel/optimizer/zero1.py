@@ -81,7 +81,7 @@ class ZeRO1:
         self.compiled = compiled
         self.mesh, self.betas, self.epsilon, self.clip = mesh, betas, epsilon, clip
         self.steps = 0  # updates applied; bias correction counts them
-        self.reader: Future[None] | None = None  # who still reads the states, for a checkpoint
+        self.pending_copy: Future[None] | None = None  # of the states, for a checkpoint
         self.buckets: list[Bucket] = []
         for rate, partial, row in fill_buckets(named, lambda *each: weight_decay * decays(*each), bucket):
             self.buckets.append(Bucket(row, mesh, rate, partial, shard, gradient_dtype))
@@ -186,9 +186,9 @@ class ZeRO1:
 
     def wait_for_copy(self) -> None:
         """Wait until nobody reads the states any more: they are about to change."""
-        if self.reader is not None:
-            self.reader.result()
-            self.reader = None
+        if self.pending_copy is not None:
+            self.pending_copy.result()
+            self.pending_copy = None
 
     def _update(self, bucket: Bucket, learning_rate: float, scale: float) -> None:
         gradient = bucket.own(bucket.gradients).to(torch.float32)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from modeling.conversion import formats
-from parallel.checkpoint.container import stamp
+from modeling.conversion.torch_files import stamp
 from profiles.errors import ProfileError
 from profiles.hub import REPOSITORY, hub_errors
 from tasks import keys

@@ -15,7 +15,7 @@ from modeling.conversion import convert as program
 from modeling.conversion import formats, huggingface, journal, native
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert
-from parallel.checkpoint import container
+from parallel.checkpoint.reader import Reader
 from profiles.errors import ProfileError
 from tests.modeling import nxd_shards as by_hand
 
@@ -80,11 +80,11 @@ def test_a_checkpoint_is_as_large_as_its_weights(llama, tmp_path):
 
 def test_a_checkpoint_split_for_a_topology_has_each_ranks_pieces_in_one_file(llama, tmp_path):
     convert(llama, tmp_path / "split", Options("trainshed", tensor=4, cuts=(2,)))
-    for name, (_, shape, views) in container.views(tmp_path / "split", "weights").items():
-        files = {view.open.keywords["info"].relative_path for view in views}
+    for name, stored in Reader(tmp_path / "split").tensors.items():
+        files = {box.file for box in stored.boxes}
         if "layers.0" in name and name.endswith("gate.weight"):
-            assert len(views) == len(files) == 4
-            assert {view.sizes for view in views} == {(shape[0] // 4, shape[1])}
+            assert len(stored.boxes) == len(files) == 4
+            assert {box.sizes for box in stored.boxes} == {(stored.shape[0] // 4, stored.shape[1])}
             assert files == {f"__{rank}_0.distcp" for rank in range(4)}
         if (
             "layers.2" in name and ".qkv.k." in name
@@ -177,7 +177,7 @@ def test_a_hostile_bin_and_a_hostile_table_of_contents_are_refused(llama, tmp_pa
     import pickle
 
     (tmp_path / "trainshed" / ".metadata").write_bytes(pickle.dumps(by_hand.Hostile(tmp_path / "ran")))
-    with pytest.raises(ValueError, match=r"\.metadata is refused: .* does not belong"):
+    with pytest.raises(ValueError, match=r"\.metadata: rejected: .* is not allowed"):
         formats.read(tmp_path / "trainshed", None, None)
     (llama / "model.safetensors").unlink()
     torch.save({"lm_head.weight": by_hand.Hostile(tmp_path / "ran")}, llama / "pytorch_model.bin")
@@ -249,7 +249,7 @@ def test_impossible_destinations_are_refused(options, message, llama, tmp_path):
 PEAK = """
 import re, sys, threading, time
 from pathlib import Path
-from modeling.convert import Options, convert
+from modeling.conversion.convert import Options, convert
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 before, peak, ended = anonymous(), [0.0], threading.Event()

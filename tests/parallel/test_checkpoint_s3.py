@@ -95,7 +95,7 @@ def test_partial_ones_are_not_seen_and_are_removed(address):
     files = s3fs.S3FileSystem()
     files.rm(f"{address}/step_2/complete.json")
     assert [step for step, _ in checkpoint.complete_checkpoints(address)] == [1]
-    with pytest.raises(ValueError, match=r"step_2 is no complete checkpoint"):
+    with pytest.raises(ValueError, match=r"step_2: not a complete checkpoint"):
         checkpoint.load(f"{address}/step_2", optimizer(Mesh(), 3))
     assert checkpoint.discard_incomplete(address) == ["step_2"]
     assert not any("step_2" in path for path in files.find(address))

@@ -1,0 +1,154 @@
+"""Write the files of a checkpoint folder, in torch.distributed.checkpoint's (DCP's) format.
+
+Ranks save a run's checkpoint with `Writer`, one file per rank. `write_boxes` and `write_metadata` write a checkpoint from one
+process, one file at a time, so that conversion can put what a rank will need into one file, in its order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.serialization import skip_data
+
+from parallel.checkpoint.locations import Location, is_local
+
+
+class Writer(FsspecWriter):
+    """DCP's writer, with file names that begin with the id of the save."""
+
+    def __init__(self, checkpoint: Location, save_id: str) -> None:
+        super().__init__(str(checkpoint))
+        self.sync_files = is_local(self.fs.fs)  # a put of an object is durable by itself
+        self.save_id = save_id
+
+    def begin(self, rank: int) -> None:
+        """Create the folder and name this rank's file; call it before `write_data`."""
+        self.fs.mkdir(self.path)
+        self.prefix = _StoragePrefix(f"{self.save_id}_{rank}_")
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        return super().write_data(dataclasses.replace(plan, storage_data=self.prefix), planner)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # DCP's own names the folder, and checkpoints are moved
+
+
+@dataclass(frozen=True)
+class GlobalBox:
+    """A box of a global tensor.
+
+    Attributes:
+        name: of the global tensor, with its prefix.
+        shape: of the global tensor.
+        offsets, sizes: the box.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where a box was written; `dataclasses.asdict` makes JSON of it."""
+
+    item: GlobalBox
+    dtype: str
+    file: str
+    offset: int
+    length: int
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        box = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values["item"].items()
+        }
+        return cls(**{**values, "item": GlobalBox(**box)})
+
+
+def write_boxes(
+    path: Path,
+    boxes: Iterable[tuple[GlobalBox, Tensor]],
+    on_write: Callable[[memoryview], None] = lambda data: None,
+) -> list[Written]:
+    """Write one file of boxes in their order; takes one tensor at a time and does not copy it.
+
+    Args:
+        on_write: called with all bytes in order, as they are written.
+    """
+    written = []
+    with path.open("wb", buffering=0) as file:
+        for box, tensor in boxes:
+            assert tuple(tensor.shape) == box.sizes
+            offset = file.tell()
+            before, after = _envelope(box.sizes, tensor.dtype)
+            for data in (memoryview(before), bytes_of(tensor), memoryview(after)):
+                on_write(data)
+                while data:
+                    data = data[file.write(data) :]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            written.append(Written(box, dtype, path.name, offset, file.tell() - offset))
+    return written
+
+
+@lru_cache(maxsize=256)
+def _envelope(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What torch.save writes before and after the bytes of a contiguous tensor.
+
+    The checksum in it is that of zeros; torch.load never checks it.
+    """
+    with FakeTensorMode():
+        tensor = torch.empty(sizes, dtype=dtype)
+    buffer = io.BytesIO()
+    with skip_data(materialize_fake_tensors=True):
+        torch.save(tensor, buffer)
+    buffer.seek(0)
+    with FakeTensorMode():
+        storage = torch.load(buffer, weights_only=True).untyped_storage()
+    content = buffer.getbuffer()
+    start = storage._checkpoint_offset
+    return bytes(content[:start]), bytes(content[start + storage.nbytes() :])
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's elements in row-major order; no copy if it is contiguous."""
+    return memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
+
+
+def write_metadata(folder: Path, written: Iterable[Written]) -> None:
+    """Write `.metadata` for the boxes of all files."""
+    state: dict[str, TensorStorageMetadata] = {}
+    results = []
+    for each in written:
+        box = each.item
+        properties = TensorProperties(dtype=getattr(torch, each.dtype))
+        stored = state.setdefault(box.name, TensorStorageMetadata(properties, torch.Size(box.shape), []))
+        stored.chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+        info = _StorageInfo(each.file, each.offset, each.length)
+        results.append(WriteResult(MetadataIndex(box.name, box.offsets), each.length, info))
+    writer = dcp.FileSystemWriter(folder)
+    writer.set_up_storage_writer(True)
+    writer.finish(Metadata(state), [results])
