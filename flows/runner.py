@@ -25,7 +25,7 @@ from modeling.training import anomalies
 from profiles.errors import ProfileError
 from tasks import graphs, keys
 from tasks.failures import Hopeless
-from tasks.reporting.format import duration, number
+from tasks.reporting.format import format_duration, format_value
 from tasks.reporting.outcome import Outcome
 from tasks.sources.shard import DAMAGED
 from tasks.store import run_artifacts, runs
@@ -147,7 +147,9 @@ class Runner:
 
     def _note(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
-        took = duration(outcome.seconds) if outcome.how in ("done", "failed") and outcome.seconds else ""
+        took = (
+            format_duration(outcome.seconds) if outcome.how in ("done", "failed") and outcome.seconds else ""
+        )
         log.info("%s", f"{outcome.step:<10}  {outcome.how:<7}  {took:>7}  {outcome.note}".rstrip())
 
 
@@ -210,7 +212,9 @@ def describe(result: Any) -> str:
         case "training":
             return f"loss {facts['loss']:.4f} after {facts['steps']:,} steps"
         case "evaluation":
-            own = "".join(f", {name} {number(value)}" for name, value in facts.get("metrics", {}).items())
+            own = "".join(
+                f", {name} {format_value(value)}" for name, value in facts.get("metrics", {}).items()
+            )
             return (
                 f"validation loss {facts['validation_loss']:.4f}, perplexity {facts['perplexity']:.1f}{own}"
             )

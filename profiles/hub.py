@@ -10,6 +10,7 @@ from pathlib import Path
 from profiles.errors import ProfileError
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def config_json(repository: str, key: str) -> Path:
@@ -57,3 +58,21 @@ def hub_errors(key: str, repository: str, revision: str | None) -> Iterator[None
         ):  # of httpx, or its heir
             raise
         raise ConnectionError(f"{repository}: the hub does not answer: {error}") from error
+
+
+def resolve_commit(repository: str, revision: str | None, token: str | None, key: str) -> str:
+    """The commit that a revision of a model repository points to now; a commit is returned without a request.
+
+    Args:
+        token: for the hub; None takes HF_TOKEN.
+        key: profile key named in errors.
+
+    Raises:
+        ProfileError: no such repository or revision, or no access with this token.
+    """
+    if revision and COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi
+
+    with hub_errors(key, repository, revision):
+        return HfApi(token=token).model_info(repository, revision=revision).sha

@@ -33,7 +33,7 @@ from modeling.tracing.traced_plan import replaced
 from profiles.schema import Profile
 from tasks import keys
 from tasks.launchers import Job, JobFailed, create, execute
-from tasks.reporting.format import duration
+from tasks.reporting.format import format_duration
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
@@ -252,7 +252,7 @@ def line(entry: Mapping[str, Any]) -> str:
     """A program's entry in words."""
     took = ""
     if entry["seconds"] is not None:
-        took = f", {duration(entry['seconds'])}"
+        took = f", {format_duration(entry['seconds'])}"
     if entry["peak_bytes"] is not None:
         took += f", {entry['peak_bytes'] / 2**20:.0f} MiB"
     return f"{entry['name']}: {counted(entry['graphs'])}, {entry['status']}{took}"
@@ -266,7 +266,7 @@ def sentence(summary: Mapping[str, Any]) -> str:
     """All of it in words; the slowest named."""
     timed = [entry for entry in summary["programs"] if entry["status"] == "compiled"]
     slowest = max(timed, key=lambda entry: entry["seconds"], default=None)
-    named = f"; slowest: {slowest['name']}, {duration(slowest['seconds'])}" if slowest else ""
+    named = f"; slowest: {slowest['name']}, {format_duration(slowest['seconds'])}" if slowest else ""
     return (
         f"graphs: {summary['total']} in all, {summary['successful']} successful, {summary['failed']} failed, "
         f"{summary['from_cache']} from cache{named}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenizers import models, pre_tokenizers, trainers
 
 from profiles.errors import ProfileError
+from profiles.hub import resolve_commit
 from profiles.schema import Data, Profile
 from tasks import keys
 from tasks.sources import corpus, readers
@@ -17,7 +18,7 @@ from tasks.sources.shard import Shard
 from tasks.store.artifacts import Artifact
 from tasks.store.digest_cache import DigestCache
 from tasks.store.store import Store
-from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest, hub_commit, is_folder
+from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest, is_folder
 from tasks.tokenization.tokenizer_files import EOS, byte_level, convert, load, special_id, write
 
 KIND = "tokenizer"
@@ -38,7 +39,9 @@ def key(profile: Profile, token: str | None = None, store: Store | None = None) 
         )
     if is_folder(source):
         return keys.tokenizer(contents=folder_digest(source))
-    return keys.tokenizer(repository=source, commit=hub_commit(source, revision, token))
+    return keys.tokenizer(
+        repository=source, commit=resolve_commit(source, revision, token, "tokenizer.source")
+    )
 
 
 def run(
@@ -72,7 +75,7 @@ def run(
                 fetch_folder(source, Path(raw))
                 convert(source, Path(raw), folder)
             else:
-                revision = hub_commit(source, profile.tokenizer.revision, token)
+                revision = resolve_commit(source, profile.tokenizer.revision, token, "tokenizer.source")
                 report(f"fetching {source} at {revision[:12]}", 0.0)
                 fetch_hub(source, revision, token, Path(raw))
                 convert(source, Path(raw), folder)

@@ -18,13 +18,13 @@ from tasks.store.store import Store
 
 def compare(named: Sequence[str], store: str, output: str, *, as_json: bool) -> int:
     """Compare runs of a store, given by name or folder; ProfileError where there is no such run."""
-    runs = comparison.load(Store(store), named)
+    runs = comparison.load_runs(Store(store), named)
     try:
-        page = comparison.write(runs, Path(output))
+        page = comparison.write_page(runs, Path(output))
     except OSError as error:
         raise ProfileError("--output", output, f"cannot be written: {error.strerror}") from error
     if as_json:
-        differ = comparison.differences(runs)
+        differ = comparison.profile_differences(runs)
         print(json.dumps({"runs": runs, "differences": differ, "page": str(page)}, indent=1))
         return 0
     console = Console(highlight=False)
@@ -32,7 +32,7 @@ def compare(named: Sequence[str], store: str, output: str, *, as_json: bool) -> 
     table.add_column("")
     for run in runs:
         table.add_column(run["run"], overflow="fold")
-    for name, *cells in comparison.rows(runs):
+    for name, *cells in comparison.table_rows(runs):
         table.add_row(Text(name, "dim"), *map(Text, cells))
     console.print(table)
     console.print(f"\nloss curves: {from_here(str(page))}", soft_wrap=True, markup=False)

@@ -15,7 +15,7 @@ from modeling.planning.planner import MARGIN, Plan, plan, require_fit
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from tasks.reporting.format import duration, in_bytes, in_words
+from tasks.reporting.format import format_bytes, format_count, format_duration
 
 ROWS = 8  # stages that are shown one by one
 BAR = 10  # characters; half as many where there is a column more
@@ -37,7 +37,11 @@ def show(profile: Profile, *, as_json: bool) -> int:
 def in_days(days: float) -> str:
     """18.04 -> '18 days'; less than two days in hours."""
     return (
-        duration(days * 24 * 3600) if days < 2 else f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days"
+        format_duration(days * 24 * 3600)
+        if days < 2
+        else f"{days:,.0f} days"
+        if days >= 10
+        else f"{days:.1f} days"
     )
 
 
@@ -86,10 +90,10 @@ def _run(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
         ("model", f"{model.architecture}, {model.num_hidden_layers} layers of {model.hidden_size:,}, {heads}, "
                   f"vocabulary {model.vocab_size:,}"),
         ("ranks", f"{profile.world_size}, {nodes} of {cluster.devices_per_node} × {device}: {axes}"),
-        ("step", f"{train.global_batch_size:,} × {train.sequence_length:,} = {in_words(step_tokens)} tokens, "
+        ("step", f"{train.global_batch_size:,} × {train.sequence_length:,} = {format_count(step_tokens)} tokens, "
                  f"{profile.accumulation_steps:,} microbatches"),
         ("recompute", train.recompute),
-        ("run", f"{train.steps:,} steps, {in_words(planned.tokens)} tokens" if planned.tokens else "as long as its data"),
+        ("run", f"{train.steps:,} steps, {format_count(planned.tokens)} tokens" if planned.tokens else "as long as its data"),
     ]  # fmt: skip
 
 
@@ -142,9 +146,11 @@ def _bar(share: float, width: int) -> Text:
 def _verdict(planned: Plan) -> Text:
     if planned.fits:
         left = planned.device_bytes - planned.needs
-        return Text(f"fits in {in_bytes(planned.device_bytes)} a device, {in_bytes(left)} to spare", "green")
+        return Text(
+            f"fits in {format_bytes(planned.device_bytes)} a device, {format_bytes(left)} to spare", "green"
+        )
     return Text(
-        f"does not fit in {in_bytes(planned.device_bytes)} a device with {1 - MARGIN:.0%} to spare", "red"
+        f"does not fit in {format_bytes(planned.device_bytes)} a device with {1 - MARGIN:.0%} to spare", "red"
     )
 
 
@@ -153,14 +159,14 @@ def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
     if planned.tokens:
         flops += f", {planned.flops_per_token * planned.tokens:.3g} in all"
     rows = [("FLOPs", flops)]
-    if sent := ", ".join(f"{axis} {in_bytes(size)}" for axis, size in planned.sent.items() if size):
+    if sent := ", ".join(f"{axis} {format_bytes(size)}" for axis, size in planned.sent.items() if size):
         rows.append(("sent", f"{sent} by a rank in a step"))
     if profile.parallel.pipeline > 1:
         rows.append(("bubble", f"{planned.bubble:.1%} of the working time"))
     if planned.step_seconds is None:
         return [*rows, ("time", f"not known for {profile.cluster.device}")]
     speed = f"{planned.tokens_per_second:,.0f} tokens/s, MFU {planned.mfu:.0%}"
-    rows.append(("speed", f"{duration(planned.step_seconds)} a step, {speed}"))
+    rows.append(("speed", f"{format_duration(planned.step_seconds)} a step, {speed}"))
     if planned.days is not None:
         whole = f"{in_days(planned.days)}, {planned.node_hours:,.0f} node-hours"
         if planned.price is not None:

@@ -12,7 +12,7 @@ from rich.table import Table
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from tasks.reporting.format import in_words
+from tasks.reporting.format import format_count
 
 
 def show(*, as_json: bool) -> int:
@@ -22,7 +22,7 @@ def show(*, as_json: bool) -> int:
         print(json.dumps({profile.name: _describe(profile) for profile in found}, indent=1))
         return 0
     rows = [
-        (profile.name, in_words(profile.model.parameters), _cluster(profile), _status(profile)[0])
+        (profile.name, format_count(profile.model.parameters), _cluster(profile), _status(profile)[0])
         for profile in found
     ]
     listed = Table(box=None, pad_edge=False, header_style="dim", expand=True)

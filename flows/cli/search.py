@@ -18,7 +18,7 @@ from modeling.planning.search import Rejected, Topology, search
 from profiles.check import value_of
 from profiles.errors import shown
 from profiles.schema import Profile
-from tasks.reporting.format import duration, in_bytes
+from tasks.reporting.format import format_bytes, format_duration
 
 BEST = 8  # topologies that are shown
 NONE = 2  # exit code where nothing fits
@@ -44,7 +44,7 @@ def show_search(profile: Profile, given: str, overrides: Sequence[str], *, as_js
             print(f"\nthe first: {_command(profile, given, overrides, found[0])}")
     if found:
         return 0
-    room = f"{_where(profile)} of {in_bytes(device_bytes(profile))}"
+    room = f"{_where(profile)} of {format_bytes(device_bytes(profile))}"
     helps = "another batch, or more nodes,"
     if any(each.needs for each in rejected):
         helps = "more nodes, or devices with more memory,"
@@ -86,7 +86,7 @@ def _print(
         columns = ("", *degrees, "recompute", *figures)
         console.print(table(columns, rows, numbers=(*degrees, *figures)))
     if rejected:
-        console.print(f"\nwhat cannot be, in {MARGIN:.0%} of {in_bytes(device_bytes(profile))} a device:")
+        console.print(f"\nwhat cannot be, in {MARGIN:.0%} of {format_bytes(device_bytes(profile))} a device:")
     for reason, families in reasons(rejected):
         console.print(Padding(Text(f"{reason}: {families}"), (0, 0, 0, 2)))
 
@@ -102,9 +102,13 @@ def _command(profile: Profile, given: str, overrides: Sequence[str], topology: T
 
 def _row(place: int, topology: Topology) -> tuple[str, ...]:
     planned, mesh = topology.plan, topology.plan.mesh
-    figures = (in_bytes(sum(planned.sent.values())),)
+    figures = (format_bytes(sum(planned.sent.values())),)
     if planned.step_seconds is not None:
-        figures = (duration(planned.step_seconds), f"{planned.tokens_per_second:,.0f}", f"{planned.mfu:.0%}")
+        figures = (
+            format_duration(planned.step_seconds),
+            f"{planned.tokens_per_second:,.0f}",
+            f"{planned.mfu:.0%}",
+        )
     degrees = (str(mesh[axis]) for axis in ("tensor", "pipeline", "context", "data"))
     fullest = f"{planned.needs / planned.device_bytes:.0%}"
     return (str(place), *degrees, topology.overrides["train.recompute"], *figures, fullest)
@@ -134,7 +138,7 @@ def _families(members: Sequence[Rejected]) -> str:
         if pipelines := [each.degrees["pipeline"] for each in own if "pipeline" in each.degrees]:
             what += f", pipeline {_range(pipelines)}"
         if needs := [each.needs for each in own if each.needs is not None]:
-            what += f" ({in_bytes(min(needs))} or more)"
+            what += f" ({format_bytes(min(needs))} or more)"
         found.append(what)
     return "; ".join(found)
 

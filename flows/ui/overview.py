@@ -15,8 +15,8 @@ from flows.ui.artifacts import Shown
 from modeling.planning.planner import Plan
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from tasks.reporting.chart import picture
-from tasks.reporting.format import duration, in_bytes, in_words
+from tasks.reporting.chart import svg_data_uri
+from tasks.reporting.format import format_bytes, format_count, format_duration
 from tasks.reporting.history import History
 from tasks.store.runs import read_events
 
@@ -60,11 +60,13 @@ def markdown(profile: Profile, folder: Path) -> str:
             f"Step {last['step']:,} of {steps:,}" if last["step"] < steps else f"All {steps:,} steps are done"
         )
         parts.append(f"## {place}, loss {last['loss']:.4f}")
-        drawn = picture(history.losses(), x_label="step", y_label="loss")
+        drawn = svg_data_uri(history.loss_series(), x_label="step")
         parts.append(f"![Loss by step, {last['loss']:.4f} at the last one]({drawn})" if drawn else "")
-        usual, seconds = history.usual("tokens_per_second"), history.usual("step_seconds")
+        usual, seconds = history.median("tokens_per_second"), history.median("step_seconds")
         if usual and seconds:
-            left = f", {duration(seconds * (steps - last['step']))} left" if last["step"] < steps else ""
+            left = (
+                f", {format_duration(seconds * (steps - last['step']))} left" if last["step"] < steps else ""
+            )
             parts.append(f"{usual:,.0f} tokens a second, {seconds:.3g} s a step{left}")
     else:
         parts.append(f"## {profile.name}: {steps:,} steps to train")
@@ -109,8 +111,8 @@ def _plan(folder: Path) -> str:
     rows = {
         "parameters": f"{plan['parameters']:,}",
         "mesh": " × ".join(f"{axis} {size}" for axis, size in plan["mesh"].items()),
-        "tokens": in_words(plan["tokens"]) if plan["tokens"] else "as many as its data has",
-        "fullest rank": f"{in_bytes(fullest)} of {in_bytes(plan['device_bytes'])}",
+        "tokens": format_count(plan["tokens"]) if plan["tokens"] else "as many as its data has",
+        "fullest rank": f"{format_bytes(fullest)} of {format_bytes(plan['device_bytes'])}",
     }
     if plan.get("step_seconds"):
         rows["time a step"] = f"{plan['step_seconds']:.3g} s"

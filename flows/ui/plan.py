@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from modeling.planning.planner import Plan
-from tasks.reporting.format import duration, in_bytes, in_words
+from tasks.reporting.format import format_bytes, format_count, format_duration
 
 
 def sentence(planned: Plan) -> str:
     """Parameters, mesh, memory of the fullest rank and step time: '8.0 B parameters on tensor 8, 61 of 96 GiB a device'."""
     parts = [
-        f"{in_words(planned.parameters)} parameters on {mesh(planned.mesh)}",
-        f"{in_bytes(planned.needs)} of {in_bytes(planned.device_bytes)} a device",
+        f"{format_count(planned.parameters)} parameters on {mesh(planned.mesh)}",
+        f"{format_bytes(planned.needs)} of {format_bytes(planned.device_bytes)} a device",
     ]
     if planned.step_seconds:
-        parts.append(f"about {duration(planned.step_seconds)} a step")
+        parts.append(f"about {format_duration(planned.step_seconds)} a step")
     return ", ".join(parts)
 
 

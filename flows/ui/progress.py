@@ -21,7 +21,7 @@ from flows.ui.overview import Overview
 from profiles.schema import Profile
 from tasks import graphs
 from tasks.launchers.log_follower import LogFollower
-from tasks.reporting.format import duration, in_bytes, number
+from tasks.reporting.format import format_bytes, format_duration, format_value
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Progress:
             if "loss" in row:
                 self._recent.append(row)
             elif self._started and "validation_loss" in row:
-                own = "".join(f", {name} {number(row[name])}" for name in self._metrics if name in row)
+                own = "".join(f", {name} {format_value(row[name])}" for name in self._metrics if name in row)
                 log.info("step %d: validation loss %.4f%s", row["step"], row["validation_loss"], own)
         # What was there before this attempt is no news, apart from the last steps that the table shows.
         self._started = True
@@ -106,7 +106,7 @@ def line(rows: list[dict[str, Any]], steps: int) -> str:
     ]
     if row["step"] < steps and len(rows) > 1:  # the first step warms up and tells nothing
         left = (steps - row["step"]) * median(entry["step_seconds"] for entry in rows)
-        parts.append(f"{duration(left)} left")
+        parts.append(f"{format_duration(left)} left")
     if row.get("mfu") is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
     parts += [f"lr {row['learning_rate']:.2e}", f"grad norm {row['gradient_norm']:.2f}"]
@@ -123,8 +123,8 @@ def show_graphs(record: Path) -> None:
             "program": entry["name"],
             "graphs": entry["graphs"],
             "status": entry["status"],
-            "time": None if entry["seconds"] is None else duration(entry["seconds"]),
-            "memory": None if entry["peak_bytes"] is None else in_bytes(entry["peak_bytes"]),
+            "time": None if entry["seconds"] is None else format_duration(entry["seconds"]),
+            "memory": None if entry["peak_bytes"] is None else format_bytes(entry["peak_bytes"]),
             "error": entry["error"],
         }
         for entry in summary["programs"]

@@ -1,7 +1,7 @@
-"""Line charts without a script, a font or a request: as HTML that stretches with its page, or as one SVG picture.
+"""Line charts without scripts, fonts or requests: as HTML that scales with its page, or as a self-contained SVG image.
 
-In a page colours come from its CSS variables, and labels are HTML, which keeps its size: readable on a phone. A picture has
-all of it inside, in colours that can be read on light and on dark.
+In a page, colours come from CSS variables and labels are HTML, which keeps its size and stays readable on a phone. The image
+contains everything, in colours that are readable on light and dark backgrounds.
 """
 
 from __future__ import annotations
@@ -12,64 +12,65 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-WIDTH, HEIGHT = 1000.0, 400.0  # of the drawing's own coordinates
+WIDTH, HEIGHT = 1000.0, 400.0  # of the plot area, in SVG units
 MAX_POINTS = 500
-QUIET, COLOURS = "#868e96", {"training": "#7f93a8", "smooth": "#2f8fe0", "validation": "#e8703a"}
+MUTED, COLOURS = "#868e96", {"training": "#7f93a8", "smooth": "#2f8fe0", "validation": "#e8703a"}
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line: `points` are (x, y) in order of x; `style` is a CSS class of the page (its colour)."""
+    """A line of a chart: `points` are (x, y) ordered by x, `style` is the CSS class that sets the colour."""
 
     label: str
     style: str
-    points: Sequence[tuple[float, float]]
+    points: Points
     dots: bool = False
 
 
 def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, from_zero: bool = False) -> str:
-    """HTML of a chart of all series that have finite points; a sentence where there are none.
+    """HTML of a chart of all series that have finite points.
 
     Args:
-        from_zero: whether the y axis begins at 0, as it should where lengths are compared.
+        from_zero: start the y axis at 0.
     """
     shown = _finite(series)
     if not shown:
-        return "<p>No points to draw.</p>"
-    frame = Frame.around(shown, from_zero=from_zero)
+        return "<p>No data.</p>"
+    frame = Frame.enclosing(shown, from_zero=from_zero)
     legend = "".join(f'<span class="{line.style}">{escape(line.label)}</span>' for line in shown)
     return (
         f'<figure class="chart"><figcaption>{legend}</figcaption>'
         f'<div class="y">{"".join(f"<span>{tick:,g}</span>" for tick in reversed(frame.y_ticks))}</div>'
         f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(y_label)} by {escape(x_label)}">{frame.drawing(shown)}</svg>'
+        f'aria-label="{escape(y_label)} by {escape(x_label)}">{frame.svg_paths(shown)}</svg>'
         f'<div class="x">{"".join(f"<span>{tick:,g}</span>" for tick in frame.x_ticks)}</div>'
         f'<div class="label">{escape(x_label)}</div></figure>'
     )
 
 
-def picture(series: Sequence[Series], *, x_label: str, y_label: str) -> str:
-    """The chart as the data URI of an SVG of about 10 kB, for where only a picture can be shown; "" without points."""
+def svg_data_uri(series: Sequence[Series], *, x_label: str) -> str:
+    """Data URI of the chart as an SVG image of about 10 kB, for places that only show images; "" without points."""
     shown = _finite(series, MAX_POINTS // 2)
     if not shown:
         return ""
-    frame = Frame.around(shown)
+    frame = Frame.enclosing(shown)
     left, top = 70.0, 46.0
-    text = f'font-family="system-ui, sans-serif" font-size="17" fill="{QUIET}"'
+    text = f'font-family="system-ui, sans-serif" font-size="17" fill="{MUTED}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 100:.0f} {HEIGHT + 110:.0f}">',
         "<style>path{fill:none;vector-effect:non-scaling-stroke;stroke-linejoin:round}"
-        f".grid{{stroke:{QUIET};stroke-opacity:.35;stroke-width:1}}.line{{stroke-width:2}}"
+        f".grid{{stroke:{MUTED};stroke-opacity:.35;stroke-width:1}}.line{{stroke-width:2}}"
         ".dots{stroke-width:9;stroke-linecap:round}"
         + "".join(f".{name}{{stroke:{colour}}}" for name, colour in COLOURS.items())
-        + f'</style><g transform="translate({left:.0f},{top:.0f})">{frame.drawing(shown)}</g>',
+        + f'</style><g transform="translate({left:.0f},{top:.0f})">{frame.svg_paths(shown)}</g>',
     ]
-    across = left
+    legend_x = left
     for line in shown:
-        colour = COLOURS.get(line.style, QUIET)
-        parts.append(f'<rect x="{across:.0f}" y="14" width="22" height="4" fill="{colour}"/>')
-        parts.append(f'<text x="{across + 30:.0f}" y="22" {text}>{escape(line.label)}</text>')
-        across += 62 + 9.5 * len(line.label)
+        colour = COLOURS.get(line.style, MUTED)
+        parts.append(f'<rect x="{legend_x:.0f}" y="14" width="22" height="4" fill="{colour}"/>')
+        parts.append(f'<text x="{legend_x + 30:.0f}" y="22" {text}>{escape(line.label)}</text>')
+        legend_x += 62 + 9.5 * len(line.label)
     for index, tick in enumerate(frame.y_ticks):
         y = top + (1 - index / (len(frame.y_ticks) - 1)) * HEIGHT + 6
         parts.append(f'<text x="{left - 12:.0f}" y="{y:.0f}" text-anchor="end" {text}>{tick:,g}</text>')
@@ -85,41 +86,40 @@ def picture(series: Sequence[Series], *, x_label: str, y_label: str) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """What of the plane is shown: from the first to the last tick of each axis."""
+    """Plot area: from the first to the last tick of each axis."""
 
     x_ticks: Sequence[float]
     y_ticks: Sequence[float]
 
     @classmethod
-    def around(cls, series: Sequence[Series], *, from_zero: bool = False) -> Frame:
-        """The frame that all points lie in."""
+    def enclosing(cls, series: Sequence[Series], *, from_zero: bool = False) -> Frame:
+        """The smallest frame with round ticks that contains all points."""
         xs = [x for line in series for x, _ in line.points]
         ys = [y for line in series for _, y in line.points]
         return cls(ticks(min(xs), max(xs)), ticks(min(0.0, *ys) if from_zero else min(ys), max(ys)))
 
-    def drawing(self, series: Sequence[Series]) -> str:
-        """Grid and lines as SVG paths in a box of WIDTH × HEIGHT."""
+    def svg_paths(self, series: Sequence[Series]) -> str:
+        """Grid and lines as SVG paths of WIDTH × HEIGHT."""
         parts = [
             f'<path class="grid" d="M0,{(1 - index / (len(self.y_ticks) - 1)) * HEIGHT:.1f}H{WIDTH:.0f}"/>'
             for index in range(len(self.y_ticks))
         ]
         for line in series:
-            places = [self._place(x, y) for x, y in line.points]
-            parts.append(f'<path class="line {line.style}" d="M{"L".join(places)}"/>')
-            if (
-                line.dots
-            ):  # lines without length and with round ends, which stay round when the drawing is stretched
-                parts.append(f'<path class="dots {line.style}" d="{"".join(f"M{at}h0" for at in places)}"/>')
+            positions = [self._position(x, y) for x, y in line.points]
+            parts.append(f'<path class="line {line.style}" d="M{"L".join(positions)}"/>')
+            if line.dots:  # lines of length 0 with round caps stay round when the plot is stretched
+                dots = "".join(f"M{position}h0" for position in positions)
+                parts.append(f'<path class="dots {line.style}" d="{dots}"/>')
         return "".join(parts)
 
-    def _place(self, x: float, y: float) -> str:
+    def _position(self, x: float, y: float) -> str:
         across = (x - self.x_ticks[0]) / (self.x_ticks[-1] - self.x_ticks[0])
         up = (y - self.y_ticks[0]) / (self.y_ticks[-1] - self.y_ticks[0])
         return f"{across * WIDTH:.1f},{(1 - up) * HEIGHT:.1f}"
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers (steps of 1, 2 or 5 times a power of ten) whose first and last enclose low and high."""
+    """Round ticks, 1, 2 or 5 times a power of ten apart, from at most `low` to at least `high`."""
     if high <= low:
         low, high = low - 0.5, high + 0.5
     rough = (high - low) / about
@@ -129,21 +129,21 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """At most so many points: means of neighbours, so that no spike is made up or moved."""
-    size = math.ceil(len(points) / most)
+def downsample(points: Points, limit: int = MAX_POINTS) -> Points:
+    """At most `limit` points: means of groups of neighbours."""
+    size = math.ceil(len(points) / limit)
     if size <= 1:
-        return list(points)
+        return points
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     return [
         (sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups
     ]
 
 
-def _finite(series: Sequence[Series], most: int = MAX_POINTS) -> list[Series]:
-    """The series with their finite points, those that have any."""
+def _finite(series: Sequence[Series], limit: int = MAX_POINTS) -> list[Series]:
+    """The series that have finite points, with only those, downsampled."""
     shown = [
-        replace(line, points=thinned([p for p in line.points if math.isfinite(p[1])], most))
+        replace(line, points=downsample([p for p in line.points if math.isfinite(p[1])], limit))
         for line in series
     ]
     return [line for line in shown if line.points]

@@ -1,6 +1,6 @@
-"""Several runs side by side: what each came to, where their profiles differ, and their losses in one chart.
+"""Comparison of several runs: their results, the profile keys that differ, and their loss curves in one chart.
 
-Reads the runs' folders alone, so a run that still trains, or failed, can be compared too.
+Reads only the run folders, so runs that are still training or have failed can be compared too.
 """
 
 from __future__ import annotations
@@ -14,126 +14,127 @@ from typing import Any
 from profiles import resolve
 from profiles.errors import ProfileError, shown
 from profiles.schema import Profile
-from tasks.report import FACTS, measured
 from tasks.reporting import html
 from tasks.reporting.chart import Series, line_chart
-from tasks.reporting.format import duration, in_bytes, in_words
-from tasks.reporting.history import SMOOTHING, History, smoothed
+from tasks.reporting.format import format_bytes, format_count, format_duration
+from tasks.reporting.history import REPORT_JSON, SMOOTHING, History, moving_average
 from tasks.store.store import Store
 
-LINES = 6  # colours that report.html has for lines
+LINE_STYLES = 6  # line colours in report.html
 UNKNOWN = "–"
-FIGURES = {  # name: (key, how it is shown); "_" keys are of the report, which a run has at its end
+RESULTS = {  # row: (key of `load_runs`, formatter)
     "state": ("state", str),
-    "parameters": ("parameters", in_words),
+    "parameters": ("parameters", format_count),
     "steps": ("steps", "{:,}".format),
-    "tokens": ("tokens", in_words),
+    "tokens": ("tokens", format_count),
     "training loss": ("loss", "{:.4f}".format),
     "validation loss": ("validation_loss", "{:.4f}".format),
     "perplexity": ("perplexity", "{:,.1f}".format),
-    "time a step": ("step_seconds", "{:.3g} s".format),
-    "tokens a second": ("tokens_per_second", "{:,.0f}".format),
+    "step time": ("step_seconds", "{:.3g} s".format),
+    "tokens per second": ("tokens_per_second", "{:,.0f}".format),
     "MFU": ("mfu", "{:.1%}".format),
-    "memory": ("memory_bytes", in_bytes),
-    "training time": ("training_seconds", duration),
+    "memory": ("memory_bytes", format_bytes),
+    "training time": ("training_seconds", format_duration),
     "skipped steps": ("skipped", "{:,}".format),
 }
 
 
-def load(store: Store, named: Sequence[str]) -> list[dict[str, Any]]:
-    """Facts of runs, given by name or by folder: run, folder, profile (flat, by key path), and what FIGURES names.
+def load_runs(store: Store, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Name, folder, profile (flat, by key path) and results of runs, which are given by name or folder.
 
     Raises:
-        ProfileError: no such run, or its report is damaged.
+        ProfileError: there is no such run, or its report.json is corrupted.
     """
-    return [_facts(_folder(store, name)) for name in named]
+    return [_load_run(_find_folder(store, name)) for name in names]
 
 
-def differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Key paths of the profiles whose values are not the same in all runs, with each run's value."""
+def profile_differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Each run's value of the profile keys on which the runs differ, by key path."""
     paths = sorted({path for run in runs for path in run["profile"]})
-    values = {path: [run["profile"].get(path) for run in runs] for path in paths}
-    return {path: each for path, each in values.items() if any(value != each[0] for value in each)}
+    values_by_path = {path: [run["profile"].get(path) for run in runs] for path in paths}
+    return {
+        path: values for path, values in values_by_path.items() if any(value != values[0] for value in values)
+    }
 
 
-def rows(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The table: a row a figure that any run has, then one a key that differs; the first cell is its name."""
-    found = []
-    for name, (key, show) in FIGURES.items():
+def table_rows(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Rows (name, value of each run): the results that any run has, then the profile keys that differ."""
+    rows = []
+    for name, (key, show) in RESULTS.items():
         values = [run.get(key) for run in runs]
         if any(value is not None for value in values):
-            found.append((name, *(UNKNOWN if value is None else show(value) for value in values)))
-    for path, each in differences(runs).items():
-        found.append((path, *(UNKNOWN if value is None else shown(value) for value in each)))
-    return found
+            rows.append((name, *(UNKNOWN if value is None else show(value) for value in values)))
+    for path, values in profile_differences(runs).items():
+        rows.append((path, *(UNKNOWN if value is None else shown(value) for value in values)))
+    return rows
 
 
-def write(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """The page of the comparison."""
-    lines, held_out = [], []
+def write_page(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Write the comparison as an HTML page."""
+    training, validation = [], []
     for number, run in enumerate(runs):
-        style = f"line-{number % LINES + 1}"
+        style = f"line-{number % LINE_STYLES + 1}"
         history = History.read(Path(run["folder"]))
         losses = history.curve("loss")
-        lines.append(Series(run["run"], style, smoothed(losses) if len(losses) > 2 * SMOOTHING else losses))
-        held_out.append(Series(run["run"], style, history.curve("validation_loss"), dots=True))
+        curve = moving_average(losses) if len(losses) > 2 * SMOOTHING else losses
+        training.append(Series(run["run"], style, curve))
+        validation.append(Series(run["run"], style, history.curve("validation_loss"), dots=True))
     names = [run["run"] for run in runs]
     sections = [
-        html.section("Side by side", html.grid(("", *names), rows(runs))),
-        html.section("Training loss", line_chart(lines, x_label="step", y_label="loss")),
-        html.section("Validation loss", line_chart(held_out, x_label="step", y_label="validation loss")),
+        html.section("Results and differences", html.table(("", *names), table_rows(runs))),
+        html.section("Training loss", line_chart(training, x_label="step", y_label="loss")),
+        html.section("Validation loss", line_chart(validation, x_label="step", y_label="validation loss")),
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html.page(" and ".join(names), f"{len(runs)} runs compared", sections))
+    path.write_text(html.page(" and ".join(names), f"Comparison of {len(runs)} runs", sections))
     return path
 
 
-def _folder(store: Store, name: str) -> Path:
+def _find_folder(store: Store, name: str) -> Path:
     folder = Path(name) if "/" in name else store.run_folder(name).path
     if (folder / "profile.yaml").is_file():
         return folder
     runs = folder.parent
     known = sorted(path.parent.name for path in runs.glob("*/profile.yaml"))
-    raise ProfileError(
-        "run", name, f"there is no such run in {runs}", difflib.get_close_matches(name, known) or known[:3]
-    )
+    nearest = difflib.get_close_matches(name, known) or known[:3]
+    raise ProfileError("run", name, f"no such run in {runs}", nearest)
 
 
-def _facts(folder: Path) -> dict[str, Any]:
+def _load_run(folder: Path) -> dict[str, Any]:
     profile = resolve.load(str(folder / "profile.yaml"))
     history = History.read(folder)
-    found: dict[str, Any] = {"run": folder.name, "folder": str(folder), "profile": _shaping(profile)}
-    found |= measured(profile, history)
+    run: dict[str, Any] = {"run": folder.name, "folder": str(folder), "profile": _flat_profile(profile)}
+    run |= history.measurements(profile)
     if history.evaluations:
-        found["validation_loss"] = history.evaluations[-1]["validation_loss"]
-    found["state"] = f"at step {len(history.steps):,} of {profile.train.steps:,}"
-    if (folder / FACTS).is_file():
-        found |= {"state": "finished", **_reported(folder / FACTS)}
-    return found
+        run["validation_loss"] = history.evaluations[-1]["validation_loss"]
+    run["state"] = f"at step {len(history.steps):,} of {profile.train.steps:,}"
+    if (folder / REPORT_JSON).is_file():
+        run |= {"state": "finished", **_read_report(folder / REPORT_JSON)}
+    return run
 
 
-def _reported(path: Path) -> dict[str, Any]:
-    """What the report adds to the metrics."""
+def _read_report(path: Path) -> dict[str, Any]:
+    """Results that are only in the report: parameters, final validation loss and perplexity."""
     try:
         report = json.loads(path.read_text())
-        found = {"parameters": report["plan"]["parameters"]}
-        found |= {name: report["evaluation"][name] for name in ("validation_loss", "perplexity")}
-        if not all(isinstance(value, int | float) for value in found.values()):
-            raise ValueError("a figure is none")
+        results = {"parameters": report["plan"]["parameters"]}
+        results |= {name: report["evaluation"][name] for name in ("validation_loss", "perplexity")}
+        if not all(isinstance(value, int | float) for value in results.values()):
+            raise ValueError("not a number")
     except (ValueError, LookupError, TypeError) as error:
-        reason = f"its report {path} is damaged; running it again writes it anew"
+        reason = f"{path} is corrupted; start the run again to rewrite it"
         raise ProfileError("run", path.parent.name, reason) from error
-    return found
+    return results
 
 
-def _shaping(profile: Profile) -> dict[str, Any]:
-    """Of all that shapes a run, the value by key path."""
+def _flat_profile(profile: Profile) -> dict[str, Any]:
+    """Values of all sections by key path: 'train.steps': 300, 'data.sources.0.kind': 'files', ..."""
     values = profile.model_dump(mode="json", by_alias=True)
-    return _flat({section: keys for section, keys in values.items() if isinstance(keys, dict)})
+    return _flatten({section: keys for section, keys in values.items() if isinstance(keys, dict)})
 
 
-def _flat(values: Any, path: str = "") -> dict[str, Any]:
-    """'train.steps': 300, 'data.sources.0.kind': 'files', ... of sections and lists of sections within each other."""
+def _flatten(values: Any, path: str = "") -> dict[str, Any]:
+    """Flatten nested dicts and lists of dicts."""
     if isinstance(values, dict):
         items = values.items()
     elif isinstance(values, list) and any(isinstance(value, dict) for value in values):
@@ -142,5 +143,5 @@ def _flat(values: Any, path: str = "") -> dict[str, Any]:
         return {path: values}
     flat = {}
     for name, value in items:
-        flat |= _flat(value, f"{path}.{name}" if path else str(name))
+        flat |= _flatten(value, f"{path}.{name}" if path else str(name))
     return flat

@@ -1,9 +1,9 @@
-"""Figures as people read them."""
+"""Numbers as text: durations, counts, bytes and FLOPs."""
 
 from __future__ import annotations
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """0.42 -> '0.4 s', 75 -> '1:15', 4000 -> '1:06:40'."""
     if seconds < 60:
         return f"{seconds:.1f} s"
@@ -12,7 +12,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def in_words(count: int) -> str:
+def format_count(count: int) -> str:
     """2714304 -> '2.71 million'."""
     for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
         if count >= size:
@@ -20,7 +20,7 @@ def in_words(count: int) -> str:
     return f"{count:,}"
 
 
-def in_bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     """57016320 -> '54.4 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1000:
@@ -29,7 +29,7 @@ def in_bytes(size: float) -> str:
     return f"{size:,.2f} TiB"
 
 
-def in_flops(count: float) -> str:
+def format_flops(count: float) -> str:
     """12900000000 -> '12.9 GFLOP'."""
     for unit in ("", "K", "M", "G", "T", "P"):
         if count < 1000:
@@ -38,8 +38,8 @@ def in_flops(count: float) -> str:
     return f"{count:,.3g} EFLOP"
 
 
-def number(value: object) -> str:
-    """A figure of a summary: integers with commas, others with four decimals, anything else as it is."""
+def format_value(value: object) -> str:
+    """A value of a summary: 1234 -> '1,234', 0.5 -> '0.5000', anything else by str()."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"

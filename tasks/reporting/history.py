@@ -1,7 +1,4 @@
-"""What a run's metrics say: curves by step, and the usual value of each figure.
-
-usual value    median over the steps but for the first of each start, which warms up
-"""
+"""A run's metrics.jsonl as curves by step, medians and totals."""
 
 from __future__ import annotations
 
@@ -12,63 +9,71 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tasks.reporting.chart import Series
+from profiles.schema import Profile
+from tasks.reporting.chart import Points, Series
 from tasks.store.runs import read_metrics
 
-SMOOTHING = 10  # steps before and after each that the drawn mean takes in
-Points = list[tuple[float, float]]
+REPORT_JSON = "report.json"
+SMOOTHING = 10  # steps before and after each that a smoothed value averages
 
 
 @dataclass(frozen=True)
 class History:
-    """Rows of metrics.jsonl: those of steps, and those of evaluations on the way."""
+    """Rows of metrics.jsonl: of training steps, and of evaluations during training."""
 
     steps: Sequence[dict[str, Any]]
     evaluations: Sequence[dict[str, Any]]
 
     @classmethod
-    def of(cls, rows: Sequence[dict[str, Any]]) -> History:
+    def read(cls, folder: Path) -> History:
+        """Read the history of the run in this folder."""
+        rows = read_metrics(folder)
         return cls([row for row in rows if "loss" in row], [row for row in rows if "validation_loss" in row])
 
-    @classmethod
-    def read(cls, folder: Path) -> History:
-        """Of a run's folder."""
-        return cls.of(read_metrics(folder))
-
     def curve(self, key: str, scale: float = 1.0) -> Points:
-        """(step, value · scale) wherever the figure was measured."""
+        """(step, value × scale) of every row that has the metric."""
         rows = self.evaluations if key == "validation_loss" else self.steps
         return [(row["step"], row[key] * scale) for row in rows if isinstance(row.get(key), int | float)]
 
-    def usual(self, key: str) -> float | None:
-        """The figure's median; None where it was not measured."""
+    def median(self, key: str) -> float | None:
+        """Median of a metric without its first value, which includes warm-up; None if it was not measured."""
         values = [value for _, value in self.curve(key)[1:] or self.curve(key)]
         return median(values) if values else None
 
-    def highest(self, key: str) -> float | None:
+    def maximum(self, key: str) -> float | None:
         return max((value for _, value in self.curve(key)), default=None)
 
-    @property
-    def skipped(self) -> int:
-        """Steps whose update was left out."""
-        return sum(bool(row.get("skipped")) for row in self.steps)
+    def measurements(self, profile: Profile) -> dict[str, Any]:
+        """Totals and medians of the run, as report.json holds them; None for a metric that was not measured."""
+        return {
+            "steps": len(self.steps),
+            "loss": self.steps[-1]["loss"] if self.steps else None,
+            "tokens": len(self.steps) * profile.train.global_batch_size * profile.train.sequence_length,
+            "training_seconds": sum(row.get("step_seconds", 0.0) for row in self.steps),
+            "step_seconds": self.median("step_seconds"),
+            "tokens_per_second": self.median("tokens_per_second"),
+            "mfu": self.median("mfu"),
+            "memory_bytes": self.maximum("memory_bytes"),
+            "skipped": sum(bool(row.get("skipped")) for row in self.steps),
+            "cold_compiles": self.maximum("cold_compiles"),
+        }
 
-    def losses(self) -> list[Series]:
-        """The loss curves, to be drawn."""
+    def loss_series(self) -> list[Series]:
+        """Training loss, its moving average and validation loss, for a chart."""
         losses = self.curve("loss")
-        smooth = Series(f"training, mean of {2 * SMOOTHING + 1} steps", "smooth", smoothed(losses))
         lines = [Series("training", "training", losses)]
         if len(losses) > 2 * SMOOTHING:
-            lines.append(smooth)
+            label = f"training, mean of {2 * SMOOTHING + 1} steps"
+            lines.append(Series(label, "smooth", moving_average(losses)))
         return [*lines, Series("validation", "validation", self.curve("validation_loss"), dots=True)]
 
 
-def smoothed(points: Sequence[tuple[float, float]]) -> Points:
-    """Means over as many steps before as after each, so that the curve neither lags nor bends at its ends."""
+def moving_average(points: Points) -> list[tuple[float, float]]:
+    """Centered moving average of the finite points; the window shrinks towards both ends, so the curve does not lag."""
     finite = [point for point in points if math.isfinite(point[1])]
     means = []
     for index, (step, _) in enumerate(finite):
         reach = min(SMOOTHING, index, len(finite) - 1 - index)
-        around = finite[index - reach : index + reach + 1]
-        means.append((step, sum(loss for _, loss in around) / len(around)))
+        window = finite[index - reach : index + reach + 1]
+        means.append((step, sum(value for _, value in window) / len(window)))
     return means

@@ -12,9 +12,8 @@ from pathlib import Path, PurePosixPath
 from modeling.conversion import formats
 from modeling.conversion.torch_files import stamp
 from profiles.errors import ProfileError
-from profiles.hub import REPOSITORY, hub_errors
+from profiles.hub import REPOSITORY, hub_errors, resolve_commit
 from tasks import keys
-from tasks.tokenization.tokenizer_fetch import hub_commit
 
 ENDINGS = (".safetensors", ".bin", ".json")
 TRANSFERS = 4  # files at a time
@@ -41,7 +40,7 @@ def fetched(
         if path.exists():
             yield path
         elif REPOSITORY.fullmatch(source):
-            yield from_hub(source, hub_commit(source, revision, token, key), token, key)
+            yield from_hub(source, resolve_commit(source, revision, token, key), token, key)
         else:
             raise ProfileError(
                 key, source, "there is no such file or folder, and no hub repository is named so"
@@ -73,7 +72,7 @@ def identity(source: str, revision: str | None, token: str | None, key: str, mem
         found = filesystem.find(root, detail=True)
         return keys.digest([[name, info["size"], info.get("ETag")] for name, info in sorted(found.items())])
     if not path.exists():
-        return keys.digest([source, hub_commit(source, revision, token, key)])
+        return keys.digest([source, resolve_commit(source, revision, token, key)])
     path = formats.locate(path)
     files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
     stats = [[each.relative_to(path).as_posix(), *stamp(each)] for each in files]

@@ -6,7 +6,6 @@ Only tokenizer files are read, and no code of a repository is ever run.
 from __future__ import annotations
 
 import hashlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +22,11 @@ NAMES = (
     "config.json",
     "chat_template.jinja",
 )
-COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_folder(source: str) -> bool:
     """Whether a tokenizer.source means a folder or URL rather than a hub repository."""
     return "://" in source or source[:1] in "./~" or source.count("/") > 1 or Path(source).is_dir()
-
-
-def hub_commit(
-    repository: str, revision: str | None, token: str | None, key: str = "tokenizer.source"
-) -> str:
-    """The commit that a revision of a hub repository means now; a commit means itself, with no request.
-
-    Args:
-        key: what to call the repository where it is refused.
-
-    Raises:
-        ProfileError: no such repository or revision, or one that this token may not read.
-    """
-    if revision and COMMIT.fullmatch(revision):
-        return revision
-    from huggingface_hub import HfApi
-
-    with hub_errors(key, repository, revision):
-        return HfApi(token=token).model_info(repository, revision=revision).sha
 
 
 def fetch_hub(repository: str, commit: str, token: str | None, into: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from tasks.reporting import compare
 from tasks.store.store import Store
 from tests.browser.pages import NARROW, WIDE, visit
-from tests.tasks.test_report import report, write_run
+from tests.tasks.reporting.run_folders import write_report, write_run
 
 
 @pytest.fixture(scope="module")
@@ -14,8 +14,10 @@ def pages(tmp_path_factory):
     store = tmp_path_factory.mktemp("pages")
     for name, rate in (("first", "3e-3"), ("second", "1e-3")):
         write_run(store / "runs" / name, f"train.learning_rate={rate}")
-    page = report(store / "runs/first")
-    both = compare.write(compare.load(Store(str(store)), ["first", "second"]), store / "compare.html")
+    page = write_report(store / "runs/first")
+    both = compare.write_page(
+        compare.load_runs(Store(str(store)), ["first", "second"]), store / "compare.html"
+    )
     return {"report": page.as_uri(), "compare": both.as_uri()}
 
 

@@ -15,8 +15,8 @@ import yaml
 
 from flows.cli.main import main, parser
 from tests.flows.micro import settings
+from tests.tasks.reporting.run_folders import write_run
 from tests.tasks.source_files import write_pair
-from tests.tasks.test_report import write_run
 
 COMMANDS = ("run", "plan", "up", "convert", "profiles", "compare", "tensorboard", "import-config")
 

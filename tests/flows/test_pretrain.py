@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from profiles.errors import ProfileError
-from tasks.reporting.format import in_words
+from tasks.reporting.format import format_count
 from tests import s3
 from tests.flows.micro import exported, losses, shown
 
@@ -78,7 +78,7 @@ def test_a_run_of_epochs_trains_on_all_of_its_data_and_shows_how_much_that_is(pr
     assert list(losses(store / "runs/epochs")) == list(range(1, steps + 1))
     page = shown("epochs")["run"]
     assert f"All {steps:,} steps are done" in page
-    assert f"| tokens | {in_words(steps * 64 * 32)} |" in page
+    assert f"| tokens | {format_count(steps * 64 * 32)} |" in page
     assert "cannot be shown" not in caplog.text
     assert done(pretrain(store, *epochs, name="epochs")) == []
 

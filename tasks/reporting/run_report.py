@@ -1,0 +1,244 @@
+"""The HTML page of one run's report, rendered from the facts in report.json, the history and the resolved profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from html import escape
+from typing import Any
+
+from modeling.planning import planner
+from profiles.schema import Profile
+from tasks.reporting import html
+from tasks.reporting.chart import Series, line_chart
+from tasks.reporting.format import format_bytes, format_count, format_duration, format_flops, format_value
+from tasks.reporting.history import History
+
+DROPPED = {"missing": "without text", "short": "too short", "duplicates": "duplicates"}  # documents
+STEP_PARTS = {  # of the step time, by metrics key
+    "data_wait_seconds": "waiting for data",
+    "forward_backward_seconds": "forward and backward",
+    "optimizer_seconds": "optimizer",
+    "communication_seconds": "waiting for other ranks (included above)",
+}
+
+
+def render(profile: Profile, facts: Mapping[str, Any], history: History, resolved_profile: str) -> str:
+    """Render the page.
+
+    Args:
+        facts: contents of report.json.
+        resolved_profile: YAML of the resolved profile.
+    """
+    summaries = {step["step"]: step["summary"] for step in facts["steps"]}
+    steps = "".join(map(_step, facts["steps"]))
+    return html.page(
+        profile.name,
+        profile.description,
+        [
+            html.section("", html.key_figures(_key_figures(profile, facts))),
+            html.section("Steps", f'<ol class="dag">{steps}</ol>'),
+            html.section("Loss", line_chart(history.loss_series(), x_label="step", y_label="loss")),
+            html.section("Throughput and memory", *_throughput(history)),
+            html.section("Planned and measured", _planned(profile, facts["plan"], facts["measured"])),
+            html.section("Incidents", *_incidents(facts)),
+            html.section("Evaluation", _evaluation(facts["evaluation"])),
+            html.section("Samples", *map(_sample, facts["samples"])),
+            html.section("Exported model", _export(facts["export"]) if facts["export"] else ""),
+            html.section(
+                "Data", _data(profile, summaries.get("dataset", {}), summaries.get("tokenizer", {}))
+            ),
+            html.section("Compiled graphs", *_graphs(summaries.get("graphs", {}), facts)),
+            html.section(
+                "Environment",
+                html.properties({**facts["versions"], "report written": facts["written"]}),
+                html.details("Resolved profile", html.code_block(resolved_profile)),
+            ),
+        ],
+    )
+
+
+def _key_figures(profile: Profile, facts: Mapping[str, Any]) -> dict[str, str]:
+    measured = facts["measured"]
+    shown = {
+        "validation loss": f"{facts['evaluation']['validation_loss']:.4f}",
+        "perplexity": f"{facts['evaluation']['perplexity']:,.1f}",
+        "parameters": format_count(facts["plan"]["parameters"]),
+        "training tokens": format_count(measured["tokens"]),
+        "training time": format_duration(measured["training_seconds"]),
+        "ranks": f"{profile.world_size}",
+    }
+    if measured["tokens_per_second"]:
+        shown["tokens per second"] = f"{measured['tokens_per_second']:,.0f}"
+    if measured["mfu"]:
+        shown["model FLOPs utilization"] = f"{measured['mfu']:.1%}"
+    return shown
+
+
+def _step(outcome: Mapping[str, Any]) -> str:
+    how, seconds = outcome["how"], outcome["seconds"]
+    timing = ""
+    if seconds is not None and how != "skipped":
+        timing = f" · {format_duration(seconds)}" + (" when first run" if how == "cached" else "")
+    if outcome["retries"]:
+        timing += f" · {outcome['retries'] + 1} attempts"
+    note = f"<small>{escape(outcome['note'])}</small>" if outcome["note"] else ""
+    return (
+        f'<li class="{escape(how)}"><b>{escape(outcome["step"])}</b>'
+        f"<small>{escape(how)}{timing}</small>{note}</li>"
+    )
+
+
+def _throughput(history: History) -> list[str]:
+    throughput = Series("tokens per second", "smooth", history.curve("tokens_per_second"))
+    memory = Series("memory of rank 0, GiB", "validation", history.curve("memory_bytes", 2.0**-30))
+    charts = [
+        line_chart([line], x_label="step", y_label=line.label, from_zero=True)
+        for line in (throughput, memory)
+        if line.points
+    ]
+    step_seconds = history.median("step_seconds")
+    shown = {"step time, median": f"{step_seconds:.3f} s"} if step_seconds else {}
+    for key, name in STEP_PARTS.items():
+        seconds = history.median(key)
+        if seconds is not None and step_seconds:
+            shown[name] = f"{seconds:.3f} s ({seconds / step_seconds:.0%})"
+    return [html.columns(*charts), html.properties(shown)]
+
+
+def _planned(profile: Profile, plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+    """Mesh and parameters, and a table of planned against measured values."""
+    host = planner.host_bytes(profile)
+    totals = [sum(stage["bytes"].values()) + host for stage in plan.get("stages", ())]
+    values: list[tuple[str, float | None, float | None, Callable[[float], str]]] = [
+        ("step time", plan.get("step_seconds"), measured["step_seconds"], "{:.3g} s".format),
+        (
+            "tokens per second",
+            plan.get("tokens_per_second"),
+            measured["tokens_per_second"],
+            "{:,.0f}".format,
+        ),
+        ("model FLOPs utilization", plan.get("mfu"), measured["mfu"], "{:.1%}".format),
+        (
+            "memory of the fullest rank" + (", with interpreter and libraries" if host else ""),
+            max(totals, default=None),
+            measured["memory_bytes"],
+            format_bytes,
+        ),
+    ]
+    rows = [
+        (
+            name,
+            *(show(value) if value else "unknown" for value in (expected, actual)),
+            f"{actual / expected:.0%}" if expected and actual else "",
+        )
+        for name, expected, actual, show in values
+        if expected or actual
+    ]
+    mesh = " × ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
+    model = html.properties({"mesh": mesh, "parameters": f"{plan['parameters']:,}"})
+    return model + html.table(("", "planned", "measured", "measured / planned"), rows)
+
+
+def _incidents(facts: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (
+            datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M:%S"),
+            str(event.get("step", "")),
+            ": ".join(part for part in (event["event"], event.get("reason")) if part),
+        )
+        for event in facts["events"]
+    ]
+    shown = [html.table(("time (UTC)", "step", "event"), rows)] if rows else []
+    if facts["measured"]["skipped"]:
+        shown.append(html.paragraph(f"Skipped steps: {facts['measured']['skipped']}."))
+    return shown or [html.paragraph("No retries and no skipped steps.", muted=True)]
+
+
+def _evaluation(evaluation: Mapping[str, Any]) -> str:
+    shown = {
+        name.replace("_", " "): format_value(value) for name, value in evaluation.items() if name != "metrics"
+    }
+    shown["perplexity"] = f"{evaluation['perplexity']:,.1f}"
+    # Runs of earlier versions have no user metrics.
+    user_metrics = {name: format_value(value) for name, value in evaluation.get("metrics", {}).items()}
+    return html.properties(shown | user_metrics)
+
+
+def _sample(sample: Mapping[str, str]) -> str:
+    prompt, text = escape(sample["prompt"]), escape(sample["text"].rstrip())
+    return f'<blockquote><span class="quiet">{prompt}</span>{text}</blockquote>'
+
+
+def _export(folder: str) -> str:
+    program = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"folder = {folder!r}\n"
+        "model = AutoModelForCausalLM.from_pretrained(folder)\n"
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
+        'tokens = tokenizer("The function returns", return_tensors="pt").input_ids\n'
+        "print(tokenizer.decode(model.generate(tokens, max_new_tokens=40)[0]))\n"
+    )
+    return f"<p>In Hugging Face format: <code>{escape(folder)}</code></p>{html.code_block(program)}"
+
+
+def _data(profile: Profile, dataset: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> str:
+    shown = {}
+    if "vocabulary_size" in tokenizer:
+        trained = tokenizer.get("source") == "train"
+        source = "trained on the dataset" if trained else f"from {tokenizer.get('source')}"
+        shown["tokenizer"] = f"{tokenizer['vocabulary_size']:,} tokens, {source}"
+    if "tokens" in dataset:
+        shown["training split"] = f"{dataset['tokens']:,} tokens in {dataset['documents']:,} documents"
+        shown["validation split"] = (
+            f"{dataset['validation_tokens']:,} tokens in {dataset['validation_documents']:,} documents"
+        )
+        used = profile.train.steps * profile.train.global_batch_size * profile.train.sequence_length
+        shown["epochs"] = f"{used / max(1, dataset['tokens']):.2f}"
+    if "bytes" in dataset:
+        shown["text"] = f"{format_bytes(dataset['bytes'])}, {dataset['bytes_per_token']:.2f} bytes per token"
+        dropped = [f"{dataset[key]:,} {reason}" for key, reason in DROPPED.items() if dataset[key]]
+        shown["dropped documents"] = ", ".join(dropped) or "none"
+        shown["shards"] = f"{dataset['shards']:,}"
+    return html.properties(shown)
+
+
+def _graphs(summary: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    if not summary:
+        return [html.paragraph("Training ran in eager mode.", muted=True)]
+    if "note" in summary:
+        return [html.paragraph(f"{summary['note']}.", muted=True)]
+    failed = f", {summary['failed']:,} failed" if summary["failed"] else ""
+    shown = {
+        "compiled": f"{summary['total']:,} graphs in {format_duration(summary['seconds'])}{failed}",
+        "from the cache": f"{summary['from_cache']:,}",
+    }
+    compiled_in_training = facts["measured"]["cold_compiles"]
+    if compiled_in_training is not None:
+        shown["compiled during training"] = f"{compiled_in_training:.0f}"
+    programs = [
+        (
+            entry["name"],
+            f"{entry['graphs']}",
+            entry["status"],
+            f"{entry['seconds']:.1f} s" if entry["seconds"] is not None else "",
+            format_bytes(entry["peak_bytes"]) if entry["peak_bytes"] else "",
+        )
+        for entry in summary["programs"]
+    ]
+    stages = [
+        (
+            f"stage {stage}",
+            format_bytes(planned["bytes"]["activations"]),
+            format_bytes(traced["activations"]),
+            format_flops(planned["flops"]),
+            format_flops(traced["flops"]),
+        )
+        for stage, (planned, traced) in enumerate(zip(facts["plan"]["stages"], facts["traced"], strict=False))
+    ]
+    columns = ("", "activations, planned", "traced", "work per step, planned", "traced")
+    return [
+        html.properties(shown),
+        html.table(("program", "graphs", "status", "time", "memory"), programs),
+        html.table(columns, stages),
+    ]

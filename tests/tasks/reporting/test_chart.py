@@ -1,0 +1,42 @@
+"""Axis ticks, downsampling and finite points of line charts."""
+
+import itertools
+import math
+import re
+
+import pytest
+
+from tasks.reporting.chart import MAX_POINTS, Series, downsample, line_chart, ticks
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (5.3, 8.31), (1, 300), (0.0001, 0.00011), (7, 7), (-3, 1e6)]
+)
+def test_ticks_are_round_and_enclose_the_range(low, high):
+    marks = ticks(low, high)
+    assert marks[0] <= low <= high <= marks[-1]
+    assert 2 <= len(marks) <= 8
+    steps = {round((b - a) / (marks[1] - marks[0]), 6) for a, b in itertools.pairwise(marks)}
+    assert steps == {1}
+    mantissa = (marks[1] - marks[0]) / 10 ** math.floor(math.log10(marks[1] - marks[0]) + 1e-9)
+    assert min(abs(mantissa - digit) for digit in (1, 2, 5)) < 1e-6
+
+
+def test_chart_skips_non_finite_points_and_stays_inside_the_plot():
+    chart = line_chart(
+        [Series("loss", "training", [(1, 8.0), (2, math.nan), (3, 7.0)])], x_label="step", y_label="loss"
+    )
+    positions = re.findall(r"[ML](-?[\d.]+),(-?[\d.]+)", chart.split('class="line')[1])
+    assert len(positions) == 2
+    assert all(0 <= float(x) <= 1000 and 0 <= float(y) <= 400 for x, y in positions)
+    assert "nan" not in chart
+
+
+def test_chart_without_points_says_so():
+    assert line_chart([Series("loss", "training", [])], x_label="step", y_label="loss") == "<p>No data.</p>"
+
+
+def test_long_curves_are_downsampled_to_means():
+    points = [(float(x), float(x % 2)) for x in range(10 * MAX_POINTS)]
+    assert len(downsample(points)) == MAX_POINTS
+    assert {y for _, y in downsample(points)} == {0.5}

@@ -1,0 +1,90 @@
+"""The report as its reader gets it: complete, escaped, and without network requests."""
+
+import html
+import json
+import re
+import shutil
+
+import pytest
+
+from tasks.store.store import Store
+from tests.tasks.reporting.run_folders import WellFormed, write_report, write_run
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "it's here" / "first"
+    write_run(folder)
+    return write_report(folder)
+
+
+@pytest.fixture(scope="module")
+def page(path):
+    return path.read_text()
+
+
+def test_report_is_well_formed_and_complete(page):
+    parser = WellFormed()
+    parser.feed(page)
+    assert parser.open == []
+    text = "".join(parser.text)
+    expected = (
+        *("tokenizer", "cached · 4.0 s when first run", "skipped", "from <scratch>", "done · 1:15"),
+        *("7.4000", "user_accuracy", "0.1235", "12,345", "2,735,424", "data 1 × tensor 2", "& more"),
+        *("0.300 s (60%)", "200%", "768 MiB", "52%"),  # parts of a step, planned against measured
+        *(
+            "604,605 tokens in 681 documents",
+            "1.02",
+            "3 graphs in 30.1 s",
+            "21.3 s",
+            "1.25 GiB",
+            "11 MiB",
+        ),  # data and graphs
+        *("2.14 MiB, 3.58 bytes per token", "1,200 too short, 3 duplicates"),
+        *("2027-01-15", "loss is <nan>", "Skipped steps: 1.", "To be or <b>not</b>"),
+    )
+    for part in expected:
+        assert part in text, part
+    assert "name: first" in text
+
+
+def test_report_json_has_the_same_facts(path):
+    facts = json.loads(path.with_name("report.json").read_text())
+    assert facts["evaluation"]["validation_loss"] == 7.4
+    assert facts["measured"]["training_seconds"] == 50
+    assert {step["step"]: step["how"] for step in facts["steps"]}["checkpoint"] == "skipped"
+
+
+def test_run_without_export_has_samples_and_no_loading_code(tmp_path):
+    folder = tmp_path / "store/runs/first"
+    write_run(folder)
+    with Store(str(tmp_path / "store")).artifacts.publish("tokenizer", "key") as artifact:
+        (folder / "export/tokenizer.json").rename(artifact / "tokenizer.json")
+    (folder / "export").rmdir()
+    (folder / "inputs.json").write_text('{"identity": "x", "tokenizer": "key", "dataset": "y"}')
+    page = write_report(folder).read_text()
+    assert " or &lt;b&gt;not&lt;/b&gt;</blockquote>" in page
+    assert "from_pretrained" not in page
+    assert "Exported model" not in page
+    assert json.loads((folder / "report.json").read_text())["export"] is None
+
+    shutil.rmtree(tmp_path / "store/artifacts")  # as for a run folder copied out of its store
+    assert "Samples" not in write_report(folder).read_text()
+
+
+def test_user_text_is_escaped(page):
+    assert "<script" not in page
+    assert "&lt;script&gt;alert" in page
+
+
+def test_report_makes_no_network_requests(page):
+    parser = WellFormed()
+    parser.feed(page)
+    assert parser.addresses == ["data:,"]
+    assert not re.search(r"https?://|url\(|@import", page)
+
+
+def test_loading_code_names_the_export_folder(page, path):
+    code = html.unescape(page.split("<pre>")[1].split("</pre>")[0])
+    compile(code, "report", "exec")
+    assert str(path.parent / "export") in code
