@@ -10,7 +10,6 @@ dies, its whole world is killed and the next case gets new workers.
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import pickle
 import time
 import traceback
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import Mesh
+from tests.forkserver import forkserver
 
 WORKERS = 8
 RUNS = 20
@@ -64,8 +64,7 @@ class Pool:
     """Runs functions on worlds of 1 to 8 ranks. Use as a context manager."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "parallel"])
+        self._context = forkserver()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[Worker] = []
         self._world, self._size, self._runs = 0, 0, 0

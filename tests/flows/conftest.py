@@ -1,10 +1,12 @@
-"""Fixtures of the flow's tests: the pipeline in this process, and the command in one of its own."""
+"""Fixtures of flow tests: the pipeline in this process, and the `trainshed` command in another."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from tests.flows.micro import Command, write_profile
+from tests.forked_jobs import forked_jobs
 
 
 @pytest.fixture(scope="session")
@@ -15,14 +17,18 @@ def profile(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pretrain(prefect_server, profile):
-    """The flow in this process: `pretrain(store, *overrides, name=None)` gives its result, steps by name."""
+    """Run the flow in this process: `pretrain(store, *overrides, name=None)` returns its result and how each step ended.
+
+    Ranks are forked (tests/forked_jobs.py) unless `torchrun` is set.
+    """
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
     from flows.pretrain import pretrain
 
-    def call(store: Path, *overrides: str, name: str | None = None) -> dict:
-        # A flow's end waits for its heartbeat, up to a second.
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+    def call(store: Path, *overrides: str, name: str | None = None, torchrun: bool = False) -> dict:
+        # Without heartbeats, because a flow waits up to a second for the last one.
+        settings = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+        with settings, contextlib.nullcontext() if torchrun else forked_jobs():
             result = pretrain(str(profile), list(overrides), name, str(store))
         return {**result, "how": {step["step"]: step["how"] for step in result["steps"]}}
 
@@ -31,7 +37,7 @@ def pretrain(prefect_server, profile):
 
 @pytest.fixture
 def command(tmp_path):
-    """Starts `trainshed` with these arguments; what still runs at the end of the test is killed."""
+    """Start `trainshed` with these arguments; kill its remaining processes after the test."""
     started = []
 
     def start(*arguments: str, **environment: str) -> Command:

@@ -15,6 +15,7 @@ from tasks.store import ledger
 from tasks.store.store import Store
 from tests import s3
 from tests.flows.micro import PROFILE, losses
+from tests.forked_jobs import forked_jobs
 
 ROUND = ("train.steps=8", "train.warmup_steps=3", "evaluate.every=0")
 
@@ -43,6 +44,12 @@ def write_profile(folder: Path) -> tuple[Path, Path]:
     data = {"sources": [{"kind": "files", "path": str(texts / "*.jsonl")}], "validation_fraction": 0.1}
     path.write_text(yaml.safe_dump({**PROFILE, "data": data}))
     return path, texts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_jobs():
+    with forked_jobs():
+        yield
 
 
 @pytest.fixture(scope="module")

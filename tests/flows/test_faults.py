@@ -68,7 +68,7 @@ def test_killed_again_and_again_a_run_that_gets_on_ends_with_the_same_losses(
     caplog.set_level("INFO")
     killer = threading.Thread(target=kill_one)
     killer.start()
-    result = pretrain(tmp_path / "store", *LONGER, "cluster.retries=1")
+    result = pretrain(tmp_path / "store", *LONGER, "cluster.retries=1", torchrun=True)
     killer.join()
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "was killed by SIGKILL" in said

@@ -21,7 +21,7 @@ WORK = ["tokenizer", "dataset", "train", "evaluate", "export"]
 def finished(pretrain, tmp_path_factory):
     """A store with one finished run, and what the flow said about it."""
     store = tmp_path_factory.mktemp("finished") / "store"
-    return store, pretrain(store)
+    return store, pretrain(store, torchrun=True)
 
 
 @pytest.fixture

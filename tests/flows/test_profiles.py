@@ -1,6 +1,4 @@
-"""Shipped profiles at small size by overrides, from the tokenizer to an export: one of each family through `trainshed run` and on
-four processes, every other one on two.
-"""
+"""Every shipped profile at small size, from the tokenizer to an export: one of each family on four ranks, the others on two."""
 
 import json
 
@@ -8,8 +6,9 @@ import pytest
 
 from profiles import resolve
 from tests.flows.micro import losses, settings, write_profile
+from tests.forked_jobs import forked_jobs
 
-FAMILIES = ["llama2-7b", "llama3-70b", "llama3-70b-cp", "gpt3-175b", "deepseek-coder-1.3b"]
+THROUGH_THE_COMMAND = "llama3-70b"  # by `trainshed run` and torchrun; the ranks of the others are forked
 SMALL = (
     *(
         "model.hidden_size=64",
@@ -34,7 +33,7 @@ SMALL = (
         "parallel.kv_replication=null",
     ),
 )
-DEGREES = {
+FAMILIES = {
     "llama2-7b": ("parallel.tensor=2", "model.num_attention_heads=4", "model.num_key_value_heads=4"),
     "llama3-70b": (
         *("parallel.tensor=2", "parallel.pipeline=2"),
@@ -53,50 +52,56 @@ DEGREES = {
 }
 
 
-@pytest.fixture(scope="session")
-def place(tmp_path_factory):
-    """A folder with texts and a store, so that tokenizer and data are made once, and the overrides that name them."""
+@pytest.fixture(scope="module")
+def family_store(tmp_path_factory):
+    """Folder with texts and a store, so that tokenizer and dataset are built once, and the overrides that name them."""
     folder = tmp_path_factory.mktemp("families")
     write_profile(folder)
     data = f"data.sources=[{{kind: files, path: '{folder / 'texts.jsonl'}'}}]"
     return folder, (data, "data.validation_fraction=0.1")
 
 
-def check(folder, name):
-    """Three steps were trained, the loss fell, and there is an export of the right kind."""
+@pytest.mark.parametrize("name", sorted({*resolve.names()} - {"tiny", THROUGH_THE_COMMAND}))
+def test_profile_trains_and_exports(prefect_server, family_store, name):
+    from flows.pretrain import pretrain
+
+    folder, data = family_store
+    with forked_jobs():
+        pretrain(name, [*SMALL, *_topology(name), *data], None, str(folder / "store"))
+    _check(folder, name)
+
+
+def test_profile_trains_and_exports_through_the_command(prefect_server, command, family_store):
+    folder, data = family_store
+    overrides = settings(*SMALL, *_topology(THROUGH_THE_COMMAND), *data)
+    arguments = ("run", THROUGH_THE_COMMAND, *overrides, "--store", str(folder / "store"), "--json")
+    code, out, err = command(*arguments, PREFECT_API_URL=prefect_server).result()
+    assert code == 0, err
+    result = json.loads(out)
+    assert {step["how"] for step in result["steps"]} <= {"done", "cached", "skipped"}
+    _check(folder, THROUGH_THE_COMMAND)
+
+
+def _topology(name: str) -> tuple[str, ...]:
+    """Heads and parallel degrees: of a family's representative as in FAMILIES, of every other profile on two ranks."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    shipped = resolve.load(name)
+    grouped = shipped.model.num_attention_heads != shipped.model.num_key_value_heads
+    return (
+        f"model.num_attention_heads={8 if grouped else 4}",
+        f"model.num_key_value_heads={1 if grouped else 4}",
+        f"parallel.tensor={min(2, shipped.parallel.tensor)}",
+        f"parallel.pipeline={2 if shipped.parallel.tensor == 1 and shipped.parallel.pipeline > 1 else 1}",
+        "parallel.context=1",
+        "cluster.devices_per_node=2",
+    )
+
+
+def _check(folder, name):
+    """Assert that three steps were trained, the loss fell, and the export has the right architecture."""
     found = losses(folder / "store/runs" / name)
     assert sorted(found) == [1, 2, 3]
     assert found[3] < found[1]
     config = json.loads((folder / "store/runs" / name / "export/config.json").read_text())
     assert config["model_type"] == {"llama": "llama", "gpt": "gpt2"}[resolve.load(name).model.architecture]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_goes_through_the_whole_pipeline(prefect_server, command, place, name):
-    folder, data = place
-    overrides = settings(*SMALL, *DEGREES[name], *data)
-    arguments = ("run", name, *overrides, "--store", str(folder / "store"), "--json")
-    code, out, err = command(*arguments, PREFECT_API_URL=prefect_server).result()
-    assert code == 0, err
-    result = json.loads(out)
-    assert {step["how"] for step in result["steps"]} <= {"done", "cached", "skipped"}
-    check(folder, name)
-
-
-@pytest.mark.parametrize("name", sorted(set(resolve.names()) - set(FAMILIES) - {"tiny"}))
-def test_every_other_profile_trains(prefect_server, place, name):
-    from flows.pretrain import pretrain
-
-    folder, data = place
-    whole = resolve.load(name)
-    heads, kv_heads = whole.model.num_attention_heads, whole.model.num_key_value_heads
-    shape = (
-        f"model.num_attention_heads={4 if heads == kv_heads else 8}",
-        f"model.num_key_value_heads={4 if heads == kv_heads else 1}",
-        f"parallel.tensor={min(2, whole.parallel.tensor)}",
-        f"parallel.pipeline={2 if whole.parallel.tensor == 1 and whole.parallel.pipeline > 1 else 1}",
-        "parallel.context=1",
-        "cluster.devices_per_node=2",
-    )
-    pretrain(name, [*SMALL, *shape, *data], None, str(folder / "store"))
-    check(folder, name)

@@ -1,0 +1,129 @@
+"""Local jobs whose ranks are forked from a process that has already imported torch, instead of started by torchrun.
+
+    with forked_jobs(): pretrain(...)
+
+Starting torchrun and a Python interpreter per rank takes about 5 s of CPU each, more than the training of a small model. The
+rest of the launcher is the real one: records, attempts, environment, logs. Tests of failures and interrupts use torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import IO
+from unittest import mock
+
+from tests.forkserver import forkserver
+
+TORCHRUN = "modeling.training.torchrun"
+
+
+@contextlib.contextmanager
+def forked_jobs() -> Iterator[None]:
+    """Fork the ranks of every job that LocalLauncher starts inside the block."""
+    from tasks.launchers import local
+
+    replaced = SimpleNamespace(Popen=ForkedJob, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+    with mock.patch.object(local, "subprocess", replaced):
+        yield
+
+
+class ForkedJob:
+    """The part of subprocess.Popen that LocalLauncher uses, for `python -m torchrun ...` and `python -m program ...`."""
+
+    def __init__(self, command: list[str], *, stdout: IO[bytes], env: dict[str, str], **_: object) -> None:
+        ranks, program, arguments = _parse(command)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._processes = []
+        for rank in range(max(1, ranks)):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment = {**env, **({name: str(value) for name, value in place.items()} if ranks else {})}
+            prefix = f"[rank {rank}] " if ranks else ""
+            call = (program, arguments, environment, os.getcwd(), stdout.name, prefix)
+            self._processes.append(forkserver().Process(target=_main, args=call, daemon=True))
+        for process in self._processes:
+            process.start()
+
+    def poll(self) -> int | None:
+        """Return the exit code once all ranks have ended. Ranks that outlive a failed one are killed."""
+        codes = [process.exitcode for process in self._processes]
+        if None not in codes:
+            return next((code for code in codes if code), 0)
+        if any(codes):
+            self.kill()
+        return None
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def wait(self) -> int | None:
+        for process in self._processes:
+            process.join()
+        return self.poll()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.exitcode is None:
+                os.kill(process.pid, number)
+
+
+def _parse(command: list[str]) -> tuple[int, str, list[str]]:
+    """Number of ranks (0: a single process without torch.distributed), program and arguments of a launcher's command."""
+    first = command.index("-m") + 1
+    if command[first] != TORCHRUN:
+        return 0, command[first], command[first + 1 :]
+    ranks = int(command[command.index("--nproc-per-node") + 1])
+    program = command.index("-m", first) + 1
+    return ranks, command[program], command[program + 1 :]
+
+
+def _main(
+    program: str, arguments: list[str], environment: dict[str, str], folder: str, log: str, prefix: str
+) -> None:
+    """Run `python -m program arguments` in this forked process, with its output appended to the log."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.argv = [program, *arguments]
+    sys.stdout = sys.stderr = _Log(prefix)
+    sys.exit(importlib.import_module(program).main(arguments))
+
+
+class _Log:
+    """Standard output as torchrun's --tee writes it: each line in one write, behind the rank's prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._line = prefix, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            os.write(1, f"{self._prefix}{line}\n".encode())
+        return len(text)
+
+    def flush(self) -> None:
+        """Complete lines are written at once."""
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return 1

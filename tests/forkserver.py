@@ -1,0 +1,13 @@
+"""One server per test worker that has imported torch and the training program, and forks processes within milliseconds."""
+
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+
+PRELOADED = ["torch.distributed", "modeling.training.train", "modeling.training.evaluate"]
+
+
+def forkserver() -> ForkServerContext:
+    """Context whose processes are forks of the server; it starts with the first of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
