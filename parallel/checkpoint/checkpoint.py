@@ -100,7 +100,7 @@ def load(checkpoint: Location, optimizer: ZeRO1, *, weights_only: bool = False) 
                 random[kind], targets[name] = state, BoxedTensor(name, tuple(state.shape))
                 targets[name].add((0,), state)
     reader.load(targets)
-    optimizer.publish()
+    optimizer.gather_parameters()
     if not weights_only:
         optimizer.steps = about["optimizer_steps"]
         set_random_states(optimizer.buckets[0].values.device, random)

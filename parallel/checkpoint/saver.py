@@ -221,7 +221,7 @@ class Saver:
                 copies = {state: host_memory_for(live) for state, live in shards.items()}
                 self._copies += [(shards[state], copies[state]) for state in STATES]
                 shards = copies
-            saved += [(box, {state: box.of(shards[state]) for state in STATES}) for box in boxes]
+            saved += [(box, {state: box.view(shards[state]) for state in STATES}) for box in boxes]
         tensors = boxed_tensors(saved, PREFIX)
         self._random = random_states(self._device)
         for kind, state in self._random.items():

@@ -1,15 +1,15 @@
 """ZeRO-1 (arXiv 1910.02054, stage 1): AdamW whose float32 master weights and moments are sharded over data × context.
 
-One step over d ranks of the zero axis:
+One step over the d ranks of the data-parallel shard group:
 
-    gradients    summed over the microbatches in float32 as backward makes them, then reduce-scattered bucket by bucket while
-                 backward goes on: n(d-1)/d elements sent
-    norm         over every axis, each parameter once; not finite: the step is skipped on all ranks alike
-    AdamW        on the own shard (arXiv 1711.05101)
-    parameters   all-gathered bucket by bucket while the next bucket is updated: n(d-1)/d elements
+    gradients    accumulated over the microbatches in float32, reduce-scattered bucket by bucket during the last backward:
+                 n(d-1)/d elements sent
+    norm         over all ranks, each parameter once; if it is not finite, all ranks skip the step
+    AdamW        on the local shard (arXiv 1711.05101)
+    parameters   all-gathered bucket by bucket while the next bucket is updated: n(d-1)/d elements sent
 
-Bytes a parameter in bf16 with float32 gradients: 2 + 4 + 12/d; with bf16 gradients 2 + 2 + 12/d; all in float32 4 + 4 + 8/d
-and the master weights are the parameters' own shard.
+Bytes per parameter in bf16 with float32 gradients: 2 + 4 + 12/d; with bf16 gradients 2 + 2 + 12/d. In float32 4 + 4 + 8/d: the
+master weights are the local shard of the parameters.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from parallel.mesh import Mesh
 from parallel.optimizer.adamw import Update, adamw
 from parallel.optimizer.buckets import Bucket, ShardBox, Slot
 
-IN_FLIGHT = 2  # buckets whose exchange is under way at a time, each with memory of its own size on top
-BUCKET = 10_000_000  # elements
+IN_FLIGHT = 2  # buckets in collectives at a time, each of which needs memory of the bucket's size again
+BUCKET_SIZE = 10_000_000  # elements
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: the gradient's global norm before clipping, and whether the update was skipped."""
+    """The global gradient norm before clipping, and whether the update was skipped."""
 
     gradient_norm: float
     skipped: bool
 
 
 def decays_matrices(name: str, parameter: nn.Parameter) -> bool:
-    """The usual choice of what decays: matrices, not biases and norms."""
+    """Default weight decay filter: matrices, not biases and norms."""
     return parameter.dim() > 1
 
 
 class ZeRO1:
-    """AdamW over a model's parameters, in buckets.
+    """AdamW over a model's parameters, sharded over the data-parallel shard group.
 
     Args:
-        named: the model's named parameters; each carries a layout. Their memory moves into the buckets.
-        mesh: its zero axis shards; its other axes sum partial gradients and the norm.
-        betas, epsilon, weight_decay: AdamW's; the learning rate comes with each step.
-        decays: which parameters decay.
-        clip: largest global norm of the gradient, None for no clipping.
-        shard: False keeps whole states on every rank (plain data parallelism).
-        gradient_dtype: the gradients are summed in this type.
-        bucket: elements a bucket holds at least before the next is begun.
-        compiled: `adamw.update`, compiled, for devices on which torch has no fused kernel.
+        named_parameters: with layouts (`parallel.parameter`); their memory moves into buckets.
+        mesh: its data-parallel shard group shards the states; over its other axes partial gradients and the norm are summed.
+        betas, epsilon, weight_decay: of AdamW; `step` takes the learning rate.
+        decays: which parameters get weight decay.
+        clip: maximum global gradient norm; None disables clipping.
+        shard: False replicates the states on every rank (plain data parallelism).
+        gradient_dtype: in which gradients are accumulated and reduced.
+        bucket_size: minimum number of elements in a bucket before the next one is begun.
+        compiled: compiled `adamw.update`, for devices without torch's fused kernel.
     """
 
     def __init__(
         self,
-        named: Iterable[tuple[str, nn.Parameter]],
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
         mesh: Mesh,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -75,7 +75,7 @@ class ZeRO1:
         clip: float | None = 1.0,
         shard: bool = True,
         gradient_dtype: torch.dtype = torch.float32,
-        bucket: int = BUCKET,
+        bucket_size: int = BUCKET_SIZE,
         compiled: Update | None = None,
     ) -> None:
         self.compiled = compiled
@@ -83,18 +83,19 @@ class ZeRO1:
         self.steps = 0  # updates applied; bias correction counts them
         self.pending_copy: Future[None] | None = None  # of the states, for a checkpoint
         self.buckets: list[Bucket] = []
-        for rate, partial, row in fill_buckets(named, lambda *each: weight_decay * decays(*each), bucket):
-            self.buckets.append(Bucket(row, mesh, rate, partial, shard, gradient_dtype))
-        for index, each in enumerate(self.buckets):
-            for slot in each.slots:
-                slot.parameter.register_post_accumulate_grad_hook(self._collector(index, slot))
+        groups = fill_buckets(named_parameters, lambda *named: weight_decay * decays(*named), bucket_size)
+        for decay, partial, members in groups:
+            self.buckets.append(Bucket(members, mesh, decay, partial, shard, gradient_dtype))
+        for index, bucket in enumerate(self.buckets):
+            for slot in bucket.slots:
+                slot.parameter.register_post_accumulate_grad_hook(self._accumulation_hook(index, slot))
         self.begin_step(1)
 
     def begin_step(self, microbatches: int) -> None:
-        """Expect this many backward passes before the next `step`; the last one's gradients are reduced as they come."""
+        """Expect this many backward passes before `step`; the last one starts the reduction of each complete bucket."""
         self._awaited = [len(bucket.slots) * microbatches for bucket in self.buckets]
-        self._reduced = 0  # buckets whose reduction has begun
-        self._whole = False  # whether the gradients are sums over the whole mesh
+        self._reduced = 0  # buckets whose reduction was started
+        self._summed = False  # whether `reduce` has run
         self._reducing: deque[
             tuple[Bucket, collectives.StartedReduce | collectives.StartedAllReduce | None]
         ] = deque()
@@ -102,8 +103,8 @@ class ZeRO1:
             for slot in bucket.slots:
                 slot.filled = False
 
-    def _collector(self, index: int, slot: Slot) -> Callable[[nn.Parameter], None]:
-        def collect(parameter: nn.Parameter) -> None:
+    def _accumulation_hook(self, index: int, slot: Slot) -> Callable[[nn.Parameter], None]:
+        def accumulate(parameter: nn.Parameter) -> None:
             if slot.filled:
                 slot.gradient.add_(parameter.grad)
             else:
@@ -111,11 +112,11 @@ class ZeRO1:
                 slot.filled = True
             parameter.grad = None
             self._awaited[index] -= 1
-            # In one order on every rank, whatever order backward finishes them in.
+            # In the same order on every rank, in whatever order backward completes the buckets.
             while self._reduced < len(self.buckets) and self._awaited[self._reduced] == 0:
                 self._start_reduce()
 
-        return collect
+        return accumulate
 
     @torch.no_grad()
     def _start_reduce(self) -> None:
@@ -134,31 +135,31 @@ class ZeRO1:
         self._reducing.append((bucket, started))
 
     def _finish_reduce(self) -> None:
-        """The oldest bucket under way: its own shard of `gradients` becomes the sum over the zero axis."""
+        """Wait for the oldest bucket; its local shard of `gradients` then holds the sum over the data-parallel shard group."""
         bucket, started = self._reducing.popleft()
         if started is not None:
-            bucket.own(bucket.gradients).copy_(started.wait())
+            bucket.local_shard(bucket.gradients).copy_(started.wait())
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum the gradients over the whole mesh, as far as backward has not done so; `step` begins with this."""
-        if self._whole:
+        """Finish the sum of the gradients over all ranks; `step` calls it first."""
+        if self._summed:
             return
-        self._whole = True
-        while self._reduced < len(self.buckets):  # parameters that took no part in the loss
+        self._summed = True
+        while self._reduced < len(self.buckets):  # some parameters got no gradient
             self._start_reduce()
         while self._reducing:
             self._finish_reduce()
-        # Not while backward goes on: the last stage would wait for the first, which waits for the last's gradients.
+        # Not during backward: the last stage would wait for the first, which waits for the last stage's gradients.
         for bucket in self.buckets:
-            shard = bucket.own(bucket.gradients)
+            shard = bucket.local_shard(bucket.gradients)
             for axis in bucket.partial:
                 if axis.size > 1:
                     shard.copy_(collectives.all_reduce(shard, axis))
 
     @torch.no_grad()
     def step(self, learning_rate: float, skip: bool = False) -> StepResult:
-        """Reduce what is left, clip, update, gather. A norm that is not finite changes nothing, on any rank, nor does `skip`."""
+        """Reduce, clip, update and all-gather. With `skip`, or if the gradient norm is not finite, no rank changes anything."""
         self.reduce()
         squares = torch.stack([bucket.gradient_square_norm() for bucket in self.buckets]).sum()
         norm = (
@@ -185,13 +186,13 @@ class ZeRO1:
         return StepResult(norm, skipped=False)
 
     def wait_for_copy(self) -> None:
-        """Wait until nobody reads the states any more: they are about to change."""
+        """Wait until an asynchronous checkpoint has copied the states, which are about to change."""
         if self.pending_copy is not None:
             self.pending_copy.result()
             self.pending_copy = None
 
     def _update(self, bucket: Bucket, learning_rate: float, scale: float) -> None:
-        gradient = bucket.own(bucket.gradients).to(torch.float32)
+        gradient = bucket.local_shard(bucket.gradients).to(torch.float32)
         adamw(
             bucket.master,
             gradient,
@@ -201,55 +202,60 @@ class ZeRO1:
             learning_rate=learning_rate,
             betas=self.betas,
             epsilon=self.epsilon,
-            weight_decay=bucket.decay,
+            weight_decay=bucket.weight_decay,
             scale=scale,
             compiled=self.compiled,
         )
         if bucket.values.dtype != torch.float32:
-            bucket.own(bucket.values).copy_(bucket.master)
+            bucket.local_shard(bucket.values).copy_(bucket.master)
 
     @torch.no_grad()
     def parameter_norm(self) -> float:
-        """Global norm of the weights, each once."""
+        """Global norm of the weights, each counted once."""
         squares = torch.stack([bucket.weight_square_norm() for bucket in self.buckets]).sum()
         return math.sqrt(collectives.all_reduce(squares, self.mesh.world).item())
 
     def state_boxes(self) -> Iterator[tuple[ShardBox, dict[str, Tensor]]]:
-        """The global boxes of this rank's shards with the views of each state ("master", "exp_avg", "exp_avg_sq")."""
+        """The boxes of global tensors in this rank's shards, each with its view of every state in STATES."""
         for bucket in self.buckets:
-            for piece in bucket.boxes():
-                yield piece, {state: piece.of(getattr(bucket, state)) for state in STATES}
+            for box in bucket.boxes():
+                yield box, {state: box.view(getattr(bucket, state)) for state in STATES}
 
     def gradient_boxes(self) -> Iterator[tuple[ShardBox, Tensor]]:
-        """The global boxes of this rank's shards with the views of their gradients, between `reduce` and `step`."""
+        """The boxes of global tensors in this rank's shards with their gradients; valid between `reduce` and `step`."""
         for bucket in self.buckets:
-            for piece in bucket.boxes():
-                yield piece, piece.of(bucket.own(bucket.gradients))
+            for box in bucket.boxes():
+                yield box, box.view(bucket.local_shard(bucket.gradients))
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Make the parameters what the master weights say, after those were loaded."""
+    def gather_parameters(self) -> None:
+        """Set the parameters from the master weights, once those were loaded."""
         for bucket in self.buckets:
-            bucket.own(bucket.values).copy_(bucket.master)
+            bucket.local_shard(bucket.values).copy_(bucket.master)
             if bucket.axis.size > 1:
                 collectives.start_all_gather_into(bucket.values, bucket.axis).wait()
 
 
 def fill_buckets(
-    named: Iterable[tuple[str, nn.Parameter]], decay: Callable[[str, nn.Parameter], float], size: int = BUCKET
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: Callable[[str, nn.Parameter], float],
+    size: int = BUCKET_SIZE,
 ) -> list[tuple[float, tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
-    """Which parameters share a bucket: (decay, partial axes, named parameters) of each, alike in type, decay and axes.
+    """Group parameters of equal dtype, weight decay and partial axes into buckets.
 
     Args:
-        decay: weight decay of a parameter.
-        size: elements a bucket holds at least before the next is begun.
+        weight_decay: of a parameter.
+        size: minimum number of elements in a bucket before the next one is begun.
+
+    Returns:
+        (weight decay, partial axes, named parameters) of each bucket.
     """
     kinds: dict[tuple, list[list[tuple[str, nn.Parameter]]]] = {}
-    # Backward makes the last parameters' gradients first, so buckets fill from the end.
-    for name, parameter in reversed(list(named)):
-        kind = (parameter.dtype, decay(name, parameter), layout_of(parameter).partial)
-        rows = kinds.setdefault(kind, [[]])
-        if sum(p.numel() for _, p in rows[-1]) >= size:
-            rows.append([])
-        rows[-1].append((name, parameter))
-    return [(rate, partial, row) for (_, rate, partial), rows in kinds.items() for row in rows]
+    # Backward computes the last parameters' gradients first, so buckets are filled from the end.
+    for name, parameter in reversed(list(named_parameters)):
+        kind = (parameter.dtype, weight_decay(name, parameter), layout_of(parameter).partial)
+        buckets = kinds.setdefault(kind, [[]])
+        if sum(p.numel() for _, p in buckets[-1]) >= size:
+            buckets.append([])
+        buckets[-1].append((name, parameter))
+    return [(decay, partial, bucket) for (_, decay, partial), buckets in kinds.items() for bucket in buckets]

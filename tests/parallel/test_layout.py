@@ -155,7 +155,7 @@ def test_every_element_is_saved_once_and_counts_once_in_norms(heads, data, conte
                     whole = saved.setdefault(piece.name, torch.full(piece.shape, torch.nan))
                     index = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
                     assert whole[index].isnan().all(), f"{piece.name} is saved twice"
-                    whole[index] = piece.of(bucket.master)
+                    whole[index] = piece.view(bucket.master)
     one = Llama(model, Mesh())
     initialize(one, Mesh().tensor, 1)
     for name, each in one.named_parameters():

@@ -1,4 +1,4 @@
-"""ZeRO-1's AdamW against torch's on one process; what it keeps in memory; steps that are skipped."""
+"""ZeRO-1 against torch.optim.AdamW on one process; its memory; skipped steps."""
 
 import math
 
@@ -21,25 +21,25 @@ RATE = 1e-2
 
 
 def model(layers: int = 3, dtype: torch.dtype = torch.float32) -> nn.ModuleList:
-    """Matrices, biases and norms of uneven sizes."""
-    made: list[nn.Module] = []
+    """Matrices, biases and norms of different sizes."""
+    modules: list[nn.Module] = []
     for _ in range(layers):
-        made.append(ColumnParallelLinear(WIDTH, WIDTH + 2, ONE, bias=True, dtype=dtype))
-        made.append(RMSNorm(WIDTH, ONE, dtype=dtype))
-    built = nn.ModuleList(made)
+        modules.append(ColumnParallelLinear(WIDTH, WIDTH + 2, ONE, bias=True, dtype=dtype))
+        modules.append(RMSNorm(WIDTH, ONE, dtype=dtype))
+    built = nn.ModuleList(modules)
     initialize(built, ONE, 1)
     return built
 
 
 def loss(built: nn.ModuleList, step: int, microbatch: int) -> Tensor:
-    """A linear function of all parameters, so that gradients are known numbers: of another size each step."""
+    """A linear function of all parameters, whose gradients are known and grow with each step."""
     generator = torch.Generator().manual_seed(1000 * step + microbatch)
     directions = (torch.randn(p.shape, generator=generator) for p in built.parameters())
     return 3**step * sum((p.float() * g).sum() for p, g in zip(built.parameters(), directions, strict=True))
 
 
-def exact(steps: int, microbatches: int, clip: float | None) -> tuple[list[Tensor], list[float]]:
-    """Weights and gradient norms of torch's AdamW and clipping."""
+def reference(steps: int, microbatches: int, clip: float | None) -> tuple[list[Tensor], list[float]]:
+    """Weights and gradient norms with torch's AdamW and gradient clipping."""
     built = model()
     matrices = [p for p in built.parameters() if p.dim() > 1]
     others = [p for p in built.parameters() if p.dim() == 1]
@@ -56,44 +56,44 @@ def exact(steps: int, microbatches: int, clip: float | None) -> tuple[list[Tenso
 
 
 def trained(
-    steps: int, microbatches: int, clip: float | None, shard: bool, bucket: int, fused: bool = True
+    steps: int, microbatches: int, clip: float | None, shard: bool, bucket_size: int, fused: bool = True
 ) -> tuple[list[Tensor], list[float]]:
-    """The same of ZeRO-1, the microbatches dealt out to the ranks of the data axis."""
+    """Weights and gradient norms with ZeRO-1, the microbatches distributed over the data axis."""
     with mesh(data=torch.distributed.get_world_size()) as m, pytest.MonkeyPatch.context() as patch:
         if not fused:
             patch.setattr("parallel.optimizer.adamw.has_fused_adamw", lambda _: False)
         built = model()
-        optimizer = ZeRO1(built.named_parameters(), m, clip=clip, shard=shard, bucket=bucket)
+        optimizer = ZeRO1(built.named_parameters(), m, clip=clip, shard=shard, bucket_size=bucket_size)
         norms = []
         for step in range(steps):
-            own = range(m.data.rank, microbatches, m.data.size)
-            optimizer.begin_step(len(own))
-            for microbatch in own:
+            local = range(m.data.rank, microbatches, m.data.size)
+            optimizer.begin_step(len(local))
+            for microbatch in local:
                 loss(built, step, microbatch).backward()
             norms.append(optimizer.step(RATE).gradient_norm)
         return [p.detach().clone() for p in built.parameters()], norms
 
 
 @pytest.mark.parametrize("clip", [1.0, None])
-@pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
+@pytest.mark.parametrize("shard", [True, False], ids=["sharded", "replicated"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_same_as_torch(pool, ranks, shard, clip):
-    weights, norms = exact(4, 4, clip)
+def test_matches_torch_adamw(pool, ranks, shard, clip):
+    weights, norms = reference(4, 4, clip)
     for ours, our_norms in pool.run(
-        trained, ranks, steps=4, microbatches=4, clip=clip, shard=shard, bucket=50
+        trained, ranks, steps=4, microbatches=4, clip=clip, shard=shard, bucket_size=50
     ):
         assert our_norms == pytest.approx(norms, rel=1e-5)
         torch.testing.assert_close(ours, weights, rtol=1e-5, atol=1e-6)
 
 
-def test_update_without_a_fused_kernel(pool):
-    weights, _ = exact(4, 2, 1.0)
-    arguments = {"steps": 4, "microbatches": 2, "clip": 1.0, "shard": True, "bucket": 50, "fused": False}
+def test_matches_torch_adamw_without_the_fused_kernel(pool):
+    weights, _ = reference(4, 2, 1.0)
+    arguments = {"steps": 4, "microbatches": 2, "clip": 1.0, "shard": True, "bucket_size": 50, "fused": False}
     for ours, _ in pool.run(trained, 2, **arguments):
         torch.testing.assert_close(ours, weights, rtol=1e-5, atol=1e-6)
 
 
-def test_an_update_in_tiles_is_the_fused_kernels():
+def test_tiled_update_matches_the_fused_kernel():
     length = 2 * TILE + 17
     settings = {"betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1, "scale": 0.7}
     weights, gradient, exp_avg, exp_avg_sq = torch.rand(4, length, generator=torch.Generator().manual_seed(0))
@@ -102,18 +102,20 @@ def test_an_update_in_tiles_is_the_fused_kernels():
         for (w, m, v), compiled in ((ours, update), (fused, None)):
             rate = 1e-2 / step
             adamw(w, gradient.clone(), m, v, step=step, learning_rate=rate, compiled=compiled, **settings)
-    for mine, theirs in zip(ours, fused, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    for tiled, exact in zip(ours, fused, strict=True):
+        torch.testing.assert_close(tiled, exact, rtol=1e-5, atol=1e-7)
 
 
-def test_size_of_buckets_changes_nothing(pool):
+def test_bucket_size_does_not_change_the_result(pool):
     arguments = {"steps": 3, "microbatches": 2, "clip": None, "shard": True}
-    small, large = (pool.run(trained, 2, bucket=bucket, **arguments)[0][0] for bucket in (20, 10_000))
+    small, large = (
+        pool.run(trained, 2, bucket_size=bucket_size, **arguments)[0][0] for bucket_size in (20, 10_000)
+    )
     torch.testing.assert_close(small, large, rtol=1e-6, atol=1e-7)
 
 
-def test_gradients_are_summed_in_the_type_asked_for():
-    """1 and 64 times 2⁻⁹: in bf16, which keeps 8 bits, each of the small ones is lost."""
+def test_gradients_accumulate_in_gradient_dtype():
+    """1 plus 64 times 2⁻⁹: in bf16, with 8 bits of mantissa, every small term is rounded away."""
 
     def total(dtype: torch.dtype) -> float:
         layer = RMSNorm(1, ONE, dtype=torch.bfloat16)
@@ -128,7 +130,7 @@ def test_gradients_are_summed_in_the_type_asked_for():
     assert total(torch.bfloat16) == 1.0
 
 
-def test_parameters_outside_the_loss_have_no_gradient():
+def test_parameters_without_gradient_do_not_change():
     built = model()
     optimizer = ZeRO1(built.named_parameters(), Mesh(), weight_decay=0.0)
     before = [p.detach().clone() for p in built.parameters()]
@@ -140,22 +142,22 @@ def test_parameters_outside_the_loss_have_no_gradient():
 
 
 def states(optimizer: ZeRO1) -> list[Tensor]:
-    """Everything that a step changes."""
-    kept = [(b.values, b.master, b.exp_avg, b.exp_avg_sq) for b in optimizer.buckets]
-    return [tensor.clone() for bucket in kept for tensor in bucket]
+    """Copies of everything that a step changes."""
+    tensors = [(b.values, b.master, b.exp_avg, b.exp_avg_sq) for b in optimizer.buckets]
+    return [tensor.clone() for bucket in tensors for tensor in bucket]
 
 
-def spoiled(value: float) -> tuple[bool, bool, bool]:
-    """One rank's gradient of one element is not a number that can be used.
+def train_with_bad_gradient(value: float) -> tuple[bool, bool, bool]:
+    """Train with one step in which one element of one rank's gradient is `value`.
 
     Returns:
-        Whether the step was skipped, whether nothing changed, and whether training goes on as if it had not been.
+        Whether the step was skipped, whether it changed nothing, and whether later steps are the same as without it.
     """
     with mesh(data=2) as m:
         results = []
         for interrupted in (False, True):
             built = model()
-            optimizer = ZeRO1(built.named_parameters(), m, bucket=50)
+            optimizer = ZeRO1(built.named_parameters(), m, bucket_size=50)
             for step in range(3):
                 if interrupted and step == 1:
                     optimizer.begin_step(1)
@@ -174,12 +176,12 @@ def spoiled(value: float) -> tuple[bool, bool, bool]:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(pool, value):
-    assert pool.run(spoiled, 2, value=value) == [(True, True, True)] * 2
+def test_nonfinite_gradient_skips_the_step_on_all_ranks(pool, value):
+    assert pool.run(train_with_bad_gradient, 2, value=value) == [(True, True, True)] * 2
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors that live, at every operation."""
+class LiveBytes(TorchDispatchMode):
+    """Tracks the peak bytes of live tensors, at every operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,19 +194,19 @@ class Live(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 reference = StorageWeakRef(leaf.untyped_storage())
                 self.storages[reference.cdata] = (reference, leaf.untyped_storage().nbytes())
-        self.storages = {key: held for key, held in self.storages.items() if not held[0].expired()}
+        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
         return result
 
 
-def bytes_a_parameter(gradient_dtype: torch.dtype) -> float:
-    """The most that live during two steps of two microbatches, each matrix by itself, in bf16."""
-    with mesh(data=torch.distributed.get_world_size()) as m, Live() as live:
+def peak_bytes_per_parameter(gradient_dtype: torch.dtype) -> float:
+    """Peak over two steps of two microbatches of bf16 weights, one matrix at a time."""
+    with mesh(data=torch.distributed.get_world_size()) as m, LiveBytes() as live:
         layers = [ColumnParallelLinear(32, 31, ONE, dtype=torch.bfloat16) for _ in range(100)]
         built = nn.ModuleList(layers)
         count = sum(p.numel() for p in built.parameters())
-        optimizer = ZeRO1(built.named_parameters(), m, gradient_dtype=gradient_dtype, bucket=1000)
-        live.peak = 0  # before, weights exist twice for a moment
+        optimizer = ZeRO1(built.named_parameters(), m, gradient_dtype=gradient_dtype, bucket_size=1000)
+        live.peak = 0  # while buckets are filled, weights exist twice
         for _ in range(2):
             optimizer.begin_step(2)
             for layer in 2 * layers[::-1]:
@@ -217,13 +219,13 @@ def bytes_a_parameter(gradient_dtype: torch.dtype) -> float:
 @pytest.mark.parametrize(
     ("dtype", "fixed"), [(torch.float32, 6), (torch.bfloat16, 4)], ids=["float32", "bf16"]
 )
-def test_memory(pool, ranks, dtype, fixed):
-    for found in pool.run(bytes_a_parameter, ranks, gradient_dtype=dtype):
+def test_memory_is_that_of_the_formula(pool, ranks, dtype, fixed):
+    for found in pool.run(peak_bytes_per_parameter, ranks, gradient_dtype=dtype):
         assert fixed + 12 / ranks <= found <= 1.05 * (fixed + 12 / ranks)
 
 
-def test_padding_is_in_no_norm():
-    """5 rows over 2 tensor ranks are 6; each rank's 3 over 2 data ranks are 4."""
+def test_norms_exclude_padding():
+    """5 rows on 2 tensor ranks are padded to 6; the 3 rows of each on 2 data ranks to 4."""
     squares = 0.0
     for rank in range(4):
         planned = Mesh(data=2, tensor=2, rank=rank)
