@@ -49,7 +49,8 @@ def trace(names: Sequence[str]) -> bool:
 
 def first_step(rounds: int) -> bool:
     """Cold and warm, in turn; the cold one compiles into an empty folder."""
-    from tasks import graphs, keys
+    from tasks import graphs
+    from tasks.step import Context
     from tasks.store.store import Store
     from tests.modeling import micro
 
@@ -60,7 +61,7 @@ def first_step(rounds: int) -> bool:
         corpus = micro.dataset(folder / "data", tokens=20000)
         run = _run_folder(folder / "ahead", "tiny", *overrides)
         profile = load(str(run / "profile.yaml"))
-        artifact = graphs.run(profile, store, run, keys.graphs(profile))
+        artifact = graphs.Graphs().run(Context(profile, store))
         print(graphs.sentence(artifact.summary))
         seconds: dict[str, list[float]] = {"cold": [], "warm": []}
         for number in range(rounds):

@@ -24,10 +24,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.text import documents
 from profiles import resolve
-from tasks import dataset, tokenizer
+from tasks.dataset import DatasetStep
+from tasks.step import Context
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 from tasks.tokenization.tokenizer_files import EOS, byte_level, write
+from tasks.tokenizer import TokenizerStep
 
 VOCABULARY = 32_000
 SLOW = 0.25  # share of the text that is read beside gigatoken
@@ -131,9 +133,9 @@ def ours(folder: Path, name: str, fast: bool) -> float:
         with tempfile.TemporaryDirectory(dir=folder) as store_folder:
             store = Store(store_folder)
             profile = resolve.load("tiny", overrides)
-            words = tokenizer.run(profile, store)
+            words = TokenizerStep().run(Context(profile, store))
             begun = time.perf_counter()
-            made: Artifact = dataset.run(profile, store, words)
+            made: Artifact = DatasetStep(words).run(Context(profile, store))
             seconds = time.perf_counter() - begun
             assert made.summary["missing"] == 0
             return seconds

@@ -23,8 +23,10 @@ from pathlib import Path
 
 from benchmarks.text import documents
 from profiles import resolve
-from tasks import dataset, tokenizer
+from tasks.dataset import DatasetStep
+from tasks.step import Context
 from tasks.store.store import Store
+from tasks.tokenizer import TokenizerStep
 
 UNIQUE = 20  # MB
 ROWS = {
@@ -54,9 +56,9 @@ def main() -> None:
         overrides = [f"data.sources=[{{kind: files, path: '{folder}/a.jsonl.gz'}}]"]
         store = Store(str(folder / "store"))
         profile = resolve.load("tiny", [*overrides, "data.validation_fraction=0"])
-        words = tokenizer.run(resolve.load("tiny"), store)
+        words = TokenizerStep().run(Context(resolve.load("tiny"), store))
         plan = folder / "plan.json"
-        plan.write_text(json.dumps(dataset.plan(profile, store, words).to_json()))
+        plan.write_text(json.dumps(DatasetStep(words).plan(Context(profile, store)).to_json()))
         command = [
             sys.executable,
             "-m",

@@ -1,15 +1,16 @@
-"""Continual pretraining: a finished model is trained further on what is new, and replaced only by one that is no worse.
+"""Continual pretraining: trains a finished model further on new data, and replaces it only by one that is no worse.
 
     new data -> graphs -> evaluate before -> train -> evaluate after -> export if no worse -> report -> promote
 
-The weights are those of the newest checkpoint; the optimizer is new, so the learning rate warms up and decays once more
-(arXiv 2403.08763). The report leaves the run's folder whole in a remote store too, and only then is its model promoted. Meant
-for a schedule: where nothing is new the run is done at once, and says so by its state's name.
+Starts from the weights of the latest checkpoint with a new optimizer, so the learning rate warms up and decays again (arXiv
+2403.08763). The model is promoted only once its run folder is complete, in a remote store too. Meant for a schedule: without
+new data the flow run ends at once, and the name of its state says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from prefect import flow
@@ -17,19 +18,26 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from flows import steps, working_folder
+from flows import working_folder
 from flows.hooks import end_jobs, explain
 from flows.parameters import ProfileName, RunName
-from flows.pretrain import SHARDS, compile_graphs, run_name
-from flows.runner import Runner, forward_logs
+from flows.pretrain import load, run_name
+from flows.runner import THREADS, Runner, forward_logs
 from flows.secrets import hub_token
-from flows.ui.overview import Overview
+from flows.steps import check_plan, following, open_run
 from profiles import resolve
-from profiles.schema import Profile
 from tasks import continual as series
-from tasks import dataset, evaluation, export, keys, tokenizer, training
+from tasks import keys
+from tasks.dataset import DatasetStep
+from tasks.evaluation import EvaluationStep
+from tasks.export import ExportStep
+from tasks.graphs import GraphsStep
+from tasks.report import ReportStep
+from tasks.step import Context
 from tasks.store import ledger, runs
 from tasks.store.store import Store
+from tasks.tokenizer import TokenizerStep
+from tasks.training import TrainingStep
 
 
 @flow(
@@ -38,84 +46,75 @@ from tasks.store.store import Store
     on_cancellation=[end_jobs],
     on_failure=[explain],
     on_crashed=[explain],
-    task_runner=SHARDS,
+    task_runner=THREADS,
 )
 def continual(
     profile: ProfileName, overrides: Sequence[str] = (), name: RunName = None, store: str = "./store"
 ) -> State[Any]:
-    """Train a run's newest model further on new data, and promote what came of it if it is no worse.
+    """Train a run's latest model further on new data, and promote the result if it is no worse.
 
     Args:
         profile: A shipped profile's name, or the path of a YAML file.
         overrides: Keys to override, each as in train.steps=100.
-        name: The name of the pretraining run that is continued; left empty, its profile's.
+        name: The name of the pretraining run to continue; empty: the profile's.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
     """
     working_folder.enter()
     forward_logs()
-    run = resolve.load(profile, overrides, name)
-    resolve.check(run)
-    resolve.check_start(run)
+    run = load(profile, overrides, name)
     kept = Store(store, run.cluster.work_dir or "store")
-    # Two schedules, or one that overtakes itself: the later waits, and then finds nothing new.
+    # Of two schedules, or one that overtakes itself, the later waits, and then finds nothing new.
     with kept.lock(f"continual-{run.name}"):
-        return _round(run, kept)
+        return _round(Context(run, kept, token=hub_token(run), flow_run=str(flow_run.id)))
 
 
-def _round(run: Profile, kept: Store) -> State[Any]:
-    do = Runner(kept)
-    stands = series.standing(kept, run.name)
-    if stands is None:
-        missing = f"run {run.name} has no finished model to go on from: one that was trained to its end and exported"
+def _round(context: Context) -> State[Any]:
+    """One round: train the promoted model on new data, and promote the result if it is no worse."""
+    profile, kept = context.profile, context.store
+    current = series.standing(kept, profile.name)
+    if current is None:
+        missing = f"run {profile.name} has no finished model to continue: one that was trained to its end and exported"
         return Completed(name="NothingYet", message=missing)
-    vocabulary = kept.artifacts.expect(tokenizer.KIND, stands.tokenizer)
-    key = dataset.key(run, kept, vocabulary, hub_token(run))
-    corpus = do.once(steps.dataset, dataset.KIND, key, run, kept, vocabulary)
-    new = series.fresh(kept, stands, corpus, run.train.sequence_length)
-    if new is None:
-        return Completed(name="NothingNew", message=f"no data that {stands.run} was not trained on")
-
-    run = series.with_steps(run, new)
-    base = runs.fetch(kept, stands.run)
-    start = series.newest(kept, stands)
-    mine = run.model_copy(update={"name": f"{run.name}-round-{stands.round + 1}"})
-    planned = do.always(steps.plan, mine)
-    identity = keys.run_identity(
-        mine, vocabulary.key, new.key, weights=keys.digest([stands.identity, start.name])
-    )
-    runs.record_flow_run(base, str(flow_run.id))
-    with runs.open_run(kept, mine, identity, str(flow_run.id)) as folder:
-        runs.record_inputs(folder, identity, vocabulary, new)
-        do.record_in(folder)
-        overview = Overview(mine, folder)
-        overview.begin(planned)
-        compiled = compile_graphs(do, mine, kept, folder)
-
-        held_out = kept.artifacts.expect(dataset.KIND, stands.dataset)
-        own = resolve.load(str(base / "profile.yaml"))
-        what = keys.digest([stands.identity, start.name, held_out.key])
-        key = keys.evaluation(stands.run, what, own.evaluate.metrics)
-        old = do.once(steps.evaluate, evaluation.KIND, key, own, kept, base, key, held_out, None, None)
-        key = keys.training(mine.name, identity)
-        inputs = (mine, kept, folder, key, new, compiled, start)
-        patience = mine.cluster.retries
-        trained = do.once(steps.train, training.KIND, key, *inputs, run_folder=folder, patience=patience)
-        ledger.record(kept, mine.name, identity, new, parent=stands.identity)
-        key = keys.evaluation(mine.name, keys.digest([identity, held_out.key]), mine.evaluate.metrics)
-        now = do.once(
-            steps.evaluate, evaluation.KIND, key, mine, kept, folder, key, held_out, compiled, trained
+    vocabulary = kept.artifacts.expect(TokenizerStep.kind, current.tokenizer)
+    with Runner(context) as runner:
+        dataset = series.fresh(
+            kept, current, runner.run(DatasetStep(vocabulary)), profile.train.sequence_length
         )
-        # Never so where a loss is not a number.
-        better = now.summary["validation_loss"] <= old.summary["validation_loss"] + run.evaluate.tolerance
-        if better:
-            key = keys.export(mine.name, identity)
-            inputs = (mine, kept, folder, key, vocabulary, trained)
-            do.once(steps.export, export.KIND, key, *inputs, run_folder=folder)
-        do.always(steps.report, mine, kept, folder, planned, now, do.outcomes)
-        overview.show(now=True)
+        if dataset is None:
+            return Completed(name="NothingNew", message=f"no data that {current.run} was not trained on")
 
-        losses = f"held-out loss {old.summary['validation_loss']:.4f} before, {now.summary['validation_loss']:.4f} after"
-        if not better:
-            return Completed(name="NotPromoted", message=f"{stands.run} stands: {losses}")
-        series.promote(kept, run.name, stands, mine.name, identity)
-        return Completed(name="Promoted", message=f"{mine.name} takes the place of {stands.run}: {losses}")
+        base = runs.fetch(kept, current.run)
+        weights = series.newest(kept, current)
+        run = series.with_steps(profile, dataset)
+        run = run.model_copy(update={"name": f"{run.name}-round-{current.round + 1}"})
+        runner.context = replace(context, profile=run)
+        planned = check_plan(runner)
+        compiling = runner.start(GraphsStep())
+        identity = keys.run_identity(
+            run, vocabulary.key, dataset.key, weights=keys.digest([current.identity, weights.name])
+        )
+        runs.record_flow_run(base, context.flow_run)
+        with open_run(runner, run, identity, vocabulary, dataset, planned) as overview:
+            held_out = kept.artifacts.expect(DatasetStep.kind, current.dataset)
+            of_base = replace(context, profile=resolve.load(str(base / "profile.yaml")), folder=base)
+            what = keys.digest([current.identity, weights.name, held_out.key])
+            before = runner.run(EvaluationStep(held_out, what), of_base)
+            graphs = compiling.result()
+            runner.run(TrainingStep(dataset, identity, graphs, weights), following(runner.context))
+            ledger.record(kept, run.name, identity, dataset, parent=current.identity)
+            what = keys.digest([identity, held_out.key])
+            after = runner.run(EvaluationStep(held_out, what, graphs))
+            old, new = (each.summary["validation_loss"] for each in (before, after))
+            better = new <= old + profile.evaluate.tolerance  # never true for a loss that is not a number
+            if better:
+                runner.run(ExportStep(vocabulary, identity))
+            runner.run(ReportStep(planned, after, runner.outcomes))
+            overview.show(now=True)
+
+            losses = f"held-out loss {old:.4f} before, {new:.4f} after"
+            if not better:
+                return Completed(name="NotPromoted", message=f"{current.run} stands: {losses}")
+            series.promote(kept, profile.name, current, run.name, identity)
+            return Completed(
+                name="Promoted", message=f"{run.name} takes the place of {current.run}: {losses}"
+            )

@@ -1,230 +1,268 @@
-"""How a flow runs its steps: as Prefect tasks whose cached results count only while their artifacts are whole.
+"""Runs steps as Prefect tasks, cached by the store.
 
-Prefect remembers under a step's key that it was done; the store knows whether what it made is still there. Only both
-together make a step cached. Prefect's records are small JSON files in `<store>/prefect/`.
+Prefect records under a step's key that it was done; the store knows whether its artifact is still complete. A step counts as
+cached only if both agree. Prefect's records are small JSON files in `<store>/prefect/`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
+import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextvars import copy_context
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
-from prefect import Task, task
+from prefect import Task, task, unmapped
+from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.filesystems import RemoteFileSystem
+from prefect.futures import PrefectFuture
 from prefect.logging.handlers import APILogHandler
 from prefect.states import Completed
+from prefect.task_runners import ThreadPoolTaskRunner
 
+from flows.ui.artifacts import Bar, Shown, cells
 from flows.ui.console import OURS, in_one_line
-from flows.ui.plan import sentence
-from modeling.planning.planner import Plan
+from flows.ui.progress import tell
 from modeling.training import anomalies
 from profiles.errors import ProfileError
-from tasks import graphs, keys
-from tasks.failures import Hopeless
-from tasks.reporting.format import format_duration, format_value
+from profiles.schema import Profile
+from tasks import keys
+from tasks.failures import FatalError
+from tasks.reporting.format import format_duration
 from tasks.reporting.outcome import Outcome
 from tasks.sources.shard import DAMAGED
-from tasks.store import run_artifacts, runs
+from tasks.step import Context, Rows, Step
+from tasks.store import runs
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 from tasks.tokenization.worker_pool import Ended
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
 
-ANY_NUMBER = 1_000_000  # of retries, where Prefect is not to count them
+UNLIMITED = 1_000_000  # retries, for steps that decide themselves
+DELAYS = [2.0, 4.0, 8.0, 16.0, 30.0]  # seconds before each retry; the last applies to all further ones
+# Background steps and mapped parts share the flow's threads: two parts a core, and room for the steps that wait for them.
+THREADS = ThreadPoolTaskRunner(max_workers=2 * (os.cpu_count() or 1) + 8)
+
+
+class Interrupted(BaseException):
+    """Raised in a background step when the flow ends early."""
+
+
+@dataclass
+class _Call:
+    """One call of a step in a flow run.
+
+    Attributes:
+        place: index of its outcome.
+        known: the artifact, if the store had it.
+        thread: id of the thread that it runs in; None before and after.
+    """
+
+    step: Step
+    place: int
+    task: Task[..., Any] | None = None
+    known: Artifact | None = None
+    retries: int = 0
+    begun: float = field(default_factory=time.monotonic)
+    thread: int | None = None
+
+
+class Background:
+    """A step that runs in the background."""
+
+    def __init__(self, call: _Call, finish: Callable[[_Call, State], Artifact | None]) -> None:
+        self.call = call
+        self._result: Future[Artifact | None] = Future()
+        context = copy_context()  # for log records that Prefect shows with the flow run
+        self.future: PrefectFuture[Any] = call.task.submit()
+
+        def conclude(future: PrefectFuture[Any]) -> None:
+            try:
+                self._result.set_result(context.run(finish, call, future.state))
+            except BaseException as error:
+                self._result.set_exception(error)
+
+        self.future.add_done_callback(conclude)
+
+    def result(self) -> Artifact | None:
+        """Wait for the step. Returns its artifact, None if skipped; raises what made it fail."""
+        return self._result.result()
+
+    def interrupt(self) -> None:
+        """Raise `Interrupted` in the step, as Ctrl-C would in the main thread, and wait for its end."""
+        if self.call.thread is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self.call.thread), ctypes.py_object(Interrupted)
+            )
+        wait([self._result])
 
 
 class Runner:
-    """Runs the steps of one flow run, one after another, and remembers what became of each."""
+    """Runs the steps of one flow run and records their outcomes. Use as a context manager.
 
-    def __init__(self, store: Store) -> None:
-        self.outcomes: list[Outcome] = []
-        self._store = store
-        self._results = _result_storage(store)
-        self._folder: Path | None = None
-        self._failures: list[dict[str, Any]] = []  # that are to be recorded once there is a folder
+    Args:
+        context: for all steps; `open` adds the run folder.
+    """
 
-    def record_in(self, folder: Path) -> None:
-        """The run's folder, whose events.jsonl is told of attempts that fail, and of those that did before."""
-        self._folder = folder
-        for failure in self._failures:
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.outcomes: list[Outcome] = []  # in the order in which the steps were started
+        self._results = _result_storage(context.store)
+        self._background: list[Background] = []
+        self._unrecorded: list[dict[str, Any]] = []  # failures before there was a run folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the background steps that still run, which happens only if the flow ends early."""
+        for background in self._background:
+            background.interrupt()
+
+    def open(self, profile: Profile, folder: Path) -> None:
+        """Use this profile and run folder from now on; failed attempts, also earlier ones, go into its events.jsonl."""
+        self.context = replace(self.context, profile=profile, folder=folder)
+        for failure in self._unrecorded:
             anomalies.record(folder, **failure)
-        self._failures.clear()
+        self._unrecorded.clear()
 
-    def always(self, step: Task[..., Any], *arguments: Any) -> Any:
-        """A step that is done every time."""
-        return self._run(step, *arguments)
+    def check(self, name: str, function: Callable[[], T], describe: Callable[[T], str]) -> T:
+        """Run a function as a task that makes no artifact, under the profile's name."""
+        begun, place = time.monotonic(), self._reserve(name)
+        made = task(
+            function, name=name, task_run_name=f"{name} {self.context.profile.name}", cache_policy=NO_CACHE
+        )
+        state = made(return_state=True)
+        how = "done" if state.is_completed() else "failed"
+        result = state.result(raise_on_failure=False)
+        note = describe(result) if how == "done" else ""
+        self._conclude(place, Outcome(name, how, time.monotonic() - begun, note))
+        return state.result()
 
-    def once(
-        self,
-        step: Task[..., Artifact],
-        kind: str,
-        key: str,
-        *arguments: Any,
-        run_folder: Path | None = None,
-        patience: int | None = None,
-    ) -> Artifact:
-        """A step whose artifact of this kind and key is reused while it is whole.
+    def run(self, step: Step, context: Context | None = None) -> Artifact | None:
+        """Run a step in this thread. Returns its artifact, None if skipped; raises what made it fail.
 
         Args:
-            run_folder: of the run that the artifact points into, where it does.
-            patience: attempts in a row that may fail without a new checkpoint in that folder, where that is how its attempts
-                are counted: a long run may fail any number of times, as long as it gets on.
+            context: that of another run; None is this one's.
         """
-        if run_folder is None:
-            known = self._store.artifacts.find(kind, key)
-        else:
-            known = run_artifacts.find(self._store, kind, key, run_folder.name)
-        record = f"{kind}-{key}"
-        step = step.with_options(
-            cache_key_fn=lambda *_: record,
-            refresh_cache=known is None,
-            persist_result=True,
-            result_serializer="json",
-            result_storage=self._results,
-        )
-        getting_on = None
-        if run_folder is not None and patience is not None:
-            step = step.with_options(retries=ANY_NUMBER)
-            getting_on = GettingOn(self._store, run_folder, patience)
-        return self._run(step, *arguments, known=known, getting_on=getting_on)
+        # Called directly, not submitted: so a cancellation reaches the step, which then ends its child processes.
+        call = self._prepare(step, context or self.context)
+        return self._finish(call, call.task(return_state=True))
 
-    def skip(self, name: str, reason: str) -> None:
-        """A step that this run does not need, shown as such."""
-        self._run(_nothing.with_options(name=name, task_run_name=name), reason)
+    def start(self, step: Step) -> Background:
+        """Start a step in the background, beside those that are run meanwhile."""
+        background = Background(self._prepare(step, self.context), self._finish)
+        self._background.append(background)
+        return background
 
-    def _run(
-        self,
-        step: Task[..., Any],
-        *arguments: Any,
-        known: Artifact | None = None,
-        getting_on: GettingOn | None = None,
-    ) -> Any:
-        begun = time.monotonic()
-        retries = 0
+    def _prepare(self, step: Step, context: Context) -> _Call:
+        call, profile = _Call(step, self._reserve(step.name)), context.profile
+        if reason := step.skip_reason(profile):
+            skipped = Completed(name="Skipped", message=reason)
+            call.task = task(lambda: skipped, name=step.name, task_run_name=step.name, cache_policy=NO_CACHE)
+            return call
+        key = step.key(context)
+        context = replace(context, progress=_progress(step), table=_show_table, map=_map)
 
-        def condition(_: Task[..., Any], run: TaskRun, state: State) -> bool:
-            nonlocal retries
-            worth = worth_retrying(step, run, state) and (getting_on is None or getting_on.failed())
-            if worth:
-                retries += 1
-                self._record(step.name, "tried again", state)
-            return worth
+        def work() -> Artifact:
+            call.thread = threading.get_ident()
+            try:
+                return step.run(context, key)
+            finally:
+                call.thread = None
 
-        if step.retry_condition_fn is not None:
-            step = step.with_options(retry_condition_fn=condition)
-        # Called directly, never submitted: so a cancellation reaches the step, which then ends its children.
-        state = step(*arguments, return_state=True)
-        seconds = time.monotonic() - begun
+        options: dict[str, Any] = {"cache_policy": NO_CACHE}
+        if key is not None:
+            call.known = step.find(context, key)
+            options = self._retries(call, context) | {
+                "cache_key_fn": lambda *_: f"{step.kind}-{key}",
+                "refresh_cache": call.known is None,
+                "persist_result": True,
+                "result_serializer": "json",
+                "result_storage": self._results,
+            }
+        call.task = task(work, name=step.name, task_run_name=step.title(profile), **options)
+        return call
+
+    def _retries(self, call: _Call, context: Context) -> dict[str, Any]:
+        """Prefect's options for the retries of a step."""
+        decide = call.step.may_retry(context)
+
+        def condition(made: Task[..., Any], run: TaskRun, state: State) -> bool:
+            if not worth_retrying(made, run, state) or (decide is not None and not decide()):
+                return False
+            call.retries += 1
+            self._record(call.step.name, "tried again", state)
+            return True
+
+        count = 2 if decide is None else UNLIMITED
+        return {"retries": count, "retry_delay_seconds": DELAYS, "retry_condition_fn": condition}
+
+    def _finish(self, call: _Call, state: State) -> Artifact | None:
+        """Record the outcome of a step, and return its artifact or raise what made it fail."""
+        name, place, seconds = call.step.name, call.place, time.monotonic() - call.begun
         if not state.is_completed():
-            self._note(Outcome(step.name, "failed", seconds, retries=retries))
-            self._record(step.name, "failed", state)
-        # Prefect's record may be from a time when the store lay elsewhere: what the store says now counts.
-        result = known or state.result()  # which raises what made the step fail
+            self._conclude(place, Outcome(name, "failed", seconds, retries=call.retries))
+            self._record(name, "failed", state)
+        result = state.result()  # raises what made the step fail
         if state.name == "Skipped":
-            self._note(Outcome(step.name, "skipped", None, state.message or ""))
-        elif isinstance(result, Artifact):
-            how, took = ("done", seconds) if known is None else ("cached", known.seconds)
-            self._note(Outcome(step.name, how, took, describe(result), result.summary, retries))
-        else:
-            self._note(Outcome(step.name, "done", seconds, describe(result), retries=retries))
-        return result
+            self._conclude(place, Outcome(name, "skipped", None, state.message or ""))
+            return None
+        # Prefect's record may be from a time when the store was elsewhere: what the store says counts.
+        artifact = call.known or result
+        how, took = ("cached", artifact.seconds) if call.known else ("done", seconds)
+        note, summary = call.step.describe(artifact.summary), artifact.summary
+        self._conclude(place, Outcome(name, how, took, note, summary, call.retries))
+        return artifact
 
     def _record(self, name: str, how: str, state: State) -> None:
-        """An attempt that failed, with the step of training that it got to."""
+        """Record a failed attempt in events.jsonl, with the step that training had reached."""
         failure = state.result(raise_on_failure=False)
         reason = in_one_line(failure) if isinstance(failure, Exception) else state.message
         event = {"event": f"{name} {how}", "time": round(time.time(), 3), "reason": reason}
-        if self._folder is None:
-            self._failures.append(event)
+        folder = self.context.folder
+        if folder is None:
+            self._unrecorded.append(event)
             return
-        rows = runs.read_metrics(self._folder) if name == "train" else ()
-        anomalies.record(self._folder, **event, **({"step": rows[-1]["step"]} if rows else {}))
+        rows = runs.read_metrics(folder) if name == "train" else ()
+        anomalies.record(folder, **event, **({"step": rows[-1]["step"]} if rows else {}))
 
-    def _note(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
+    def _reserve(self, name: str) -> int:
+        self.outcomes.append(Outcome(name, "running", None))
+        return len(self.outcomes) - 1
+
+    def _conclude(self, place: int, outcome: Outcome) -> None:
+        self.outcomes[place] = outcome
         took = (
             format_duration(outcome.seconds) if outcome.how in ("done", "failed") and outcome.seconds else ""
         )
         log.info("%s", f"{outcome.step:<10}  {outcome.how:<7}  {took:>7}  {outcome.note}".rstrip())
 
 
-class GettingOn:
-    """Whether a run that fails again and again gets on in between: each new checkpoint makes good for what failed before.
-
-    Args:
-        patience: failures in a row, without one, after which it is tried again.
-    """
-
-    def __init__(self, store: Store, folder: Path, patience: int) -> None:
-        self._store, self._folder, self._patience = store, folder, patience
-        self._in_a_row = 0
-        self._newest = self._newest_checkpoint()
-
-    def failed(self) -> bool:
-        """Note a failure; whether it is to be tried again."""
-        newest = self._newest_checkpoint()
-        if newest > self._newest:
-            self._newest, self._in_a_row = newest, 0
-        self._in_a_row += 1
-        return self._in_a_row <= self._patience
-
-    def _newest_checkpoint(self) -> int:
-        return max(self._store.run_folder(self._folder.name).checkpoint_steps(), default=0)
-
-
-@task
-def _nothing(reason: str) -> State:
-    return Completed(name="Skipped", message=reason)
-
-
-def worth_retrying(step: Task[..., Any], run: TaskRun, state: State) -> bool:
-    """Whether another attempt could end better: not where the user's input was refused, or memory was too small."""
+def worth_retrying(made: Task[..., Any], run: TaskRun, state: State) -> bool:
+    """Whether a retry could succeed: not if the input was rejected or a job's failure was fatal."""
     try:
         state.result()
-    except (ProfileError, *DAMAGED, Ended, Hopeless):
+    except (ProfileError, *DAMAGED, Ended, FatalError):
         return False
     except Exception:
         return True
     return False
 
 
-def describe(result: Any) -> str:
-    """What a step came to, in a line."""
-    if isinstance(result, Plan):
-        return sentence(result)
-    if not isinstance(result, Artifact):
-        return ""
-    facts = result.summary
-    match result.kind:
-        case "tokenizer":
-            return f"{facts['vocabulary_size']:,} tokens, from {facts['source']}"
-        case "dataset":
-            return f"{facts['tokens']:,} tokens to train on, {facts['validation_tokens']:,} held out"
-        case "checkpoint":
-            return f"{facts['bytes'] / 1e6:,.1f} MB of weights, from {facts['source']}"
-        case "graphs":
-            return facts.get("note") or graphs.counted(facts["total"])
-        case "training":
-            return f"loss {facts['loss']:.4f} after {facts['steps']:,} steps"
-        case "evaluation":
-            own = "".join(
-                f", {name} {format_value(value)}" for name, value in facts.get("metrics", {}).items()
-            )
-            return (
-                f"validation loss {facts['validation_loss']:.4f}, perplexity {facts['perplexity']:.1f}{own}"
-            )
-        case "export":
-            return f"{facts['bytes'] / 1e6:,.1f} MB"
-    return ""
-
-
 def forward_logs() -> None:
-    """Let Prefect's UI have our log lines, next to those of its own."""
+    """Send our log records to Prefect's UI, beside Prefect's own."""
     for name in OURS:
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
@@ -232,6 +270,39 @@ def forward_logs() -> None:
             handler = APILogHandler()
             handler.addFilter(lambda _: bool(TaskRunContext.get() or FlowRunContext.get()))
             logger.addHandler(handler)
+
+
+@task(
+    task_run_name="{name}",
+    retries=2,
+    retry_delay_seconds=DELAYS,
+    retry_condition_fn=worth_retrying,
+    cache_policy=NO_CACHE,
+)
+def part(function: Callable[[T], R], item: T, name: str) -> R:
+    """One part of a step."""
+    return function(item)
+
+
+def _map(function: Callable[[T], R], items: Sequence[T], names: Sequence[str]) -> Iterable[R]:
+    """Run a function for each item as a task of its own, which Prefect shows and retries."""
+    for future in part.map(unmapped(function), list(items), list(names)):
+        yield future.result()
+
+
+def _progress(step: Step) -> Callable[[str, float | None], None]:
+    bar = Bar(step.kind, f"Progress of {step.name}")
+
+    def report(message: str, done: float | None) -> None:
+        tell(message, done)
+        if done is not None:
+            bar.show(done)
+
+    return report
+
+
+def _show_table(key: str, title: str, rows: Rows) -> None:
+    Shown("table", key, title).show(lambda: cells(rows), now=True)
 
 
 def _result_storage(store: Store) -> Path | RemoteFileSystem:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from profiles.schema import Profile
-from tasks import dataset as datasets
 from tasks import export, keys
+from tasks.dataset import CORPUS, SHARDS, DatasetStep
+from tasks.dataset import with_steps as steps_of_epochs
 from tasks.store import ledger, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
@@ -24,7 +25,6 @@ from tasks.store.store import Store
 log = logging.getLogger(__name__)
 
 FILE = "standing.json"
-CORPUS = "corpus.json"
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int
     Its held-out text is that of the series.
     """
     whole = _read(store, corpus, CORPUS)
-    held_out = _read(store, store.artifacts.expect(datasets.KIND, stands.dataset), CORPUS)["validation"]
+    held_out = _read(store, store.artifacts.expect(DatasetStep.kind, stands.dataset), CORPUS)["validation"]
     known = ledger.trained_on(store, stands.identity)
-    pairs = zip(whole["train"], _read(store, corpus, ledger.SHARDS), strict=True)
+    pairs = zip(whole["train"], _read(store, corpus, SHARDS), strict=True)
     new = [(entry, shard) for entry, shard in pairs if shard not in known]
     train = [entry for entry, _ in new]
     if sum(entry["tokens"] for entry in train) <= sequence_length:
         return None
     made = {**whole, "train": train, "validation": held_out, "blend": None}
     key = keys.digest({"step": "fresh", "corpus": made})
-    with store.artifacts.lock(datasets.KIND, key):
-        found = store.artifacts.find(datasets.KIND, key)
+    with store.artifacts.lock(DatasetStep.kind, key):
+        found = store.artifacts.find(DatasetStep.kind, key)
         if found:
             return found
         used = {
@@ -86,10 +86,10 @@ def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int
             "validation_tokens": sum(entry["tokens"] for entry in held_out),
             "shards": len(train),
         }
-        with store.artifacts.publish(datasets.KIND, key, summary, requires) as folder:
+        with store.artifacts.publish(DatasetStep.kind, key, summary, requires) as folder:
             (folder / CORPUS).write_text(json.dumps(made))
-            (folder / ledger.SHARDS).write_text(json.dumps([shard for _, shard in new]))
-    return store.artifacts.expect(datasets.KIND, key)
+            (folder / SHARDS).write_text(json.dumps([shard for _, shard in new]))
+    return store.artifacts.expect(DatasetStep.kind, key)
 
 
 def with_steps(profile: Profile, new: Artifact) -> Profile:
@@ -98,7 +98,7 @@ def with_steps(profile: Profile, new: Artifact) -> Profile:
     if train.epochs is None:
         return profile
     free = train.model_copy(update={"warmup_steps": 0, "constant_steps": 0})
-    steps = datasets.with_steps(profile.model_copy(update={"train": free}), new).train.steps
+    steps = steps_of_epochs(profile.model_copy(update={"train": free}), new).train.steps
     warmup = min(train.warmup_steps, steps)
     fitting = {"warmup_steps": warmup, "constant_steps": min(train.constant_steps, steps - warmup)}
     for name, fits in fitting.items():

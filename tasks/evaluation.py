@@ -1,7 +1,7 @@
-"""Evaluation: held-out loss and perplexity of a finished run, measured by `modeling.training.evaluate` on the run's cluster.
+"""Evaluation step: held-out loss and perplexity of a finished run, by `modeling.training.evaluate` on the run's cluster.
 
-What it measures lies in the run's folder until it is published, so that whoever comes after an orchestrator that died asks for
-the same job, and joins it or takes what it left.
+The result is a file in the run folder until it is published, so an orchestrator that is started again after a crash re-attaches
+to the job or picks up what it left.
 """
 
 from __future__ import annotations
@@ -10,80 +10,99 @@ import json
 import logging
 import math
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from profiles.schema import Profile
-from tasks import failures
+from tasks import failures, keys
 from tasks.launchers import Job, JobFailed, create, execute
+from tasks.reporting.format import format_value
+from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
-from tasks.store.store import Store
-from tasks.training import Words, cluster_job
+from tasks.training import LogForwarder, cluster_job
 
 log = logging.getLogger(__name__)
 
-KIND = "evaluation"
 FILE = "evaluation.json"
 TIMEOUT = 6 * 3600.0  # seconds
+SUMMARY = ("validation_loss", "perplexity", "tokens", "step", "metrics", "samples")
 
 
-def run(
-    profile: Profile, store: Store, folder: Path, key: str, dataset: Artifact, graphs: Artifact | None = None
-) -> Artifact:
-    """Evaluate the run's newest checkpoint on the whole validation split.
+@dataclass
+class EvaluationStep(Step):
+    """Evaluates the run's latest checkpoint on the whole validation split.
 
-    The artifact's summary: step, validation_loss (nats a token), perplexity, tokens, metrics (the user's, by name), and
-    samples of what the model writes, as token ids.
+    The artifact's summary: step, validation_loss (nats per token), perplexity, tokens, metrics (the user's, by name), and
+    samples of generated text, as token ids.
 
-    Raises:
-        JobFailed: the attempt failed; another one begins again.
-        Hopeless: it failed for a reason that another one would meet again, or what it measured is not finite.
-        TimeoutError: it took longer than `TIMEOUT`.
+    Attributes:
+        dataset: whose validation split is used.
+        identity: of the run, and of the held-out data if it is another run's.
+        graphs: the compiled graphs; None compiles as evaluation meets them.
     """
-    job = cluster_job("evaluate", profile, store, folder, key, dataset, graphs)
-    output = (
-        job.folder / f"evaluation-{key[:16]}.json"
-    )  # of this key: a run is also evaluated on others' data
-    job = job.with_arguments("--output", str(output))
-    with store.artifacts.lock(KIND, key):
-        found = store.artifacts.find(KIND, key)
-        if found:
-            return found
+
+    dataset: Artifact
+    identity: str
+    graphs: Artifact | None = None
+
+    kind = "evaluation"
+    name = "evaluate"
+
+    def key(self, context: Context) -> str:
+        return keys.evaluation(context.run_folder.name, self.identity, context.profile.evaluate.metrics)
+
+    def make(self, context: Context, key: str) -> Artifact:
+        """Evaluate.
+
+        Raises:
+            JobFailed: the attempt failed; another one starts over.
+            FatalError: it failed for a reason that another attempt would meet again, or a result is not finite.
+            TimeoutError: it took longer than `TIMEOUT`.
+        """
+        profile, folder = context.profile, context.run_folder
+        output = (
+            folder / "logs" / f"evaluation-{key[:16]}.json"
+        )  # per key: runs are also evaluated on others' data
+        job = cluster_job("evaluate", context, key, self.dataset, self.graphs, "--output", str(output))
         summary: dict[str, Any] = {}
-        with store.artifacts.publish(KIND, key, summary) as staging:
-            if not output.exists():  # else it ended while nobody watched
+        with context.store.artifacts.publish(self.kind, key, summary) as staging:
+            if not output.exists():  # otherwise it ended while no orchestrator watched
                 _execute(profile, job, output)
             result = json.loads(output.read_text())
             _require_finite(folder.name, result, output)
-            summary.update(
-                {
-                    name: result[name]
-                    for name in ("validation_loss", "perplexity", "tokens", "step", "metrics", "samples")
-                }
-            )
+            summary.update({name: result[name] for name in SUMMARY})
             shutil.copyfile(output, staging / FILE)
         output.unlink()
-    return store.artifacts.expect(KIND, key)
+        return context.store.artifacts.expect(self.kind, key)
+
+    def describe(self, summary: Mapping[str, Any]) -> str:
+        loss, perplexity = summary["validation_loss"], summary["perplexity"]
+        metrics = "".join(
+            f", {name} {format_value(value)}" for name, value in summary.get("metrics", {}).items()
+        )
+        return f"validation loss {loss:.4f}, perplexity {perplexity:.1f}{metrics}"
 
 
 def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:
-    """Refuse a loss or a metric that is no number to compare or keep; it is measured anew by whoever asks again."""
+    """Reject a loss or metric that is not finite; the file is removed, so the next attempt measures again."""
     for name, value in {"held-out loss": result["validation_loss"], **result["metrics"]}.items():
         if not math.isfinite(value):
             output.unlink()
-            reason = f"the {name} of run {run} at step {result['step']} is {value}"
-            raise failures.Hopeless(
-                f"{reason}: it diverged, or a function of yours did; look at its last losses"
+            raise failures.FatalError(
+                f"the {name} of run {run} at step {result['step']} is {value}: the run diverged, or a metric function "
+                "returned it; look at the run's last losses"
             )
 
 
 def _execute(profile: Profile, job: Job, output: Path) -> None:
-    words = Words(job.log_file)
+    forwarder = LogForwarder(job.log_file)
     launcher = create(profile.cluster.launcher, profile.cluster)
     try:
-        execute(launcher, job, words.forward, timeout=TIMEOUT, grace=0)  # there is nothing to save
+        execute(launcher, job, forwarder.forward, timeout=TIMEOUT, grace=0)  # there is nothing to save
     except JobFailed as failure:
         log.warning("%s\n%s", failure, failure.detail)
-        raise failures.classified(profile, failure) from failure
+        raise failures.classify(profile, failure) from failure
     if not output.exists():
         raise JobFailed(f"{job.name} ended without a result; its log: {job.log_file}")

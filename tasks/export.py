@@ -1,43 +1,63 @@
-"""Export: the run's newest checkpoint as a Hugging Face folder, `<run>/export/`, with the tokenizer's files beside it."""
+"""Export step: the run's latest checkpoint as a Hugging Face folder, `<run>/export/`, with the tokenizer's files."""
 
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from modeling.conversion.convert import Options, convert
 from modeling.conversion.journal import RECORD
-from profiles.schema import Profile
+from tasks import keys
+from tasks.step import Context, Step
 from tasks.store import run_artifacts
 from tasks.store.artifacts import Artifact
 from tasks.store.manifest import NAME as MANIFEST
-from tasks.store.store import Store
 
-KIND = "export"
 PART = "export"
 
 
-def run(profile: Profile, store: Store, folder: Path, key: str, tokenizer: Artifact) -> Artifact:
-    """Write the weights in the type of training, config.json and the tokenizer's files; the folder appears whole.
+@dataclass
+class ExportStep(Step):
+    """Writes the weights in the training precision, config.json and the tokenizer; the folder appears complete.
 
-    The artifact's summary: part (of the run's folder) and bytes.
+    The artifact points into the run folder. Its summary: part (of the run folder), bytes.
+
+    Attributes:
+        tokenizer: its artifact.
+        identity: of the run; of its mathematics at the exported step.
     """
-    with store.artifacts.lock(KIND, key):
-        found = run_artifacts.find(store, KIND, key, folder.name)
-        if found:
-            return found
+
+    tokenizer: Artifact
+    identity: str
+
+    kind = "export"
+    name = "export"
+
+    def key(self, context: Context) -> str:
+        return keys.export(context.run_folder.name, self.identity)
+
+    def find(self, context: Context, key: str) -> Artifact | None:
+        return run_artifacts.find(context.store, self.kind, key, context.run_folder.name)
+
+    def make(self, context: Context, key: str) -> Artifact:
+        store, folder = context.store, context.run_folder
         partial, final = folder / f"{PART}.partial", folder / PART
-        run_folder = store.run_folder(folder.name)
-        checkpoint = f"checkpoints/step_{run_folder.checkpoint_steps()[-1]}"
-        here = run_folder.download(checkpoint)
-        convert(here, partial, Options("hf"), replace=True)
-        if run_folder.is_remote(checkpoint):
-            shutil.rmtree(here.parent)  # copies
-        for file in store.artifacts.path(tokenizer).iterdir():
+        run = store.run_folder(folder.name)
+        checkpoint = f"checkpoints/step_{run.checkpoint_steps()[-1]}"
+        local = run.download(checkpoint)
+        convert(local, partial, Options("hf"), replace=True)
+        if run.is_remote(checkpoint):
+            shutil.rmtree(local.parent)  # downloaded copies
+        for file in store.artifacts.path(self.tokenizer).iterdir():
             if file.name != MANIFEST:
                 shutil.copy2(file, partial)
         (partial / RECORD).unlink()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         size = sum(path.stat().st_size for path in final.iterdir())
-        return run_artifacts.publish(store, KIND, key, folder.name, PART, {"bytes": size})
+        return run_artifacts.publish(store, self.kind, key, folder.name, PART, {"bytes": size})
+
+    def describe(self, summary: Mapping[str, Any]) -> str:
+        return f"{summary['bytes'] / 1e6:,.1f} MB"

@@ -1,12 +1,11 @@
-"""Graphs: traces the run's programs and compiles each distinct one once, on this machine, before the cluster is used.
+"""Graphs step: traces the run's programs and compiles each distinct one ahead of time, on this machine.
 
-    modeling.tracing.trace    the profile -> the distinct programs, by digest                 one process
-    modeling.tracing.compile  a program -> its part of the compiler's cache                   one process each, several at a time
+    modeling.tracing.trace    profile -> the distinct programs, by digest                 one process
+    modeling.tracing.compile  program -> its part of the compiler's cache                 a process each, several at a time
 
-Each program is an artifact of its own, under a key of its graphs and its compiler: so runs that differ elsewhere share it, of
-several tasks at once one compiles it and the others wait, and after a failure or a crash what is done is done. A failed program
-is no artifact: its error is recorded in `<run>/graphs.json`, and a retry compiles it again, and it alone. When all are there
-they are packed into the run's artifact, a cache folder in one file.
+Needs the profile alone, so it runs beside the tokenizer and dataset steps. Each program is an artifact of its own, keyed by its
+graphs and its compiler: runs that differ elsewhere share it, of several concurrent flows one compiles it while the others wait,
+and a retry compiles only what failed. The run's artifact packs the caches of all its programs into one file.
 """
 
 from __future__ import annotations
@@ -30,116 +29,109 @@ from modeling.compilation import compilers
 from modeling.compilation.graph_cache import CACHE
 from modeling.planning import planner
 from modeling.tracing.traced_plan import replaced
+from profiles import resolve
 from profiles.schema import Profile
 from tasks import keys
 from tasks.launchers import Job, JobFailed, create, execute
-from tasks.reporting.format import format_duration
+from tasks.reporting.format import format_bytes, format_duration
+from tasks.step import Context, Step
+from tasks.store import runs
 from tasks.store.artifacts import Artifact
-from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str, float], None]
-
-KIND = "graphs"
-PROGRAM = "graph"  # kind of a single program's artifact
-RECORD = "graphs.json"
+PROGRAM = "graph"  # artifact kind of a single program
 TIMEOUT = 6 * 3600.0  # seconds, of one program
-SHARE = 0.9  # of this machine's memory that compiles may take together
-SCRATCH = ("locks", "precompiled_headers")  # folders of inductor's cache that only matter where it compiles
+MEMORY_FRACTION = 0.9  # of this machine's memory that all compiles together may use
+LOCAL_ONLY = (
+    "locks",
+    "precompiled_headers",
+)  # folders of inductor's cache that are useless on other machines
 
 
 class GraphsFailed(RuntimeError):
-    """Some graphs failed to compile; the message names them. What did not fail is kept."""
+    """Some graphs failed to compile; the message names them. The others are kept."""
 
 
 class _Stopped(BaseException):
-    """Ends a compile: another failed, or the flow is being cancelled."""
+    """Ends a compile because the step was interrupted."""
 
 
-def run(
-    profile: Profile,
-    store: Store,
-    folder: Path,
-    key: str,
-    progress: Progress = lambda message, fraction: None,
-) -> Artifact:
-    """Compile the profile's graphs, once for all runs that share them.
-
-    Args:
-        progress: called with what is being done and the share of the programs that are compiled, 0 to 1.
+class GraphsStep(Step):
+    """Compiles the profile's graphs, once for all runs that share them.
 
     The artifact's summary: total, successful, failed and from_cache, in graphs; seconds; programs, each with its graphs, status,
-    seconds and peak_bytes; traced, the figures of the trace; note, where there is something to know.
-
-    Raises:
-        GraphsFailed: naming each program that failed and why.
-        ProfileError: by the traced figures it does not fit a device.
+    seconds and peak_bytes; traced, the figures of the trace; note, if nothing could be compiled.
     """
-    with store.artifacts.lock(KIND, key):
-        found = store.artifacts.find(KIND, key)
-        if found:
-            return found
-        lacks = compilers.missing_requirement(profile)
-        if lacks:
-            here = profile.cluster.device == "cpu"  # elsewhere training meets another machine
+
+    kind = "graphs"
+    name = "graphs"
+
+    def title(self, profile: Profile) -> str:
+        return f"graphs of {profile.name}"
+
+    def skip_reason(self, profile: Profile) -> str | None:
+        return None if profile.compile.enabled else "compile.enabled is false"
+
+    def key(self, context: Context) -> str:
+        return keys.graphs(context.profile)
+
+    def make(self, context: Context, key: str) -> Artifact:
+        """Trace and compile.
+
+        Raises:
+            GraphsFailed: names each program that failed, and why.
+            ProfileError: the traced memory does not fit a device.
+        """
+        store, profile = context.store, context.profile
+        if lacks := compilers.lacks(profile):
+            # On other devices than the CPU, training runs on another machine, which may have the compiler.
+            here = profile.cluster.device == "cpu"
             note = f"{lacks} on this machine: training {'runs eager' if here else 'compiles as it goes'}"
             log.warning("%s", note)
-            with store.artifacts.publish(KIND, key, {**summarize([], 0.0), "note": note}):
+            with store.artifacts.publish(self.kind, key, {**summarize([], 0.0), "note": note}):
                 pass
-        else:
-            _ahead(profile, store, folder, key, progress)
-    return store.artifacts.expect(KIND, key)
+            return store.artifacts.expect(self.kind, key)
+
+        begun = time.monotonic()
+        work = store.scratch_folder(f"{self.kind}-{key}")
+        (work / "profile.yaml").write_text(resolve.dump(profile))
+        runs.record_flow_run(work, context.flow_run)
+        context.progress("tracing the programs of the run", None)
+        traced = _trace(profile, work)
+        # Rejects, before hours of compiling, what the plan's estimate let pass.
+        planner.require_fit(profile, replaced(profile, planner.plan(profile), traced))
+        entries = _compile_all(context, work, traced["programs"])
+        summary = {**summarize(entries, time.monotonic() - begun), "traced": traced}
+        _show(context, summary)
+        if failed := [entry for entry in entries if entry["error"]]:
+            raise GraphsFailed("; ".join(f"{entry['name']}: {entry['error']}" for entry in failed))
+        with store.artifacts.publish(self.kind, key, summary) as staging:
+            _pack_all(context, entries, staging / CACHE)
+            shutil.copytree(work / "logs", staging / "logs")
+        store.remove_scratch_folder(f"{self.kind}-{key}")
+        return store.artifacts.expect(self.kind, key)
+
+    def describe(self, summary: Mapping[str, Any]) -> str:
+        return summary.get("note") or counted(summary["total"])
 
 
-def _ahead(profile: Profile, store: Store, folder: Path, key: str, progress: Progress) -> None:
-    begun = time.monotonic()
-    progress("tracing the programs of the run", 0.0)
-    traced = _trace(profile, folder)
-    # Before hours of compiling: what the estimates let pass and the traced figures do not is refused here.
-    planner.require_fit(profile, replaced(profile, planner.plan(profile), traced))
-    entries = _compile_all(profile, store, folder, traced["programs"], progress)
-    summary = {**summarize(entries, time.monotonic() - begun), "traced": traced}
-    _record(summary, folder)
-    with store.artifacts.publish(KIND, key, summary) as staging, tarfile.open(staging / CACHE, "w") as tar:
-        for entry in entries:
-            part = store.artifacts.path(store.artifacts.expect(PROGRAM, entry["key"]))
-            with tarfile.open(part / CACHE) as own:
-                for member in own:
-                    tar.addfile(member, own.extractfile(member))
-
-
-def _record(summary: dict[str, Any], folder: Path) -> None:
-    """Say and write down what became of the graphs; GraphsFailed where some failed."""
-    (folder / RECORD).write_text(json.dumps(summary, indent=1))
-    say(summary)
-    failed = [entry for entry in summary["programs"] if entry["error"]]
-    if failed:
-        raise GraphsFailed("; ".join(f"{entry['name']}: {entry['error']}" for entry in failed))
-
-
-def _trace(profile: Profile, folder: Path) -> dict[str, Any]:
-    output = folder / "logs" / "trace.json"
-    arguments = ("--run-folder", str(folder), "--output", str(output))
-    job = Job("trace", "modeling.tracing.trace", arguments, folder / "logs", threads=profile.cluster.threads)
+def _trace(profile: Profile, work: Path) -> dict[str, Any]:
+    output = work / "logs" / "trace.json"
+    arguments = ("--run-folder", str(work), "--output", str(output))
+    job = Job("trace", "modeling.tracing.trace", arguments, work / "logs", threads=profile.cluster.threads)
     execute(create("local"), job, timeout=TIMEOUT)
     return json.loads(output.read_text())
 
 
-def _compile_all(
-    profile: Profile,
-    store: Store,
-    folder: Path,
-    programs: Sequence[Mapping[str, Any]],
-    progress: Progress,
-) -> list[dict[str, Any]]:
-    """An entry a program, in their order; whatever ends this early ends the compiles too."""
-    cores = os.cpu_count() or 1
-    workers = min(len(programs), profile.compile.processes or cores)
+def _compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Compile the programs side by side; an entry per program, in order. Any exception ends the compiles too."""
+    settings, cores = context.profile.compile, os.cpu_count() or 1
+    workers = min(len(programs), settings.processes or cores)
     memory = int(
-        profile.compile.memory_gib * 2**30
-        if profile.compile.memory_gib
-        else SHARE * psutil.virtual_memory().total / workers
+        settings.memory_gib * 2**30
+        if settings.memory_gib
+        else MEMORY_FRACTION * psutil.virtual_memory().total / workers
     )
     limits = ("--memory", str(memory), "--jobs", str(max(1, cores // workers)))
     stop = threading.Event()
@@ -149,63 +141,59 @@ def _compile_all(
             raise _Stopped
 
     with ThreadPoolExecutor(workers) as pool:
-        waiting = [
-            pool.submit(_compile, profile, store, folder, program, limits, watch) for program in programs
-        ]
+        futures = [pool.submit(_compile, context, work, program, limits, watch) for program in programs]
         try:
             done = -1
-            while done < len(waiting):  # in short waits, between which a cancellation can come
-                before, done = done, len(wait(waiting, timeout=0.2).done)
-                if done > before:  # compiles can take hours, and a line goes into a log
-                    progress(f"compiling: {done} of {len(waiting)} programs", done / len(waiting))
+            while done < len(futures):  # short waits, between which an interruption is noticed
+                before, done = done, len(wait(futures, timeout=0.2).done)
+                if done > before:
+                    context.progress(f"compiling: {done} of {len(futures)} programs", done / len(futures))
         except BaseException:
             stop.set()
             pool.shutdown(cancel_futures=True)
             raise
-    return [future.result() for future in waiting]
+    return [future.result() for future in futures]
 
 
 def _compile(
-    profile: Profile,
-    store: Store,
-    folder: Path,
+    context: Context,
+    work: Path,
     program: Mapping[str, Any],
     limits: Sequence[str],
-    watch: Any,
+    watch: Callable[[], None],
 ) -> dict[str, Any]:
-    """Compile a program unless the store has it; its entry."""
-    key = keys.graph(profile, program["digest"])
+    """Compile a program unless the store has it; returns its entry."""
+    store, threads = context.store, context.profile.cluster.threads
+    key = keys.graph(context.profile, program["digest"])
     entry = {"name": program["name"], "key": key, "graphs": len(program["graphs"]), "error": None}
     with store.artifacts.lock(PROGRAM, key):
-        found = store.artifacts.find(PROGRAM, key)
-        if found:
+        if found := store.artifacts.find(PROGRAM, key):
             return {**entry, **found.summary, "status": "from cache"}
         watch()
         log.info("compiling %s", program["name"])
-        logs = folder / "logs"
         name = f"compile-{re.sub('[^a-z]+', '-', program['name'])}"
-        result = logs / f"{name}.json"
+        result = work / "logs" / f"{name}.json"
         result.unlink(missing_ok=True)
-        facts: dict[str, Any] = {}
+        summary: dict[str, Any] = {}
         try:
-            with store.artifacts.publish(PROGRAM, key, facts) as staging:
+            with store.artifacts.publish(PROGRAM, key, summary) as staging:
                 cache = staging / "cache"
                 arguments = (
-                    *("--run-folder", str(folder), "--stage", str(program["stage"])),
+                    *("--run-folder", str(work), "--stage", str(program["stage"])),
                     *("--program", program["name"], "--digest", program["digest"]),
                     *("--cache", str(cache), "--result", str(result), *limits),
                 )
-                job = Job(name, "modeling.tracing.compile", arguments, logs, threads=profile.cluster.threads)
+                job = Job(name, "modeling.tracing.compile", arguments, work / "logs", threads=threads)
                 execute(create("local"), job, watch, timeout=TIMEOUT)
-                facts.update(_facts(result))
+                summary.update(_cost(result))
                 _pack(cache, staging / CACHE)
         except (JobFailed, TimeoutError) as error:
-            told = json.loads(result.read_text())["error"] if result.exists() else str(error)
-            return {**entry, **_facts(result), "status": "failed", "error": told}
-    return {**entry, **facts, "status": "compiled"}
+            reason = json.loads(result.read_text())["error"] if result.exists() else str(error)
+            return {**entry, **_cost(result), "status": "failed", "error": reason}
+    return {**entry, **summary, "status": "compiled"}
 
 
-def _facts(result: Path) -> dict[str, Any]:
+def _cost(result: Path) -> dict[str, Any]:
     if not result.exists():
         return {"seconds": None, "peak_bytes": None}
     written = json.loads(result.read_text())
@@ -213,17 +201,27 @@ def _facts(result: Path) -> dict[str, Any]:
 
 
 def _pack(cache: Path, target: Path) -> None:
-    """Move a cache folder into one file, what is of no use elsewhere left out."""
+    """Move a cache folder into one file, without what is useless on other machines."""
     with tarfile.open(target, "w") as tar:
         for path in sorted(cache.rglob("*")):
             name = path.relative_to(cache)
-            if path.is_file() and name.parts[0] not in SCRATCH and path.suffix not in (".lock", ".gch"):
+            if path.is_file() and name.parts[0] not in LOCAL_ONLY and path.suffix not in (".lock", ".gch"):
                 tar.add(path, arcname=str(name))
     shutil.rmtree(cache)
 
 
+def _pack_all(context: Context, entries: Sequence[Mapping[str, Any]], target: Path) -> None:
+    """Join the packed caches of all programs."""
+    with tarfile.open(target, "w") as tar:
+        for entry in entries:
+            artifact = context.store.artifacts.expect(PROGRAM, entry["key"])
+            with tarfile.open(context.store.artifacts.path(artifact) / CACHE) as part:
+                for member in part:
+                    tar.addfile(member, part.extractfile(member))
+
+
 def summarize(entries: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
-    """What became of all graphs, as users of these systems know it."""
+    """Counts of graphs, as neuron_parallel_compile's users know them."""
 
     def count(*status: str) -> int:
         return sum(entry["graphs"] for entry in entries if entry["status"] in status)
@@ -239,23 +237,35 @@ def summarize(entries: Sequence[Mapping[str, Any]], seconds: float) -> dict[str,
     }
 
 
-def say(summary: Mapping[str, Any]) -> None:
-    """The summary in the log: a line a program, and one for all."""
+def _show(context: Context, summary: Mapping[str, Any]) -> None:
+    """Log a line per program and one for all, and show them as a table."""
     for entry in summary["programs"]:
         log.info("%s", line(entry))
         if entry["error"]:
             log.error("%s", entry["error"])
     log.info("%s", sentence(summary))
+    rows = [
+        {
+            "program": entry["name"],
+            "graphs": entry["graphs"],
+            "status": entry["status"],
+            "time": None if entry["seconds"] is None else format_duration(entry["seconds"]),
+            "memory": None if entry["peak_bytes"] is None else format_bytes(entry["peak_bytes"]),
+            "error": entry["error"],
+        }
+        for entry in summary["programs"]
+    ]
+    context.table("graphs", sentence(summary), rows)
 
 
 def line(entry: Mapping[str, Any]) -> str:
-    """A program's entry in words."""
-    took = ""
+    """A program's entry as a log line."""
+    cost = ""
     if entry["seconds"] is not None:
-        took = f", {format_duration(entry['seconds'])}"
+        cost = f", {format_duration(entry['seconds'])}"
     if entry["peak_bytes"] is not None:
-        took += f", {entry['peak_bytes'] / 2**20:.0f} MiB"
-    return f"{entry['name']}: {counted(entry['graphs'])}, {entry['status']}{took}"
+        cost += f", {format_bytes(entry['peak_bytes'])}"
+    return f"{entry['name']}: {counted(entry['graphs'])}, {entry['status']}{cost}"
 
 
 def counted(graphs: int) -> str:
@@ -263,7 +273,7 @@ def counted(graphs: int) -> str:
 
 
 def sentence(summary: Mapping[str, Any]) -> str:
-    """All of it in words; the slowest named."""
+    """All programs in one line, with the slowest by name."""
     timed = [entry for entry in summary["programs"] if entry["status"] == "compiled"]
     slowest = max(timed, key=lambda entry: entry["seconds"], default=None)
     named = f"; slowest: {slowest['name']}, {format_duration(slowest['seconds'])}" if slowest else ""

@@ -11,18 +11,20 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from modeling.planning.planner import Plan
 from modeling.tracing import traced_plan
 from profiles.schema import Profile
 from tasks.export import PART as EXPORT
 from tasks.reporting import run_report
 from tasks.reporting.history import REPORT_JSON, History
 from tasks.reporting.outcome import Outcome
+from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 from tasks.store.runs import INPUTS, read_events, read_inputs
 from tasks.store.store import Store
@@ -125,3 +127,33 @@ def _write_atomically(path: Path, text: str) -> Path:
     partial = path.with_suffix(f"{path.suffix}.partial")
     partial.write_text(text)
     return partial.replace(path)
+
+
+@dataclass
+class ReportStep(Step):
+    """Writes the run's report; with it the run folder is complete, in a remote store too.
+
+    Attributes:
+        plan: of the run.
+        evaluation: the evaluation's artifact.
+        outcomes: of the run's steps.
+    """
+
+    plan: Plan
+    evaluation: Artifact
+    outcomes: Sequence[Outcome]
+
+    kind = "report"
+    name = "report"
+
+    def title(self, profile: Profile) -> str:
+        return f"report on {profile.name}"
+
+    def key(self, context: Context) -> None:
+        """Runs every time."""
+
+    def make(self, context: Context, key: str) -> Artifact:
+        folder, store = context.run_folder, context.store
+        path = run(context.profile, folder, self.plan.to_json(), self.evaluation.summary, self.outcomes)
+        store.run_folder(folder.name).sync().upload()
+        return Artifact(self.kind, key, str(path), {})

@@ -1,103 +1,146 @@
-"""Training: runs `modeling.training.train` on the profile's cluster, in the run's folder, and sees it to its last step.
+"""Training step: runs `modeling.training.train` on the profile's cluster, in the run folder, up to its last step.
 
-An attempt that fails leaves its checkpoints, and the next one resumes from the newest complete one. Attempts are numbered,
-RUN/attempt says which one is current, and no other's checkpoints are completed. The artifact points to the last checkpoint.
+A failed attempt leaves its checkpoints, and the next one resumes from the latest complete one. Attempts are numbered: RUN/attempt
+has the current number, and only that attempt may complete checkpoints. The artifact points to the last checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from profiles.schema import Profile
-from tasks import failures
+from tasks import failures, keys
 from tasks.launchers import Job, JobFailed, create, execute
 from tasks.launchers.log_follower import LogFollower
+from tasks.step import Context, Step
 from tasks.store import run_artifacts, runs
 from tasks.store.artifacts import Artifact
-from tasks.store.store import Store
+from tasks.store.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-KIND = "training"
 
+@dataclass
+class TrainingStep(Step):
+    """Trains to the last step. The artifact's summary: steps, and loss and tokens at the last one.
 
-def run(
-    profile: Profile,
-    store: Store,
-    folder: Path,
-    key: str,
-    dataset: Artifact,
-    graphs: Artifact | None = None,
-    weights: Artifact | Path | None = None,
-    watch: Callable[[], None] = lambda: None,
-) -> Artifact:
-    """Train to the last step; `watch` is called several times a second.
-
-    The artifact's summary: steps, and loss and tokens at the last one.
-
-    Raises:
-        JobFailed: the attempt failed; another one goes on from its newest checkpoint.
-        Hopeless: it failed for a reason that another one would meet again.
+    Attributes:
+        dataset: its artifact.
+        identity: of the run's mathematics.
+        graphs: the compiled graphs; None compiles as training meets them.
+        weights: initial weights, an artifact or a checkpoint folder; None starts from scratch.
     """
-    job = cluster_job("train", profile, store, folder, key, dataset, graphs)
-    job = replace(job, attempt_file=folder / runs.ATTEMPT)
-    if weights is not None:
-        job = job.with_arguments(
-            "--weights", str(weights if isinstance(weights, Path) else store.artifacts.path(weights))
-        )
-    words = Words(job.log_file)
 
-    def watch_all() -> None:
-        words.forward()
-        watch()
+    dataset: Artifact
+    identity: str
+    graphs: Artifact | None = None
+    weights: Artifact | Path | None = None
 
-    with store.artifacts.lock(KIND, key):
-        found = run_artifacts.find(store, KIND, key, folder.name)
-        if found:
-            return found
-        steps, run_folder = profile.train.steps, store.run_folder(folder.name)
-        if steps not in run_folder.checkpoint_steps():  # else it ended while nobody watched
+    kind = "training"
+    name = "train"
+
+    def title(self, profile: Profile) -> str:
+        return f"train {profile.name}, {profile.train.steps} steps"
+
+    def key(self, context: Context) -> str:
+        return keys.training(context.run_folder.name, self.identity)
+
+    def find(self, context: Context, key: str) -> Artifact | None:
+        return run_artifacts.find(context.store, self.kind, key, context.run_folder.name)
+
+    def make(self, context: Context, key: str) -> Artifact:
+        """Train, or resume.
+
+        Raises:
+            JobFailed: the attempt failed; another one resumes from the latest checkpoint.
+            FatalError: it failed for a reason that another attempt would meet again.
+        """
+        profile, store, folder = context.profile, context.store, context.run_folder
+        job = cluster_job("train", context, key, self.dataset, self.graphs)
+        job = replace(job, attempt_file=folder / runs.ATTEMPT)
+        if self.weights is not None:
+            local = self.weights if isinstance(self.weights, Path) else store.artifacts.path(self.weights)
+            job = job.with_arguments("--weights", str(local))
+        forwarder = LogForwarder(job.log_file)
+
+        def watch() -> None:
+            forwarder.forward()
+            context.watch()
+
+        steps, run = profile.train.steps, store.run_folder(folder.name)
+        if steps not in run.checkpoint_steps():  # otherwise it ended while no orchestrator watched
             try:
-                with run_folder.sync():
+                with run.sync():
                     launcher = create(profile.cluster.launcher, profile.cluster)
-                    execute(launcher, job, watch_all, grace=profile.cluster.grace)
+                    execute(launcher, job, watch, grace=profile.cluster.grace)
             except JobFailed as failure:
                 log.warning("%s\n%s", failure, failure.detail)
-                raise failures.classified(profile, failure) from failure
-        if steps not in run_folder.checkpoint_steps():
+                raise failures.classify(profile, failure) from failure
+        if steps not in run.checkpoint_steps():
             raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")
         last = next(row for row in reversed(runs.read_metrics(folder)) if "loss" in row)
         summary = {"steps": steps, "loss": last["loss"], "tokens": last["consumed_tokens"]}
-        return run_artifacts.publish(store, KIND, key, folder.name, f"checkpoints/step_{steps}", summary)
+        return run_artifacts.publish(store, self.kind, key, folder.name, f"checkpoints/step_{steps}", summary)
+
+    def may_retry(self, context: Context) -> Callable[[], bool]:
+        return RetryBudget(
+            context.store.run_folder(context.run_folder.name), context.profile.cluster.retries
+        ).spend
+
+    def describe(self, summary: Mapping[str, Any]) -> str:
+        return f"loss {summary['loss']:.4f} after {summary['steps']:,} steps"
+
+
+class RetryBudget:
+    """Allows unlimited retries while the run makes progress: each new checkpoint refills the budget.
+
+    Args:
+        retries: failures in a row without a new checkpoint after which training is still retried.
+    """
+
+    def __init__(self, run: RunFolder, retries: int) -> None:
+        self._run, self._retries = run, retries
+        self._failures = 0
+        self._latest = self._latest_checkpoint()
+
+    def spend(self) -> bool:
+        """Count a failure; returns whether to retry."""
+        latest = self._latest_checkpoint()
+        if latest > self._latest:
+            self._latest, self._failures = latest, 0
+        self._failures += 1
+        return self._failures <= self._retries
+
+    def _latest_checkpoint(self) -> int:
+        return max(self._run.checkpoint_steps(), default=0)
 
 
 def cluster_job(
-    name: str,
-    profile: Profile,
-    store: Store,
-    folder: Path,
-    key: str,
-    dataset: Artifact,
-    graphs: Artifact | None,
+    program: str, context: Context, key: str, dataset: Artifact, graphs: Artifact | None, *arguments: str
 ) -> Job:
-    """`modeling.training.<name>` on every device of the profile's cluster, as training and evaluation need it."""
-    tokens = store.artifacts.path(dataset, with_required=False)
-    arguments = ["--run-folder", str(folder), "--dataset", str(tokens)]
-    arguments += ["--cache", str(store.work_dir / "cache")]
+    """`modeling.training.<program>` on every device of the profile's cluster."""
+    store, folder, cluster = context.store, context.run_folder, context.profile.cluster
+    options = [
+        "--run-folder",
+        str(folder),
+        "--dataset",
+        str(store.artifacts.path(dataset, with_required=False)),
+    ]
+    options += ["--cache", str(store.work_dir / "cache")]
     if store.is_remote:
-        arguments += ["--artifacts", store.artifacts.remote_uri]
-        arguments += ["--checkpoints", str(store.run_folder(folder.name).checkpoints_location)]
+        options += ["--artifacts", store.artifacts.remote_uri]
+        options += ["--checkpoints", str(store.run_folder(folder.name).checkpoints_location)]
     if graphs is not None:
-        arguments += ["--graphs", str(store.artifacts.path(graphs))]
-    cluster = profile.cluster
+        options += ["--graphs", str(store.artifacts.path(graphs))]
     return Job(
-        name=name,
-        program=f"modeling.training.{name}",
-        arguments=tuple(arguments),
+        name=program,
+        program=f"modeling.training.{program}",
+        arguments=(*options, *arguments),
         folder=folder / "logs",
         nodes=cluster.nodes,
         processes=cluster.devices_per_node,
@@ -106,21 +149,22 @@ def cluster_job(
     )
 
 
-class Words:
-    """Rank 0's own words, for the flow's log; its line a step is left to the progress line, which stands for it."""
+class LogForwarder:
+    """Forwards rank 0's log lines to the flow's log, apart from step lines, which the progress line replaces."""
 
-    BURST = 10  # lines at once; beyond them one a second, and the rest is in the job's log only
+    BURST = 10  # lines at once; then one a second, and the rest stays in the job's log
 
     def __init__(self, log_file: Path) -> None:
-        self._tail = LogFollower(log_file, start=log_file.stat().st_size if log_file.exists() else 0)
+        self._follower = LogFollower(log_file, start=log_file.stat().st_size if log_file.exists() else 0)
         self._credit = float(self.BURST)
         self._asked = time.monotonic()
 
     def forward(self) -> None:
+        """Forward what is new; call it several times a second."""
         now = time.monotonic()
         self._credit = min(self.BURST, self._credit + now - self._asked)
         self._asked = now
-        for line in self._tail.lines():
+        for line in self._follower.lines():
             text = line.removeprefix("[rank 0] ")
             if text == line or text.startswith("step "):
                 continue

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from modeling.exit_codes import REJECTED
@@ -21,11 +21,9 @@ from profiles.schema import Cluster
 from tasks import keys
 from tasks.launchers import Job, JobFailed, create, execute
 from tasks.sources.shard import SourceError
-from tasks.store.artifacts import Artifact
 from tasks.store.backends import FolderBackend
 from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import DatasetPlan
-from tasks.tokenization.worker_pool import WorkerPool
 
 MOST = 1000  # jobs of an array; a cluster that is not told otherwise takes 1001
 SAID = "trainshed: "
@@ -33,7 +31,7 @@ log = logging.getLogger("trainshed")
 
 
 class SlurmArray:
-    """A way to do shards (`dataset.Spread`): on the partition `cluster.shards_partition`, side by side as it has room.
+    """Processes shards on the partition `cluster.shards_partition`, as many at a time as it has room for.
 
     Args:
         token: for the hub; it goes with the jobs' environment, and into no file of ours.
@@ -44,10 +42,8 @@ class SlurmArray:
         self._launcher = create("slurm", cluster.model_copy(update=own))
         self._store, self._secrets = store, (("HF_TOKEN", token),) if token else ()
 
-    def __call__(
-        self, workers: WorkerPool, plan: DatasetPlan, order: str, numbers: Sequence[int]
-    ) -> Iterable[Artifact]:
-        """All of them are in the store once the last is done; `workers`, which are of this machine, stay idle."""
+    def run(self, plan: DatasetPlan, order: str, numbers: Sequence[int]) -> None:
+        """Process shards of a plan; returns once the results of all of them are in the store."""
         contents = {"plan.json": plan.to_json(), "shards.json": list(numbers)}
         # A folder for each array, after what it does: flows that share a store would stop each other's, or do another's plan.
         folder = self._store.local_cache / "array" / keys.digest({"order": order, **contents})
@@ -72,7 +68,6 @@ class SlurmArray:
             if failure.exit_code == REJECTED and said:  # which another attempt would not change
                 raise SourceError(said[-1].removeprefix(SAID)) from failure
             raise
-        return ()
 
 
 def main(arguments: list[str] | None = None) -> int:

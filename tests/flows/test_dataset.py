@@ -12,9 +12,10 @@ from flows import steps
 from flows.runner import worth_retrying
 from modeling.data.indexed import IndexedError
 from profiles.errors import ProfileError
-from tasks import tokenizer
 from tasks.sources.shard import SourceError
+from tasks.step import Context
 from tasks.store.store import Store
+from tasks.tokenizer import TokenizerStep
 from tests.tasks.source_files import files, lines, profile
 from tests.tasks.test_tokenization import DOCUMENTS
 
@@ -51,7 +52,7 @@ def test_shards_are_mapped_tasks_with_progress(prefect_server, tmp_path):
         (tmp_path / f"{i}.jsonl").write_bytes(lines(DOCUMENTS[i * 60 : i * 60 + 60]))
     wanted = profile(files(tmp_path / "*.jsonl"), validation_fraction=0.1)
     store = Store(str(tmp_path / "store"))
-    words = tokenizer.run(wanted, store)
+    words = TokenizerStep().run(Context(wanted, store))
     state = only_the_dataset(wanted, store, words, return_state=True)
     tasks, bars = _seen(state.state_details.flow_run_id)
     mapped = {name: how for name, how in tasks.items() if name.startswith("tokenize ")}

@@ -84,16 +84,16 @@ def test_killed_again_and_again_a_run_that_gets_on_ends_with_the_same_losses(
 
 
 def test_what_failed_before_there_was_a_folder_is_among_the_incidents_too(pretrain, tmp_path, monkeypatch):
-    from tasks import tokenizer
+    from tasks.tokenizer import TokenizerStep
 
-    real, failures = tokenizer.run, [OSError("the disk was full for a while")]
+    make, failures = TokenizerStep.make, [OSError("the disk was full for a while")]
 
-    def run(*arguments, **options):
+    def fail_once(*arguments):
         if failures:
             raise failures.pop()
-        return real(*arguments, **options)
+        return make(*arguments)
 
-    monkeypatch.setattr(tokenizer, "run", run)
+    monkeypatch.setattr(TokenizerStep, "make", fail_once)
     result = pretrain(tmp_path / "store")
     assert result["how"]["tokenizer"] == "done"
     assert incidents(Path(result["folder"])) == (["tokenizer tried again"], ["the disk was full for a while"])

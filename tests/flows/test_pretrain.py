@@ -13,7 +13,7 @@ from tasks.reporting.format import format_count
 from tests import s3
 from tests.flows.micro import exported, losses, shown
 
-STEPS = ["plan", "tokenizer", "dataset", "checkpoint", "graphs", "train", "evaluate", "export", "report"]
+STEPS = ["plan", "graphs", "tokenizer", "dataset", "checkpoint", "train", "evaluate", "export", "report"]
 WORK = ["tokenizer", "dataset", "train", "evaluate", "export"]
 
 

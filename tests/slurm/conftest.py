@@ -17,6 +17,10 @@ import pytest
 
 from profiles import resolve
 from profiles.schema import Profile
+from tasks.dataset import DatasetStep
+from tasks.step import Context
+from tasks.tokenizer import TokenizerStep
+from tasks.training import TrainingStep
 from tests.flows.conftest import command, pretrain, profile  # noqa: F401
 from tests.flows.micro import losses, wait_for_step
 from tests.slurm.cluster import WITH_PARENT, Cluster, missing
@@ -53,10 +57,9 @@ class Run:
 
     def train(self, watch=lambda: None):
         """One attempt, as the flow's step makes it."""
-        from tasks import training
 
-        key = f"key-of-{self.profile.name}"
-        return training.run(self.profile, self.lab.store, self.folder, key, self.lab.dataset, watch=watch)
+        context = Context(self.profile, self.lab.store, self.folder, watch=watch)
+        return TrainingStep(self.lab.dataset, self.folder.name).run(context)
 
     @property
     def log(self) -> str:
@@ -93,12 +96,13 @@ class Lab:
     """A store with the tokens of the profile `micro` in it."""
 
     def __init__(self, path: Path, folder: Path) -> None:
-        from tasks import dataset, tokenizer
         from tasks.store.store import Store
 
         self.path, self.store = path, Store(str(folder))
         micro = resolve.load(str(path))
-        self.dataset = dataset.run(micro, self.store, tokenizer.run(micro, self.store))
+        self.dataset = DatasetStep(TokenizerStep().run(Context(micro, self.store))).run(
+            Context(micro, self.store)
+        )
 
     def run(self, name: str, *overrides: str) -> Run:
         """A run of this name, on the cluster unless the overrides say otherwise."""

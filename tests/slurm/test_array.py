@@ -9,10 +9,11 @@ from huggingface_hub import HfFileSystem
 
 from flows.secrets import HUB_BLOCK, hub_token
 from profiles import resolve
-from tasks import dataset, tokenizer
+from tasks.dataset import DatasetStep
 from tasks.sources.shard import SourceError
+from tasks.step import Context
 from tasks.store.store import Store
-from tasks.tokenization.slurm_array import SlurmArray
+from tasks.tokenizer import TokenizerStep
 from tests.flows.micro import PROFILE
 from tests.flows.test_continual import write_texts
 from tests.hub import TOKEN, Hub
@@ -33,9 +34,11 @@ def corpus(tmp_path):
 
 def test_an_array_makes_the_tokens_that_this_machine_would(cluster, corpus, tmp_path):
     there, here = Store(str(tmp_path / "there")), Store(str(tmp_path / "here"))
-    array = SlurmArray(corpus.cluster, there, "hf_planted")
-    made = dataset.run(corpus, there, tokenizer.run(corpus, there), spread=array)
-    same = dataset.run(corpus, here, tokenizer.run(corpus, here))
+    made = DatasetStep(TokenizerStep().run(Context(corpus, there))).run(
+        Context(corpus, there, token="hf_planted")
+    )
+    local = corpus.model_copy(update={"cluster": corpus.cluster.model_copy(update={"launcher": "local"})})
+    same = DatasetStep(TokenizerStep().run(Context(local, here))).run(Context(local, here))
     assert made.key == same.key
     assert made.summary == same.summary
     for one in (tmp_path / "here/artifacts/tokens").rglob("*.bin"):
@@ -85,11 +88,9 @@ def test_an_array_reads_gated_data_with_the_token_and_writes_it_nowhere(
         Secret(value=TOKEN).save(HUB_BLOCK, overwrite=True)
     try:
         token, store = hub_token(profile), Store(str(tmp_path / "store"))
-        words = tokenizer.run(profile, store, token)
+        words = TokenizerStep().run(Context(profile, store, token=token))
         hub.requests.clear()
-        made = dataset.run(
-            profile, store, words, spread=SlurmArray(profile.cluster, store, token), token=token
-        )
+        made = DatasetStep(words).run(Context(profile, store, token=token))
     finally:
         if source == "block":
             Secret.delete(HUB_BLOCK)
@@ -104,20 +105,20 @@ def test_an_array_reads_gated_data_with_the_token_and_writes_it_nowhere(
 
 def test_a_damaged_source_is_named_and_not_tried_again(cluster, corpus, tmp_path):
     store = Store(str(tmp_path / "store"))
-    made = tokenizer.run(corpus, store)
+    made = TokenizerStep().run(Context(corpus, store))
     (tmp_path / "3.jsonl").write_text(json.dumps({"text": "abc"}) + "\n{broken")
     with pytest.raises(SourceError, match=r"3\.jsonl"):
-        dataset.run(corpus, store, made, spread=SlurmArray(corpus.cluster, store))
+        DatasetStep(made).run(Context(corpus, store))
 
 
 def test_arrays_of_two_flows_of_one_store_go_side_by_side(cluster, corpus, tmp_path):
     store = Store(str(tmp_path / "store"))
-    words = tokenizer.run(corpus, store)
+    words = TokenizerStep().run(Context(corpus, store))
 
     def made(pattern):
         source = f"data.sources=[{{kind: files, path: '{tmp_path}/{pattern}.jsonl'}}]"
         own = resolve.load(str(tmp_path / "five.yaml"), (*SPOT, source))
-        return dataset.run(own, store, words, spread=SlurmArray(own.cluster, store))
+        return DatasetStep(words).run(Context(own, store))
 
     with ThreadPoolExecutor() as pool:
         both = list(pool.map(made, ("[01]", "[234]")))

@@ -11,7 +11,8 @@ from modeling.conversion import formats
 from modeling.conversion.compare import differences
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks import checkpoint
+from tasks.checkpoint import CheckpointStep
+from tasks.step import Context
 from tests.modeling import nxd_shards as by_hand
 
 HEADS = {"num_attention_heads": by_hand.HEADS, "num_key_value_heads": by_hand.KV_HEADS}
@@ -46,35 +47,35 @@ def same(one: Path, other: Path) -> bool:
 
 def test_the_artifact_is_the_weights_split_as_the_profile_spreads_its_model(weights, store):
     run = profile(weights, "parallel.tensor=4", "parallel.pipeline=2", "cluster.devices_per_node=8")
-    key = checkpoint.key(run, store)
-    made = checkpoint.run(run, store, key)
+    key = CheckpointStep().key(Context(run, store))
+    made = CheckpointStep().run(Context(run, store))
     assert same(weights, store.artifacts.path(made))
     assert len(list(store.artifacts.path(made).glob("*.distcp"))) == 8
-    assert checkpoint.run(run, store, key) == made
+    assert CheckpointStep().run(Context(run, store)) == made
     # neither the place nor the topology is part of what it is
     other = weights.rename(weights.with_name("elsewhere"))
-    assert checkpoint.key(profile(other, "parallel.tensor=1"), store) == key
+    assert CheckpointStep().key(Context(profile(other, "parallel.tensor=1"), store)) == key
     state = load_file(other / "model.safetensors")
     save_file(state | {"lm_head.weight": state["lm_head.weight"] + 1}, other / "model.safetensors")
-    assert checkpoint.key(profile(other), store) != key
+    assert CheckpointStep().key(Context(profile(other), store)) != key
 
 
 def test_weights_of_nxd_take_the_profiles_model(tmp_path, weights, store):
     shards = by_hand.shards(by_hand.model(), 2, [range(4)])
     folder = by_hand.save(shards, "model/dp_rank_00_tp_rank_{t:02}_pp_rank_{p:02}.pt", tmp_path / "nxd")
     run = profile(folder)
-    assert same(weights, store.artifacts.path(checkpoint.run(run, store, checkpoint.key(run, store))))
+    assert same(weights, store.artifacts.path(CheckpointStep().run(Context(run, store))))
 
 
 def test_weights_of_another_model_are_refused_and_leave_no_artifact(weights, store):
     run = profile(weights, "model.intermediate_size=64")
     with pytest.raises(ProfileError, match=r"init\.from = .*gate_proj\.weight is of shape \(48, 32\)"):
-        checkpoint.run(run, store, checkpoint.key(run, store))
-    assert store.artifacts.find(checkpoint.KIND, checkpoint.key(run, store)) is None
+        CheckpointStep().run(Context(run, store))
+    assert store.artifacts.find(CheckpointStep.kind, CheckpointStep().key(Context(run, store))) is None
 
 
 def test_what_weights_do_not_show_is_compared_with_their_configuration(weights, store, caplog):
     caplog.set_level(logging.WARNING)
     run = profile(weights, "model.rope_theta=500000.0")
-    checkpoint.run(run, store, checkpoint.key(run, store))
+    CheckpointStep().run(Context(run, store))
     assert "model.rope_theta is 500000.0 here, 10000.0 in the weights' config.json" in caplog.text

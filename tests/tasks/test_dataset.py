@@ -13,12 +13,14 @@ import pytest
 from modeling.data.corpus import Corpus
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks import dataset, tokenizer
+from tasks.dataset import DatasetStep
 from tasks.sources import corpus as corpora
 from tasks.sources import python_docs
 from tasks.sources.shard import SourceError
+from tasks.step import Context
 from tasks.store.store import Store
 from tasks.tokenization import tokenize_shard, tokenizer_files
+from tasks.tokenizer import TokenizerStep
 from tests import s3
 from tests.modeling.data.datasets import read_sequences
 
@@ -52,7 +54,8 @@ def profile(path, *overrides):
 
 
 def make(profile, store, **more):
-    return dataset.run(profile, store, tokenizer.run(profile, store), **more)
+    context = Context(profile, store, **more)
+    return DatasetStep(TokenizerStep().run(context)).run(context)
 
 
 def documents_of(artifact, store, split):
@@ -67,8 +70,8 @@ def documents_of(artifact, store, split):
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet"])
 def test_every_document_is_there_once_in_order_and_ended(store, tmp_path, ending):
     wanted = profile(write(tmp_path / f"source/a.{ending}"))
-    tokens = tokenizer.run(wanted, store)
-    artifact = dataset.run(wanted, store, tokens)
+    tokens = TokenizerStep().run(Context(wanted, store))
+    artifact = DatasetStep(tokens).run(Context(wanted, store))
     encoder, eos = tokenizer_files.load(store.artifacts.path(tokens)), tokens.summary["eos"]
     for split, held_out in ("train", False), ("validation", True):
         texts = [text for text in DOCUMENTS if corpora.held_out(text, 0.1) is held_out]
@@ -100,8 +103,8 @@ def test_plain_text_is_a_document_a_file(store, tmp_path):
 
 def test_without_eos_documents_are_joined_as_they_are(store, tmp_path):
     wanted = profile(write(tmp_path / "a.jsonl"), "data.append_eos=false")
-    tokens = tokenizer.run(wanted, store)
-    documents = documents_of(dataset.run(wanted, store, tokens), store, "train")
+    tokens = TokenizerStep().run(Context(wanted, store))
+    documents = documents_of(DatasetStep(tokens).run(Context(wanted, store)), store, "train")
     assert not any(tokens.summary["eos"] in document for document in documents)
     assert [] in documents
 
@@ -109,11 +112,13 @@ def test_without_eos_documents_are_joined_as_they_are(store, tmp_path):
 def test_a_new_file_tokenizes_only_itself_and_moves_no_document_to_another_split(store, tmp_path):
     write(tmp_path / "source/a.jsonl", DOCUMENTS[:100])
     wanted = profile(tmp_path / "source/*.jsonl")
-    tokens = tokenizer.run(wanted, store)
-    first = dataset.run(wanted, store, tokens)
+    tokens = TokenizerStep().run(Context(wanted, store))
+    first = DatasetStep(tokens).run(Context(wanted, store))
     write(tmp_path / "source/b.jsonl", DOCUMENTS[100:])
     messages = []
-    second = dataset.run(wanted, store, tokens, lambda message, _: messages.append(message))
+    second = DatasetStep(tokens).run(
+        Context(wanted, store, progress=lambda message, _: messages.append(message))
+    )
     assert first.key != second.key
     assert any("b.jsonl" in message for message in messages)
     assert not any("a.jsonl" in message for message in messages)
@@ -125,15 +130,17 @@ def test_a_damaged_shard_is_made_again_and_only_that(store, tmp_path):
     write(tmp_path / "source/a.jsonl", DOCUMENTS[:100])
     write(tmp_path / "source/b.jsonl", DOCUMENTS[100:])
     wanted = profile(tmp_path / "source/*.jsonl")
-    tokens = tokenizer.run(wanted, store)
-    artifact = dataset.run(wanted, store, tokens)
+    tokens = TokenizerStep().run(Context(wanted, store))
+    artifact = DatasetStep(tokens).run(Context(wanted, store))
     before = documents_of(artifact, store, "train")
     shard = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())["train"][0]["path"]
     path = tmp_path / f"store/artifacts/{shard}.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    assert store.artifacts.find(dataset.KIND, artifact.key) is None
+    assert store.artifacts.find(DatasetStep.kind, artifact.key) is None
     messages = []
-    again = dataset.run(wanted, store, tokens, lambda message, _: messages.append(message))
+    again = DatasetStep(tokens).run(
+        Context(wanted, store, progress=lambda message, _: messages.append(message))
+    )
     assert again == artifact
     assert documents_of(again, store, "train") == before
     assert all("a.jsonl" in message for message in messages)
@@ -143,23 +150,23 @@ def test_a_damaged_shard_is_made_again_and_only_that(store, tmp_path):
 def test_sequence_length_makes_another_corpus_of_the_same_tokens(store, tmp_path):
     write(tmp_path / "a.jsonl")
     short, long = profile(tmp_path / "a.jsonl"), profile(tmp_path / "a.jsonl", "train.sequence_length=32")
-    tokens = tokenizer.run(short, store)
-    assert dataset.key(short, store, tokens) != dataset.key(long, store, tokens)
-    dataset.run(short, store, tokens)
+    tokens = TokenizerStep().run(Context(short, store))
+    assert DatasetStep(tokens).key(Context(short, store)) != DatasetStep(tokens).key(Context(long, store))
+    DatasetStep(tokens).run(Context(short, store))
     messages = []
-    dataset.run(long, store, tokens, lambda message, _: messages.append(message))
+    DatasetStep(tokens).run(Context(long, store, progress=lambda message, _: messages.append(message)))
     assert not any("a.jsonl" in message for message in messages)
 
 
 def test_keys_are_of_contents_not_of_names(store, tmp_path):
     path = write(tmp_path / "a.jsonl")
     wanted = profile(path)
-    tokens = tokenizer.run(wanted, store)
-    before = dataset.key(wanted, store, tokens)
+    tokens = TokenizerStep().run(Context(wanted, store))
+    before = DatasetStep(tokens).key(Context(wanted, store))
     renamed = profile(path.rename(tmp_path / "b.jsonl"))
-    assert dataset.key(renamed, store, tokens) == before
+    assert DatasetStep(tokens).key(Context(renamed, store)) == before
     write(tmp_path / "b.jsonl", DOCUMENTS[:-1])
-    assert dataset.key(renamed, store, tokens) != before
+    assert DatasetStep(tokens).key(Context(renamed, store)) != before
 
 
 def test_records_without_text_are_counted(store, tmp_path):
@@ -174,8 +181,8 @@ def test_records_without_text_are_counted(store, tmp_path):
 def test_a_long_document_and_many_batches_change_nothing(store, tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", [*DOCUMENTS, DOCUMENTS[6] * 400])
     wanted = profile(path)
-    tokens = tokenizer.run(wanted, store)
-    whole = documents_of(dataset.run(wanted, store, tokens), store, "train")
+    tokens = TokenizerStep().run(Context(wanted, store))
+    whole = documents_of(DatasetStep(tokens).run(Context(wanted, store)), store, "train")
     monkeypatch.setattr(tokenize_shard, "BATCH", 500)
     other = Store(str(tmp_path / "other"))
     assert documents_of(make(wanted, other), other, "train") == whole
@@ -204,10 +211,10 @@ def test_damaged_source_is_refused_by_file_and_place_and_leaves_nothing(
     store, tmp_path, name, content, message
 ):
     good = profile(write(tmp_path / "good.jsonl"))
-    tokens = tokenizer.run(good, store)
+    tokens = TokenizerStep().run(Context(good, store))
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SourceError, match=message):
-        dataset.run(profile(tmp_path / name), store, tokens)
+        DatasetStep(tokens).run(Context(profile(tmp_path / name), store))
     assert not list((store.artifacts.path(tokens).parent.parent / "tokens").glob("*/train.bin"))
 
 
@@ -243,17 +250,17 @@ def test_a_weighted_source_that_would_not_be_read_is_refused_before_training(sto
         ]
         return profile(tmp_path / "a.jsonl", f"data.sources={json.dumps(sources)}")
 
-    tokens = tokenizer.run(blended(1), store)
+    tokens = TokenizerStep().run(Context(blended(1), store))
     with pytest.raises(
         ProfileError, match=r"sequence_length = 16: data\.sources\.1 has a weight and holds \d+ tok"
     ):
-        dataset.run(blended(1), store, tokens)
+        DatasetStep(tokens).run(Context(blended(1), store))
     with pytest.raises(
         ProfileError, match=r"data\.sources\.1\.weight = 1e-07: .*never be read; .*: 2\.9e-06"
     ):
-        dataset.key(blended(1e-7), store, tokens)
+        DatasetStep(tokens).key(Context(blended(1e-7), store))
     write(tmp_path / "b.jsonl", DOCUMENTS[:100])
-    assert dataset.run(blended(2.9e-6), store, tokens).summary["shards"] == 2
+    assert DatasetStep(tokens).run(Context(blended(2.9e-6), store)).summary["shards"] == 2
 
 
 @pytest.mark.parametrize(
@@ -273,9 +280,9 @@ def test_data_that_would_be_fetched_again_and_again_is_refused(tmp_path, monkeyp
     with s3.bucket(monkeypatch) as bucket:
         there = Store(f"{bucket}/store", tmp_path / "work")
         wanted = profile(texts, "data.cache_gigabytes=1e-5", f"data.shuffle_tokens={shuffle}")
-        tokens = tokenizer.run(wanted, there)
+        tokens = TokenizerStep().run(Context(wanted, there))
         with pytest.raises(ProfileError, match=message) if message else nullcontext():
-            dataset.run(wanted, there, tokens)
+            DatasetStep(tokens).run(Context(wanted, there))
 
 
 def test_python_docs_are_much_english_text_in_a_fixed_order_without_repetition():
@@ -295,7 +302,7 @@ def test_files_on_s3(store, tmp_path, monkeypatch):
         with fsspec.open(f"{bucket}/texts/a.jsonl.gz", "wb") as file:
             file.write(local.read_bytes())
         there, here = profile(f"{bucket}/texts/*.gz"), profile(local)
-        tokens = tokenizer.run(there, store)
-        documents = documents_of(dataset.run(there, store, tokens), store, "train")
-    assert documents == documents_of(dataset.run(here, store, tokens), store, "train")
+        tokens = TokenizerStep().run(Context(there, store))
+        documents = documents_of(DatasetStep(tokens).run(Context(there, store)), store, "train")
+    assert documents == documents_of(DatasetStep(tokens).run(Context(here, store)), store, "train")
     assert len(documents) > 150

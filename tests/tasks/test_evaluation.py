@@ -7,10 +7,15 @@ import time
 import pytest
 
 from profiles import resolve
-from tasks import dataset, evaluation, tokenizer, training
-from tasks.failures import Hopeless
+from tasks import evaluation
+from tasks.dataset import DatasetStep
+from tasks.evaluation import EvaluationStep
+from tasks.failures import FatalError
 from tasks.launchers import create, latest_jobs
+from tasks.step import Context
 from tasks.store.store import Store
+from tasks.tokenizer import TokenizerStep
+from tasks.training import TrainingStep
 from tests.flows.micro import write_profile
 
 
@@ -20,7 +25,11 @@ def lab(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab")
     profile = resolve.load(str(write_profile(folder)), ["evaluate.every=0"])
     store = Store(str(folder / "store"))
-    return profile, store, dataset.run(profile, store, tokenizer.run(profile, store))
+    return (
+        profile,
+        store,
+        DatasetStep(TokenizerStep().run(Context(profile, store))).run(Context(profile, store)),
+    )
 
 
 def run_folder(profile, store, name):
@@ -31,16 +40,20 @@ def run_folder(profile, store, name):
 
 def test_a_run_without_a_checkpoint_is_refused_in_words_and_not_tried_again(lab):
     profile, store, tokens = lab
-    with pytest.raises(Hopeless, match=r"^run empty has no complete checkpoint to evaluate"):
-        evaluation.run(profile, store, run_folder(profile, store, "empty"), "key-of-empty", tokens)
+    with pytest.raises(FatalError, match=r"^run empty has no complete checkpoint to evaluate"):
+        EvaluationStep(tokens, "identity").run(Context(profile, store, run_folder(profile, store, "empty")))
 
 
-def abandoned(profile, store, folder, key, tokens):
+def evaluate(profile, store, folder, identity, tokens):
+    return EvaluationStep(tokens, identity).run(Context(profile, Store(store), folder))
+
+
+def abandoned(profile, store, folder, identity, tokens):
     """An evaluation whose orchestrator is killed as soon as the job runs."""
     note = folder / "logs/evaluate.job.json"
     note.unlink(missing_ok=True)
-    arguments = (profile, store, folder, key, tokens)
-    orchestrator = multiprocessing.get_context("spawn").Process(target=evaluation.run, args=arguments)
+    arguments = (profile, store.uri, folder, identity, tokens)
+    orchestrator = multiprocessing.get_context("spawn").Process(target=evaluate, args=arguments)
     orchestrator.start()
     while not note.exists():
         assert orchestrator.is_alive()
@@ -54,19 +67,19 @@ def abandoned(profile, store, folder, key, tokens):
 def test_whoever_comes_later_joins_the_evaluation_or_takes_what_it_left(lab, caplog):
     profile, store, tokens = lab
     folder = run_folder(profile, store, "trained")
-    training.run(profile, store, folder, "key-of-training", tokens)
+    TrainingStep(tokens, "identity").run(Context(profile, store, folder))
     log = folder / "logs/evaluate.log"
 
-    abandoned(profile, store, folder, "key-one", tokens)
-    joined = evaluation.run(profile, store, folder, "key-one", tokens)
+    abandoned(profile, store, folder, "one", tokens)
+    joined = evaluate(profile, store.uri, folder, "one", tokens)
     assert "evaluate is already running: re-attached to it" in caplog.text
     assert log.read_text().count("validation loss") == 1
     assert joined.summary["step"] == profile.train.steps
 
-    handle, launcher = abandoned(profile, store, folder, "key-two", tokens), create("local")
+    handle, launcher = abandoned(profile, store, folder, "two", tokens), create("local")
     while launcher.poll(handle).running:
         time.sleep(0.1)
-    taken = evaluation.run(profile, store, folder, "key-two", tokens)
+    taken = evaluate(profile, store.uri, folder, "two", tokens)
     assert log.read_text().count("validation loss") == 2
     assert taken.summary == joined.summary
     assert (

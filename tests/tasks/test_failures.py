@@ -6,12 +6,12 @@ import pytest
 
 from modeling import exit_codes
 from profiles import resolve
-from tasks.failures import Hopeless, classified
+from tasks.failures import FatalError, classify
 from tasks.launchers import Handle, Job, JobFailed, Status, causes
 
 
 def failure(code: int | None, detail: str = "") -> JobFailed:
-    return classified(resolve.load("tiny"), JobFailed("train: rank 1 ended; its log: x", detail, code))
+    return classify(resolve.load("tiny"), JobFailed("train: rank 1 ended; its log: x", detail, code))
 
 
 def told(folder: Path, *log: str, code: int = 1) -> JobFailed:
@@ -56,7 +56,7 @@ OOM_KILL = (
 )
 def test_want_of_memory_is_found_whoever_tells_of_it(tmp_path, log):
     found = told(tmp_path, *log)
-    assert isinstance(classified(resolve.load("tiny"), found), Hopeless)
+    assert isinstance(classify(resolve.load("tiny"), found), FatalError)
     assert len(found.detail.splitlines()) <= causes.DETAIL_LINES + 1
 
 
@@ -65,7 +65,7 @@ def test_what_a_rank_outlived_is_not_why_it_failed(tmp_path):
     lines += tuple(f"[rank 3] step {step}/100  loss 5" for step in range(50))
     found = told(tmp_path, *lines, report(3, -9, "10:00:00"))
     assert "rank 3 on n2 was killed by SIGKILL" in str(found)
-    assert not isinstance(classified(resolve.load("tiny"), found), Hopeless)
+    assert not isinstance(classify(resolve.load("tiny"), found), FatalError)
 
 
 def test_a_failure_after_a_job_was_queued_again_is_that_of_its_last_start(tmp_path):
@@ -77,7 +77,7 @@ def test_a_failure_after_a_job_was_queued_again_is_that_of_its_last_start(tmp_pa
     assert found.exit_code == 71
     assert found.detail == "[rank 3] out of memory"
     killed = told(tmp_path, *first, *last, report(2, -9, "11:00:00"))
-    assert not isinstance(classified(resolve.load("tiny"), killed), Hopeless)
+    assert not isinstance(classify(resolve.load("tiny"), killed), FatalError)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_failure_after_a_job_was_queued_again_is_that_of_its_last_start(tmp_pa
 )
 def test_want_of_memory_is_not_retried_and_names_what_takes_less(code, detail):
     found = failure(code, detail)
-    assert isinstance(found, Hopeless)
+    assert isinstance(found, FatalError)
     for change in ("train.micro_batch_size=2", "train.recompute=selective"):
         assert f"{change} (planned " in str(found)
     assert "rank 1 ended" in str(found)
@@ -100,10 +100,10 @@ def test_what_is_refused_is_said_in_its_own_words_and_not_retried():
         exit_codes.REJECTED,
         "[rank 0] rejected\n[rank 0] ValueError: checkpoint.resume = 7: complete are 4, 8",
     )
-    assert isinstance(found, Hopeless)
+    assert isinstance(found, FatalError)
     assert str(found).startswith("checkpoint.resume = 7: complete are 4, 8 (")
 
 
 @pytest.mark.parametrize("code", [-9, 1, None, exit_codes.HUNG, exit_codes.INTERRUPTED])
 def test_everything_else_is_retried(code):
-    assert not isinstance(failure(code), Hopeless)
+    assert not isinstance(failure(code), FatalError)

@@ -1,6 +1,5 @@
 """Graphs compiled ahead of time, and training that finds them: one compile for the whole file, and parts of it anew."""
 
-import json
 import logging
 import os
 import signal
@@ -15,6 +14,8 @@ import pytest
 
 from profiles.resolve import load
 from tasks import graphs, keys
+from tasks.graphs import GraphsStep
+from tasks.step import Context
 from tasks.store.store import Store
 from tests.modeling import micro
 
@@ -31,16 +32,16 @@ class Place:
 
     def compile(self, run: Path):
         profile = load(str(run / "profile.yaml"))
-        return graphs.run(profile, self.store, run, keys.graphs(profile))
+        return GraphsStep().run(Context(profile, self.store))
 
     def forget(self, run: Path, *programs: str) -> None:
         """Remove the run's artifact, and those of programs."""
         profile = load(str(run / "profile.yaml"))
-        found = self.store.artifacts.find(graphs.KIND, keys.graphs(profile))
+        found = self.store.artifacts.find(GraphsStep.kind, keys.graphs(profile))
         for entry in found.summary["programs"]:
             if entry["name"] in programs:
                 self.store.artifacts.remove(graphs.PROGRAM, entry["key"])
-        self.store.artifacts.remove(graphs.KIND, keys.graphs(profile))
+        self.store.artifacts.remove(GraphsStep.kind, keys.graphs(profile))
 
     def train(self, run: Path, artifact=None, processes: int = 2) -> str:
         arguments = ["--run-folder", run, "--dataset", self.dataset]
@@ -78,7 +79,6 @@ def test_the_summary_counts_graphs_and_says_what_each_took(compiled, run, caplog
     for entry in summary["programs"]:
         assert entry["seconds"] > 0
         assert entry["peak_bytes"] > 100 << 20
-    assert json.loads((run / graphs.RECORD).read_text())["total"] == 6
     slowest = max(summary["programs"], key=lambda entry: entry["seconds"])["name"]
     assert f"slowest: {slowest}" in graphs.sentence(summary)
 
@@ -135,13 +135,13 @@ def test_three_tasks_at_once_compile_a_graph_once(place, run, compiled, tmp_path
 def test_what_failed_is_recorded_and_a_retry_compiles_only_that(place, run, compiled, tmp_path):
     place.forget(run, LOSS)
     tight = micro.run_folder(tmp_path, *SETTINGS, "compile.memory_gib=0.3")
+    profile, tables = load(str(tight / "profile.yaml")), []
     with pytest.raises(graphs.GraphsFailed, match=LOSS):
-        place.compile(tight)
-    summary = json.loads((tight / graphs.RECORD).read_text())
-    assert (summary["total"], summary["successful"], summary["failed"]) == (6, 5, 1)
-    assert next(entry for entry in summary["programs"] if entry["name"] == LOSS)["error"]
-    profile = load(str(tight / "profile.yaml"))
-    assert place.store.artifacts.find(graphs.KIND, keys.graphs(profile)) is None
+        GraphsStep().run(Context(profile, place.store, table=lambda *table: tables.append(table)))
+    ((_, title, rows),) = tables
+    assert "6 in all, 5 successful, 1 failed" in title
+    assert [row["program"] for row in rows if row["error"]] == [LOSS]
+    assert place.store.artifacts.find(GraphsStep.kind, keys.graphs(profile)) is None
 
     retried = place.compile(run)
     assert {name for name, how in status(retried.summary).items() if how == "compiled"} == {LOSS}
@@ -152,10 +152,10 @@ def test_a_killed_compile_leaves_no_lock(place, run, compiled, caplog):
     place.forget(run, LOSS)
     code = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True);"
-        "from pathlib import Path; from profiles.resolve import load; from tasks import graphs, keys;"
-        "from tasks.store.store import Store;"
-        f"run = Path({str(run)!r}); profile = load(str(run / 'profile.yaml'));"
-        f"graphs.run(profile, Store({str(place.folder / 'store')!r}), run, keys.graphs(profile))"
+        "from profiles.resolve import load; from tasks.graphs import GraphsStep;"
+        "from tasks.step import Context; from tasks.store.store import Store;"
+        f"profile = load({str(run / 'profile.yaml')!r});"
+        f"GraphsStep().run(Context(profile, Store({str(place.folder / 'store')!r})))"
     )
     process = subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
@@ -185,7 +185,10 @@ def test_a_cancelled_compile_ends_its_processes(place, run, compiled, caplog):
     finally:
         signal.signal(signal.SIGINT, before)
     left = subprocess.run(
-        ["pgrep", "-f", f"modeling.tracing.compile.*{run}"], capture_output=True, text=True, check=False
+        ["pgrep", "-f", f"modeling.tracing.compile.*{place.folder}"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert left.stdout == ""
 

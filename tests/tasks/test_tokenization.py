@@ -14,15 +14,17 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from profiles.errors import ProfileError
-from tasks import dataset, tokenizer
+from tasks.dataset import DatasetStep
 from tasks.sources import long_text
 from tasks.sources.long_text import Cutter
 from tasks.sources.shard import SourceError
+from tasks.step import Context
 from tasks.store.store import Store
 from tasks.tokenization import engines, tokenize_shard, tokenizer_files
 from tasks.tokenization.dataset_plan import DatasetPlan
 from tasks.tokenization.tokenizer_files import EOS, byte_level
 from tasks.tokenization.worker_pool import WorkerFailed, WorkerPool
+from tasks.tokenizer import TokenizerStep
 from tests.modeling.data.datasets import read_sequences
 from tests.tasks.source_files import files, lines, profile
 
@@ -49,7 +51,8 @@ DOCUMENTS = [PROSE[at : at + 300] for at in range(0, 60_000, 300)]
 
 
 def make(wanted, store, **more):
-    return dataset.run(wanted, store, tokenizer.run(wanted, store), **more)
+    context = Context(wanted, store, **more)
+    return DatasetStep(TokenizerStep().run(context)).run(context)
 
 
 def documents_of(artifact, store, split="train"):
@@ -299,8 +302,8 @@ def test_special_tokens_written_in_a_text_are_text(store, tmp_path):
     texts = [f"before {EOS} after{EOS}", *DOCUMENTS]
     (tmp_path / "a.jsonl").write_bytes(lines(texts))
     wanted = profile(files(tmp_path / "a.jsonl"), validation_fraction=0)
-    words = tokenizer.run(wanted, store)
-    made = documents_of(dataset.run(wanted, store, words), store)
+    words = TokenizerStep().run(Context(wanted, store))
+    made = documents_of(DatasetStep(words).run(Context(wanted, store)), store)
     eos = words.summary["eos"]
     assert all(document.count(eos) == 1 and document[-1] == eos for document in made)
     assert (
@@ -312,11 +315,11 @@ def test_special_tokens_written_in_a_text_are_text(store, tmp_path):
 def test_bos_and_eos_stand_where_they_are_asked_for(store, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(DOCUMENTS))
     source = files(tmp_path / "a.jsonl")
-    words = tokenizer.run(profile(source), store)
+    words = TokenizerStep().run(Context(profile(source), store))
     bos, eos = words.summary["bos"], words.summary["eos"]
 
     def made(**options):
-        return documents_of(dataset.run(profile(source, **options), store, words), store)
+        return documents_of(DatasetStep(words).run(Context(profile(source, **options), store)), store)
 
     plain = made(append_eos=False)
     assert made(prepend_bos=True) == [[bos, *document, eos] for document in plain]
@@ -329,8 +332,8 @@ def test_duplicates_short_texts_and_missing_ones_are_left_out_and_counted(store,
     (tmp_path / "b.jsonl").write_bytes(lines([*second, "half a pair: \ud800"]) + b'{"n": 1}\n')
     source = files(tmp_path / "*.jsonl")
     options = {"deduplicate": True, "minimum_length": 6, "validation_fraction": 0}
-    words = tokenizer.run(profile(source, **options), store)
-    artifact = dataset.run(profile(source, **options), store, words)
+    words = TokenizerStep().run(Context(profile(source, **options), store))
+    artifact = DatasetStep(words).run(Context(profile(source, **options), store))
     summary = artifact.summary
     assert (summary["documents"], summary["duplicates"], summary["short"]) == (120, 12, 1)
     assert summary["missing"] == 2
@@ -340,18 +343,18 @@ def test_duplicates_short_texts_and_missing_ones_are_left_out_and_counted(store,
     whole = [*first, *DOCUMENTS[60:120]]
     (tmp_path / "c.jsonl").write_bytes(lines(whole))
     other = profile(files(tmp_path / "c.jsonl"), validation_fraction=0)
-    assert documents_of(artifact, store) == documents_of(dataset.run(other, store, words), store)
+    assert documents_of(artifact, store) == documents_of(DatasetStep(words).run(Context(other, store)), store)
 
 
 def test_data_that_repeats_others_makes_only_the_shards_again_that_lose_a_document(store, tmp_path):
     for name, part in ("a", DOCUMENTS[:50]), ("c", DOCUMENTS[50:100]), ("d", DOCUMENTS[100:150]):
         (tmp_path / f"{name}.jsonl").write_bytes(lines(part))
     wanted = profile(files(tmp_path / "*.jsonl"), deduplicate=True, validation_fraction=0)
-    words = tokenizer.run(wanted, store)
-    dataset.run(wanted, store, words)
+    words = TokenizerStep().run(Context(wanted, store))
+    DatasetStep(words).run(Context(wanted, store))
     before = {path.name for path in (tmp_path / "store/artifacts/tokens").iterdir()}
     (tmp_path / "b.jsonl").write_bytes(lines([DOCUMENTS[120], "something else entirely"]))
-    artifact = dataset.run(wanted, store, words)
+    artifact = DatasetStep(words).run(Context(wanted, store))
     after = {path.name for path in (tmp_path / "store/artifacts/tokens").iterdir()}
     assert len(after - before) == 2  # b itself, and d without the document that b has now
     assert artifact.summary["documents"] == 151
@@ -360,10 +363,12 @@ def test_data_that_repeats_others_makes_only_the_shards_again_that_lose_a_docume
 def test_too_many_records_without_text_stop_the_step(store, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines([*DOCUMENTS, *[None] * 60]))
     source = files(tmp_path / "a.jsonl")
-    words = tokenizer.run(profile(source), store)
+    words = TokenizerStep().run(Context(profile(source), store))
     with pytest.raises(ProfileError, match=r"maximum_missing = 0\.1: .*60 records without text of 260"):
-        dataset.run(profile(source), store, words)
-    assert dataset.run(profile(source, maximum_missing=0.3), store, words).summary["missing"] == 60
+        DatasetStep(words).run(Context(profile(source), store))
+    assert (
+        DatasetStep(words).run(Context(profile(source, maximum_missing=0.3), store)).summary["missing"] == 60
+    )
 
 
 def many(tmp_path, count=5):
@@ -374,10 +379,10 @@ def many(tmp_path, count=5):
 
 def test_shards_done_by_several_processes_are_those_done_by_one(store, tmp_path):
     wanted = many(tmp_path)
-    words = tokenizer.run(wanted, store)
+    words = TokenizerStep().run(Context(wanted, store))
     shown = []
-    made = dataset.run(wanted, store, words, lambda text, done: shown.append(done))
-    plan = dataset.plan(wanted, store, words)
+    made = DatasetStep(words).run(Context(wanted, store, progress=lambda text, done: shown.append(done)))
+    plan = DatasetStep(words).plan(Context(wanted, store))
     other = Store(str(tmp_path / "other"))
     with other.artifacts.publish(words.kind, words.key, words.summary) as folder:
         for path in store.artifacts.path(words).iterdir():
@@ -414,7 +419,7 @@ def test_which_engine_was_used_and_why_is_said_once_whoever_tokenizes(store, tmp
 
 def test_a_plan_can_be_written_down_and_worked_from_elsewhere(store, tmp_path, capsys):
     wanted = many(tmp_path)
-    plan = dataset.plan(wanted, store, tokenizer.run(wanted, store))
+    plan = DatasetStep(TokenizerStep().run(Context(wanted, store))).plan(Context(wanted, store))
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan.to_json()))
     assert DatasetPlan.from_json(json.loads(path.read_text())) == plan
@@ -425,7 +430,7 @@ def test_a_plan_can_be_written_down_and_worked_from_elsewhere(store, tmp_path, c
 
 def test_a_worker_that_dies_takes_only_its_shard_with_it(store, tmp_path):
     wanted = many(tmp_path)
-    plan = dataset.plan(wanted, store, tokenizer.run(wanted, store))
+    plan = DatasetStep(TokenizerStep().run(Context(wanted, store))).plan(Context(wanted, store))
     with WorkerPool(plan, store, 1) as workers:
         workers.run("tokenize", 0)
         (worker,) = workers._workers
@@ -437,10 +442,10 @@ def test_a_worker_that_dies_takes_only_its_shard_with_it(store, tmp_path):
 
 def test_what_a_worker_refuses_is_refused_here(store, tmp_path):
     wanted = many(tmp_path)
-    words = tokenizer.run(wanted, store)
+    words = TokenizerStep().run(Context(wanted, store))
     (tmp_path / "2.jsonl").write_bytes(b'{"text": ')
     with pytest.raises(SourceError, match=re.escape("2.jsonl, line 1: is not JSON")):
-        dataset.run(wanted, store, words)
+        DatasetStep(words).run(Context(wanted, store))
     (tmp_path / "2.jsonl").write_bytes(b'{"other": "a"}\n')
     with pytest.raises(ProfileError, match=r"data\.text = text: .*2\.jsonl has no such column"):
-        dataset.run(wanted, store, words)
+        DatasetStep(words).run(Context(wanted, store))

@@ -11,11 +11,14 @@ from tokenizers import Tokenizer, models
 
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks import dataset, tokenizer
+from tasks import tokenizer
+from tasks.dataset import DatasetStep
 from tasks.sources import python_docs
+from tasks.step import Context
 from tasks.store.store import Store
 from tasks.tokenization import tokenizer_files
 from tasks.tokenization.tokenizer_files import EOS, byte_level
+from tasks.tokenizer import TokenizerStep
 from tests import s3
 from tests.hub import TOKEN, Hub
 
@@ -94,7 +97,7 @@ def encode(encoder, text):
 def test_trained_tokenizer_loads_everywhere_and_loses_nothing(store, texts):
     from transformers import AutoTokenizer
 
-    artifact = tokenizer.run(profile("tokenizer.vocabulary_size=700", *texts), store)
+    artifact = TokenizerStep().run(Context(profile("tokenizer.vocabulary_size=700", *texts), store))
     assert artifact.summary["vocabulary_size"] == 700
     own = tokenizer_files.load(store.artifacts.path(artifact))
     theirs = AutoTokenizer.from_pretrained(store.artifacts.path(artifact))
@@ -107,33 +110,40 @@ def test_trained_tokenizer_loads_everywhere_and_loses_nothing(store, texts):
 
 def test_training_is_deterministic_and_sees_no_held_out_document(store, tmp_path, texts):
     overrides = ["tokenizer.vocabulary_size=700", *texts]
-    first = store.artifacts.path(tokenizer.run(profile(*overrides), store)) / "tokenizer.json"
+    first = store.artifacts.path(TokenizerStep().run(Context(profile(*overrides), store))) / "tokenizer.json"
     other = Store(str(tmp_path / "other"))
-    second = other.artifacts.path(tokenizer.run(profile(*overrides), other)) / "tokenizer.json"
+    second = other.artifacts.path(TokenizerStep().run(Context(profile(*overrides), other))) / "tokenizer.json"
     assert first.read_bytes() == second.read_bytes()
     nothing_left = profile(*overrides, "data.validation_fraction=0.999999")
-    artifact = tokenizer.run(nothing_left, store)
+    artifact = TokenizerStep().run(Context(nothing_left, store))
     assert artifact.summary["vocabulary_size"] == 257  # the bytes and EOS: there was no text to learn from
 
 
-def test_key_is_of_contents_not_of_paths(texts, tmp_path):
+def test_key_is_of_contents_not_of_paths(texts, tmp_path, store):
     size = "tokenizer.vocabulary_size=700"
-    key = tokenizer.key(profile(size, *texts))
-    assert tokenizer.key(profile(size, "train.seed=7", *texts)) == key
-    assert tokenizer.key(profile("tokenizer.vocabulary_size=701", *texts)) != key
+    key = TokenizerStep().key(Context(profile(size, *texts), store))
+    assert TokenizerStep().key(Context(profile(size, "train.seed=7", *texts), store)) == key
+    assert TokenizerStep().key(Context(profile("tokenizer.vocabulary_size=701", *texts), store)) != key
     (tmp_path / "texts").rename(tmp_path / "moved")
     moved = f"data.sources=[{{kind: files, path: '{tmp_path}/moved/*.txt'}}]"
-    assert tokenizer.key(profile(size, moved)) == key
+    assert TokenizerStep().key(Context(profile(size, moved), store)) == key
 
 
 def test_second_run_takes_the_first_ones_result(store, texts):
     small = profile("tokenizer.vocabulary_size=700", *texts)
     messages = []
-    first = tokenizer.run(small, store, progress=lambda message, fraction: messages.append(fraction))
+    first = Tokenizer().run(
+        Context(small, store, progress=lambda message, fraction: messages.append(fraction))
+    )
     assert messages[0] == 0.0
     assert messages[-1] == 1.0
     messages.clear()
-    assert tokenizer.run(small, store, progress=lambda message, fraction: messages.append(fraction)) == first
+    assert (
+        TokenizerStep().run(
+            Context(small, store, progress=lambda message, fraction: messages.append(fraction))
+        )
+        == first
+    )
     assert not messages
 
 
@@ -149,7 +159,7 @@ def test_folder_in_every_form_gives_the_same_tokens(store, folder, gpt2_files, n
     from transformers import AutoTokenizer
 
     source = folder({new: gpt2_files[old] for old, new in names.items()})
-    artifact = tokenizer.run(from_source(source), store)
+    artifact = TokenizerStep().run(Context(from_source(source), store))
     original = Tokenizer.from_str(gpt2_files["tokenizer.json"].decode())
     made = tokenizer_files.load(store.artifacts.path(artifact))
     theirs = AutoTokenizer.from_pretrained(store.artifacts.path(artifact))
@@ -182,7 +192,7 @@ def test_sentencepiece_model_gives_sentencepieces_tokens(store, tmp_path):
     source = tmp_path / "llama"
     source.mkdir()
     (source / "tokenizer.model").write_bytes(model.getvalue())
-    artifact = tokenizer.run(from_source(source), store)
+    artifact = TokenizerStep().run(Context(from_source(source), store))
     reference = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     made = tokenizer_files.load(store.artifacts.path(artifact))
     for text in [*TEXT, " leading", "   ", *documents]:
@@ -199,7 +209,9 @@ def test_truncation_and_padding_of_a_source_cut_no_document(store, folder, gpt2_
     cutting.enable_truncation(4)
     cutting.enable_padding(length=4)
     source = folder({"tokenizer.json": cutting.to_str().encode()})
-    made = tokenizer_files.load(store.artifacts.path(tokenizer.run(from_source(source), store)))
+    made = tokenizer_files.load(
+        store.artifacts.path(TokenizerStep().run(Context(from_source(source), store)))
+    )
     assert len(encode(made, TEXT[0] * 9)) > 4
     assert len(encode(made, "a")) == 1
 
@@ -220,7 +232,7 @@ def test_eos_is_the_one_that_the_source_names(store, folder, gpt2_files, name, c
     token = next(token for token, i in state["model"]["vocab"].items() if i == 300)
     content = json.dumps(content).replace('"dog"', json.dumps(token))
     source = folder({"tokenizer.json": gpt2_files["tokenizer.json"], name: content.encode()})
-    artifact = tokenizer.run(from_source(source), store)
+    artifact = TokenizerStep().run(Context(from_source(source), store))
     assert artifact.summary["eos"] == 300
     assert "auto_map" not in (store.artifacts.path(artifact) / "tokenizer_config.json").read_text()
 
@@ -233,12 +245,14 @@ def test_hub_repository_at_a_pinned_revision(store, hub, gpt2_files):
     }
     pinned = hub.commit("org/name", files)
     newest = hub.commit("org/name", {**files, "README.md": b"newer"})
-    artifact = tokenizer.run(from_source("org/name", f"tokenizer.revision={pinned}"), store)
+    artifact = TokenizerStep().run(Context(from_source("org/name", f"tokenizer.revision={pinned}"), store))
     assert artifact.summary["revision"] == pinned
     assert (store.artifacts.path(artifact) / "tokenizer.json").read_bytes() == files["tokenizer.json"]
     read = {path.rpartition("/")[2] for _, path, _ in hub.requests if "/resolve/" in path}
     assert read == {"tokenizer.json"}
-    latest = tokenizer.run(from_source("org/name"), store)  # no revision: the newest one, by its commit
+    latest = Tokenizer().run(
+        Context(from_source("org/name"), store)
+    )  # no revision: the newest one, by its commit
     assert latest.summary["revision"] == newest
     assert latest.key != artifact.key
 
@@ -246,9 +260,9 @@ def test_hub_repository_at_a_pinned_revision(store, hub, gpt2_files):
 def test_pinned_hub_tokenizer_in_the_store_needs_no_hub(store, hub, gpt2_files):
     pinned = hub.commit("org/name", {"tokenizer.json": gpt2_files["tokenizer.json"]})
     wanted = from_source("org/name", f"tokenizer.revision={pinned}")
-    first = tokenizer.run(wanted, store)
+    first = TokenizerStep().run(Context(wanted, store))
     hub.requests.clear()
-    assert tokenizer.run(wanted, store) == first
+    assert TokenizerStep().run(Context(wanted, store)) == first
     assert not hub.requests
 
 
@@ -257,15 +271,17 @@ def test_gated_repository_needs_the_token_which_is_never_shown(store, hub, gpt2_
     pinned = hub.commit("org/gated", {"tokenizer.json": gpt2_files["tokenizer.json"]}, gated=True)
     wanted = from_source("org/gated", f"tokenizer.revision={pinned}")
     with pytest.raises(ProfileError, match=r"tokenizer\.source = org/gated: is gated.*HF_TOKEN"):
-        tokenizer.run(wanted, store)
-    artifact = tokenizer.run(wanted, store, token=TOKEN)
+        TokenizerStep().run(Context(wanted, store))
+    artifact = TokenizerStep().run(Context(wanted, store, token=TOKEN))
     assert {token for _, _, token in hub.requests if token} == {TOKEN}
     shown = [caplog.text, str(artifact), *(f.read_text() for f in store.artifacts.path(artifact).iterdir())]
     assert not any(TOKEN in text for text in shown)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     again = hub.commit("org/gated", {"tokenizer.json": gpt2_files["tokenizer.json"], "a": b""}, gated=True)
     assert (
-        tokenizer.run(from_source("org/gated", f"tokenizer.revision={again}"), store).summary["revision"]
+        TokenizerStep()
+        .run(Context(from_source("org/gated", f"tokenizer.revision={again}"), store))
+        .summary["revision"]
         == again
     )
 
@@ -287,14 +303,14 @@ def test_source_without_a_tokenizer_is_refused(store, hub, gpt2_files, source, r
     hub.commit("org/name", {"tokenizer.json": gpt2_files["tokenizer.json"]})
     hub.commit("org/weights", {"config.json": b"{}"})
     with pytest.raises(ProfileError, match=message):
-        tokenizer.run(from_source(source, f"tokenizer.revision={revision or 'null'}"), store)
+        TokenizerStep().run(Context(from_source(source, f"tokenizer.revision={revision or 'null'}"), store))
 
 
 def test_damaged_tokenizer_is_refused_by_file(store, folder):
     with pytest.raises(ProfileError, match=r"tokenizer\.json cannot be read"):
-        tokenizer.run(from_source(folder({"tokenizer.json": b'{"version": 1'})), store)
+        TokenizerStep().run(Context(from_source(folder({"tokenizer.json": b'{"version": 1'})), store))
     with pytest.raises(ProfileError, match=r"tokenizer\.model cannot be read"):
-        tokenizer.run(from_source(folder({"tokenizer.model": b"\xff\xff"}, "other")), store)
+        TokenizerStep().run(Context(from_source(folder({"tokenizer.model": b"\xff\xff"}, "other")), store))
 
 
 def test_tokenizer_without_eos_is_refused_where_documents_are_to_be_ended(store, folder, texts):
@@ -304,16 +320,16 @@ def test_tokenizer_without_eos_is_refused_where_documents_are_to_be_ended(store,
         ("true", r"data\.append_eos = true: .*/source names no EOS token"),
     ):
         wanted = from_source(source, f"data.append_eos={append}", *texts)
-        made = tokenizer.run(wanted, store)
+        made = TokenizerStep().run(Context(wanted, store))
         assert made.summary["eos"] is None
         with pytest.raises(ProfileError, match=message) if message else nullcontext():
-            dataset.key(wanted, store, made)
+            DatasetStep(made).key(Context(wanted, store))
 
 
 def test_tokenizer_larger_than_the_model_is_refused(store, folder, gpt2_files):
     source = folder({"tokenizer.json": gpt2_files["tokenizer.json"]})
     small = from_source(source, "model.vocab_size=599")
-    artifact = tokenizer.run(small, store)
+    artifact = TokenizerStep().run(Context(small, store))
     with pytest.raises(ProfileError, match=r"model\.vocab_size = 599: the tokenizer has 600 tokens.*600"):
         tokenizer.check_fits(small, artifact)
     tokenizer.check_fits(from_source(source, "model.vocab_size=600"), artifact)
@@ -326,7 +342,7 @@ def test_folder_on_s3(store, gpt2_files, monkeypatch):
         for name in "vocab.json", "merges.txt":
             with fsspec.open(f"{bucket}/tokenizers/ours/{name}", "wb") as file:
                 file.write(gpt2_files[name])
-        artifact = tokenizer.run(from_source(f"{bucket}/tokenizers/ours"), store)
+        artifact = TokenizerStep().run(Context(from_source(f"{bucket}/tokenizers/ours"), store))
         with pytest.raises(ProfileError, match=r"tokenizers/none: is no folder"):
-            tokenizer.run(from_source(f"{bucket}/tokenizers/none"), store)
+            TokenizerStep().run(Context(from_source(f"{bucket}/tokenizers/none"), store))
     assert artifact.summary["vocabulary_size"] == 600

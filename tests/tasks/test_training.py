@@ -7,9 +7,9 @@ import time
 import psutil
 import pytest
 
-from tasks import training
+from tasks.step import Context
 from tasks.store import runs
-from tasks.training import Words
+from tasks.training import LogForwarder, TrainingStep
 from tests.tasks.test_evaluation import lab, run_folder  # noqa: F401
 
 
@@ -31,7 +31,7 @@ def test_stopped_it_has_its_grace_to_save_and_no_more(lab):  # noqa: F811
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        training.run(profile, store, folder, "key-of-grace", tokens, watch=stop)
+        TrainingStep(tokens, "identity").run(Context(profile, store, folder, watch=stop))
     assert 4 <= time.monotonic() - stopped[0] < 25
 
 
@@ -39,7 +39,7 @@ def test_rank_0_speaks_without_its_steps_and_no_more_than_a_reader_can_take(tmp_
     caplog.set_level(logging.INFO)
     path = tmp_path / "train.log"
     path.write_text("[rank 0] of an earlier attempt\n")
-    words = Words(path)
+    words = LogForwarder(path)
     with path.open("a") as file:
         file.write(
             "[rank 0] resumed from step 40\n[rank 1] resumed too\n[rank 0] step 41/100  loss 5\nnot a rank's\n"

@@ -1,13 +1,24 @@
 """What runs have been trained on, and what is new to the next one."""
 
+import json
+
 import pytest
 
 from profiles.errors import ProfileError
 from profiles.resolve import check
-from tasks import dataset, tokenizer
+from tasks import dataset
+from tasks.continual import Standing, fresh
+from tasks.dataset import DatasetStep
+from tasks.step import Context
 from tasks.store import ledger
+from tasks.tokenizer import TokenizerStep
 from tests.tasks.source_files import files, lines, profile
 from tests.tasks.test_tokenization import DOCUMENTS
+
+
+def documents_of(corpus, store) -> int:
+    entries = json.loads((store.artifacts.path(corpus) / "corpus.json").read_text())["train"]
+    return sum(entry["documents"] for entry in entries)
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
@@ -16,25 +27,26 @@ def test_a_run_is_trained_on_what_is_in_no_ancestors_record(store, tmp_path, ded
     folder.mkdir()
     wanted = profile(files(folder), validation_fraction=0, deduplicate=deduplicate)
     (folder / "a.jsonl").write_bytes(lines(DOCUMENTS[:60]))
-    words = tokenizer.run(wanted, store)
-    first = dataset.run(wanted, store, words)
+    words = TokenizerStep().run(Context(wanted, store))
+    first = DatasetStep(words).run(Context(wanted, store))
     ledger.record(store, "base", "1" * 32, first)
-    with pytest.raises(dataset.NothingNew, match="nothing new: all 1 shards"):
-        dataset.run(wanted, store, words, without=ledger.trained_on(store, "1" * 32))
+    base = Standing("base", "1" * 32, 0, words.key, first.key)
+    assert fresh(store, base, first, 16) is None
 
     (folder / "b.jsonl").write_bytes(lines(DOCUMENTS[50:100]))
-    second = dataset.run(wanted, store, words, without=ledger.trained_on(store, "1" * 32))
-    assert second.summary["documents"] == 50
+    second = fresh(store, base, DatasetStep(words).run(Context(wanted, store)), 16)
+    repeated = 10 if deduplicate else 0  # documents of b that a has too
+    assert documents_of(second, store) == 50 - repeated
     ledger.record(store, "next", "2" * 32, second, parent="1" * 32)
     ledger.record(store, "rejected", "3" * 32, second, parent="1" * 32)  # a sibling is no ancestor
     assert ledger.trained_on(store, "2" * 32) > ledger.trained_on(store, "1" * 32)
     assert [entry.run for entry in ledger.lineage(store, "2" * 32)] == ["next", "base"]
 
     (folder / "c.jsonl").write_bytes(lines(DOCUMENTS[100:140]))
-    third = dataset.run(wanted, store, words, without=ledger.trained_on(store, "2" * 32))
-    assert third.summary["documents"] == 40
-    again = dataset.run(wanted, store, words, without=ledger.trained_on(store, "1" * 32))
-    assert again.summary["documents"] == 90
+    everything = DatasetStep(words).run(Context(wanted, store))
+    third = fresh(store, Standing("next", "2" * 32, 1, words.key, first.key), everything, 16)
+    assert documents_of(third, store) == 40
+    assert documents_of(fresh(store, base, everything, 16), store) == 90 - repeated
 
 
 def test_a_parent_that_the_ledger_does_not_know_is_an_error(store):
@@ -52,7 +64,7 @@ def test_epochs_become_steps_once_the_corpus_is_known(store, tmp_path):
     train = wanted.train.model_copy(update={"steps": None, "epochs": 2, "warmup_steps": 3})
     wanted = wanted.model_copy(update={"train": train})
     check(wanted)
-    corpus = dataset.run(wanted, store, tokenizer.run(wanted, store))
+    corpus = DatasetStep(TokenizerStep().run(Context(wanted, store))).run(Context(wanted, store))
     resolved = dataset.with_steps(wanted, corpus).train
     windows = (corpus.summary["tokens"] - 1) // 16
     assert resolved.epochs is None

@@ -1,0 +1,116 @@
+"""The protocol of a step: one node of a flow's graph, which makes one artifact.
+
+A step is a dataclass whose fields are the artifacts that it needs. Its key determines its result, so an artifact of that
+kind and key that is complete in the store is reused. Flows run steps as Prefect tasks (`flows/runner.py`); without a flow,
+`step.run(context)` does the same in this process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from os import cpu_count
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from profiles.schema import Profile
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
+
+T = TypeVar("T")
+R = TypeVar("R")
+Rows = Sequence[Mapping[str, Any]]
+
+
+def map_in_threads(function: Callable[[T], R], items: Sequence[T], names: Sequence[str]) -> Iterable[R]:
+    """Call a function for each item on a thread per core; yields the results in order."""
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        yield from pool.map(function, items)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a flow provides to its steps.
+
+    Attributes:
+        profile: the resolved profile.
+        store: where artifacts and runs are kept.
+        folder: the run folder; None until the run is open.
+        token: Hugging Face token, never logged or stored; None uses the environment's HF_TOKEN.
+        flow_run: id of the flow run, recorded with the jobs that it starts.
+        progress: reports what the step is doing and the fraction done (0 to 1, or None if unknown).
+        watch: called several times a second while a job of the step runs.
+        table: shows a table (key, title, rows) beside the flow run.
+        map: calls a function for each item side by side; takes the function, the items and their display names.
+    """
+
+    profile: Profile
+    store: Store
+    folder: Path | None = None
+    token: str | None = field(default=None, repr=False)
+    flow_run: str = ""
+    progress: Callable[[str, float | None], None] = lambda message, fraction: None
+    watch: Callable[[], None] = lambda: None
+    table: Callable[[str, str, Rows], None] = lambda key, title, rows: None
+    map: Callable[[Callable[[T], R], Sequence[T], Sequence[str]], Iterable[R]] = map_in_threads
+
+    @property
+    def run_folder(self) -> Path:
+        """The run folder, which must be open."""
+        if self.folder is None:
+            raise RuntimeError("the run folder is not open yet")
+        return self.folder
+
+
+class Step(ABC):
+    """One step. Subclasses set `kind` and `name`, and implement `key` and `make`.
+
+    Attributes:
+        kind: artifact kind, a folder of the store.
+        name: name in logs, reports and Prefect's UI.
+    """
+
+    kind: ClassVar[str]
+    name: ClassVar[str]
+
+    def title(self, profile: Profile) -> str:
+        """Name of the task run in Prefect's UI."""
+        return f"{self.name} {profile.name}"
+
+    def skip_reason(self, profile: Profile) -> str | None:
+        """Why the profile does not need this step; None if it does."""
+        return None
+
+    @abstractmethod
+    def key(self, context: Context) -> str | None:
+        """Hash of everything that determines the artifact; None if the step runs every time."""
+
+    @abstractmethod
+    def make(self, context: Context, key: str) -> Artifact:
+        """Make and publish the artifact, which is not in the store."""
+
+    def find(self, context: Context, key: str) -> Artifact | None:
+        """The artifact of this key, if it is in the store and complete."""
+        return context.store.artifacts.find(self.kind, key)
+
+    def run(self, context: Context, key: str | None = None) -> Artifact:
+        """Return the artifact, made under its lock unless the store has it.
+
+        Args:
+            key: as `key` returned it, if it was computed before.
+        """
+        key = key or self.key(context)
+        if key is None:
+            return self.make(context, "")
+        with context.store.artifacts.lock(self.kind, key):
+            return self.find(context, key) or self.make(context, key)
+
+    def describe(self, summary: Mapping[str, Any]) -> str:
+        """The result in one line, from the artifact's summary."""
+        return ""
+
+    def may_retry(self, context: Context) -> Callable[[], bool] | None:
+        """Return a function that decides after each failure whether to retry; None retries twice."""
+        return None
