@@ -31,7 +31,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.ui.artifacts import Bar, Shown, cells
 from flows.ui.console import OURS, in_one_line
 from flows.ui.progress import tell
-from modeling.training import anomalies
+from modeling.training.metrics import record_event
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks import keys
@@ -134,7 +134,7 @@ class Runner:
         """Use this profile and run folder from now on; failed attempts, also earlier ones, go into its events.jsonl."""
         self.context = replace(self.context, profile=profile, folder=folder)
         for failure in self._unrecorded:
-            anomalies.record(folder, **failure)
+            record_event(folder, **failure)
         self._unrecorded.clear()
 
     def check(self, name: str, function: Callable[[], T], describe: Callable[[T], str]) -> T:
@@ -236,7 +236,7 @@ class Runner:
             self._unrecorded.append(event)
             return
         rows = runs.read_metrics(folder) if name == "train" else ()
-        anomalies.record(folder, **event, **({"step": rows[-1]["step"]} if rows else {}))
+        record_event(folder, **event, **({"step": rows[-1]["step"]} if rows else {}))
 
     def _reserve(self, name: str) -> int:
         self.outcomes.append(Outcome(name, "running", None))

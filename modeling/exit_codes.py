@@ -1,4 +1,4 @@
-"""Exit codes of the programs on the devices, by which whoever watches tells why one ended and what helps."""
+"""Exit codes of the programs that run on devices; they tell the launcher why one ended and whether to retry."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import sys
 from typing import NoReturn
 
 REJECTED = 2
-"""The profile and the data do not go together: another attempt would end alike."""
+"""Invalid profile, data or checkpoint: a retry would fail the same way."""
 OUT_OF_MEMORY = 71
 DIVERGED = 72
-"""Bad losses went on after a rollback."""
+"""Bad losses continued after the allowed rollbacks."""
 HUNG = 75
-"""No step for too long; every rank's stacks are in the run's folder."""
+"""Hang timeout: no step finished in time; every rank's stacks are in the run folder."""
 HANG_MESSAGE = "no step for"
-"""What is said of such a rank, also of one that was killed for it and has no code of its own."""
+"""Appears in the log of a hung rank, also of one that was killed for it and has another exit code."""
 INTERRUPTED = 143
-"""A signal asked for the end; the last step is saved, if the profile says so."""
+"""Stopped by a signal; the last step is saved if `checkpoint.on_stop` is true."""
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now, everything written.
+    """Flush output and exit at once, without destructors.
 
-    torch 2.13's tidying up after gloo aborts some exits ("terminate called without an active exception"), which would
-    make a failure of a program that is done.
+    torch 2.13's teardown of gloo aborts some exits ("terminate called without an active exception"), which would turn a
+    finished program into a failed one.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""A run's checkpoints: what it goes on from, what a checkpoint says, which are kept, what follows when one fails.
+"""Checkpoints of a run: which one to resume from, what to save, which to keep, and retries of failed saves.
 
-Kept are the newest `checkpoint.keep`, those of every `checkpoint.keep_every` steps, and the one with the lowest validation
-loss, where an evaluation fell on its step. A save that fails is reported, training goes on, and it is tried again after 1, 2, 4
-and more steps; only where the last one cannot be written either does the run end badly.
+Kept are the latest `checkpoint.keep`, the multiples of `checkpoint.keep_every` steps, and the one with the lowest validation
+loss, if an evaluation fell on its step. A failed save is logged and retried after 1, 2, 4, ... steps while training continues;
+only if the final checkpoint cannot be written does the run fail.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from modeling.training.anomalies import record
 from modeling.training.learning_rate import learning_rate
+from modeling.training.metrics import record_event
 from modeling.training.trainer import Trainer
 from parallel import ZeRO1
 from parallel.checkpoint import checkpoint
@@ -28,309 +28,349 @@ from profiles.schema import Profile
 
 log = logging.getLogger("trainshed")
 
+# Seconds between attempts at the final save; their sum fits the grace period of a job that is being stopped.
+RETRY_PAUSES = (1.0, 2.0, 4.0, 8.0)
+
 
 class Rejected(ValueError):
-    """What the user wants to go on from is not there, or is of another model."""
+    """The checkpoint to resume from does not exist, or belongs to another model."""
 
 
-PAUSES = (
-    1.0,
-    2.0,
-    4.0,
-    8.0,
-)  # seconds between attempts at the last save; within the grace of a job that is to end
+class SaveGivenUp(RuntimeError):
+    """The final checkpoint could not be written."""
 
 
-class CannotSave(RuntimeError):
-    """The last checkpoint could not be written, and there is no later step to try it again."""
+@dataclass(frozen=True)
+class ResumeRequest:
+    """What `checkpoint.resume` and `checkpoint.weights` ask for."""
+
+    resume: str | int = "newest"
+    weights: bool = False
+
+    def step(self, saved: dict[int, Location]) -> int | None:
+        """The checkpoint that is asked for; None if the run has none to use.
+
+        Raises:
+            Rejected: the step has no complete checkpoint.
+        """
+        if self.resume == "none":
+            return None
+        if self.resume == "newest":
+            return max(saved, default=None)
+        if self.resume not in saved:
+            available = ", ".join(map(str, saved)) or "none"
+            raise Rejected(
+                f"checkpoint.resume = {self.resume}: is not a complete checkpoint; complete checkpoints are {available}"
+            )
+        return int(self.resume)
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a run goes on from: a checkpoint, or nothing; of it all, or the weights alone; and how that is said."""
+    """What a run starts from.
+
+    Attributes:
+        source: checkpoint to load; None initializes from the seed.
+        step: last finished step; 0 takes only the weights of `source`.
+        message: log line.
+    """
 
     source: Location | None
-    weights_only: bool
     step: int
-    said: str
+    message: str
 
 
 class Checkpoints:
-    """Reads and writes a run's checkpoints; all ranks call all of it.
+    """Reads and writes a run's checkpoints. Every method is called on all ranks.
 
     Args:
-        trainer: what is trained.
-        optimizer: of its parameters.
-        run: the run's folder.
-        place: where its checkpoints lie; a folder or URI.
-        attempt: number of this attempt, where they are counted: what it writes counts while RUN/attempt says the same.
+        run: the run folder.
+        location: folder or URI of its checkpoints.
+        attempt: number of this attempt; what it writes counts while RUN/attempt has the same number. None: not checked.
     """
 
     def __init__(
-        self, trainer: Trainer, optimizer: ZeRO1, run: Path, place: Location, attempt: int | None
+        self, trainer: Trainer, optimizer: ZeRO1, run: Path, location: Location, attempt: int | None
     ) -> None:
-        self.profile, self.leader, self.optimizer = trainer.profile, trainer.mesh.rank == 0, optimizer
-        self.run, self.place, self.attempt = run, place, attempt
+        self.profile, self.leader, self.optimizer = trainer.profile, trainer.leader, optimizer
+        self.run, self.location, self.attempt = run, location, attempt
         self._saver = checkpoint.Saver(
-            optimizer, asynchronous=self.profile.checkpoint.async_, fencing_check=self._require_current
+            optimizer, asynchronous=self.profile.checkpoint.async_, fencing_check=self._check_fencing
         )
-        self._saved: dict[int, float | None] = {}  # validation loss of each complete one; known to the leader
-        self._whose = whose(run)
-        self._step = 0  # of the save under way, or of the last one
-        self._loss: float | None = None  # its validation loss
+        self._saved: dict[int, float | None] = {}  # validation loss of each complete one; leader only
+        self._run_identity = run_identity(run)
+        self._step = 0  # of the current or latest save
+        self._validation_loss: float | None = None
         self._failures = 0  # in a row
 
     def resume(self, weights: Path | None) -> tuple[int, dict[str, Any]]:
-        """Load what the run goes on from, say so, and return the step that is done and what else its checkpoint says.
+        """Load what the run starts from; returns the last finished step and its checkpoint's marker.
 
         Args:
-            weights: checkpoint to take the weights from where the run has none of its own.
+            weights: checkpoint with the initial weights of a run that has no checkpoint.
 
         Raises:
-            Rejected: there is no such checkpoint, or it is of another model.
+            Rejected: there is no such checkpoint, or it belongs to another model.
             StaleAttempt: another attempt has begun.
         """
-        start = from_leader(self.leader, lambda: self._choose(weights))
-        about: dict[str, Any] = {}
+        start: Start = call_on_leader(self.leader, lambda: self._prepare_start(weights))
+        marker: dict[str, Any] = {}
         if start.source is not None:
-            about = checkpoint.read_marker(start.source)
-            if not start.weights_only:
-                refuse_another_model(self.profile, about, start.source)
+            if start.step:
+                marker = checkpoint.read_marker(start.source)
+                check_same_model(self.profile, marker, start.source)
             try:
-                checkpoint.load(start.source, self.optimizer, weights_only=start.weights_only)
-            except ValueError as reason:
-                raise Rejected(reason) from None
+                checkpoint.load(start.source, self.optimizer, weights_only=not start.step)
+            except ValueError as error:
+                raise Rejected(error) from None
         if self.leader:
-            log.info(start.said)
-        return start.step, {} if start.weights_only else about
+            log.info(start.message)
+        return start.step, marker
 
-    def go_back(self, bad: int) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest checkpoint from before step `bad` and remove later ones, which are of what is given up.
+    def roll_back(self, step: int) -> tuple[int, dict[str, Any]] | None:
+        """Load the latest checkpoint from before `step` and discard later ones.
 
         Returns:
-            Its step and what else it says; None where there is none.
+            Its step and marker; None if there is none.
         """
         if self._saver.pending:
             self._finish()
-        step = from_leader(
-            self.leader, lambda: max((step for step in self._saved if step < bad), default=None)
-        )
-        if step is None:
+        earlier = call_on_leader(self.leader, lambda: max((s for s in self._saved if s < step), default=None))
+        if earlier is None:
             return None
-        about = checkpoint.load(checkpoint.join(self.place, f"step_{step}"), self.optimizer)
-        for later in [each for each in self._saved if each > step]:
+        marker = checkpoint.load(self._path(earlier), self.optimizer)
+        for later in [saved for saved in self._saved if saved > earlier]:
             self._discard(later)
-        return step, about
+        return earlier, marker
 
     @property
     def writing(self) -> bool:
         """Whether this rank is still writing a checkpoint."""
         return self._saver.writing
 
-    def poll(self, writing: float) -> None:
-        """Complete the save under way, if there is one and no rank writes any more.
+    def poll(self, writers: float) -> None:
+        """Complete a pending save once no rank is writing.
 
         Args:
-            writing: ranks that said `writing`, summed; alike on all ranks.
+            writers: number of ranks that are `writing`, the same on all ranks.
         """
-        if self._saver.pending and not writing:
+        if self._saver.pending and not writers:
             self._finish()
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written after this step: at its interval, or because the last save failed."""
+        """Whether to save after this step: at the interval, or to retry a failed save."""
         every = self.profile.checkpoint.every
         if not every:
             return False
-        again = self._failures and not self._saver.pending and step - self._step >= 2 ** (self._failures - 1)
-        return step % every == 0 or bool(again)
+        retry = self._failures and not self._saver.pending and step - self._step >= 2 ** (self._failures - 1)
+        return step % every == 0 or bool(retry)
 
     def save(
-        self, step: int, validation_loss: float | None = None, *, last: bool = False, **others: Any
+        self, step: int, validation_loss: float | None = None, *, last: bool = False, **state: Any
     ) -> None:
-        """Write step_<n>, or with `checkpoint.async` begin to; a `last` one is complete on return.
+        """Write step_<n>; with `checkpoint.async`, start writing. A `last` one is complete on return.
 
         Args:
-            others: JSON values that the checkpoint is to say besides.
+            state: JSON values to add to the marker.
 
         Raises:
-            CannotSave: a `last` one failed, as often as it was tried.
+            SaveGivenUp: a `last` one failed on every attempt.
             StaleAttempt: another attempt has begun.
         """
         if self._saver.pending:
             self._finish()
-        reason = self._begin(step, validation_loss, others)
+        error = self._begin(step, validation_loss, state)
         if last or not self.profile.checkpoint.async_:
-            reason = reason or self._finish()
+            error = error or self._finish()
         if not last:
             return
-        for pause in PAUSES:
-            if reason is None:
+        for pause in RETRY_PAUSES:
+            if error is None:
                 return
             time.sleep(pause)
-            reason = self._begin(step, validation_loss, others) or self._finish()
-        if reason is not None:
-            good = max(self._saved, default=None)  # as the leader knows
-            rest = (
-                "there is no good one"
-                if good is None
-                else f"the last good one is step_{good} in {self.place}"
-            )
-            raise CannotSave(
-                f"step {step} could not be saved: {reason}; it was tried {len(PAUSES) + 1} times, and is the last"
-                + (f"; {rest}" if self.leader else "")
-            )
+            error = self._begin(step, validation_loss, state) or self._finish()
+        if error is not None:
+            raise SaveGivenUp(self._save_given_up(step, error))
 
     def close(self) -> None:
-        """Complete what is under way."""
+        """Complete a pending save."""
         if self._saver.pending:
             self._finish()
         self._saver.close()
 
     def _begin(
-        self, step: int, validation_loss: float | None, others: dict[str, Any]
+        self, step: int, validation_loss: float | None, state: dict[str, Any]
     ) -> checkpoint.SaveFailed | None:
-        """Begin to write; why that failed, where it did."""
-        self._step, self._loss = step, validation_loss
+        """Start a save; returns the error if that failed."""
+        self._step, self._validation_loss = step, validation_loss
         settings = self.profile.train
-        about = {
+        marker = {
             "step": step,
             "consumed_samples": step * settings.global_batch_size,
             "schedule": {"step": step, "learning_rate": learning_rate(settings, step)},
             "validation_loss": validation_loss,
             "profile": self.profile.model_dump(mode="json"),
             "versions": {"trainshed": version("trainshed")},
-            **others,
+            **state,
         }
         try:
-            self._saver.begin(checkpoint.join(self.place, f"step_{step}"), about)
-        except checkpoint.SaveFailed as reason:
-            return self._failed(reason)
+            self._saver.begin(self._path(step), marker)
+        except checkpoint.SaveFailed as error:
+            return self._record_failure(error)
         return None
 
     def _finish(self) -> checkpoint.SaveFailed | None:
-        """Complete the save under way; why that failed, where it did."""
+        """Complete the pending save; returns the error if that failed."""
         try:
             self._saver.finish()
-        except checkpoint.SaveFailed as reason:
-            return self._failed(reason)
+        except checkpoint.SaveFailed as error:
+            return self._record_failure(error)
         self._failures = 0
         if self.leader:
-            self._saved[self._step] = self._loss
-            self._retain()
+            self._saved[self._step] = self._validation_loss
+            settings = self.profile.checkpoint
+            for step in set(self._saved) - retained(self._saved, settings.keep, settings.keep_every):
+                self._discard(step)
         return None
 
-    def _failed(self, reason: checkpoint.SaveFailed) -> checkpoint.SaveFailed:
+    def _record_failure(self, error: checkpoint.SaveFailed) -> checkpoint.SaveFailed:
         self._failures += 1
         if self.leader:
-            log.warning(f"warning: step {self._step} could not be saved: {reason}; it is tried again")
-            record(self.run, "not saved", step=self._step, reason=str(reason))
-        return reason
+            log.warning(f"warning: step {self._step} could not be saved: {error}; retrying")
+            record_event(self.run, "not saved", step=self._step, reason=str(error))
+        return error
 
-    def _retain(self) -> None:
-        """Remove what is not to be kept; called on the leader."""
-        settings = self.profile.checkpoint
-        for step in set(self._saved) - kept(self._saved, settings.keep, settings.keep_every):
-            self._discard(step)
+    def _save_given_up(self, step: int, error: checkpoint.SaveFailed) -> str:
+        message = f"step {step} could not be saved: {error}; gave up after {len(RETRY_PAUSES) + 1} attempts"
+        if not self.leader:
+            return message
+        latest = max(self._saved, default=None)
+        return f"{message}; the latest complete checkpoint is " + (
+            f"step_{latest} in {self.location}" if latest is not None else "none"
+        )
+
+    def _path(self, step: int) -> Location:
+        return checkpoint.join(self.location, f"step_{step}")
 
     def _discard(self, step: int) -> None:
         del self._saved[step]
-        self._saver.discard(checkpoint.join(self.place, f"step_{step}"))
+        self._saver.discard(self._path(step))
 
-    def _choose(self, weights: Path | None) -> Start:
-        """What to go on from, on the leader, which makes the place ready for it.
+    def _prepare_start(self, weights: Location | None) -> Start:
+        """Decide what to start from and move aside checkpoints after it; leader only.
 
-        A wish other than "newest" is followed once, which RUN/resumed.json remembers: an attempt after that goes on from
-        its own newest checkpoint. Checkpoints that are later than where it begins are moved aside, not overwritten.
+            default (newest, weights: false)           latest checkpoint, else `weights`, else the seed
+            any other request, the first time          as it says (`_follow`); remembered in RUN/resumed.json
+            the same request again                     latest checkpoint since, else what it started from
+
+        So a request is followed once: a retried attempt resumes from its own latest checkpoint.
         """
-        self._require_current()
-        for name in checkpoint.discard_incomplete(self.place):
-            log.info(f"removed {name}, whose saving was not finished")
-        saved = dict(checkpoint.complete_checkpoints(self.place))
-        settings, note = self.profile.checkpoint, self.run / "resumed.json"
-        wish = {"resume": settings.resume, "weights": settings.weights}
-        done = json.loads(note.read_text()) if note.exists() else {}
-        source: Location | None = weights
-        if wish != {"resume": "newest", "weights": False} and done.get("wish") != wish:
-            if isinstance(settings.resume, int) and settings.resume not in saved:
-                valid = ", ".join(map(str, saved)) or "none"
-                raise Rejected(f"checkpoint.resume = {settings.resume}: complete checkpoints are {valid}")
-            begin = None
-            if saved and settings.resume != "none":
-                begin = settings.resume if isinstance(settings.resume, int) else max(saved)
-            last = begin if begin is not None and not settings.weights else 0
-            later = sorted((step for step in saved if step > last), key=lambda step: step == begin)
-            if later:
-                aside = checkpoint.move_aside(self.place, later)
-                log.info(
-                    f"moved to {checkpoint.name_of(aside)}: {', '.join(f'step_{step}' for step in sorted(later))}"
-                )
-                if settings.weights and begin is not None:
-                    source = checkpoint.join(aside, f"step_{begin}")
-            done = {"wish": wish, "weights": str(source) if settings.weights and source else None}
-            note.write_text(json.dumps(done))
-            saved = {step: where for step, where in saved.items() if step <= last}
-        elif done.get("wish") == wish and done["weights"]:
-            source = done["weights"]
-        self._saved = {
-            step: checkpoint.read_marker(where).get("validation_loss") for step, where in saved.items()
-        }
+        self._check_fencing()
+        for name in checkpoint.discard_incomplete(self.location):
+            log.info(f"removed incomplete checkpoint {name}")
+        saved = dict(checkpoint.complete_checkpoints(self.location))
+        settings = self.profile.checkpoint
+        request = ResumeRequest(settings.resume, settings.weights)
+        followed = self._read_followed()
+        if request != ResumeRequest():
+            if followed.get("wish") != asdict(request):
+                saved, weights = self._follow(request, saved, weights)
+            else:
+                weights = followed["weights"] or weights
+        self._saved = {step: checkpoint.read_marker(at).get("validation_loss") for step, at in saved.items()}
         if saved:
-            return Start(saved[max(saved)], False, max(saved), f"resumed from step {max(saved)}")
-        if source is not None:
-            said = f"weights from {source}; the optimizer and the schedule start anew"
-            return Start(source, True, 0, said)
-        return Start(None, False, 0, f"from scratch, seed {self.profile.train.seed}")
+            latest = max(saved)
+            return Start(saved[latest], latest, f"resumed from step {latest}")
+        if weights is not None:
+            return Start(weights, 0, f"weights from {weights}; optimizer and schedule restart")
+        return Start(None, 0, f"from scratch, seed {self.profile.train.seed}")
 
-    def _require_current(self) -> None:
-        """Raise `StaleAttempt` where a later attempt has begun, or the folder is another run's by now.
+    def _follow(
+        self, request: ResumeRequest, saved: dict[int, Location], weights: Location | None
+    ) -> tuple[dict[int, Location], Location | None]:
+        """Move aside the checkpoints after the requested one, and that one too if only its weights are to be used.
 
-        A rank that is cut off from its launcher may still be running.
+        Returns:
+            The checkpoints that remain, and the source of weights for a start without one.
         """
-        if whose(self.run) != self._whose:
-            raise checkpoint.StaleAttempt(f"this run ends: {self.run} is another run's by now")
+        step = request.step(saved)
+        last_kept = 0 if step is None or request.weights else step
+        # The source of weights is moved last: if this is interrupted, it is still found by the next attempt.
+        later = sorted((s for s in saved if s > last_kept), key=lambda s: s == step)
+        if later:
+            aside = checkpoint.move_aside(self.location, later)
+            names = ", ".join(f"step_{s}" for s in sorted(later))
+            log.info(f"moved to {checkpoint.name_of(aside)}: {names}")
+            if request.weights and step is not None:
+                weights = checkpoint.join(aside, f"step_{step}")
+        source = str(weights) if request.weights and weights else None
+        self._followed_path.write_text(json.dumps({"wish": asdict(request), "weights": source}))
+        return {s: at for s, at in saved.items() if s <= last_kept}, weights
+
+    @property
+    def _followed_path(self) -> Path:
+        return self.run / "resumed.json"
+
+    def _read_followed(self) -> dict[str, Any]:
+        """The request that was followed last; empty if none was."""
+        return json.loads(self._followed_path.read_text()) if self._followed_path.exists() else {}
+
+    def _check_fencing(self) -> None:
+        """Raise StaleAttempt if a later attempt has begun or the folder now belongs to another run.
+
+        A rank that is cut off from its launcher may keep running.
+        """
+        if run_identity(self.run) != self._run_identity:
+            raise checkpoint.StaleAttempt(f"{self.run}: now belongs to another run; this one ends")
         if self.attempt is None:
             return
         current = int((self.run / "attempt").read_text())
         if current != self.attempt:
-            reason = f"attempt {self.attempt} ends: attempt {current} has taken over the run"
-            raise checkpoint.StaleAttempt(reason)
-
-
-def whose(run: Path) -> bytes:
-    """What tells the run in this folder from others of its name; empty where nothing does."""
-    note = run / "run.json"
-    return note.read_bytes() if note.exists() else b""
-
-
-def kept(saved: dict[int, float | None], newest: int, every: int) -> set[int]:
-    """The steps to keep of those with these validation losses; 0 newest keeps all, 0 every none for good."""
-    keep = set(sorted(saved)[-newest:]) if newest else set(saved)
-    if every:
-        keep |= {step for step in saved if step % every == 0}
-    losses = {step: loss for step, loss in saved.items() if loss is not None}
-    if losses:
-        keep.add(min(losses, key=losses.__getitem__))
-    return keep
-
-
-def refuse_another_model(profile: Profile, about: dict[str, Any], source: Location) -> None:
-    """Raise `Rejected` with the first field in which a checkpoint's model differs from the profile's."""
-    ours = profile.model.model_dump(mode="json")
-    theirs = about.get("profile", {}).get("model", ours)
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        if ours.get(name) != theirs.get(name):
-            raise Rejected(
-                f"{checkpoint.name_of(source)} is of another model: model.{name} is {theirs.get(name)} there, "
-                f"{ours.get(name)} in the profile"
+            raise checkpoint.StaleAttempt(
+                f"attempt {self.attempt} ends: attempt {current} has taken over the run"
             )
 
 
-def from_leader(leader: bool, act: Callable[[], Any]) -> Any:
-    """What `act` returns on the leading rank, on every rank; where it raises, every rank raises."""
+def run_identity(run: Path) -> bytes:
+    """Contents of run.json, which differ between runs of the same name; empty without the file."""
+    path = run / "run.json"
+    return path.read_bytes() if path.exists() else b""
+
+
+def retained(saved: dict[int, float | None], keep: int, keep_every: int) -> set[int]:
+    """Steps of the checkpoints to keep, given the validation loss of each.
+
+    Args:
+        keep: number of latest ones; 0 keeps all.
+        keep_every: keep multiples of this many steps; 0 keeps none for that.
+    """
+    steps = set(sorted(saved)[-keep:]) if keep else set(saved)
+    if keep_every:
+        steps |= {step for step in saved if step % keep_every == 0}
+    losses = {step: loss for step, loss in saved.items() if loss is not None}
+    if losses:
+        steps.add(min(losses, key=losses.__getitem__))
+    return steps
+
+
+def check_same_model(profile: Profile, marker: dict[str, Any], source: Location) -> None:
+    """Raise `Rejected` with the first model field in which a checkpoint differs from the profile."""
+    ours = profile.model.model_dump(mode="json")
+    theirs = marker.get("profile", {}).get("model", ours)
+    for name in ours | theirs:
+        if ours.get(name) != theirs.get(name):
+            raise Rejected(
+                f"{checkpoint.name_of(source)} belongs to another model: model.{name} is {theirs.get(name)} in the "
+                f"checkpoint, {ours.get(name)} in the profile"
+            )
+
+
+def call_on_leader(leader: bool, function: Callable[[], Any]) -> Any:
+    """Call a function on the leading rank and return its result on every rank; its error is raised on every rank."""
     outcome: list[Any] = [None]
     if leader:
         try:
-            outcome = [act()]
+            outcome = [function()]
         except (ValueError, RuntimeError) as error:
             outcome = [error]
     if dist.is_initialized():

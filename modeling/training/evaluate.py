@@ -1,8 +1,8 @@
-"""Held-out loss: `python -m modeling.training.evaluate --run-folder RUN --dataset FOLDER --output FILE`, one process a device.
+"""Validation loss, one process per device: `python -m modeling.training.evaluate --run-folder RUN --dataset DATA --output FILE`.
 
-Evaluates the newest complete checkpoint of the run on the whole validation split and writes
-{step, validation_loss, perplexity, tokens, metrics, samples} as JSON, whole or not at all; metrics are the user's, by their
-names. Why it failed is in its exit code (exits.py).
+Evaluates the run's latest complete checkpoint on the whole validation split and writes {step, validation_loss, perplexity,
+tokens, metrics, samples} as JSON, atomically; `metrics` has the user metrics by name, `samples` generated text. The exit code
+says why it failed (exit_codes.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.prefetch import Batch, read_batch
-from modeling.training.generate import continuations
+from modeling.training.generate import generate_samples
 from modeling.training.trainer import Trainer
 from parallel import ZeRO1
 from parallel.checkpoint import checkpoint
@@ -32,9 +32,14 @@ log = logging.getLogger("trainshed")
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Mean loss a token (cross-entropy in nats, unless train.loss is the user's), of so many tokens, mean metrics, and what
-    became of the graphs (`CompileStatistics.metrics`).
+class Evaluation:
+    """Result of an evaluation.
+
+    Attributes:
+        loss: mean per token: cross-entropy in nats, or the user's `train.loss`.
+        tokens: number of tokens evaluated.
+        metrics: mean per token of each user metric, by name.
+        graphs: compile cache statistics.
     """
 
     loss: float
@@ -47,40 +52,39 @@ class HeldOut:
         return math.exp(min(self.loss, 700))
 
 
-def validation_loss(trainer: Trainer, samples: Samples, batches: int | None = None) -> HeldOut:
-    """Mean loss over the first `batches` global batches, or over the whole split.
+def evaluate_samples(trainer: Trainer, samples: Samples, batches: int | None = None) -> Evaluation:
+    """Evaluate the first `batches` global batches, or the whole split.
 
-    Every rank runs the same number of passes of one shape; where the split does not fill the last, what is missing does not
-    count.
+    Every rank runs the same number of passes of one shape; the part of the last pass beyond the split's end does not count.
     """
     data = trainer.mesh.data
     size = trainer.profile.train.global_batch_size // data.size
     passes = math.ceil(samples.windows / (size * data.size))
-    total = torch.zeros(2 + len(trainer.metrics), dtype=torch.float64)
+    local_sums = torch.zeros(2 + len(trainer.metrics), dtype=torch.float64)
     for index in range(passes if batches is None else min(passes, batches)):
         first = (index * data.size + data.rank) * size
-        # Past the end it begins again.
+        # Beyond the end, samples start over.
         batch = read_batch(trainer, samples, first, size) if trainer.reads_samples else Batch()
         counted = torch.arange(first, first + size) < samples.windows
-        total += trainer.evaluate(batch.tokens, counted, batch.documents).cpu()
-    sums = trainer.sum(torch.cat((total, trainer.compile_statistics.local_counts())))
-    (tokens, *sums), graphs = sums[: len(total)], sums[len(total) :]
-    loss, *metrics = (each / max(tokens, 1) for each in sums)
-    return HeldOut(
+        local_sums += trainer.evaluate(batch.tokens, counted, batch.documents).cpu()
+    sums = trainer.sum(torch.cat((local_sums, trainer.compile_statistics.local_counts())))
+    (tokens, *sums), graph_counts = sums[: len(local_sums)], sums[len(local_sums) :]
+    loss, *metrics = (value / max(tokens, 1) for value in sums)
+    return Evaluation(
         loss,
         round(tokens),
         dict(zip(trainer.metrics, metrics, strict=True)),
-        trainer.compile_statistics.metrics(graphs),
+        trainer.compile_statistics.metrics(graph_counts),
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="modeling.training.evaluate")
     parser.add_argument("--run-folder", type=Path, required=True)
-    parser.add_argument("--dataset", type=Path, required=True)
-    parser.add_argument("--graphs", type=Path)
+    parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
+    parser.add_argument("--graphs", type=Path, help="folder of the graphs artifact")
     parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     shard_cache.add_arguments(parser)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -88,44 +92,46 @@ def main(arguments: list[str] | None = None) -> int:
     graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
     try:
         with Trainer(profile, graphs, precompiled=precompiled) as trainer:
-            evaluate(trainer, options)
+            evaluate_checkpoint(trainer, options)
     except (torch.OutOfMemoryError, MemoryError):
         log.exception("out of memory")
         return exit_codes.OUT_OF_MEMORY
-    except ValueError:  # of the profile, the data or the checkpoint, each in words of its own
+    except ValueError:  # invalid profile, data or checkpoint; its message says which
         log.exception("rejected")
         return exit_codes.REJECTED
     return 0
 
 
-def evaluate(trainer: Trainer, options: argparse.Namespace) -> None:
-    """Measure the newest complete checkpoint, and write what came of it. Raises ValueError where there is none."""
+def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
+    """Evaluate the latest complete checkpoint and write the result. Raises ValueError if there is none."""
     profile = trainer.profile
     saved = list(checkpoint.complete_checkpoints(options.checkpoints or options.run_folder / "checkpoints"))
     if not saved:
         raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
-    step, folder = saved[-1]
+    step, location = saved[-1]
     optimizer = ZeRO1(trainer.named_parameters(), trainer.mesh, shard=profile.parallel.zero1)
-    checkpoint.load(folder, optimizer, weights_only=True)
+    checkpoint.load(location, optimizer, weights_only=True)
     cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
     corpus = Corpus.open(options.dataset, "validation", cache)
     samples = Samples(corpus, profile.train.sequence_length, seed=None)
-    held_out = validation_loss(trainer, samples)
-    written = continuations(trainer, samples)
+    evaluation = evaluate_samples(trainer, samples)
+    generated = generate_samples(trainer, samples)
     if trainer.leader:
         result = {
             "step": step,
-            "validation_loss": held_out.loss,
-            "perplexity": held_out.perplexity,
-            "tokens": held_out.tokens,
-            "metrics": held_out.metrics,
-            "samples": written,
-            **held_out.graphs,
+            "validation_loss": evaluation.loss,
+            "perplexity": evaluation.perplexity,
+            "tokens": evaluation.tokens,
+            "metrics": evaluation.metrics,
+            "samples": generated,
+            **evaluation.graphs,
         }
         partial = options.output.with_suffix(".partial")
         partial.write_text(json.dumps(result, indent=1))
         partial.replace(options.output)
-        log.info(f"step {step}: validation loss {held_out.loss:.4f}, perplexity {held_out.perplexity:.1f}")
+        log.info(
+            f"step {step}: validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.1f}"
+        )
 
 
 if __name__ == "__main__":

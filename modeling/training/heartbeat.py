@@ -1,7 +1,7 @@
-"""Until when a process has time, told to whoever looks at it from outside.
+"""Heartbeat file: this process's deadline, read by the external watchdog (torchrun.py) on the same machine.
 
-A file <pid> in the folder that the environment names, of this machine only: eight bytes, the time of `time.monotonic` (one clock
-for all processes of a machine) at which the process has had all the time it may take, then the path where its stacks belong.
+File <pid> in the folder that the environment variable names: eight bytes, the deadline on the clock of `time.monotonic`, which
+all processes of a machine share; then the path where the external watchdog writes the process's stacks.
 """
 
 from __future__ import annotations
@@ -17,56 +17,61 @@ from pathlib import Path
 from typing import Self
 
 FOLDER = "TRAINSHED_HEARTBEATS"
-_DUE = struct.Struct("=d")
-_SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER, of Yama
+_DEADLINE = struct.Struct("=d")
+_SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER of Yama, the Linux security module
 
 
 class Heartbeat:
-    """This process's; nobody may be looking."""
+    """Heartbeat file of this process; does nothing without an external watchdog.
+
+    Args:
+        stacks: where the external watchdog writes this process's stacks.
+    """
 
     def __init__(self, stacks: Path) -> None:
-        """Args: stacks: file for the stacks of this process."""
         self._path: Path | None = None
         self._map: mmap.mmap | None = None
         folder = os.environ.get(FOLDER)
         if folder is None:
             return
         path = Path(folder) / str(os.getpid())
-        with contextlib.suppress(OSError):  # whoever looked has gone
+        with contextlib.suppress(OSError):  # the watchdog has exited
             partial = path.with_suffix(".partial")
-            partial.write_bytes(_DUE.pack(float("inf")) + os.fsencode(stacks.absolute()))
+            partial.write_bytes(_DEADLINE.pack(float("inf")) + os.fsencode(stacks.absolute()))
             with partial.open("r+b") as file:
-                self._map = mmap.mmap(file.fileno(), _DUE.size)
+                self._map = mmap.mmap(file.fileno(), _DEADLINE.size)
             self._path = partial.rename(path)
-            with contextlib.suppress(AttributeError):  # no Linux
+            with contextlib.suppress(AttributeError):  # not Linux
                 ctypes.CDLL(None).prctl(_SET_PTRACER, os.getppid(), 0, 0, 0)
 
-    def due(self, at: float) -> None:
-        """It has time until then."""
+    def set_deadline(self, deadline: float) -> None:
+        """Set the time by which this process must have set a later one."""
         if self._map is not None:
-            _DUE.pack_into(self._map, 0, at)
+            _DEADLINE.pack_into(self._map, 0, deadline)
 
-    def end(self) -> None:
-        """Nobody has to look any longer."""
+    def close(self) -> None:
+        """Remove the file: the process is no longer watched."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A process as it is seen from outside."""
+class WatchedProcess:
+    """A heartbeat file as the external watchdog reads it."""
 
     pid: int
-    due: float
+    deadline: float
     stacks: Path
 
     @classmethod
-    def all(cls, folder: Path) -> Iterator[Self]:
+    def read_all(cls, folder: Path) -> Iterator[Self]:
         for path in folder.iterdir():
             if path.name.isdecimal():
                 with contextlib.suppress(FileNotFoundError):
-                    told = path.read_bytes()
-                    yield cls(int(path.name), *_DUE.unpack_from(told), Path(os.fsdecode(told[_DUE.size :])))
+                    content = path.read_bytes()
+                    stacks = Path(os.fsdecode(content[_DEADLINE.size :]))
+                    yield cls(int(path.name), *_DEADLINE.unpack_from(content), stacks)
 
-    def forget(self, folder: Path) -> None:
+    def remove(self, folder: Path) -> None:
+        """Remove the heartbeat file."""
         (folder / str(self.pid)).unlink(missing_ok=True)

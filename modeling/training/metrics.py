@@ -1,4 +1,4 @@
-"""A run's metrics: one JSON line a step in metrics.jsonl, TensorBoard files, and a plain line for the log."""
+"""Metrics and events of a run: metrics.jsonl, TensorBoard files, log lines and events.jsonl."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import contextlib
 import errno
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("trainshed")
 
-# Of TensorBoard's page; what is in none of them is a metric of the user's, under the name of its function.
+# TensorBoard tag groups; a metric in none of them is a user metric, named after its function.
 GROUPS = {
     "loss": ("loss", "validation_loss"),
     "optimizer": ("learning_rate", "gradient_norm", "parameter_norm", "skipped"),
@@ -38,86 +39,96 @@ GROUPS = {
 }
 
 
-class Metrics:
-    """Writes metrics of a run, on the leading rank alone.
+class MetricsWriter:
+    """Writes a run's metrics on the leading rank.
 
-    A disk that is full for a while costs nothing: lines are kept and written later, whole ones only. What an earlier attempt
-    that lives on somewhere goes on to write is lost with the file that it has open.
+    While the disk is full, rows are buffered and written later, each one complete or not at all. The file is replaced on resume,
+    so an orphaned earlier attempt keeps writing to the old, unlinked file.
 
     Args:
-        run: the run's folder.
-        last: the step that training resumes after; lines of later steps are dropped, so that each step stands once.
-        total: number of steps, for the time left.
+        run: the run folder.
+        step: step that training resumes after; rows of later steps are dropped, so that each step has one row.
+        total_steps: number of steps, shown in log lines.
     """
 
-    def __init__(self, run: Path, last: int, total: int) -> None:
+    def __init__(self, run: Path, step: int, total_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.total = total
+        self.total_steps = total_steps
         path = run / "metrics.jsonl"
         if path.exists():
-            kept = [line for line in path.read_text(errors="replace").splitlines() if _step(line) <= last]
+            lines = path.read_text(errors="replace").splitlines()
             partial = path.with_suffix(".partial")
-            partial.write_text("".join(f"{line}\n" for line in kept))
+            partial.write_text("".join(f"{line}\n" for line in lines if _step(line) <= step))
             partial.replace(path)
         self.file = path.open("ab", buffering=0)
-        self._waiting: list[bytes] = []
-        self.board = SummaryWriter(str(run / "tensorboard"), purge_step=last + 1 if last else None)
+        self._unwritten: list[bytes] = []
+        self._tensorboard = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
 
-    def write(self, values: dict[str, Any]) -> None:
-        """One object, with its `step`."""
-        self._waiting.append(json.dumps(values).encode() + b"\n")
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one row, which has a `step`."""
+        self._unwritten.append(json.dumps(row).encode() + b"\n")
         try:
-            while self._waiting:
-                self._append(self._waiting[0])
-                del self._waiting[0]
+            while self._unwritten:
+                self._append(self._unwritten[0])
+                del self._unwritten[0]
         except OSError as error:
-            if len(self._waiting) == 1:
-                log.warning(f"WARNING metrics cannot be written, and wait until they can: {error}")
+            if len(self._unwritten) == 1:
+                log.warning(f"WARNING metrics cannot be written: {error}; buffering them until they can")
         try:
-            for name, value in values.items():
+            for name, value in row.items():
                 if name != "step" and isinstance(value, int | float):
-                    self.board.add_scalar(tag(name), value, values["step"])
-        except OSError as error:  # as which a full disk comes back from the board's thread
-            log.debug(f"TensorBoard's file is behind: {error}")
+                    self._tensorboard.add_scalar(tag(name), value, row["step"])
+        except OSError as error:  # a full disk, raised by TensorBoard's writer thread
+            log.debug(f"TensorBoard file is incomplete: {error}")
 
     def _append(self, line: bytes) -> None:
-        """The whole line, or none of it."""
+        """Write the complete line, or nothing."""
         size = self.file.seek(0, 2)
         if self.file.write(line) < len(line):
             self.file.truncate(size)
             raise OSError(errno.ENOSPC, "no space left on the device")
 
-    def line(self, values: dict[str, Any], seconds_left: float) -> str:
-        """What users of these systems read: loss, rate, norms, step, samples, seconds an iteration, time left."""
-        mfu = f"  mfu {values['mfu']:.1%}" if values["mfu"] is not None else ""
+    def log_line(self, row: dict[str, Any], seconds_left: float) -> str:
+        """A step as a log line: loss, learning rate, norms, samples, seconds per step, time left."""
+        mfu = f"  mfu {row['mfu']:.1%}" if row["mfu"] is not None else ""
         return (
-            f"step {values['step']}/{self.total}  loss {values['loss']:.4f}  lr {values['learning_rate']:.3e}  "
-            f"grad norm {values['gradient_norm']:.3f}  param norm {values['parameter_norm']:.2f}  "
-            f"samples {values['consumed_samples']}  {values['step_seconds']:.3f} s/step  "
-            f"{values['tokens_per_second']:,.0f} tokens/s{mfu}  left {clock(seconds_left)}"
+            f"step {row['step']}/{self.total_steps}  loss {row['loss']:.4f}  lr {row['learning_rate']:.3e}  "
+            f"grad norm {row['gradient_norm']:.3f}  param norm {row['parameter_norm']:.2f}  "
+            f"samples {row['consumed_samples']}  {row['step_seconds']:.3f} s/step  "
+            f"{row['tokens_per_second']:,.0f} tokens/s{mfu}  left {_duration(seconds_left)}"
         )
 
     def close(self) -> None:
         self.file.close()
         with contextlib.suppress(OSError):
-            self.board.close()
+            self._tensorboard.close()
+
+
+def record_event(run: Path, event: str, *, reason: str, **facts: Any) -> None:
+    """Append an event to RUN/events.jsonl, which the run's report reads; `facts` may override `time`.
+
+    A write error loses the event, which the log has too, and does not stop the run.
+    """
+    row = {"event": event, "time": round(time.time(), 3), "reason": reason, **facts}
+    with contextlib.suppress(OSError), (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def tag(name: str) -> str:
-    """Where TensorBoard shows a figure: 'step_seconds' -> 'time/step_seconds', and 'accuracy' -> 'evaluation/accuracy'."""
+    """TensorBoard tag of a metric: 'step_seconds' -> 'time/step_seconds', and 'accuracy' -> 'evaluation/accuracy'."""
     group = next((group for group, names in GROUPS.items() if name in names), "evaluation")
     return f"{group}/{name}"
 
 
-def clock(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     """Seconds as h:mm:ss."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _step(line: str) -> float:
-    """The step of a line; a line that a crash cut short counts as later than any."""
+    """The step of a row; infinity for a corrupted line, so that it is dropped."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""A trace of a few steps, where the profile asks for one: `cluster.trace = [first, last]`.
+"""Profiler trace of a range of steps: `cluster.trace = [first, last]`.
 
-torch.profiler's Chrome trace of the leading rank, RUN/traces/steps_<first>-<last>.json.gz, to be opened in Perfetto or
-chrome://tracing. Steps that are traced are slower (some percent); the others cost nothing.
+Writes torch.profiler's Chrome trace of the leading rank to RUN/traces/steps_<first>-<last>.json.gz, for Perfetto or
+chrome://tracing. Traced steps are a few percent slower; other steps are not affected.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ FOLDER = "traces"
 
 
 class StepTrace:
-    """Traces steps `first` to `last` of this process; `steps` None traces none."""
+    """Traces steps `first` to `last` of this process; None traces nothing."""
 
     def __init__(self, run: Path, steps: tuple[int, int] | None) -> None:
         self._folder, self._steps = run / FOLDER, steps
-        self._under_way: profile | None = None
+        self._profiler: profile | None = None
 
     def begin(self, step: int) -> None:
-        """Before the step's work; a run that resumes between the two traces what is left of them."""
-        if self._steps and self._under_way is None and self._steps[0] <= step <= self._steps[1]:
+        """Call before a step; a run that resumes within the range traces the rest of it."""
+        if self._steps and self._profiler is None and self._steps[0] <= step <= self._steps[1]:
             self._first = step
-            self._under_way = profile(activities=supported_activities(), record_shapes=True)
-            self._under_way.start()
+            self._profiler = profile(activities=supported_activities(), record_shapes=True)
+            self._profiler.start()
 
     def end(self, step: int) -> Path | None:
-        """After the step's work; the trace's file, where this step was the last of it."""
-        if self._steps is None or self._under_way is None or step < self._steps[1]:
+        """Call after a step; returns the trace file after the last step of the range."""
+        if self._steps is None or self._profiler is None or step < self._steps[1]:
             return None
-        self._under_way.stop()
+        self._profiler.stop()
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"steps_{self._first}-{step}.json.gz"
-        self._under_way.export_chrome_trace(str(path))
-        self._under_way = None
+        self._profiler.export_chrome_trace(str(path))
+        self._profiler = None
         return path

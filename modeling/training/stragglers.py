@@ -1,11 +1,11 @@
-"""Which rank holds the others up.
+"""Straggler detection: which rank slows the others down.
 
-In a synchronous step all ranks take equally long; what differs is how much of it a rank works and how much it waits for others.
-Each tells the seconds of its own work (the step but for the time in collectives that this process waited for; inside
-compiled graphs and on accelerators, whose queues run on, only waits of the host count), in the one sum at the end of a step
-that the loss needs anyway: 8 bytes a rank. Rank r is a straggler where over WINDOW steps
+In a synchronous step all ranks take equally long; they differ in how much of it they compute and how much they wait. Each
+rank adds its compute time to the all-reduce of step statistics, 8 bytes per rank: the step without the time this process waited
+in collectives (inside compiled graphs and on accelerators, which run asynchronously, only waits of the host count). Rank r is a
+straggler if over WINDOW steps
 
-    median of its work > FACTOR · median of all ranks' medians,  and by more than MARGIN
+    median of its compute time > FACTOR · median of all ranks' medians,  and exceeds it by more than MARGIN
 """
 
 from __future__ import annotations
@@ -19,52 +19,59 @@ import torch
 import torch.distributed as dist
 
 FACTOR = 1.5
-MARGIN = 0.02  # seconds, below which it is noise
+MARGIN = 0.02  # seconds; smaller differences are noise
 WINDOW = 20
-AGAIN = 200  # steps before a straggler is named again
-LONGEST = 64  # bytes of a node's name
+QUIET_STEPS = 200  # until the next warning
+LONGEST_NAME = 64  # characters
 
 
 class Stragglers:
-    """Of the leading rank; `nodes` are the names of each rank's node."""
+    """Collects each rank's compute time on the leading rank.
+
+    Args:
+        nodes: name of each rank's node.
+    """
 
     def __init__(self, nodes: list[str]) -> None:
         self._nodes = nodes
         self._seconds = [deque[float](maxlen=WINDOW) for _ in nodes]
         self._quiet_until = 0
 
-    def watch(self, step: int, seconds: list[float]) -> str:
-        """Take in each rank's seconds of a step; a warning where one is due, else nothing."""
-        for kept, now in zip(self._seconds, seconds, strict=True):
-            kept.append(now)
-        if step < self._quiet_until or len(self._seconds[0]) < WINDOW or len(seconds) == 1:
+    def update(self, step: int, rank_seconds: list[float]) -> str:
+        """Add a step's compute time of each rank; returns a warning if one is due, else an empty string."""
+        for window, seconds in zip(self._seconds, rank_seconds, strict=True):
+            window.append(seconds)
+        if step < self._quiet_until or len(self._seconds[0]) < WINDOW or len(rank_seconds) == 1:
             return ""
-        medians = [statistics.median(kept) for kept in self._seconds]
-        usual, worst = statistics.median_low(medians), max(medians)
-        if worst <= max(FACTOR * usual, usual + MARGIN):
+        medians = [statistics.median(window) for window in self._seconds]
+        typical, slowest = statistics.median_low(medians), max(medians)
+        if slowest <= max(FACTOR * typical, typical + MARGIN):
             return ""
-        self._quiet_until = step + AGAIN
-        rank = medians.index(worst)
-        return f"rank {rank} on {self._nodes[rank]} holds the others up: {worst:.3f} s of work a step; the median: {usual:.3f} s"
+        self._quiet_until = step + QUIET_STEPS
+        rank = medians.index(slowest)
+        return (
+            f"rank {rank} on {self._nodes[rank]} is a straggler: {slowest:.3f} s of compute per step; "
+            f"median of all ranks: {typical:.3f} s"
+        )
 
 
 def node_name() -> str:
-    """This machine's, as Slurm has it where Slurm runs this."""
+    """This machine's name: Slurm's if started by Slurm."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def node_names() -> list[str]:
-    """The name of each rank's node, in the order of the ranks; all ranks call it."""
-    name = node_name()[:LONGEST]
+    """Name of each rank's node; a collective over all ranks."""
+    name = node_name()[:LONGEST_NAME]
     if not dist.is_initialized():
         return [name]
     names: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(names, name)
-    return [str(each) for each in names]
+    return [str(name) for name in names]
 
 
 def one_hot(rank: int, size: int, value: float) -> torch.Tensor:
-    """(size) zeros but for this rank's value: summed over ranks, every rank's."""
-    found = torch.zeros(size, dtype=torch.float64)
-    found[rank] = value
-    return found
+    """(size) zeros except this rank's value; summed over ranks, the value of every rank."""
+    vector = torch.zeros(size, dtype=torch.float64)
+    vector[rank] = value
+    return vector

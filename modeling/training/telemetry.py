@@ -1,11 +1,11 @@
-"""Figures of the leading rank's device and host while training goes on, beside the metrics of each step.
+"""Device and host telemetry of the leading rank: utilization, memory, power and temperature.
 
-A thread reads them every few seconds; the training loop takes the newest, which costs it nothing. What a machine cannot tell is
-left out without a word. How a kind of device is read is in READERS, under the name that parallel/device.py gives it:
+A thread samples every PERIOD seconds; the training loop takes the latest readings at no cost. Readings that a machine does not
+have are omitted without a warning. READERS has one reader for each kind of device, by the name that parallel/device.py gives it:
 
-    psutil           this process and the host
+    psutil           this process and its host
     nvml             NVIDIA's management library
-    neuron-monitor   AWS's program of that name, which prints a JSON document a period
+    neuron-monitor   AWS's tool, which prints one JSON document per period
                      (awsdocs-neuron.readthedocs-hosted.com, tools/neuron-sys-tools/neuron-monitor-user-guide)
 """
 
@@ -26,43 +26,42 @@ from parallel.device import Device
 
 PERIOD = 5.0  # seconds
 KIB = 1024
-Figures = dict[str, float]
+Readings = dict[str, float]
 
 
-class Monitor:
-    """Reads figures from its making until `close`."""
+class Telemetry:
+    """Samples readings from construction until `close`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._host = _psutil()
-        self._newest: Figures = next(self._host)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="monitor", daemon=True)
+        self._host = _host_readings()
+        self._latest: Readings = next(self._host)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="telemetry", daemon=True)
         self._thread.start()
 
-    def figures(self) -> Figures:
-        """The newest of each figure, with `memory_bytes`: the most that this process has taken, of the device or the host."""
+    def readings(self) -> Readings:
+        """The latest readings, and `memory_bytes`: peak memory of this process on the device, else on the host."""
         peak = self._device.allocated_bytes
         if peak is None:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
-        return {"memory_bytes": peak, **self._newest}
+        return {"memory_bytes": peak, **self._latest}
 
     def close(self) -> None:
-        self._ended.set()
+        self._stop.set()
 
-    def _follow(self) -> None:
+    def _sample(self) -> None:
         with contextlib.ExitStack() as stack:
             readers = [self._host, READERS[self._device.monitor](stack)]
-            while not self._ended.is_set():
+            while not self._stop.is_set():
                 for reader in readers:
-                    self._newest |= next(reader, {})
-                self._ended.wait(PERIOD)
+                    self._latest |= next(reader, {})
+                self._stop.wait(PERIOD)
 
 
-def _psutil() -> Iterator[Figures]:
-    """Of this process and its host; shares are of 1."""
+def _host_readings() -> Iterator[Readings]:
     process = psutil.Process()
-    process.cpu_percent()  # the first call only starts the count
+    process.cpu_percent()  # the first call only starts the measurement
     while True:
         yield {
             "host_memory_bytes": process.memory_info().rss,
@@ -71,63 +70,65 @@ def _psutil() -> Iterator[Figures]:
         }
 
 
-def _nothing(stack: contextlib.ExitStack) -> Iterator[Figures]:
+def _no_readings(stack: contextlib.ExitStack) -> Iterator[Readings]:
     return iter(())
 
 
-def _nvml(stack: contextlib.ExitStack) -> Iterator[Figures]:
-    """Of the GPU that this process computes on."""
+def _nvml(stack: contextlib.ExitStack) -> Iterator[Readings]:
+    """Readings of this process's GPU."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         stack.callback(pynvml.nvmlShutdown)
-        name = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-        card = pynvml.nvmlDeviceGetHandleByUUID(name)
-    except Exception:  # no such library, driver or card: nothing to tell
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except Exception:  # no library, driver or GPU
         return
-    reads: dict[str, Callable[[], float]] = {
-        "device_utilization": lambda: pynvml.nvmlDeviceGetUtilizationRates(card).gpu / 100,
-        "device_memory_bytes": lambda: pynvml.nvmlDeviceGetMemoryInfo(card).used,
-        "device_power_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(card) / 1000,
-        "device_celsius": lambda: pynvml.nvmlDeviceGetTemperature(card, pynvml.NVML_TEMPERATURE_GPU),
+    queries: dict[str, Callable[[], float]] = {
+        "device_utilization": lambda: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+        "device_memory_bytes": lambda: pynvml.nvmlDeviceGetMemoryInfo(gpu).used,
+        "device_power_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+        "device_celsius": lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
     }
     while True:
-        found: Figures = {}
-        for name, read in reads.items():
-            with contextlib.suppress(pynvml.NVMLError):  # some cards tell some figures
-                found[name] = float(read())
-        yield found
+        readings: Readings = {}
+        for name, query in queries.items():
+            with contextlib.suppress(pynvml.NVMLError):  # not every GPU supports every query
+                readings[name] = float(query())
+        yield readings
 
 
-def _neuron(stack: contextlib.ExitStack) -> Iterator[Figures]:
-    """Of all Neuron cores that programs of this host use."""
+def _neuron(stack: contextlib.ExitStack) -> Iterator[Readings]:
+    """Readings of all Neuron cores in use on this host."""
     try:
-        program = subprocess.Popen(
+        monitor = subprocess.Popen(
             ["neuron-monitor"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
     except OSError:
         return
-    stack.callback(program.kill)
-    for line in program.stdout or ():
+    stack.callback(monitor.kill)
+    for line in monitor.stdout or ():
         with contextlib.suppress(ValueError):
-            yield neuron_figures(json.loads(line))
+            yield neuron_readings(json.loads(line))
 
 
-def neuron_figures(report: dict[str, Any]) -> Figures:
-    """The figures of one document of neuron-monitor: mean utilization of the cores in use, and device memory in use."""
-    used, memory = [], 0.0
+def neuron_readings(report: dict[str, Any]) -> Readings:
+    """Readings from a neuron-monitor document: mean utilization of the cores in use, and device memory in use."""
+    utilization, memory = [], 0.0
     for runtime in report.get("neuron_runtime_data") or ():
-        told = runtime.get("report") or {}
-        cores = (told.get("neuroncore_counters") or {}).get("neuroncores_in_use") or {}
-        used += [core["neuroncore_utilization"] / 100 for core in cores.values()]
-        bytes_used = (told.get("memory_used") or {}).get("neuron_runtime_used_bytes") or {}
-        memory += bytes_used.get("neuron_device", 0)
-    return {"device_utilization": sum(used) / len(used), "device_memory_bytes": memory} if used else {}
+        runtime_report = runtime.get("report") or {}
+        cores = (runtime_report.get("neuroncore_counters") or {}).get("neuroncores_in_use") or {}
+        utilization += [core["neuroncore_utilization"] / 100 for core in cores.values()]
+        used = (runtime_report.get("memory_used") or {}).get("neuron_runtime_used_bytes") or {}
+        memory += used.get("neuron_device", 0)
+    if not utilization:
+        return {}
+    return {"device_utilization": sum(utilization) / len(utilization), "device_memory_bytes": memory}
 
 
-READERS: dict[str, Callable[[contextlib.ExitStack], Iterator[Figures]]] = {
-    "psutil": _nothing,
+READERS: dict[str, Callable[[contextlib.ExitStack], Iterator[Readings]]] = {
+    "psutil": _no_readings,
     "nvml": _nvml,
     "neuron-monitor": _neuron,
 }

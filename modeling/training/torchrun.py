@@ -1,8 +1,8 @@
-"""torchrun with a watcher of its ranks: `python -m modeling.training.torchrun ...` takes torchrun's own arguments.
+"""torchrun with an external watchdog: `python -m modeling.training.torchrun ...` takes torchrun's arguments.
 
-A rank that stands still dumps its own stacks and ends (watchdog.py), unless it cannot: its process is stopped, or what it is
-stuck in never gives Python's lock back. Such a one is looked at here, LATE seconds after its time is over: py-spy writes
-where it stands to its file in RUN/logs/stacks, and it is ended by SIGALRM, or if need be SIGKILL, so that the attempt ends.
+A hung rank dumps its own stacks and exits (watchdog.py), unless its process is stopped or blocked in native code that never
+releases the GIL. For such a rank, GRACE seconds after its deadline, py-spy captures the stacks into the rank's file in
+RUN/logs/stacks, and SIGALRM, if necessary SIGKILL, ends it, so that the attempt ends.
 """
 
 from __future__ import annotations
@@ -26,84 +26,88 @@ from modeling.exit_codes import HANG_MESSAGE
 from modeling.training import heartbeat
 from modeling.training.stragglers import node_name
 
-LATE = 1.5  # seconds that a rank has to begin with its own dump
-EVERY = 0.5  # seconds between looks
-LONGEST = 10.0  # seconds that a look may take
+GRACE = 1.5  # seconds after the deadline in which a rank can dump its own stacks
+POLL = 0.5  # seconds
+PY_SPY_TIMEOUT = 10.0  # seconds
 
 
 def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="trainshed-") as folder:
         os.environ[heartbeat.FOLDER] = folder
-        onlooker = threading.Thread(target=watch, args=(Path(folder),), daemon=True, name="onlooker")
-        onlooker.start()
+        thread = threading.Thread(target=watch, args=(Path(folder),), daemon=True, name="external-watchdog")
+        thread.start()
         run.main(arguments)
 
 
 def watch(folder: Path) -> None:
-    """Look at the ranks whose pulses lie in a folder, until it is gone."""
+    """Watch the processes with a heartbeat file in a folder until the folder is removed."""
     with contextlib.suppress(FileNotFoundError):
         while True:
-            for seen in heartbeat.Seen.all(folder):
-                if not _lives(seen.pid):
-                    seen.forget(folder)
-                elif time.monotonic() > seen.due + LATE:
-                    seen.forget(folder)
-                    threading.Thread(target=report_and_end, args=(seen,), daemon=True).start()
-            time.sleep(EVERY)
+            for process in heartbeat.WatchedProcess.read_all(folder):
+                if not _alive(process.pid):
+                    process.remove(folder)
+                elif time.monotonic() > process.deadline + GRACE:
+                    process.remove(folder)
+                    # A thread each: all ranks of a node may hang at once.
+                    threading.Thread(target=report_and_kill, args=(process,), daemon=True).start()
+            time.sleep(POLL)
 
 
-def report_and_end(seen: heartbeat.Seen) -> None:
-    """A rank that stands still; all of a node may at once."""
-    report(seen)
-    end(seen.pid)
+def report_and_kill(process: heartbeat.WatchedProcess) -> None:
+    """Write the stacks of a hung rank to its file, then end it."""
+    report(process)
+    kill(process.pid)
 
 
-def report(seen: heartbeat.Seen) -> None:
-    """Write down where a process stands."""
-    rank = seen.stacks.stem.removeprefix("rank_")
-    about = f"rank {rank} on {node_name()}: {HANG_MESSAGE} longer than it may take, and no word of its own"
-    stacks = look(seen.pid)
-    with contextlib.suppress(OSError):  # a full disk must not keep it from being ended
-        seen.stacks.parent.mkdir(parents=True, exist_ok=True)
-        with seen.stacks.open("a") as file:
-            file.write(f"{about}; seen from outside:\n{stacks}")
-    print(f"[rank {rank}] WARNING {about}; its stacks: {seen.stacks}", flush=True)
+def report(process: heartbeat.WatchedProcess) -> None:
+    """Write the stacks of a hung rank to its file."""
+    rank = process.stacks.stem.removeprefix("rank_")
+    message = f"rank {rank} on {node_name()}: {HANG_MESSAGE} longer than allowed, and it dumped no stacks"
+    stacks = capture_stacks(process.pid)
+    with contextlib.suppress(OSError):  # a full disk must not keep the rank alive
+        process.stacks.parent.mkdir(parents=True, exist_ok=True)
+        with process.stacks.open("a") as file:
+            file.write(f"{message}; captured externally:\n{stacks}")
+    print(f"[rank {rank}] WARNING {message}; its stacks: {process.stacks}", flush=True)
 
 
-def end(pid: int) -> None:
-    """End a process, by a signal that tells why where it can."""
+def kill(pid: int) -> None:
+    """End a process, with SIGALRM if it can still take it, so that the exit status tells a hang."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         process.send_signal(signal.SIGALRM)
-        process.resume()  # one that is stopped takes the signal when it goes on
-        time.sleep(EVERY)
+        process.resume()  # a stopped process takes the signal once it continues
+        time.sleep(POLL)
         process.kill()
 
 
-def look(pid: int) -> str:
-    """The stacks of a process, or why they cannot be had."""
+def capture_stacks(pid: int) -> str:
+    """py-spy's stacks of a process, or why there are none."""
     scripts = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
-    program = shutil.which("py-spy", path=scripts)
-    if program is None:
+    py_spy = shutil.which("py-spy", path=scripts)
+    if py_spy is None:
         return "py-spy is not installed\n"
-    command = [program, "dump", "--pid", str(pid)]
-    found = ""
-    # With the frames of compiled code, for which the process has to be halted; one that is stopped cannot be.
+    output = ""
+    # --native includes native frames but pauses the process, which fails if it is stopped already.
     for option in "--native", "--nonblocking":
         try:
-            told = subprocess.run(
-                [*command, option], capture_output=True, text=True, errors="replace", timeout=LONGEST
+            result = subprocess.run(
+                [py_spy, "dump", "--pid", str(pid), option],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=PY_SPY_TIMEOUT,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            found = f"{error}\n"
+            output = f"{error}\n"
             continue
-        if told.returncode == 0:
-            return told.stdout
-        found = told.stdout + told.stderr
-    return found
+        if result.returncode == 0:
+            return result.stdout
+        output = result.stdout + result.stderr
+    return output
 
 
-def _lives(pid: int) -> bool:
+def _alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

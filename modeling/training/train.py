@@ -1,8 +1,8 @@
 """Training, one process per device: `python -m modeling.training.train --run-folder RUN --dataset FOLDER ...`.
 
-Reads RUN/profile.yaml and goes on from the newest complete checkpoint, or as `checkpoint.resume` says (checkpoints.py).
-SIGTERM, SIGINT and SIGUSR1 end it after the step under way, with a checkpoint if the profile says so; a later start goes on
-from there. Why it ended is in its exit code (exits.py).
+Reads RUN/profile.yaml and resumes from the latest complete checkpoint, or as `checkpoint.resume` says (checkpoints.py). SIGTERM,
+SIGINT and SIGUSR1 stop it after the current step, with a checkpoint unless `checkpoint.on_stop` is false. The exit code says why
+it ended (exit_codes.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import signal
 import sys
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,14 @@ from modeling.data import shard_cache
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.prefetch import Batch, Prefetcher, read_batch
 from modeling.models.build import DTYPES
-from modeling.models.flops import flops_per_token
-from modeling.training.anomalies import Guard, Ranges, record, sample
-from modeling.training.checkpoints import CannotSave, Checkpoints, Rejected
-from modeling.training.evaluate import validation_loss
+from modeling.training.anomalies import AnomalyGuard, Ranges, sample_number
+from modeling.training.checkpoints import Checkpoints, Rejected, SaveGivenUp
+from modeling.training.evaluate import evaluate_samples
 from modeling.training.learning_rate import learning_rate
-from modeling.training.metrics import Metrics
 from modeling.training.profiling import StepTrace
-from modeling.training.stragglers import Stragglers, node_names, one_hot
-from modeling.training.telemetry import Monitor
+from modeling.training.reporter import Reporter
+from modeling.training.step import StepRecord, StepStatistics, StepTimings
+from modeling.training.stragglers import node_names
 from modeling.training.trainer import Trainer
 from modeling.training.watchdog import Watchdog
 from parallel import ZeRO1, collectives
@@ -44,29 +42,31 @@ log = logging.getLogger("trainshed")
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="modeling.training.train")
-    parser.add_argument("--run-folder", type=Path, required=True, help="the run's folder, with profile.yaml")
+    parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
     parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
     parser.add_argument(
-        "--graphs", type=Path, help="folder of the graphs artifact; without it training compiles as it goes"
+        "--graphs", type=Path, help="folder of the graphs artifact; without it graphs compile on first use"
     )
-    parser.add_argument("--weights", type=Path, help="checkpoint folder to start the weights from")
+    parser.add_argument("--weights", type=Path, help="checkpoint folder with the initial weights")
     parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
     parser.add_argument(
-        "--attempt", type=int, help="this start's number; checkpoints count while RUN/attempt says the same"
+        "--attempt",
+        type=int,
+        help="number of this attempt; its checkpoints count while RUN/attempt equals it",
     )
     shard_cache.add_arguments(parser)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
-    stop = Interrupt()
+    stop = StopSignal()
     graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
     cluster = profile.cluster
     try:
         with Trainer(profile, graphs, precompiled=precompiled) as trainer:
             stacks = options.run_folder / "logs" / "stacks"
             with Watchdog(stacks, trainer.mesh.rank, cluster.hang_factor, cluster.hang_seconds) as watchdog:
-                return train(trainer, options, stop, watchdog)
-    except (checkpoint.StaleAttempt, CannotSave) as reason:
+                return TrainingRun(trainer, options, stop, watchdog).train()
+    except (checkpoint.StaleAttempt, SaveGivenUp) as reason:
         log.error(reason)
         return 1
     except Rejected as reason:
@@ -75,154 +75,212 @@ def main(arguments: list[str] | None = None) -> int:
     except (torch.OutOfMemoryError, MemoryError):
         log.exception("out of memory")
         return exit_codes.OUT_OF_MEMORY
-    except ValueError:  # of the profile, the data or the checkpoint, each in words of its own
+    except ValueError:  # invalid profile, data or checkpoint; its message says which
         log.exception("rejected")
         return exit_codes.REJECTED
 
 
-def train(trainer: Trainer, options: argparse.Namespace, stop: Interrupt, watchdog: Watchdog) -> int:
-    """The loop, from the newest checkpoint to the last step. Returns the exit code."""
-    profile, mesh = trainer.profile, trainer.mesh
-    settings = profile.train
-    optimizer = make_optimizer(trainer)
-    place = options.checkpoints or options.run_folder / "checkpoints"
-    checkpoints = Checkpoints(trainer, optimizer, options.run_folder, place, options.attempt)
-    step, about = checkpoints.resume(options.weights)
-    if trainer.leader and options.attempt is not None and options.attempt > 1:
-        where = f"from the checkpoint of step {step}" if step else "from the beginning, without a checkpoint"
-        record(options.run_folder, "resumed", step=step, reason=f"start {options.attempt}, {where}")
-    left_out: Ranges = [(first, end) for first, end in about.get("left_out", [])]
-    s, batch = settings.sequence_length, settings.global_batch_size
-    own = batch // mesh.data.size  # samples a step on this data rank
-    scale = 1 / (batch * s)  # a token's share of the loss
-    cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
-    samples = Samples(Corpus.open(options.dataset, "train", cache), s, settings.seed)
-    validation = Samples(Corpus.open(options.dataset, "validation", cache), s, seed=None)
+class TrainingRun:
+    """A run on this rank, from the checkpoint it resumes from to its last step, a stop signal or divergence.
 
-    def first(step: int) -> int:
-        return sample((step - 1) * batch, left_out) + mesh.data.rank * own
+    Args:
+        options: the arguments of this program.
+    """
 
-    def reading(after: int) -> Prefetcher | None:
-        return (
-            Prefetcher(lambda k: read_batch(trainer, samples, first(k), own), after + 1, settings.steps)
-            if trainer.reads_samples
-            else None
+    def __init__(
+        self, trainer: Trainer, options: argparse.Namespace, stop: StopSignal, watchdog: Watchdog
+    ) -> None:
+        self.trainer, self.profile, self.settings = trainer, trainer.profile, trainer.profile.train
+        self.stop, self.watchdog = stop, watchdog
+        self.optimizer = make_optimizer(trainer)
+        run = options.run_folder
+        location = options.checkpoints or run / "checkpoints"
+        self.checkpoints = Checkpoints(trainer, self.optimizer, run, location, options.attempt)
+        self.step, state = self.checkpoints.resume(options.weights)
+        self.guard = AnomalyGuard(self.settings, state.get("guard"))
+        cache = shard_cache.from_arguments(options, self.profile.data.cache_gigabytes)
+        s = self.settings.sequence_length
+        samples = Samples(Corpus.open(options.dataset, "train", cache), s, self.settings.seed)
+        self.validation = Samples(Corpus.open(options.dataset, "validation", cache), s, seed=None)
+        excluded = [(start, end) for start, end in state.get("left_out", [])]
+        self.data = TrainingData(trainer, samples, excluded)
+        self.data.seek(self.step)
+        nodes = node_names()
+        self.reporter = Reporter(trainer, run, self.step, nodes) if trainer.leader else None
+        self.trace = StepTrace(run, self.profile.cluster.trace if trainer.leader else None)
+        if self.reporter and options.attempt is not None and options.attempt > 1:
+            source = (
+                f"from the checkpoint of step {self.step}"
+                if self.step
+                else "from the beginning, without a checkpoint"
+            )
+            self.reporter.event("resumed", self.step, f"start {options.attempt}, {source}")
+
+    def train(self) -> int:
+        """Train to the end. Returns the exit code."""
+        while self.step < self.settings.steps:
+            self.step += 1
+            self.trace.begin(self.step)
+            record = self._train_step()
+            self.watchdog.beat(self.step, record.timings.total)
+            if self.reporter:
+                self.reporter.step(record)
+            if path := self.trace.end(self.step):
+                log.info(f"trace of the last steps: {path}")
+            if self.guard.exhausted:
+                if not self._roll_back():
+                    return exit_codes.DIVERGED
+                continue
+            stopping = bool(record.statistics.stop_requests)
+            self._save_if_due(None if stopping else self._evaluate_if_due(), stopping)
+            if stopping:
+                self._report_stop()
+                break
+        with self.watchdog.suspended():
+            self.checkpoints.close()
+        if self.reporter:
+            self.reporter.close()
+        return exit_codes.INTERRUPTED if self.step < self.settings.steps else 0
+
+    def _train_step(self) -> StepRecord:
+        settings, optimizer = self.settings, self.optimizer
+        start, waited_before = time.perf_counter(), collectives.waited.seconds
+        batch = self.data.next()
+        data_ready = time.perf_counter()
+
+        rate = learning_rate(settings, self.step)
+        optimizer.begin_step(self.profile.accumulation_steps)
+        token_weight = 1 / (settings.global_batch_size * settings.sequence_length)  # in the mean loss
+        first_sample = self.data.first_sample(self.step)
+        loss = self.trainer.forward_backward(batch.tokens, token_weight, first_sample, batch.documents)
+        busy = time.perf_counter() - data_ready - (collectives.waited.seconds - waited_before)
+        local_loss = loss.item()  # waits for the device
+        backward_done = time.perf_counter()
+
+        statistics = StepStatistics.reduce(
+            self.trainer, local_loss, self.stop.requested, self.checkpoints.writing, busy
+        )
+        anomaly = self.guard.anomaly(statistics.loss)
+        reduced = time.perf_counter()
+        update = optimizer.step(rate, skip=bool(anomaly))
+        self.guard.update(statistics.loss, update.skipped)
+        parameter_norm = optimizer.parameter_norm()
+        self.checkpoints.poll(statistics.checkpoint_writers)
+        end = time.perf_counter()
+
+        skip_reason = (anomaly or f"gradient norm is {update.gradient_norm}") if update.skipped else ""
+        timings = StepTimings(
+            total=end - start,
+            data_wait=data_ready - start,
+            forward_backward=backward_done - data_ready,
+            optimizer=end - reduced,
+            communication=collectives.waited.seconds - waited_before,
+        )
+        return StepRecord(
+            self.step, statistics, rate, update.gradient_norm, parameter_norm, skip_reason, timings
         )
 
-    batches = reading(step)
-    guard = Guard(settings, about.get("guard"))
-    stragglers = Stragglers(node_names())
-    peak = trainer.device.peak(settings.precision)
-    metrics = Metrics(options.run_folder, step, settings.steps) if trainer.leader else None
-    monitor = Monitor(trainer.device) if trainer.leader else None
-    trace = StepTrace(options.run_folder, profile.cluster.trace if trainer.leader else None)
-    recent: deque[float] = deque(maxlen=20)
+    def _evaluate_if_due(self) -> float | None:
+        """Validation loss after this step; None if no evaluation is due."""
+        every = self.profile.evaluate.every
+        if not every or self.step % every:
+            return None
+        with self.watchdog.suspended():
+            result = evaluate_samples(self.trainer, self.validation, self.profile.evaluate.batches)
+        if self.reporter:
+            self.reporter.evaluation(self.step, result)
+        return result.loss
 
-    while step < settings.steps:
-        step += 1
-        trace.begin(step)
-        begun, idle = time.perf_counter(), collectives.waited.seconds
-        mine = batches.next() if batches else Batch()
-        waited = time.perf_counter() - begun
+    def _save_if_due(self, validation_loss: float | None, stopping: bool) -> None:
+        finished = self.step == self.settings.steps
+        save_on_stop = stopping and self.profile.checkpoint.on_stop
+        if not (finished or save_on_stop or self.checkpoints.due(self.step)):
+            return
+        state: dict[str, Any] = {"left_out": self.data.excluded, "guard": self.guard.state()}
+        with self.watchdog.suspended():
+            self.checkpoints.save(self.step, validation_loss, last=finished or stopping, **state)
 
-        rate = learning_rate(settings, step)
-        optimizer.begin_step(profile.accumulation_steps)
-        loss = trainer.forward_backward(mine.tokens, scale, first(step), mine.documents)
-        worked = time.perf_counter() - begun - waited - (collectives.waited.seconds - idle)
-        told = torch.tensor([loss.item(), stop.asked, checkpoints.writing], dtype=torch.float64)
-        computed = time.perf_counter() - begun - waited  # of the device too, which was waited for
-        compiled = trainer.compile_statistics.local_counts()
-        told = torch.cat((told, compiled, one_hot(mesh.rank, mesh.size, worked * mesh.tensor.size)))
-        total, stopping, writing, *rest = trainer.sum(told)
-        compiled, rank_seconds = rest[: len(compiled)], rest[len(compiled) :]
-        bad = guard.judge(total)
-        summed = time.perf_counter()
-        result = optimizer.step(rate, skip=bool(bad))
-        guard.note(total, result.skipped)
-        parameter_norm = optimizer.parameter_norm()
-        checkpoints.poll(writing)
+    def _roll_back(self) -> bool:
+        """Load the latest checkpoint from before the skipped steps and exclude their samples.
 
-        ended = time.perf_counter()
-        seconds, exchanged = ended - begun, collectives.waited.seconds - idle
-        recent.append(seconds)
-        watchdog.beat(step, seconds)
-        if metrics:
-            if result.skipped:
-                reason = bad or f"gradient norm is {result.gradient_norm}"
-                log.warning(f"WARNING step {step} skipped: {reason}")
-                record(options.run_folder, "skipped", step=step, reason=reason)
-            slow = stragglers.watch(step, rank_seconds)
-            if slow:
-                log.warning(f"WARNING {slow}")
-                record(options.run_folder, "straggler", step=step, reason=slow)
-            speed = batch * s / seconds
-            values = {
-                "step": step,
-                "loss": total,
-                "learning_rate": rate,
-                "gradient_norm": result.gradient_norm,
-                "parameter_norm": parameter_norm,
-                "step_seconds": seconds,
-                "data_wait_seconds": waited,
-                "forward_backward_seconds": computed,
-                "optimizer_seconds": ended - summed,
-                "communication_seconds": exchanged if trainer.device.synchronous else None,
-                "tokens_per_second": speed,
-                "mfu": speed * flops_per_token(profile) / (peak * mesh.size) if peak else None,
-                "consumed_samples": step * batch,
-                "consumed_tokens": step * batch * s,
-                "skipped": result.skipped,
-                "rank_seconds": [round(each, 6) for each in rank_seconds],
-                **(monitor.figures() if monitor else {}),
-                **trainer.compile_statistics.metrics(compiled),
-            }
-            metrics.write(values)
-            if step % settings.log_every == 0 or step in (1, settings.steps):
-                log.info(metrics.line(values, sum(recent) / len(recent) * (settings.steps - step)))
-
-        traced = trace.end(step)
-        if traced:
-            log.info(f"the trace of the last steps: {traced}")
-        if guard.exhausted:
-            back = go_back(trainer, options, checkpoints, step - guard.in_a_row + 1, step, left_out)
-            if back is None:
-                return exit_codes.DIVERGED
-            step, about = back
-            guard, batches = Guard(settings, about.get("guard")), reading(step)
-            metrics = Metrics(options.run_folder, step, settings.steps) if metrics else None
-            continue
-        held_out = None
-        if profile.evaluate.every and step % profile.evaluate.every == 0 and not stopping:
-            with watchdog.patience():
-                held_out = validation_loss(trainer, validation, profile.evaluate.batches)
-            if metrics:
-                row = {"step": step, "validation_loss": held_out.loss}
-                metrics.write({**row, **held_out.metrics, **held_out.graphs})
-                log.info(f"step {step}/{settings.steps}  validation loss {held_out.loss:.4f}")
-        if (stopping and profile.checkpoint.on_stop) or step == settings.steps or checkpoints.due(step):
-            with watchdog.patience():
-                last = bool(stopping) or step == settings.steps
-                loss_held_out = held_out.loss if held_out else None
-                checkpoints.save(step, loss_held_out, last=last, left_out=left_out, guard=guard.state())
-        if stopping:
-            saved = (
-                f"saved step {step}, to be resumed from there" if profile.checkpoint.on_stop else "not saved"
+        Returns:
+            Whether the run can continue; False after `train.rollbacks` rollbacks, or without such a checkpoint.
+        """
+        first_bad, last_bad = self.step - self.guard.skipped_in_a_row + 1, self.step
+        exhausted = len(self.data.excluded) >= self.settings.rollbacks
+        found = None if exhausted else self.checkpoints.roll_back(first_bad)
+        if found is None:
+            cause = f"rolled back {len(self.data.excluded)} times" if exhausted else "no earlier checkpoint"
+            if self.reporter:
+                skipped = f"steps {first_bad} to {last_bad} were skipped"
+                log.info(f"WARNING stopped: {skipped}; {cause}")
+                self.reporter.event("stopped", last_bad, f"{skipped}; {cause}")
+            return False
+        self.step, state = found
+        excluded = self.data.exclude(first_bad, last_bad)
+        self.guard = AnomalyGuard(self.settings, state.get("guard"))
+        self.data.seek(self.step)
+        if self.reporter:
+            reason = (
+                f"rolled back to step {self.step}: steps {first_bad} to {last_bad} were skipped; "
+                "their samples are excluded"
             )
-            log.info(f"interrupted: {saved}")
-            if trainer.leader:
-                record(options.run_folder, "interrupted", step=step, reason=saved)
-            break
-    with watchdog.patience():
-        checkpoints.close()
-    if monitor:
-        monitor.close()
-    if metrics:
-        metrics.close()
-    return exit_codes.INTERRUPTED if step < settings.steps else 0
+            log.info(f"WARNING {reason}")
+            self.reporter.event("rollback", last_bad, reason, back_to=self.step, samples=list(excluded))
+            self.reporter.rewind(self.step)
+        return True
+
+    def _report_stop(self) -> None:
+        on_stop = self.profile.checkpoint.on_stop
+        outcome = f"saved step {self.step}, to be resumed from there" if on_stop else "not saved"
+        log.info(f"interrupted: {outcome}")
+        if self.reporter:
+            self.reporter.event("interrupted", self.step, outcome)
+
+
+class TrainingData:
+    """This data rank's share of each step's global batch, prefetched.
+
+    Args:
+        excluded: ranges of sample numbers that the run leaves out.
+    """
+
+    def __init__(self, trainer: Trainer, samples: Samples, excluded: Ranges) -> None:
+        self.excluded = excluded
+        self._trainer, self._samples, self._settings = trainer, samples, trainer.profile.train
+        self._data_axis = trainer.mesh.data
+        self._local_batch = self._settings.global_batch_size // self._data_axis.size
+        self._batches: Prefetcher | None = None
+
+    def seek(self, step: int) -> None:
+        """Prefetcher from the step after this one."""
+        if self._trainer.reads_samples:
+            self._batches = Prefetcher(self._read, step + 1, self._settings.steps)
+
+    def next(self) -> Batch:
+        """The next step's batch; empty if no stage of this rank needs samples."""
+        return self._batches.next() if self._batches else Batch()
+
+    def first_sample(self, step: int) -> int:
+        """Number of the first sample of this data rank at a step."""
+        return self._first_global(step) + self._data_axis.rank * self._local_batch
+
+    def exclude(self, first_step: int, last_step: int) -> tuple[int, int]:
+        """Leave out the samples of these steps from now on. Returns their range [start, end)."""
+        end = self._first_global(last_step) + self._settings.global_batch_size
+        samples = (self._first_global(first_step), end)
+        self.excluded.append(samples)
+        return samples
+
+    def _first_global(self, step: int) -> int:
+        return sample_number((step - 1) * self._settings.global_batch_size, self.excluded)
+
+    def _read(self, step: int) -> Batch:
+        return read_batch(self._trainer, self._samples, self.first_sample(step), self._local_batch)
 
 
 def make_optimizer(trainer: Trainer) -> ZeRO1:
-    """ZeRO-1 AdamW over the trainer's parameters, as the profile sets it."""
+    """ZeRO-1 AdamW over the trainer's parameters, with the profile's settings."""
     settings = trainer.profile.train
     return ZeRO1(
         trainer.named_parameters(),
@@ -238,56 +296,19 @@ def make_optimizer(trainer: Trainer) -> ZeRO1:
     )
 
 
-def go_back(
-    trainer: Trainer,
-    options: argparse.Namespace,
-    checkpoints: Checkpoints,
-    bad: int,
-    step: int,
-    left_out: Ranges,
-) -> tuple[int, dict[str, Any]] | None:
-    """Load the newest checkpoint from before the steps `bad` to `step`, whose samples are added to those left out.
-
-    Returns its step and what else it says; None where the run has gone back often enough, or has nothing to go back to.
-    """
-    settings = trainer.profile.train
-    often = len(left_out) >= settings.rollbacks
-    found = None if often else checkpoints.go_back(bad)
-    if found is None:
-        reason = f"went back {len(left_out)} times" if often else "there is no checkpoint to go back to"
-        if trainer.leader:
-            log.info(f"WARNING stopped: {step - bad + 1} bad steps in a row, and {reason}")
-            record(
-                options.run_folder,
-                "stopped",
-                step=step,
-                reason=f"steps {bad} to {step} were bad, and {reason}",
-            )
-        return None
-    batch = settings.global_batch_size
-    dropped = (sample((bad - 1) * batch, left_out), sample((step - 1) * batch, left_out) + batch)
-    left_out.append(dropped)
-    if trainer.leader:
-        reason = f"went back to step {found[0]}: steps {bad} to {step} were bad, their samples are left out"
-        log.info(f"WARNING {reason}")
-        facts = {"back_to": found[0], "samples": list(dropped), "reason": reason}
-        record(options.run_folder, "rollback", step=step, **facts)
-    return found
-
-
-class Interrupt:
-    """Remembers that a signal came; the loop asks after each step."""
+class StopSignal:
+    """Remembers a stop signal until the training loop asks, after each step."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         for number in self.SIGNALS:
-            signal.signal(number, self._ask)
+            signal.signal(number, self._request)
 
-    def _ask(self, *_: object) -> None:
-        self.asked = True
-        for number in self.SIGNALS:  # another one must not end it while it saves, or as it ends
+    def _request(self, *_: object) -> None:
+        self.requested = True
+        for number in self.SIGNALS:  # a second signal must not interrupt the save or the exit
             signal.signal(number, signal.SIG_IGN)
 
 

@@ -1,8 +1,8 @@
-"""What training, evaluation and compilation have in common: a profile made into a model on this rank's device.
+"""Trainer: a profile's model on this rank's device, with its forward and backward passes.
 
-    device and process group -> mesh -> model or pipeline stages, initialized by (seed, name) -> compiled blocks
+    device and process group -> mesh -> model or pipeline stages, initialized from (seed, name) -> compiled blocks
 
-and the two passes over a batch, for training and for evaluation.
+Training, evaluation and the device check share it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,19 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """A profile's model on this rank: all of it, or this rank's stages of a pipeline.
+    """A profile's model on this rank: all of it, or this rank's pipeline stages.
 
     Args:
-        profile: resolved.
-        graphs: folder for compiled graphs, read and written; None trains eagerly.
-        precompiled: whether the folder should hold every graph already.
-        start: whether to join the process group that the launcher's environment describes; False where there is one.
+        profile: resolved profile.
+        graphs: folder of compiled graphs, read and written; None runs eager.
+        precompiled: whether the folder should hold every graph, so that a cache miss is logged.
+        start: whether to initialize the process group from the launcher's environment; False if there is one.
+
+    Attributes:
+        stages: this rank's stages by number; a model without pipeline is stage 0.
+        first, last: whether this rank has the first stage, the last stage.
+        positions: (s/c) positions of this context rank in a sample.
+        user_loss: the user's `train.loss`; None for cross-entropy.
     """
 
     def __init__(
@@ -66,16 +72,16 @@ class Trainer:
             compiler.use_cache(graphs)
             self.compile_statistics = CompileStatistics(compiler, precompiled=precompiled)
         layers = partition_layers(profile)
-        own = range(self.mesh.pipeline.rank, len(layers), self.mesh.pipeline.size)
-        self.stages = {number: self._build(layers[number]) for number in own}
+        local_stages = range(self.mesh.pipeline.rank, len(layers), self.mesh.pipeline.size)
+        self.stages = {number: self._build(layers[number]) for number in local_stages}
         self.user_loss = user_functions.load(profile.train.loss) if profile.train.loss else None
         self._metrics = {
             name.partition(":")[2]: user_functions.load(name) for name in profile.evaluate.metrics
         }
         self._evaluating = False
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
-        s, c = profile.train.sequence_length, self.mesh.context
-        self.positions = zigzag_positions(s, c.size, c.rank).to(self.torch_device)  # (s/c)
+        s, context = profile.train.sequence_length, self.mesh.context
+        self.positions = zigzag_positions(s, context.size, context.rank).to(self.torch_device)  # (s/c)
         self.pipeline = self._pipeline(len(layers)) if self.mesh.pipeline.size > 1 else None
 
     def _build(self, layers: range) -> LanguageModel:
@@ -86,12 +92,12 @@ class Trainer:
         return model
 
     def _pipeline(self, stages: int) -> Pipeline:
-        from parallel.pipeline.pipeline import Pipeline  # half a second that only pipelines need
+        from parallel.pipeline.pipeline import Pipeline  # half a second to import, which only pipelines need
 
         profile = self.profile
         b = profile.train.micro_batch_size
         tokens = b * len(self.positions)
-        sharded = self.mesh.tensor.size if profile.parallel.sequence_parallel else 1
+        sequence_shards = self.mesh.tensor.size if profile.parallel.sequence_parallel else 1
         return Pipeline(
             self.stages,
             stages,
@@ -100,7 +106,7 @@ class Trainer:
             ahead=extra_warmup_forwards(profile),
             microbatches=profile.accumulation_steps,
             tokens=(b, len(self.positions)),
-            hidden=(tokens // sharded, profile.model.hidden_size),
+            hidden=(tokens // sequence_shards, profile.model.hidden_size),
             dtype=DTYPES[profile.train.precision],
             device=self.torch_device,
             loss=self._loss,
@@ -108,109 +114,116 @@ class Trainer:
         )
 
     def _loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
-        """Of the last stage's hidden states: the summed loss, in evaluation with the summed metrics after it."""
+        """Summed loss of the last stage's hidden states; in evaluation followed by the summed user metrics."""
         stage = self.stages[max(self.stages)]
         if self.user_loss is None and not (self._evaluating and self._metrics):
             return stage.loss(x, targets) * scale
-        logits, flat = stage.logits(x), targets.flatten()
-        own = self.user_loss
-        loss = user_functions.call(own, logits, flat) if own else stage.loss(x, targets)
+        logits, targets_flat = stage.logits(x), targets.flatten()
+        user_loss = self.user_loss
+        loss = user_functions.call(user_loss, logits, targets_flat) if user_loss else stage.loss(x, targets)
         if not self._evaluating:
             return loss * scale
-        metrics = [user_functions.call(metric, logits, flat).float() for metric in self._metrics.values()]
+        metrics = [user_functions.call(f, logits, targets_flat).float() for f in self._metrics.values()]
         return torch.stack([loss.float(), *metrics])
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the user's metrics."""
+        """Names of the user metrics."""
         return list(self._metrics)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by their global names."""
+        """This rank's parameters by global name."""
         for stage in self.stages.values():
             yield from stage.named_parameters()
 
     def compiled_update(self) -> Update | None:
-        """AdamW's update for the optimizer, where it is compiled."""
+        """The compiled AdamW update; None when running eager."""
         if not isinstance(self.compile_statistics, CompileStatistics):
             return None
         return compiled_update(self.device.type, self.compile_statistics.backend)
 
     @property
     def leader(self) -> bool:
-        """Whether this rank speaks for all."""
+        """Whether this is rank 0, which logs and writes for all ranks."""
         return self.mesh.rank == 0
 
     @property
     def reads_samples(self) -> bool:
-        """Whether this rank needs samples: the first stage needs tokens, the last targets, and all need documents."""
+        """Whether this rank needs samples: the first stage for tokens, the last for targets, all for document masks."""
         return self.first or self.last or self.profile.train.document_masks
 
-    def _split(
+    def _shard(
         self, samples: Tensor | None, documents: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
-        """Samples (m·b, s + 1) to this context rank's tokens and targets, (m·b, s/c) each, and documents so too by name."""
+        """This context rank's tokens and targets, (m·b, s/c) each, of samples (m·b, s + 1); and its `documents`, if any."""
         if samples is None:
             return None, None, {}
         samples = samples.to(self.torch_device, non_blocking=True)
-        each = {}
+        masks = {}
         if documents is not None:
-            each["documents"] = documents.to(self.torch_device, non_blocking=True)[:, self.positions]
-        return samples[:, self.positions], samples[:, self.positions + 1], each
+            masks["documents"] = documents.to(self.torch_device, non_blocking=True)[:, self.positions]
+        return samples[:, self.positions], samples[:, self.positions + 1], masks
 
     def forward_backward(
         self, samples: Tensor | None, scale: float, first: int = 0, documents: Tensor | None = None
     ) -> Tensor:
-        """Training on the m microbatches of a step; gradients of `scale` times the summed loss reach the optimizer.
+        """Forward and backward over the m microbatches of a step; gradients are those of `scale` · summed loss.
 
         Args:
-            samples: (m·b, s + 1); None where this rank reads none. A pipeline takes exactly a step's.
-            documents: (m·b, s) the place in its sample that each token's document begins at; None lets attention cross.
-            first: the first sample's number in the run; dropout depends on it.
+            samples: (m·b, s + 1); None if this rank does not read samples. A pipeline needs exactly one step's samples.
+            first: number of the first sample in the run, which seeds dropout.
+            documents: (m·b, s) position at which each token's document begins; None: attention crosses documents.
 
         Returns:
-            scale · summed loss of this rank's tokens, 0-dim float32, on the device; 0 without the last stage.
+            scale · summed loss of this rank's tokens, 0-dim float32 on the device; 0 without the last stage.
         """
         settings = self.profile.train
-        tokens, targets, each = self._split(samples, documents)
+        tokens, targets, masks = self._shard(samples, documents)
         count = (
             settings.micro_batch_size * self.profile.accumulation_steps if samples is None else len(samples)
         )
-        numbers = torch.arange(first, first + count, device=self.torch_device)
-        keys = sample_keys(settings.seed, numbers)
+        sample_numbers = torch.arange(first, first + count, device=self.torch_device)
+        keys = sample_keys(settings.seed, sample_numbers)
         if self.pipeline:
-            return self.pipeline.train(tokens, targets, scale, samples=keys, **each)
+            return self.pipeline.train(tokens, targets, scale, samples=keys, **masks)
         total = torch.zeros((), device=self.torch_device)
-        for x, y, more in self._microbatches(tokens, targets, {"samples": keys, **each}):
-            loss = self._loss(self.stages[0](x, self.positions, **more), y, scale)
+        for x, y, inputs in self._microbatches(tokens, targets, {"samples": keys, **masks}):
+            loss = self._loss(self.stages[0](x, self.positions, **inputs), y, scale)
             loss.backward()
             total += loss.detach()
         return total
 
     def _microbatches(
-        self, tokens: Tensor, targets: Tensor, each: dict[str, Tensor]
+        self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]
     ) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-        for at in range(0, len(tokens), self.profile.train.micro_batch_size):
-            own = slice(at, at + self.profile.train.micro_batch_size)
-            yield tokens[own], targets[own], {name: value[own] for name, value in each.items()}
+        for start in range(0, len(tokens), self.profile.train.micro_batch_size):
+            rows = slice(start, start + self.profile.train.micro_batch_size)
+            yield tokens[rows], targets[rows], {name: value[rows] for name, value in inputs.items()}
 
     @torch.no_grad()
     def evaluate(self, samples: Tensor | None, counted: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Summed loss and metrics of samples (m·b, s + 1), as for training, of which `counted` (m·b) says which count.
+        """Summed loss and user metrics of samples.
+
+        Args:
+            samples: (m·b, s + 1), as for `forward_backward`.
+            counted: (m·b) whether each sample counts.
 
         Returns:
             [tokens, loss, *metrics] of this rank, float64; zeros without the last stage.
         """
-        tokens, targets, each = self._split(samples, documents)
+        tokens, targets, masks = self._shard(samples, documents)
         if targets is not None:
             targets = targets.where(counted[:, None].to(targets.device), IGNORE)
         self._evaluating = True
         try:
             if self.pipeline:
-                sums = self.pipeline.evaluate(tokens, targets, **each)
+                sums = self.pipeline.evaluate(tokens, targets, **masks)
             else:
-                parts = self._microbatches(tokens, targets, each)
-                sums = sum(self._loss(self.stages[0](x, self.positions, **more), y) for x, y, more in parts)
+                microbatches = self._microbatches(tokens, targets, masks)
+                sums = sum(
+                    self._loss(self.stages[0](x, self.positions, **inputs), y)
+                    for x, y, inputs in microbatches
+                )
         finally:
             self._evaluating = False
         result = torch.zeros(2 + len(self._metrics), dtype=torch.float64, device=self.torch_device)
@@ -220,7 +233,7 @@ class Trainer:
         return result
 
     def sum(self, numbers: Tensor) -> list[float]:
-        """Sums over all ranks of numbers that are equal along the tensor axis."""
+        """Sum numbers over all ranks but the tensor axis, on which they must be equal; one all-reduce."""
         return all_reduce(numbers.double() / self.mesh.tensor.size, self.mesh.world).tolist()
 
     def __enter__(self) -> Self:
@@ -233,7 +246,7 @@ class Trainer:
 
 
 def threads(profile: Profile) -> int:
-    """torch's threads in each process: as the profile says, else this machine's cores shared out."""
+    """torch threads per process: `cluster.threads`, else this machine's cores divided among its processes."""
     if profile.cluster.threads:
         return profile.cluster.threads
     return max(1, (os.cpu_count() or 1) // profile.cluster.devices_per_node)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from flows.cli.main import main
-from modeling.training.metrics import Metrics
+from modeling.training.metrics import MetricsWriter
 
 ROW = {
     "loss": 5.0,
@@ -46,7 +46,7 @@ def run(tmp_path):
     folder = tmp_path / "store/runs/first"
     folder.mkdir(parents=True)
     (folder / "profile.yaml").write_text("name: first\n")
-    metrics = Metrics(folder, last=0, total=3)
+    metrics = MetricsWriter(folder, step=0, total_steps=3)
     for step in (1, 2, 3):
         metrics.write({"step": step, **ROW, "loss": 6.0 - step})
     metrics.write({"step": 3, "validation_loss": 3.5})

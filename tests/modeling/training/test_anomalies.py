@@ -10,7 +10,7 @@ import pytest
 from modeling import exit_codes
 from modeling.data.corpus import Samples
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
-from modeling.training.anomalies import sample
+from modeling.training.anomalies import sample_number
 from modeling.training.stragglers import Stragglers
 from tests.modeling import micro
 
@@ -69,7 +69,7 @@ def test_a_spike_is_skipped_and_counted_and_changes_no_weight(poisoned, tmp_path
 def test_after_some_in_a_row_it_goes_back_and_leaves_their_samples_out(poisoned, tmp_path):
     run = micro.run_folder(tmp_path / "run", *SETTINGS, "train.bad_steps=4", "checkpoint.keep=0")
     log = train(run, poisoned)
-    assert "went back to step 30: steps 33 to 36 were bad" in log
+    assert "rolled back to step 30: steps 33 to 36 were skipped" in log
     assert [event["event"] for event in events(run)] == ["skipped"] * 4 + ["rollback"]
     assert events(run)[-1]["samples"] == [(BAD[0] - 1) * BATCH, BAD[-1] * BATCH]
     found = rows(run)
@@ -96,12 +96,12 @@ def test_it_stops_for_good_where_going_back_does_not_help(poisoned, tmp_path):
     assert [event["event"] for event in events(run)] == ["skipped"] * 3 + ["rollback"] + ["skipped"] * 3 + [
         "stopped"
     ]
-    assert "went back 1 times" in log
+    assert "rolled back 1 times" in log
 
 
 def test_samples_that_are_left_out_are_the_only_ones():
-    left_out = [(40, 48), (8, 12)]
-    read = [sample(position, left_out) for position in range(60)]
+    excluded = [(40, 48), (8, 12)]
+    read = [sample_number(position, excluded) for position in range(60)]
     assert read == [number for number in range(72) if not (8 <= number < 12 or 40 <= number < 48)]
 
 
@@ -137,18 +137,18 @@ def test_a_slow_rank_is_named(poisoned, tmp_path):
 
 def test_equal_ranks_are_no_stragglers():
     stragglers = Stragglers(["n1", "n1", "n2", "n2"])
-    assert not any(stragglers.watch(step, [0.1, 0.1, 0.13, 0.1]) for step in range(1, 100))
-    said = [stragglers.watch(step, [0.1, 0.1, 0.2, 0.1]) for step in range(100, 400)]
-    assert next(line for line in said if line).startswith("rank 2 on n2 holds the others up: ")
+    assert not any(stragglers.update(step, [0.1, 0.1, 0.13, 0.1]) for step in range(1, 100))
+    said = [stragglers.update(step, [0.1, 0.1, 0.2, 0.1]) for step in range(100, 400)]
+    assert next(line for line in said if line).startswith("rank 2 on n2 is a straggler: ")
     assert sum(map(bool, said)) == 2
 
 
 def test_metrics_wait_for_a_full_disk_and_are_written_whole(tmp_path, monkeypatch):
-    from modeling.training.metrics import Metrics
+    from modeling.training.metrics import MetricsWriter
 
     run = tmp_path / "run"
     run.mkdir()
-    metrics = Metrics(run, 0, 10)
+    metrics = MetricsWriter(run, 0, 10)
     metrics.write({"step": 1, "loss": 1.0})
     ours = metrics.file
     with open("/dev/full", "ab", buffering=0) as full:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from modeling.training.checkpoints import kept
+from modeling.training.checkpoints import retained
 from tasks.store import runs
 from tests import disk
 from tests.modeling import micro
@@ -58,10 +58,10 @@ def test_beside_training_it_saves_the_same_and_keeps_what_it_should(dataset, tmp
 
 def test_which_checkpoints_are_kept():
     saved = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.5}
-    assert kept(saved, 2, 0) == {20, 40, 50}
-    assert kept(saved, 1, 30) == {20, 30, 50}
-    assert kept(saved, 0, 0) == set(saved)
-    assert kept(dict.fromkeys(saved), 1, 0) == {50}
+    assert retained(saved, 2, 0) == {20, 40, 50}
+    assert retained(saved, 1, 30) == {20, 30, 50}
+    assert retained(saved, 0, 0) == set(saved)
+    assert retained(dict.fromkeys(saved), 1, 0) == {50}
 
 
 ONE_FITS = "700k"
@@ -77,9 +77,9 @@ def test_on_a_full_disk_training_goes_on_and_only_the_last_save_ends_it(dataset,
     assert "Traceback" not in said
     failed = [event["step"] for event in runs.read_events(run) if event["event"] == "not saved"]
     assert failed == [8, 9, 11, *[12] * 5]
-    assert "warning: step 8 could not be saved: rank 0: No space left on device; it is tried again" in said
-    assert "step 12 could not be saved: rank 0: No space left on device; it was tried 5 times" in said
-    assert f"the last good one is step_4 in {place}" in said
+    assert "warning: step 8 could not be saved: rank 0: No space left on device; retrying" in said
+    assert "step 12 could not be saved: rank 0: No space left on device; gave up after 5 attempts" in said
+    assert f"the latest complete checkpoint is step_4 in {place}" in said
     assert list(micro.losses(run)) == list(range(1, 13))
 
 
@@ -122,7 +122,7 @@ def test_a_given_step_is_resumed_once_and_later_ones_are_moved_aside(run, finish
     assert micro.losses(run) == micro.losses(finished)
     (run / "checkpoints/step_12/complete.json").unlink()
     said = train(run, dataset, "checkpoint.resume=4")
-    assert "removed step_12, whose saving was not finished" in said
+    assert "removed incomplete checkpoint step_12" in said
     assert "resumed from step 8" in said
 
 
@@ -130,7 +130,7 @@ def test_weights_alone_begin_the_schedule_anew(run, dataset):
     before = micro.losses(run)
     said = train(run, dataset, "checkpoint.weights=true")
     assert "moved to checkpoints~1: step_4, step_8, step_12" in said
-    assert "checkpoints~1/step_12; the optimizer and the schedule start anew" in said
+    assert "checkpoints~1/step_12; optimizer and schedule restart" in said
     after = micro.losses(run)
     assert list(after) == list(before)
     assert after[1] < before[1] - 0.5
@@ -140,10 +140,13 @@ def test_weights_alone_begin_the_schedule_anew(run, dataset):
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(run, dataset):
     said = train(run, dataset, "checkpoint.resume=5", code=2)
-    assert "checkpoint.resume = 5: complete checkpoints are 4, 8, 12" in said
+    assert "checkpoint.resume = 5: is not a complete checkpoint; complete checkpoints are 4, 8, 12" in said
     assert "Traceback" not in said
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_field(run, dataset):
     said = train(run, dataset, "model.intermediate_size=128", "model.norm_eps=1e-6", code=2)
-    assert "step_12 is of another model: model.intermediate_size is 64 there, 128 in the profile" in said
+    assert (
+        "step_12 belongs to another model: model.intermediate_size is 64 in the checkpoint, 128 in the profile"
+        in said
+    )

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from modeling.training.telemetry import READERS, Monitor, neuron_figures
+from modeling.training.telemetry import READERS, Telemetry, neuron_readings
 from parallel import device
 
 # As neuron-monitor prints it, shortened.
@@ -28,18 +28,18 @@ REPORT = {
 
 
 def test_neuron_monitors_document_becomes_figures():
-    assert neuron_figures(REPORT) == {
+    assert neuron_readings(REPORT) == {
         "device_utilization": pytest.approx(0.6),
         "device_memory_bytes": 3 << 30,
     }
-    assert neuron_figures({"neuron_runtime_data": []}) == {}
+    assert neuron_readings({"neuron_runtime_data": []}) == {}
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "neuron"])
 def test_a_machine_without_the_device_tells_its_own_figures_and_nothing_else(kind, capfd, caplog):
-    monitor = Monitor(device.resolve(kind))
-    figures = monitor.figures()
+    monitor = Telemetry(device.resolve(kind))
+    figures = monitor.readings()
     monitor.close()
     assert "memory_bytes" in figures
     assert not any(name.startswith("device_") for name in figures)

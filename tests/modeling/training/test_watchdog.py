@@ -64,6 +64,6 @@ def test_every_rank_leaves_its_stacks(how, tmp_path):
     assert "wait_for_the_other" in first
     assert exit_codes.HANG_MESSAGE in second
     assert ("hold_the_lock_for_ever" if how == "holds" else "wait_for_the_other") in second
-    assert how == "waits" or "seen from outside" in second
+    assert how == "waits" or "captured externally" in second
     code = int(re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", said, re.DOTALL)[1])
     assert code in (exit_codes.HUNG, -signal.SIGALRM), said

@@ -1,0 +1,98 @@
+"""Reporting by the leading rank: metrics rows, log lines, straggler warnings and events of a run."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from modeling.models.flops import flops_per_token
+from modeling.training.evaluate import Evaluation
+from modeling.training.metrics import MetricsWriter, record_event
+from modeling.training.step import StepRecord
+from modeling.training.stragglers import Stragglers
+from modeling.training.telemetry import Telemetry
+from modeling.training.trainer import Trainer
+
+log = logging.getLogger("trainshed")
+
+
+class Reporter:
+    """Writes what a run reports; exists on the leading rank only.
+
+    Args:
+        run: the run folder.
+        step: step that training resumes after.
+        nodes: name of each rank's node.
+    """
+
+    def __init__(self, trainer: Trainer, run: Path, step: int, nodes: list[str]) -> None:
+        self._trainer, self._run = trainer, run
+        self._settings = trainer.profile.train
+        self._peak_flops = trainer.device.peak(self._settings.precision)
+        self._metrics = MetricsWriter(run, step, self._settings.steps)
+        self._telemetry = Telemetry(trainer.device)
+        self._stragglers = Stragglers(nodes)
+        self._recent_seconds: deque[float] = deque(maxlen=20)
+
+    def event(self, name: str, step: int, reason: str, **facts: Any) -> None:
+        """Append an event to the run's events.jsonl."""
+        record_event(self._run, name, step=step, **facts, reason=reason)
+
+    def step(self, record: StepRecord) -> None:
+        """Write the metrics row of a step, its log line if due, and warnings."""
+        settings, step = self._settings, record.step
+        self._recent_seconds.append(record.timings.total)
+        if record.skip_reason:
+            log.warning(f"WARNING step {step} skipped: {record.skip_reason}")
+            self.event("skipped", step, record.skip_reason)
+        if straggler := self._stragglers.update(step, record.statistics.rank_seconds):
+            log.warning(f"WARNING {straggler}")
+            self.event("straggler", step, straggler)
+        row = self._row(record)
+        self._metrics.write(row)
+        if step % settings.log_every == 0 or step in (1, settings.steps):
+            mean_seconds = sum(self._recent_seconds) / len(self._recent_seconds)
+            log.info(self._metrics.log_line(row, mean_seconds * (settings.steps - step)))
+
+    def _row(self, record: StepRecord) -> dict[str, Any]:
+        trainer, statistics, timings = self._trainer, record.statistics, record.timings
+        samples = record.step * self._settings.global_batch_size
+        step_tokens = self._settings.global_batch_size * self._settings.sequence_length
+        tokens_per_second = step_tokens / timings.total
+        flops = tokens_per_second * flops_per_token(trainer.profile)
+        return {
+            "step": record.step,
+            "loss": statistics.loss,
+            "learning_rate": record.learning_rate,
+            "gradient_norm": record.gradient_norm,
+            "parameter_norm": record.parameter_norm,
+            "step_seconds": timings.total,
+            "data_wait_seconds": timings.data_wait,
+            "forward_backward_seconds": timings.forward_backward,
+            "optimizer_seconds": timings.optimizer,
+            "communication_seconds": timings.communication if trainer.device.synchronous else None,
+            "tokens_per_second": tokens_per_second,
+            "mfu": flops / (self._peak_flops * trainer.mesh.size) if self._peak_flops else None,
+            "consumed_samples": samples,
+            "consumed_tokens": record.step * step_tokens,
+            "skipped": bool(record.skip_reason),
+            "rank_seconds": [round(seconds, 6) for seconds in statistics.rank_seconds],
+            **self._telemetry.readings(),
+            **trainer.compile_statistics.metrics(statistics.graph_counts),
+        }
+
+    def evaluation(self, step: int, result: Evaluation) -> None:
+        """Write the metrics row and log line of an evaluation during training."""
+        row = {"step": step, "validation_loss": result.loss, **result.metrics, **result.graphs}
+        self._metrics.write(row)
+        log.info(f"step {step}/{self._settings.steps}  validation loss {result.loss:.4f}")
+
+    def rewind(self, step: int) -> None:
+        """Drop the metrics rows after a step that the run was rolled back to."""
+        self._metrics = MetricsWriter(self._run, step, self._settings.steps)
+
+    def close(self) -> None:
+        self._telemetry.close()
+        self._metrics.close()
