@@ -1,7 +1,7 @@
-"""Documents in the columns of parquet and arrow files, a record at a time.
+"""Reads documents from a column of parquet and arrow files, one record at a time.
 
-Memory is that of the records under way: a batch of parquet has as many as make BATCH_BYTES by what the file says of its
-row group, and an arrow file that is here is mapped. Places are counted from 0, as pyarrow counts.
+Memory is one batch: a parquet batch is sized to BATCH_BYTES from the metadata of its row group, and a local arrow file is
+memory-mapped. Positions in messages count from 0, as in pyarrow.
 """
 
 from __future__ import annotations
@@ -16,65 +16,67 @@ import numpy as np
 from profiles.errors import ProfileError
 from tasks.sources import long_text
 from tasks.sources.long_text import LongText
-from tasks.sources.shard import Shard, SourceError, is_damage, local_path, open_file
+from tasks.sources.shard import Shard, SourceError, is_corruption, local_path, open_file
 
 BATCH_BYTES = 1 << 21
-ROWS = 1024  # records at a time, at most
-REPEATED_ROWS = 128  # the same, of a column whose values are in a dictionary: the file does not say how often it names each
-BUFFER = 1 << 20  # bytes of a column that are read at once
-LONG_VALUE = 1 << 22  # bytes; longer texts are decoded as they are read
-END = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream; before arrow 0.15 the zeros alone
+MAX_ROWS = 1024  # per batch
+MAX_DICTIONARY_ROWS = 128  # per batch of a dictionary-encoded column, whose decoded size is not in the metadata
+BUFFER = 1 << 20  # bytes per read of a column
+LONG_VALUE = 1 << 22  # bytes; longer texts are decoded in chunks
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream; only the zeros before arrow 0.15
 
 
 @dataclass(frozen=True)
-class Ids:
-    """A document that has its tokens already.
+class TokenIds:
+    """A document that is already tokenized.
 
     Attributes:
-        values: the tokens' ids.
-        place: where it is, in words.
+        values: token ids.
+        locate: describes its position, for messages.
     """
 
     values: np.ndarray
-    place: Callable[[], str]
+    locate: Callable[[], str]
 
 
-Value = str | LongText | Ids | None
+Value = str | LongText | TokenIds | None
 
 
 def parquet(shard: Shard, token: str | None) -> Iterator[Value]:
-    """What is in the shard's column, row group by row group.
+    """Values of the shard's column, by row group.
 
     Raises:
-        SourceError: a damaged file. ProfileError: no such column.
+        SourceError: a corrupted file.
+        ProfileError: no such column.
     """
     from pyarrow.parquet import ParquetFile
 
     path = shard.paths[0]
     with open_file(shard, path, token) as file:
-        with refusing(f"{path}, footer", "parquet"):
-            # Without a buffer, and read ahead, whole columns of a row group would be in memory.
+        with source_errors(f"{path}, footer", "parquet"):
+            # The defaults (no buffer, pre_buffer) would hold the whole column of a row group in memory.
             table = ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
         require_column(shard, table.schema_arrow.names)
         for group in range(shard.start, table.num_row_groups if shard.stop is None else shard.stop):
             number = 0
-            where = f"{path}, row group {group}"
+            position = f"{path}, row group {group}"
             options = {"row_groups": [group], "columns": [shard.column]}
-            batches = table.iter_batches(batch_size=_rows(table, group, shard.column), **options)
+            batches = table.iter_batches(batch_size=_batch_rows(table, group, shard.column), **options)
             while True:
-                with refusing(f"{where}, from record {number} on", "parquet"):
+                with source_errors(f"{position}, from record {number} on", "parquet"):
                     batch = next(batches, None)
                 if batch is None:
                     break
-                yield from _values(batch.column(0), where, number)
+                yield from _values(batch.column(0), position, number)
                 number += len(batch)
 
 
 def arrow(shard: Shard, token: str | None) -> Iterator[Value]:
-    """What is in the shard's column, record batch by record batch.
+    """Values of the shard's column, by record batch.
 
     Raises:
-        SourceError: a damaged file. ProfileError: no such column.
+        SourceError: a corrupted file.
+        ProfileError: no such column.
     """
     for number, batch in enumerate(arrow_batches(shard, token)):
         if shard.stop is not None and number >= shard.stop:
@@ -85,107 +87,108 @@ def arrow(shard: Shard, token: str | None) -> Iterator[Value]:
 
 
 def arrow_batches(shard: Shard, token: str | None = None) -> Iterator[Any]:
-    """The record batches of an arrow file, in either of its two forms.
+    """Record batches of an arrow file, in the file or the stream format.
 
     Raises:
-        SourceError: a damaged file, or a stream without its end, whose last batches may be gone.
+        SourceError: a corrupted file, or a stream without its end marker, which may lack its last batches.
     """
     import pyarrow
 
     path = shard.paths[0]
     local = local_path(path)
-    with refusing(path, "arrow file"):
+    with source_errors(path, "arrow file"):
         file = pyarrow.memory_map(str(local)) if local else open_file(shard, path, token)
     with file:
         magic = file.read(6)
         file.seek(0)
         if magic != b"ARROW1":
-            yield from _streamed(file, path)
+            yield from _stream_batches(file, path)
             return
-        with refusing(f"{path}, footer", "arrow file"):
+        with source_errors(f"{path}, footer", "arrow file"):
             reader = pyarrow.ipc.open_file(file)
         for i in range(reader.num_record_batches):
-            with refusing(f"{path}, record batch {i}", "arrow file"):
+            with source_errors(f"{path}, record batch {i}", "arrow file"):
                 batch = reader.get_batch(i)
             yield batch
 
 
-def _streamed(file: Any, path: str) -> Iterator[Any]:
+def _stream_batches(file: Any, path: str) -> Iterator[Any]:
     import pyarrow
 
-    with refusing(f"{path}, schema", "arrow file"):
+    with source_errors(f"{path}, schema", "arrow file"):
         reader = pyarrow.ipc.open_stream(file)
     number = 0
     while True:
-        at = file.tell()
-        with refusing(f"{path}, record batch {number}", "arrow file"):
+        offset = file.tell()
+        with source_errors(f"{path}, record batch {number}", "arrow file"):
             try:
                 batch = reader.read_next_batch()
             except StopIteration:
                 break
         yield batch
         number += 1
-    file.seek(at)
-    if file.read(len(END)) not in (END, END[4:]):
-        raise SourceError(f"{path}, record batch {number}: the stream's end is missing: truncated")
+    file.seek(offset)
+    if file.read(len(END_OF_STREAM)) not in (END_OF_STREAM, END_OF_STREAM[4:]):
+        raise SourceError(f"{path}, record batch {number}: truncated: the end of the stream is missing")
 
 
-def row_groups(shard: Shard, token: str | None) -> list[int]:
-    """Bytes of the column in each row group of a parquet file, uncompressed.
+def row_group_sizes(shard: Shard, token: str | None) -> list[int]:
+    """Uncompressed bytes of the shard's column in each row group of a parquet file.
 
     Raises:
-        SourceError: a damaged file.
+        SourceError: a corrupted file.
     """
     from pyarrow.parquet import ParquetFile
 
-    with open_file(shard, shard.paths[0], token) as file, refusing(f"{shard.paths[0]}, footer", "parquet"):
+    with open_file(shard, shard.paths[0], token) as file, source_errors(f"{shard.paths[0]}, footer", "parquet"):
         table = ParquetFile(file)
         return [
-            sum(chunk.total_uncompressed_size for chunk in _chunks(table, group, shard.column))
+            sum(chunk.total_uncompressed_size for chunk in _column_chunks(table, group, shard.column))
             for group in range(table.num_row_groups)
         ]
 
 
 @contextmanager
-def refusing(place: str, kind: str) -> Iterator[None]:
-    """What the block reads, refused by its place where it is damaged."""
+def source_errors(position: str, kind: str) -> Iterator[None]:
+    """Convert errors about a file's contents into a SourceError with the position."""
     import pyarrow
 
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
-        if not is_damage(error):
+        if not is_corruption(error):
             raise
-        raise SourceError(f"{place}: damaged {kind}: {error}") from error
+        raise SourceError(f"{position}: corrupted {kind}: {error}") from error
 
 
 def require_column(shard: Shard, columns: list[str]) -> None:
+    """Raises ProfileError if a file lacks the shard's column."""
     if shard.column not in columns:
         raise ProfileError("data.text", shard.column, f"{shard.paths[0]} has no such column", tuple(columns))
 
 
-def _chunks(table: Any, group: int, column: str) -> list[Any]:
-    """What the file says of a column in a row group."""
-    about = table.metadata.row_group(group)
-    chunks = (about.column(i) for i in range(about.num_columns))
+def _column_chunks(table: Any, group: int, column: str) -> list[Any]:
+    """Metadata of a column's chunks in a row group."""
+    metadata = table.metadata.row_group(group)
+    chunks = (metadata.column(i) for i in range(metadata.num_columns))
     return [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] == column]
 
 
-def _rows(table: Any, group: int, column: str) -> int:
-    """How many records of a row group make BATCH_BYTES."""
-    chunks = _chunks(table, group, column)
+def _batch_rows(table: Any, group: int, column: str) -> int:
+    """Number of records of a row group that make up BATCH_BYTES."""
+    chunks = _column_chunks(table, group, column)
     size = sum(chunk.total_uncompressed_size for chunk in chunks)
-    most = REPEATED_ROWS if any(chunk.has_dictionary_page for chunk in chunks) else ROWS
+    limit = MAX_DICTIONARY_ROWS if any(chunk.has_dictionary_page for chunk in chunks) else MAX_ROWS
     rows = table.metadata.row_group(group).num_rows
-    return max(1, min(most, BATCH_BYTES * rows // max(1, size)))
+    return max(1, min(limit, BATCH_BYTES * rows // max(1, size)))
 
 
-def _values(column: Any, where: str, first: int = 0) -> Iterator[Value]:
-    """Texts, or rows of token ids, of an arrow array; None for all else.
+def _values(column: Any, position: str, first: int = 0) -> Iterator[Value]:
+    """Texts or rows of token ids of an arrow array; None for any other type.
 
     Args:
-        where: what holds the array, in words.
-        first: number of its first record there.
+        position: describes what contains the array.
+        first: index of its first record there.
     """
     from pyarrow import types
 
@@ -198,18 +201,18 @@ def _values(column: Any, where: str, first: int = 0) -> Iterator[Value]:
     else:
         yield from (None for _ in range(len(column)))
         return
-    for low in range(0, len(column), ROWS):
-        part = column.slice(low, ROWS)
+    for low in range(0, len(column), MAX_ROWS):
+        part = column.slice(low, MAX_ROWS)
         texts = _short_texts(part) if _is_text(kind) else None
         if texts is not None:
             yield from texts
             continue
         for i, scalar in enumerate(part, first + low):
-            yield read(scalar, lambda i=i: f"{where}, record {i}") if scalar.is_valid else None
+            yield read(scalar, lambda i=i: f"{position}, record {i}") if scalar.is_valid else None
 
 
 def _short_texts(column: Any) -> list[str | None] | None:
-    """All texts of an array at once, in a fifth of the time; None where one is long, or is damaged."""
+    """All texts of an array, decoded at once in a fifth of the time; None if one may be long or is invalid."""
     if column.nbytes < LONG_VALUE:
         with suppress(UnicodeDecodeError):
             return column.to_pylist()
@@ -222,7 +225,7 @@ def _is_text(kind: Any) -> bool:
     return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
-def _text(scalar: Any, place: Callable[[], str]) -> str | LongText | None:
+def _text(scalar: Any, locate: Callable[[], str]) -> str | LongText | None:
     import pyarrow
 
     scalar = scalar.value if isinstance(scalar, pyarrow.DictionaryScalar) else scalar
@@ -230,16 +233,16 @@ def _text(scalar: Any, place: Callable[[], str]) -> str | LongText | None:
     if data is None:
         return None
     if data.size >= LONG_VALUE:
-        return long_text.of_file(lambda: pyarrow.BufferReader(data), place())
+        return long_text.of_file(lambda: pyarrow.BufferReader(data), locate())
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError as error:
-        raise SourceError(f"{place()}, byte {error.start}: is not UTF-8 text") from error
+        raise SourceError(f"{locate()}, byte {error.start}: not UTF-8 text") from error
 
 
-def _ids(scalar: Any, place: Callable[[], str]) -> Ids:
+def _ids(scalar: Any, locate: Callable[[], str]) -> TokenIds:
     values = scalar.values
     if values.null_count:
-        at = values.is_null().to_numpy(zero_copy_only=False).argmax()
-        raise SourceError(f"{place()}, token {at}: is null")
-    return Ids(values.to_numpy(zero_copy_only=False), place)
+        index = values.is_null().to_numpy(zero_copy_only=False).argmax()
+        raise SourceError(f"{locate()}, token {index}: null")
+    return TokenIds(values.to_numpy(zero_copy_only=False), locate)

@@ -1,6 +1,6 @@
-"""Where training text comes from: the sources of a profile as shards, in a fixed order, and which documents are held out.
+"""The data sources of a profile as shards, in a fixed order, and the choice of held-out documents.
 
-A new kind of source is one more entry in KINDS.
+To add a kind of source, add an entry to KINDS.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from profiles.schema import Data, Source
 from tasks.sources import files, hub, megatron, python_docs
+from tasks.sources.file_shards import split_files
 from tasks.sources.shard import Shard
 from tasks.store.digest_cache import DigestCache
 
@@ -19,37 +20,53 @@ def shards(data: Data, digests: DigestCache | None = None, token: str | None = N
     """All shards of a profile's sources, in a fixed order.
 
     Args:
-        digests: what is known of local files; without it all are read.
-        token: for the hub.
+        digests: cached digests of local files; without it every file is read.
+        token: of the hub.
 
     Raises:
-        ProfileError: a source that lists nothing, or a file of no known format.
-        SourceError: a damaged file.
+        ProfileError: a source without files, or a file of unknown format.
+        SourceError: a corrupted file.
     """
     digests = digests or DigestCache()
     found = []
     for i, source in enumerate(data.sources):
         column = source.text or data.text
-        own = KINDS[source.kind](source, f"data.sources.{i}", column, digests, token)
-        found += [replace(shard, source=i, use=source.use) for shard in own]
+        listed = KINDS[source.kind](source, f"data.sources.{i}", column, digests, token)
+        found += [replace(shard, source=i, use=source.use) for shard in listed]
     return found
 
 
-def held_out(text: str, fraction: float) -> bool:
-    """Whether a document is one to validate on: by its own hash, so that other documents change nothing."""
-    return held_out_by(hashlib.sha256(text.encode()).digest(), fraction)
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a document is for validation, decided by its own hash, independently of other documents."""
+    return is_digest_held_out(hashlib.sha256(text.encode()).digest(), fraction)
 
 
-def held_out_by(digest: bytes, fraction: float) -> bool:
-    """The same, of a document of this sha256."""
+def is_digest_held_out(digest: bytes, fraction: float) -> bool:
+    """`is_held_out` for a document's sha256."""
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def _files(source: Source, key: str, column: str, digests: DigestCache, token: str | None) -> list[Shard]:
+    paths = files.list_files(source, f"{key}.path")
+    files.require_known_formats(paths, f"{key}.path", source.path)
+    described = files.describe_files(paths, source.anonymous, digests)
+    return split_files(described, source, column, digests)
+
+
+def _tokens(source: Source, key: str, column: str, digests: DigestCache, token: str | None) -> list[Shard]:
+    paths = files.list_saved_dataset(source, f"{key}.path")
+    described = files.describe_files(paths, source.anonymous, digests)
+    return [
+        replace(shard, format="tokens", digest=f"tokens:{shard.digest}")
+        for shard in split_files(described, source, column, digests)
+    ]
 
 
 Lister = Callable[[Source, str, str, DigestCache, str | None], list[Shard]]
 KINDS: dict[str, Lister] = {
     "python-docs": lambda *_: [Shard("python-docs", "python-docs", python_docs.digest())],
-    "files": lambda source, key, column, digests, _: files.shards(source, key, column, digests),
-    "tokens": lambda source, key, column, digests, _: files.tokens(source, key, column, digests),
+    "files": _files,
+    "tokens": _tokens,
     "megatron": lambda source, key, _, digests, __: megatron.shards(source, key, digests),
     "hub": hub.shards,
 }

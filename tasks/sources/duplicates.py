@@ -1,9 +1,9 @@
-"""Which documents of a source have appeared in it before, exactly.
+"""Exact duplicates: which documents of a source appeared in it before.
 
-Each shard's documents are hashed (128 bits) once, as an artifact of its own. Then all hashes of a source are looked at together,
-a sixteenth of their range at a time, so that memory is that of a sixteenth: of 10^9 documents about 2 GB. The first of equal
-documents stays, in the order of shards and documents. A shard's tokens depend on the numbers that are dropped from it, so data
-that is added makes those shards again that lose a document by it, and no other.
+Each shard's documents are hashed once (128 bits), as an artifact. All hashes of a source are then compared in PARTS ranges of the
+hash, so memory is that of one range: about 2 GB for 10^9 documents. The first of equal documents is kept, in the order of shards
+and documents. The key of a shard's tokens includes which of its documents are dropped, so new data affects only the shards that
+lose a document.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tasks.tokenization.dataset_plan import DatasetPlan
 
 HASHES, DUPLICATES = "hashes", "duplicates"
-PARTS = 16
+PARTS = 16  # by the first 4 bits of a hash
 HASH = np.dtype([("high", "<u8"), ("low", "<u8")])
 
 
@@ -39,53 +39,52 @@ def fingerprint(
     threads: int = 1,
     token: str | None = None,
 ) -> Artifact:
-    """The hashes of shard k's documents, in their order: an artifact with hashes.npy; 0 where a record has no text."""
+    """Publish hashes.npy: the hashes of shard k's documents, in order; 0 for a record without text."""
     shard = plan.shards[k]
-    identity = keys.hashes(shard.digest)
-    with store.artifacts.lock(HASHES, identity):
-        found = store.artifacts.find(HASHES, identity)
+    key = keys.hashes(shard.digest)
+    with store.artifacts.lock(HASHES, key):
+        found = store.artifacts.find(HASHES, key)
         if found:
             return found
-        with store.artifacts.publish(HASHES, identity) as folder:
+        with store.artifacts.publish(HASHES, key) as folder:
             digests = b"".join(_hash(document) for document in readers.documents(shard, token))
             np.save(folder / "hashes.npy", np.frombuffer(digests, HASH))
-    return store.artifacts.expect(HASHES, identity)
+    return store.artifacts.expect(HASHES, key)
 
 
 def comparable(plan: DatasetPlan) -> list[int]:
-    """Numbers of the shards whose documents are compared: all but ready-made pairs, which are used as they are."""
-    return [i for i, shard in enumerate(plan.shards) if shard.format != "megatron"]
+    """Indices of the shards whose documents are compared: all but Megatron pairs, which are used unchanged."""
+    return [k for k, shard in enumerate(plan.shards) if shard.format != "megatron"]
 
 
 def find(plan: DatasetPlan, store: Store, hashes: dict[int, Artifact]) -> DatasetPlan:
-    """The plan with what is to be dropped from each shard, published as one artifact.
+    """The plan with the documents to drop from each shard, which are published as one artifact.
 
     Args:
-        hashes: by number, of the shards that are `comparable`.
+        hashes: artifacts of `fingerprint` for the `comparable` shards, by index.
     """
-    sources = sorted({plan.shards[i].source for i in hashes})
-    groups = [[i for i in sorted(hashes) if plan.shards[i].source == source] for source in sources]
-    identity = keys.duplicates([[hashes[i].key for i in group] for group in groups])
-    with store.artifacts.lock(DUPLICATES, identity):
-        if not store.artifacts.find(DUPLICATES, identity):
-            with store.artifacts.publish(DUPLICATES, identity) as folder:
-                drops: dict[int, np.ndarray] = {}
+    sources = sorted({plan.shards[k].source for k in hashes})
+    groups = [[k for k in sorted(hashes) if plan.shards[k].source == source] for source in sources]
+    key = keys.duplicates([[hashes[k].key for k in group] for group in groups])
+    with store.artifacts.lock(DUPLICATES, key):
+        if not store.artifacts.find(DUPLICATES, key):
+            with store.artifacts.publish(DUPLICATES, key) as folder:
+                dropped: dict[int, np.ndarray] = {}
                 for group in groups:
-                    paths = [store.artifacts.path(hashes[i]) / "hashes.npy" for i in group]
-                    drops |= dict(zip(group, repeated(paths), strict=True))
-                each = [drops.get(i, np.empty(0, np.int64)) for i in range(len(plan.shards))]
-                np.save(folder / "numbers.npy", np.concatenate([np.empty(0, np.int64), *each]))
-                digests = [hashlib.sha256(own.tobytes()).hexdigest()[:32] if len(own) else "" for own in each]
-                about = {"counts": [len(own) for own in each], "digests": digests}
-                (folder / "shards.json").write_text(json.dumps(about))
-    about = json.loads(
-        (store.artifacts.path(store.artifacts.expect(DUPLICATES, identity)) / "shards.json").read_text()
-    )
-    return replace(plan, drops=tuple(about["digests"]), duplicates=identity)
+                    paths = [store.artifacts.path(hashes[k]) / "hashes.npy" for k in group]
+                    dropped |= dict(zip(group, find_repeated(paths), strict=True))
+                numbers = [dropped.get(k, np.empty(0, np.int64)) for k in range(len(plan.shards))]
+                np.save(folder / "numbers.npy", np.concatenate([np.empty(0, np.int64), *numbers]))
+                digests = [hashlib.sha256(n.tobytes()).hexdigest()[:32] if len(n) else "" for n in numbers]
+                summary = {"counts": [len(n) for n in numbers], "digests": digests}
+                (folder / "shards.json").write_text(json.dumps(summary))
+    folder = store.artifacts.path(store.artifacts.expect(DUPLICATES, key))
+    summary = json.loads((folder / "shards.json").read_text())
+    return replace(plan, drops=tuple(summary["digests"]), duplicates=key)
 
 
-def dropped(plan: DatasetPlan, store: Store, k: int) -> set[int]:
-    """Numbers of shard k's documents that have appeared before."""
+def dropped_documents(plan: DatasetPlan, store: Store, k: int) -> set[int]:
+    """Indices of shard k's documents that are duplicates."""
     if not plan.drops or not plan.drops[k]:
         return set()
     folder = store.artifacts.path(store.artifacts.expect(DUPLICATES, plan.duplicates))
@@ -94,36 +93,36 @@ def dropped(plan: DatasetPlan, store: Store, k: int) -> set[int]:
     return set(np.load(folder / "numbers.npy", mmap_mode="r")[start : start + counts[k]].tolist())
 
 
-def repeated(paths: list[Path]) -> list[np.ndarray]:
-    """For each file of hashes the numbers (ascending) of those that are in an earlier file, or before in its own."""
-    drops: list[list[np.ndarray]] = [[] for _ in paths]
+def find_repeated(paths: list[Path]) -> list[np.ndarray]:
+    """For each file of hashes, the indices (ascending) of hashes that occur earlier in it or in a previous file."""
+    repeated: list[list[np.ndarray]] = [[] for _ in paths]
     for part in range(PARTS):
-        found, files, numbers = [], [], []
+        hashes, files, indices = [], [], []
         for i, path in enumerate(paths):
-            hashes = np.load(path, mmap_mode="r")
-            own = np.flatnonzero((hashes["high"] >> np.uint64(60)) == part)
-            own = own[(hashes["high"][own] != 0) | (hashes["low"][own] != 0)]
-            found.append(np.asarray(hashes[own]))
-            files.append(np.full(len(own), i))
-            numbers.append(own)
-        every, file, number = map(np.concatenate, (found, files, numbers))
-        order = np.lexsort((number, file, every["low"], every["high"]))
-        again = np.zeros(len(order), bool)
-        again[1:] = every[order[1:]] == every[order[:-1]]
-        later = order[again]
+            mapped = np.load(path, mmap_mode="r")
+            index = np.flatnonzero((mapped["high"] >> np.uint64(60)) == part)
+            index = index[(mapped["high"][index] != 0) | (mapped["low"][index] != 0)]
+            hashes.append(np.asarray(mapped[index]))
+            files.append(np.full(len(index), i))
+            indices.append(index)
+        value, file, index = map(np.concatenate, (hashes, files, indices))
+        order = np.lexsort((index, file, value["low"], value["high"]))
+        is_repeated = np.zeros(len(order), bool)
+        is_repeated[1:] = value[order[1:]] == value[order[:-1]]
+        later = order[is_repeated]
         for i in range(len(paths)):
-            drops[i].append(number[later[file[later] == i]])
-    return [np.sort(np.concatenate(own)) for own in drops]
+            repeated[i].append(index[later[file[later] == i]])
+    return [np.sort(np.concatenate(parts)) for parts in repeated]
 
 
 def _hash(document: readers.Document) -> bytes:
     if document is None:
         return bytes(16)
     if isinstance(document, LongText):
-        total = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for chunk in document.chunks():
-            total.update(chunk.encode())
-        return total.digest()[:16]
+            sha256.update(chunk.encode())
+        return sha256.digest()[:16]
     data = (
         document.encode() if isinstance(document, str) else b"\0ids" + document.values.astype("<i8").tobytes()
     )

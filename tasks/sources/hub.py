@@ -1,65 +1,83 @@
-"""Sources on the Hugging Face hub: which files make up a configuration and split of a data set, at one commit.
+"""Hugging Face hub: commits of repositories, and the files of a data set's configuration and split at one commit.
 
-`datasets` finds the files; they are read as any others are, over the network or from its cache. No code of a repository is run:
-one that is only a loading script is refused with the revision that holds its converted files, where the hub has made one.
+`datasets` finds the files; they are read like any others, over the network or from its cache. No code of a repository is run: a
+data set with a loading script is rejected, naming the revision with its parquet files if the hub has converted it.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from profiles.errors import ProfileError
+from profiles.hub import hub_errors
 from profiles.schema import Source
-from tasks.sources.files import ENDINGS, cut, described, ending
-from tasks.sources.shard import HUB, Shard
+from tasks.sources.file_shards import split_files
+from tasks.sources.files import describe_files, require_known_formats
+from tasks.sources.shard import HUB_PREFIX, Shard
 from tasks.store.digest_cache import DigestCache
 
-CONVERTED = "refs/convert/parquet"  # where the hub keeps a data set's tables
+CONVERTED = "refs/convert/parquet"  # revision with the hub's parquet conversion of a data set
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def model_commit(repository: str, revision: str | None, token: str | None, key: str) -> str:
+    """Resolve a revision of a model repository to a commit; a commit resolves to itself without a request.
+
+    Args:
+        key: name of the repository's setting, for errors.
+
+    Raises:
+        ProfileError: no such repository or revision, or no permission to read it.
+    """
+    if revision and COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi
+
+    with hub_errors(key, repository, revision):
+        return HfApi(token=token).model_info(repository, revision=revision).sha
 
 
 def shards(source: Source, key: str, column: str, digests: DigestCache, token: str | None) -> list[Shard]:
     """All shards of a data set's split.
 
     Raises:
-        ProfileError: no such data set, configuration or split; a loading script; files of no known format.
+        ProfileError: no such data set, configuration or split; a loading script; files of unknown format.
     """
-    commit = _commit(source, key, token)
+    commit = _dataset_commit(source, key, token)
     if source.revision == CONVERTED:
-        paths = _converted(source, key, commit, token)
+        paths = _converted_files(source, key, commit, token)
     else:
-        paths = _files(source, key, commit, token)
-    for path in paths:
-        if not ending(path):
-            reason = f"has {path.rpartition('/')[2]}, which is of no known format"
-            raise ProfileError(f"{key}.repository", source.repository, reason, tuple(ENDINGS))
-    found = cut(described(paths, False, digests, token), source, column, digests, token)
+        paths = _split_files(source, key, commit, token)
+    require_known_formats(paths, f"{key}.repository", source.repository)
+    files = describe_files(paths, False, digests, token)
     return [
-        Shard(**{**vars(shard), "fetch": not source.streaming, "name": shard.name.removeprefix(HUB)})
-        for shard in found
+        replace(shard, fetch=not source.streaming, name=shard.name.removeprefix(HUB_PREFIX))
+        for shard in split_files(files, source, column, digests, token)
     ]
 
 
-def _commit(source: Source, key: str, token: str | None) -> str:
+def _dataset_commit(source: Source, key: str, token: str | None) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     repository = source.repository
     try:
         return HfApi(token=token).dataset_info(repository, revision=source.revision).sha
-    except GatedRepoError:  # a kind of the next
+    except GatedRepoError:  # a subclass of the next
         reason = "is gated: accept its terms on the hub, and set HF_TOKEN to a token of that account"
         raise ProfileError(f"{key}.repository", repository, reason) from None
     except RepositoryNotFoundError:
-        reason = "is no data set on the hub, or a private one that needs HF_TOKEN"
+        reason = "is not a data set on the hub, or is private; set HF_TOKEN to read a private one"
         raise ProfileError(f"{key}.repository", repository, reason) from None
     except RevisionNotFoundError:
         reason = f"{repository} has no such revision"
         raise ProfileError(f"{key}.revision", source.revision, reason) from None
 
 
-def _files(source: Source, key: str, commit: str, token: str | None) -> list[str]:
-    """URLs of the split's files, in the data set's own order."""
+def _split_files(source: Source, key: str, commit: str, token: str | None) -> list[str]:
+    """URLs of the split's files, in the data set's order."""
     from datasets import load_dataset_builder
 
     repository = source.repository
@@ -68,7 +86,7 @@ def _files(source: Source, key: str, commit: str, token: str | None) -> list[str
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error):
             raise
-        raise _script(source, key, token) from None
+        raise _loading_script_error(source, key, token) from None
     except ValueError as error:
         names = re.findall(r"'([^']+)'", str(error).partition("Example")[0].partition("vailable")[2])
         reason = "has several configurations" if source.config is None else "has no such configuration"
@@ -83,8 +101,8 @@ def _files(source: Source, key: str, commit: str, token: str | None) -> list[str
     return splits[source.split]
 
 
-def _converted(source: Source, key: str, commit: str, token: str | None) -> list[str]:
-    """URLs in the hub's own layout: <configuration>/<split>/0000.parquet, or partial-<split> where not all is converted."""
+def _converted_files(source: Source, key: str, commit: str, token: str | None) -> list[str]:
+    """URLs in the hub's conversion: <configuration>/<split>/0000.parquet, or partial-<split> if it is incomplete."""
     from huggingface_hub import HfApi
 
     names = HfApi(token=token).list_repo_files(source.repository, revision=commit, repo_type="dataset")
@@ -94,25 +112,24 @@ def _converted(source: Source, key: str, commit: str, token: str | None) -> list
         "default" if "default" in configs else configs[0] if len(configs) == 1 else None
     )
     if config not in configs:
-        reason = f"{source.repository} has " + ("several configurations" if config is None else "no such one")
-        raise ProfileError(f"{key}.config", source.config, reason, configs)
-    own = [name for name in tables if name.startswith(f"{config}/")]
-    found = [name for name in own if name.split("/")[1] in (source.split, f"partial-{source.split}")]
+        reason = "has several configurations" if config is None else "has no such configuration"
+        raise ProfileError(f"{key}.config", source.config, f"{source.repository} {reason}", configs)
+    tables = [name for name in tables if name.startswith(f"{config}/")]
+    found = [name for name in tables if name.split("/")[1] in (source.split, f"partial-{source.split}")]
     if not found:
-        splits = sorted({name.split("/")[1] for name in own})
+        splits = sorted({name.split("/")[1] for name in tables})
         raise ProfileError(f"{key}.split", source.split, f"{source.repository} has no such split", splits)
-    return [f"{HUB}{source.repository}@{commit}/{name}" for name in found]
+    return [f"{HUB_PREFIX}{source.repository}@{commit}/{name}" for name in found]
 
 
-def _script(source: Source, key: str, token: str | None) -> ProfileError:
-    """What to say of a data set that is a program."""
+def _loading_script_error(source: Source, key: str, token: str | None) -> ProfileError:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    reason = f"{source.repository} is a loading script at this revision, and no code of a repository is run"
+    reason = f"{source.repository} has a loading script at this revision, and code of a repository is never run"
     try:
         HfApi(token=token).dataset_info(source.repository, revision=CONVERTED)
     except HfHubHTTPError:
-        reason += f"; the hub has no {CONVERTED} of it either: take a data set that has its files as parquet"
+        reason += f", and the hub has no {CONVERTED} of it; choose a data set with parquet files"
         return ProfileError(f"{key}.repository", source.repository, reason)
     return ProfileError(f"{key}.revision", source.revision or "main", reason, [CONVERTED])

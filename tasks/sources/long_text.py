@@ -1,12 +1,12 @@
-"""Texts too long to be tokenized at once, in pieces whose tokens joined are those of the whole.
+"""Texts too long to tokenize at once, split into segments whose concatenated tokens equal the tokens of the whole text.
 
-A piece ends where the tokenizer's own pre-tokenizer ends a word, found near every PIECE characters: after the newlines before a
-letter, or at the single space between two letters; in text that has neither (numbers, indented JSON) at any word's end on
-which the pre-tokenizer settles from wherever it begins to read. Each place is proved before it is used: the tokens of the
-WINDOW characters around it must be those of its two halves, and where there is a pre-tokenizer it must cut there. A tokenizer
-without one (SentencePiece's as Llama 2 has it) takes a text as one word; there the vocabulary must have no token that reaches
-over what comes before a space, and the space itself goes, since the tokenizer puts one before each text. Where no place is
-proved the piece grows: a text without spaces, for such a tokenizer, is never cut.
+A segment ends at a word boundary of the tokenizer's pre-tokenizer, searched near every SEGMENT characters: after newlines before
+a letter, or at a single space between two letters; in text without either (numbers, indented JSON), at any boundary on which the
+pre-tokenizer agrees from several start positions. Every boundary is checked before use: the tokens of the WINDOW characters on
+both sides must equal those of the two halves, and a pre-tokenizer must split there. A tokenizer without one (SentencePiece as in
+Llama 2) treats a text as one word; then no token may continue past what precedes a space, and the space itself is dropped, since
+the tokenizer prepends one to each text. If no boundary passes, the segment grows: text without spaces is never split for such a
+tokenizer.
 """
 
 from __future__ import annotations
@@ -21,41 +21,42 @@ from tokenizers import Tokenizer
 
 from tasks.sources.shard import SourceError
 
-PIECE = 1 << 18  # characters
-WINDOW = 512  # characters on each side of a cut
-CANDIDATES = 32  # places tried before a piece grows
+SEGMENT = 1 << 18  # characters
+WINDOW = 512  # characters on each side of a boundary
+CANDIDATES = 32  # boundaries tried before a segment grows
 READ = 1 << 22  # bytes
-# Within JSON's string, where no escape is cut, nor a surrogate pair, nor a character's bytes.
+# Positions in a JSON string that split no escape, no surrogate pair and no UTF-8 sequence.
 SAFE = re.compile(
     rb"(?<=[^\\]{6})(?=[^\x80-\xbf])|(?<=\\[nrt])|(?<=\\u(?![dD][89abAB])[\da-fA-F]{4})|(?=[ \xc2-\xf4])"
 )
-STARTS = 16  # places, one after another, from which the pre-tokenizer must come to the same end of a word
-WINDOWS = 4  # stretches of a piece that are searched for an end of a word
-PLACES = re.compile(r"(?<=\n)(?=[^\W\d_])|(?<=[^\W\d_]) (?=[^\W\d_])")
+STARTS = 16  # consecutive start positions from which the pre-tokenizer must agree on a boundary
+SEARCHES = 4  # positions in a segment around which boundaries are searched
+BOUNDARIES = re.compile(r"(?<=\n)(?=[^\W\d_])|(?<=[^\W\d_]) (?=[^\W\d_])")
 SPACES = re.compile(r"(?<=\S) ")
 
 
 @dataclass(frozen=True)
 class LongText:
-    """A document as chunks of text, which can be read any number of times.
+    """A document as chunks of text.
 
     Attributes:
-        chunks: begins to read it.
+        chunks: starts reading from the beginning; may be called any number of times.
     """
 
     chunks: Callable[[], Iterator[str]]
 
 
 def of_text(text: str) -> LongText:
-    return LongText(lambda: (text[at : at + PIECE] for at in range(0, len(text), PIECE)))
+    """A string in chunks."""
+    return LongText(lambda: (text[start : start + SEGMENT] for start in range(0, len(text), SEGMENT)))
 
 
 def of_file(open_binary: Callable[[], object], name: str) -> LongText:
-    """A file of UTF-8 text."""
+    """A UTF-8 file in chunks; raises SourceError, with `name` and the byte, while it is read."""
 
     def chunks() -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()
-        at = 0
+        offset = 0
         with open_binary() as file:
             while True:
                 data = file.read(READ)
@@ -63,104 +64,109 @@ def of_file(open_binary: Callable[[], object], name: str) -> LongText:
                 try:
                     yield decoder.decode(data, final=not data)
                 except UnicodeDecodeError as error:
-                    place = at - pending + error.start
-                    raise SourceError(f"{name}, byte {place}: is not UTF-8 text") from error
+                    position = offset - pending + error.start
+                    raise SourceError(f"{name}, byte {position}: not UTF-8 text") from error
                 if not data:
                     return
-                at += len(data)
+                offset += len(data)
 
     return LongText(chunks)
 
 
-def of_json(literal: memoryview, place: Callable[[], str]) -> LongText:
-    """A string as JSON has it, in UTF-8, without its quotes; decoded as it is read."""
+def of_json(literal: memoryview, locate: Callable[[], str]) -> LongText:
+    """A JSON string in UTF-8, without its quotes, decoded in chunks.
+
+    Args:
+        locate: gives the file and line for a SourceError.
+    """
 
     def chunks() -> Iterator[str]:
-        at = 0
-        while at < len(literal):
-            end, reach = len(literal), READ
-            while at + reach < len(literal):
-                found = SAFE.search(literal, at + reach, at + 2 * reach)
-                if found:
-                    end = found.start()
+        start = 0
+        while start < len(literal):
+            stop, length = len(literal), READ
+            while start + length < len(literal):
+                safe = SAFE.search(literal, start + length, start + 2 * length)
+                if safe:
+                    stop = safe.start()
                     break
-                reach *= 2
+                length *= 2
             try:
-                yield json.loads(f'"{bytes(literal[at:end]).decode()}"')
+                yield json.loads(f'"{bytes(literal[start:stop]).decode()}"')
             except ValueError as error:
-                raise SourceError(f"{place()}: is not JSON: {error}") from error
-            at = end
+                raise SourceError(f"{locate()}: invalid JSON: {error}") from error
+            start = stop
 
     return LongText(chunks)
 
 
-class Cutter:
-    """Cuts long texts for one tokenizer."""
+class TextSplitter:
+    """Splits long texts for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._words = tokenizer.pre_tokenizer
-        self._whole = self._words is None or len(self._words.pre_tokenize_str("a b")) == 1
-        # Without a pre-tokenizer, whether no token joins a letter to what follows a space.
-        self._spaces_begin = self._whole and not any(
+        self._pre_tokenizer = tokenizer.pre_tokenizer
+        self._one_word = self._pre_tokenizer is None or len(self._pre_tokenizer.pre_tokenize_str("a b")) == 1
+        # Without a pre-tokenizer: whether every space starts a token.
+        self._spaces_start_tokens = self._one_word and not any(
             re.search(r"[^▁ ][▁ ]", token) for token in tokenizer.get_vocab(with_added_tokens=False)
         )
 
-    def pieces(self, text: LongText) -> Iterator[str]:
-        """The text in pieces of about PIECE characters, to be tokenized one by one."""
+    def split(self, text: LongText) -> Iterator[str]:
+        """Segments of about SEGMENT characters, to be tokenized one by one."""
         buffer = ""
-        reach = PIECE
+        length = SEGMENT
         for chunk in text.chunks():
             buffer += chunk
-            while len(buffer) > reach + WINDOW:
-                cut = self._cut(buffer, reach)
-                if cut is None:
-                    reach *= 2
+            while len(buffer) > length + WINDOW:
+                boundary = self._boundary(buffer, length)
+                if boundary is None:
+                    length *= 2
                     continue
-                yield buffer[: cut[0]]
-                buffer, reach = buffer[cut[1] :], PIECE
+                yield buffer[: boundary[0]]
+                buffer, length = buffer[boundary[1] :], SEGMENT
         if buffer:
             yield buffer
 
-    def _cut(self, text: str, reach: int) -> tuple[int, int] | None:
-        """Where the piece ends and where the next begins, one of the last such places before `reach`."""
-        for at in self._places(text, reach):
-            for next_at in (at, at + 1) if text[at] == " " else (at,):
-                if self._proved(text, at, next_at):
-                    return at, next_at
+    def _boundary(self, text: str, length: int) -> tuple[int, int] | None:
+        """End of the segment and start of the next: one of the last valid boundaries before `length`."""
+        for end in self._candidates(text, length):
+            for start in (end, end + 1) if text[end] == " " else (end,):
+                if self._is_valid(text, end, start):
+                    return end, start
         return None
 
-    def _places(self, text: str, reach: int) -> Iterator[int]:
-        """Where a text might be cut, the best first."""
-        found = [place.start() for place in PLACES.finditer(text, reach // 2, reach)]
+    def _candidates(self, text: str, length: int) -> Iterator[int]:
+        """Possible boundaries, the most likely first."""
+        found = [match.start() for match in BOUNDARIES.finditer(text, length // 2, length)]
         yield from reversed(found[-CANDIDATES:])
-        for i in range(WINDOWS):
-            near = reach - i * reach // (2 * WINDOWS)
-            yield from reversed(self._ends(text, near)[-CANDIDATES:])
+        for i in range(SEARCHES):
+            position = length - i * length // (2 * SEARCHES)
+            yield from reversed(self._word_ends(text, position)[-CANDIDATES:])
 
-    def _ends(self, text: str, near: int) -> list[int]:
-        """Where words end in the WINDOW characters before `near`.
+    def _word_ends(self, text: str, position: int) -> list[int]:
+        """Ends of words in the WINDOW characters before a position.
 
-        In a run longer than a window, of digits that are taken three by three, the ends depend on where reading begins. So it
-        begins at STARTS places: where the text itself has a word's end at one of them, what all have in common is its own too.
+        In a word longer than the window, such as digits that are grouped by three, ends depend on the start of reading. Reading
+        from STARTS consecutive positions includes a true word start if there is one, so the common ends are true ends.
         """
-        low = max(0, near - WINDOW)
-        if self._whole:
-            return [place.start() for place in SPACES.finditer(text, low, near)]
-        common = set(range(low + STARTS, near + 1))
+        low = max(0, position - WINDOW)
+        if self._one_word:
+            return [match.start() for match in SPACES.finditer(text, low, position)]
+        common = set(range(low + STARTS, position + 1))
         for start in range(low, low + STARTS):
-            words = self._words.pre_tokenize_str(text[start : near + WINDOW])
+            words = self._pre_tokenizer.pre_tokenize_str(text[start : position + WINDOW])
             common &= {start + end for _, (_, end) in words}
         return sorted(common)
 
-    def _proved(self, text: str, at: int, next_at: int) -> bool:
-        before, after = text[max(0, at - WINDOW) : at], text[next_at : next_at + WINDOW]
-        around = text[max(0, at - WINDOW) : next_at + WINDOW]
-        if self._whole:
-            # Cut at a space, or not at all: what has no pre-tokenizer merges over everything else.
-            if not self._spaces_begin or text[at] != " ":
+    def _is_valid(self, text: str, end: int, start: int) -> bool:
+        """Whether splitting here leaves the tokens around the boundary unchanged."""
+        before, after = text[max(0, end - WINDOW) : end], text[start : start + WINDOW]
+        around = text[max(0, end - WINDOW) : start + WINDOW]
+        if self._one_word:
+            # Only at a space: without a pre-tokenizer, merges cross everything else.
+            if not self._spaces_start_tokens or text[end] != " ":
                 return False
-        elif not any(end == len(before) for _, (_, end) in self._words.pre_tokenize_str(around)):
+        elif not any(stop == len(before) for _, (_, stop) in self._pre_tokenizer.pre_tokenize_str(around)):
             return False
         return self._ids(before) + self._ids(after) == self._ids(around)
 

@@ -1,6 +1,6 @@
-"""Sources that are ready-made pairs in Megatron's indexed format: checked once, then read where they lie.
+"""Sources that are .bin/.idx pairs in Megatron's indexed format: verified once, then read in place.
 
-A pair is held out from by its documents' order, as Megatron splits one: the last of them are for validation.
+Documents are held out by order, as Megatron splits a data set: the last ones are for validation.
 """
 
 from __future__ import annotations
@@ -15,41 +15,42 @@ import numpy as np
 from modeling.data.indexed import HEADER, Index, IndexedError, data_path, index_path
 from profiles.errors import ProfileError
 from profiles.schema import Source
-from tasks.sources.files import described, listed
-from tasks.sources.shard import Shard, SourceError, filesystem, local_path, open_file
+from tasks.sources.files import describe_files, list_files
+from tasks.sources.shard import Shard, SourceError, local_path, open_file, resolve_filesystem
 from tasks.store.digest_cache import DigestCache
 
-CHUNK = 1 << 24  # bytes looked at together
+CHUNK = 1 << 24  # bytes per read
 
 
 def shards(source: Source, key: str, digests: DigestCache) -> list[Shard]:
-    """A shard a pair, of the path's prefix or of each `.idx` that it matches.
+    """One shard for each pair: the pair of the path's prefix, or of every `.idx` file that the path matches.
 
     Raises:
-        ProfileError: no pair, or half of one.
+        ProfileError: no pair, or an .idx file without its .bin file.
     """
-    there, inner = filesystem(source.path, anonymous=source.anonymous)
+    filesystem, path = resolve_filesystem(source.path, anonymous=source.anonymous)
     prefix = source.path.removesuffix(".idx").removesuffix(".bin")
-    if there.isfile(f"{inner.removesuffix('.idx').removesuffix('.bin')}.idx"):
+    if filesystem.isfile(f"{path.removesuffix('.idx').removesuffix('.bin')}.idx"):
         source = source.model_copy(update={"path": f"{prefix}.idx"})
-    indices = [path for path in listed(source, f"{key}.path") if path.endswith(".idx")]
+    indices = [path for path in list_files(source, f"{key}.path") if path.endswith(".idx")]
     if not indices:
         raise ProfileError(f"{key}.path", source.path, "no .idx file is there")
     data = [path.removesuffix(".idx") + ".bin" for path in indices]
     for path in data:
-        there, inner = filesystem(path, anonymous=source.anonymous)
-        if not there.isfile(inner):
+        filesystem, remote_path = resolve_filesystem(path, anonymous=source.anonymous)
+        if not filesystem.isfile(remote_path):
             raise ProfileError(f"{key}.path", source.path, f"there is no {path}")
     pairs = zip(
-        described(indices, source.anonymous, digests), described(data, source.anonymous, digests), strict=True
+        describe_files(indices, source.anonymous, digests),
+        describe_files(data, source.anonymous, digests),
+        strict=True,
     )
     found = []
     for index, tokens in pairs:
-        content = hashlib.sha256(f"{index.content}\n{tokens.content}".encode()).hexdigest()
-        name = index.path.removeprefix("file://").removesuffix(".idx")
-        found.append(
-            Shard(name, "megatron", f"megatron:{content}", (index.path,), anonymous=source.anonymous)
-        )
+        content = hashlib.sha256(f"{index.digest}\n{tokens.digest}".encode()).hexdigest()
+        name = index.name.removesuffix(".idx")
+        digest = f"megatron:{content}"
+        found.append(Shard(name, "megatron", digest, (index.path,), anonymous=source.anonymous))
     return found
 
 
@@ -59,52 +60,52 @@ def check(
     validation_fraction: float,
     report: Callable[[int], None],
 ) -> dict[str, dict[str, int]]:
-    """Where each split of a pair lies: its first token, its tokens and its documents. Reads all of it once.
+    """Verify a pair, reading all of it, and return for each split its `start` (token), `tokens` and `documents`.
 
     Args:
-        report: called with the tokens looked at so far.
+        report: called with the number of tokens verified so far.
 
     Raises:
-        IndexedError: a damaged pair, one whose sequences do not follow each other, or a token beyond the vocabulary.
+        IndexedError: a corrupted pair, sequences that are not contiguous, or a token outside the vocabulary.
     """
-    prefix, size, index = _index(shard)
+    prefix, size, index = _open_index(shard)
     total = 0
     for part in index.chunks(len(index.lengths)):
         ends = total + np.cumsum(index.lengths[part], dtype=np.int64)
         misplaced = index.pointers[part] != (ends - index.lengths[part]) * index.dtype.itemsize
         if misplaced.any():
             i = part.start + int(misplaced.argmax())
-            at = HEADER.size + 4 * len(index.lengths) + 8 * i
-            raise IndexedError(index_path(prefix), at, f"sequence {i} does not follow the one before it")
+            offset = HEADER.size + 4 * len(index.lengths) + 8 * i
+            raise IndexedError(index_path(prefix), offset, f"sequence {i} does not follow the one before it")
         total = int(ends[-1])
     if total * index.dtype.itemsize != size:
-        at = total * index.dtype.itemsize
-        raise IndexedError(data_path(prefix), at, f"holds {size} bytes, of which its index knows {at}")
-    at = 0
+        offset = total * index.dtype.itemsize
+        raise IndexedError(data_path(prefix), offset, f"has {size} bytes, but its index describes {offset}")
+    offset = 0
     with open_file(shard, f"{prefix}.bin") as file:
         while data := file.read(CHUNK):
-            part = np.frombuffer(data, index.dtype)
-            wrong = (part >= vocabulary_size) | (part < 0)
-            if wrong.any():
-                i = int(wrong.argmax())
-                reason = f"token {part[i]} is not in the vocabulary of {vocabulary_size}"
-                raise IndexedError(data_path(prefix), at + i * index.dtype.itemsize, reason)
-            at += len(data)
-            report(at // index.dtype.itemsize)
+            tokens = np.frombuffer(data, index.dtype)
+            invalid = (tokens >= vocabulary_size) | (tokens < 0)
+            if invalid.any():
+                i = int(invalid.argmax())
+                reason = f"token {tokens[i]} is not in the vocabulary of {vocabulary_size}"
+                raise IndexedError(data_path(prefix), offset + i * index.dtype.itemsize, reason)
+            offset += len(data)
+            report(offset // index.dtype.itemsize)
     held_out = {"split": int(index.documents * validation_fraction), "train": 0}.get(
         shard.use, index.documents
     )
-    kept = index.documents - held_out
-    sequence = int(index.document_indices[kept])
+    train = index.documents - held_out
+    sequence = int(index.document_indices[train])
     cut = int(index.pointers[sequence]) // index.dtype.itemsize if sequence < len(index.pointers) else total
     return {
-        "train": {"start": 0, "tokens": cut, "documents": kept},
+        "train": {"start": 0, "tokens": cut, "documents": train},
         "validation": {"start": cut, "tokens": total - cut, "documents": held_out},
     }
 
 
-def _index(shard: Shard) -> tuple[str, int, Index]:
-    """Prefix, bytes of data and index of a pair; of one that is elsewhere only the index is fetched."""
+def _open_index(shard: Shard) -> tuple[str, int, Index]:
+    """Prefix, bytes of data and index of a pair; of a remote pair only the index is downloaded."""
     path = shard.paths[0]
     prefix = path.removesuffix(".idx")
     local = local_path(path)
@@ -112,12 +113,12 @@ def _index(shard: Shard) -> tuple[str, int, Index]:
         prefix = str(local).removesuffix(".idx")
         size = data_path(prefix).stat().st_size
         return prefix, size, Index(prefix, size)
-    there, inner = filesystem(path, anonymous=shard.anonymous)
-    size = there.info(f"{inner.removesuffix('.idx')}.bin")["size"]
+    filesystem, remote_path = resolve_filesystem(path, anonymous=shard.anonymous)
+    size = filesystem.info(f"{remote_path.removesuffix('.idx')}.bin")["size"]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "pair"
-        there.get_file(inner, str(index_path(copy)))
+        filesystem.get_file(remote_path, str(index_path(copy)))
         try:
-            return prefix, size, Index(copy, size)  # its map outlives the file's name
+            return prefix, size, Index(copy, size)  # its memory map outlives the file's name
         except IndexedError as error:
             raise SourceError(str(error).replace(str(copy), prefix)) from None

@@ -1,8 +1,7 @@
-"""English text that every machine with Python has: the language's documentation and the standard library's docstrings.
+"""English text on every machine with Python: the language reference and the standard library's docstrings, about 2 MB.
 
-A document is one topic of `pydoc_data.topics`, or the docstrings of one module in the order of its source, each text once in
-the whole corpus. Sources are parsed, never imported; test suites are left out, since many installations lack them.
-About 2 MB.
+A document is one topic of `pydoc_data.topics`, or the docstrings of one module in source order; no text appears twice. Modules
+are parsed, not imported. Test suites are excluded, since many installations lack them.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-RECIPE = 1  # raise it when the same files make other documents
+RECIPE = 1  # increment when the same files give different documents
 
 
 def documents() -> Iterator[str]:
-    """The topics by name, then the modules by path."""
+    """Topics by name, then modules by path."""
     from pydoc_data.topics import topics
 
     seen = dict.fromkeys(topics[name] for name in sorted(topics))
@@ -32,7 +31,7 @@ def documents() -> Iterator[str]:
 
 
 def digest() -> str:
-    """Hash of the sources' names and contents."""
+    """Hash of the names and contents of the source files."""
     total = hashlib.sha256(f"python-docs {RECIPE}".encode())
     root = _root()
     for path in _modules():
@@ -46,7 +45,7 @@ def _root() -> Path:
 
 
 def _modules() -> list[Path]:
-    """The sources of the standard library, without its test suites and whatever else is installed beside it."""
+    """Source files of the standard library, without test suites and site-packages."""
     root = _root()
     tests = {"test", "tests", "idle_test"}
     top = [path for path in root.iterdir() if path.stem in sys.stdlib_module_names]
@@ -58,7 +57,7 @@ def _modules() -> list[Path]:
 
 def _docstrings(path: Path) -> Iterator[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old escapes in old modules are not the reader's concern
+        warnings.simplefilter("ignore")  # invalid escape sequences in old modules
         yield from _walk(ast.parse(path.read_bytes()))
 
 
@@ -67,6 +66,6 @@ def _walk(node: ast.AST) -> Iterator[str]:
         text = ast.get_docstring(node)
         if text:
             yield text
-    for block in ("body", "handlers", "cases", "orelse", "finalbody"):  # statements alone hold definitions
+    for block in ("body", "handlers", "cases", "orelse", "finalbody"):  # fields with statements
         for statement in getattr(node, block, ()):
             yield from _walk(statement)

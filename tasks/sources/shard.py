@@ -1,6 +1,6 @@
-"""A shard: a part of a source that is tokenized by itself, as a plain value that any machine can read from.
+"""A shard: the part of a source that is tokenized as one unit, as a plain value that any machine can read.
 
-Its digest stands for its contents and for how they are read, never for paths or times: two shards of one digest hold the same
+Its digest covers its contents and how they are read, never paths or times: shards with equal digests contain the same
 documents in the same order.
 """
 
@@ -14,22 +14,19 @@ from typing import Any, BinaryIO
 
 from modeling.data.indexed import IndexedError
 
-HUB = "hf://datasets/"
-BLOCK = 1 << 23  # bytes asked for at once of a file that is elsewhere
+HUB_PREFIX = "hf://datasets/"
+BLOCK = 1 << 23  # bytes per request to a remote file
 
 
 class SourceError(ValueError):
-    """A source file that cannot be read as what its name says; the message names the file and the place in it."""
+    """A source file whose contents do not match its format; the message names the file and the position."""
 
 
-DAMAGED = (
-    SourceError,
-    IndexedError,
-)  # what a source's files are refused with: they are the user's, as a profile is
+SOURCE_ERRORS = (SourceError, IndexedError)  # errors of the user's files: input errors, like those of a profile
 
 
-def is_damage(error: Exception) -> bool:
-    """Whether an error is the file's contents', and not one of the network, the disk or its rights."""
+def is_corruption(error: Exception) -> bool:
+    """Whether an error comes from a file's contents rather than from the network, the disk or permissions."""
     if isinstance(error, ConnectionError | TimeoutError | FileNotFoundError | PermissionError):
         return False
     return not isinstance(error, OSError) or error.errno is None
@@ -37,19 +34,19 @@ def is_damage(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class Shard:
-    """One cacheable piece of a source.
+    """One separately cached part of a source.
 
     Attributes:
-        name: what users know it by.
+        name: shown to users.
         format: how it is read, a key of readers.READERS.
         digest: hash of everything that its documents depend on.
-        paths: its files, of which most formats have one.
-        start, stop: the part of its file: bytes of lines, row groups of parquet, record batches of arrow; None: to the end.
-        column: field that holds the text or the token ids, where records have fields.
-        source: number of its source in the profile.
+        paths: its files; most formats have one.
+        start, stop: part of the file: bytes of lines, row groups of parquet, record batches of arrow; stop None: to the end.
+        column: field with the text or the token ids, if records have fields.
+        source: index of its source in the profile.
         use: "split", "train" or "validation".
         anonymous: whether S3 is read without credentials.
-        fetch: whether a hub's file is downloaded before it is read.
+        fetch: whether a file on the hub is downloaded before it is read.
     """
 
     name: str
@@ -72,39 +69,44 @@ class Shard:
         return cls(**{**value, "paths": tuple(value["paths"])})
 
 
-def filesystem(path: str, *, anonymous: bool = False, token: str | None = None) -> tuple[Any, str]:
-    """The fsspec file system of a path or URL, and the path in it; `token` is the hub's."""
+def resolve_filesystem(path: str, *, anonymous: bool = False, token: str | None = None) -> tuple[Any, str]:
+    """The fsspec file system of a path or URL, and the path within it.
+
+    Args:
+        anonymous: read S3 without credentials.
+        token: of the hub.
+    """
     from fsspec.core import url_to_fs
 
     options: dict[str, Any] = {}
     if path.startswith("s3://"):
         options["anon"] = anonymous
-    elif path.startswith(HUB) and token:
+    elif path.startswith(HUB_PREFIX) and token:
         options["token"] = token
     return url_to_fs(path, **options)
 
 
 def local_path(path: str) -> Path | None:
-    """A path or file:// URL as a path of this machine; None where it is elsewhere."""
+    """A path or file:// URL as a path on this machine; None if it is remote."""
     if "://" in path and not path.startswith("file://"):
         return None
     return Path(path.removeprefix("file://"))
 
 
 def open_file(shard: Shard, path: str, token: str | None = None) -> BinaryIO:
-    """One of a shard's files for reading in binary.
+    """Open one of a shard's files for binary reading.
 
-    What fsspec opens is read in blocks: its own readline asks for a whole block of the store for each line.
+    Remote files are buffered in blocks: fsspec's own readline requests a whole block for each line.
     """
-    if shard.fetch and path.startswith(HUB):
+    if shard.fetch and path.startswith(HUB_PREFIX):
         from huggingface_hub import hf_hub_download
 
-        repository, _, rest = path.removeprefix(HUB).partition("@")
+        repository, _, rest = path.removeprefix(HUB_PREFIX).partition("@")
         revision, _, file = rest.partition("/")
         revision = revision.replace("%2F", "/")
         path = hf_hub_download(repository, file, repo_type="dataset", revision=revision, token=token)
     local = local_path(path)
     if local is not None:
         return local.open("rb")
-    there, inner = filesystem(path, anonymous=shard.anonymous, token=token)
-    return io.BufferedReader(there.open(inner, "rb", block_size=BLOCK), BLOCK)
+    filesystem, remote_path = resolve_filesystem(path, anonymous=shard.anonymous, token=token)
+    return io.BufferedReader(filesystem.open(remote_path, "rb", block_size=BLOCK), BLOCK)

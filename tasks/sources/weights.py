@@ -1,4 +1,4 @@
-"""Where pretrained weights come from: a folder here, one that fsspec reaches (`s3://`), or a hub repository at a commit."""
+"""Pretrained weights from a local file or folder, an object store (`s3://`), or a hub repository at a commit."""
 
 from __future__ import annotations
 
@@ -10,59 +10,54 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from modeling.conversion import formats
-from modeling.conversion.torch_files import stamp
 from profiles.errors import ProfileError
 from profiles.hub import REPOSITORY, hub_errors, resolve_commit
 from tasks import keys
+from tasks.store.digest_cache import DigestCache
 
-ENDINGS = (".safetensors", ".bin", ".json")
-TRANSFERS = 4  # files at a time
+EXTENSIONS = (".safetensors", ".bin", ".json")
+PARALLEL_FILES = 4
 
 
 @contextmanager
-def fetched(
-    source: str, revision: str | None, near: Path, token: str | None = None, key: str = "SOURCE"
+def fetch(
+    source: str, revision: str | None, target: Path, token: str | None = None, key: str = "SOURCE"
 ) -> Iterator[Path]:
-    """The checkpoint's files on this machine, for the block.
+    """Local path of a checkpoint for the block, downloaded if it is remote.
 
-    A hub repository lies in the hub's own cache afterwards. What comes from a bucket lies beside `near` until it is used, so
-    that an interrupted transfer goes on with the files that are missing.
+    A hub repository stays in the hub's cache. Files of an object store are kept in a hidden folder next to `target` until the
+    block ends, so that an interrupted download resumes with the missing files.
 
     Args:
         source: path, URL or repository.
-        key: what to call the source where it is refused.
+        key: name of the source's setting, for errors.
 
     Raises:
-        ProfileError: there is no such thing.
+        ProfileError: there is no such file, folder or repository.
     """
     path = Path(source).expanduser()
     if "://" not in source:
         if path.exists():
             yield path
         elif REPOSITORY.fullmatch(source):
-            yield from_hub(source, resolve_commit(source, revision, token, key), token, key)
+            yield _download_from_hub(source, resolve_commit(source, revision, token, key), token, key)
         else:
-            raise ProfileError(
-                key, source, "there is no such file or folder, and no hub repository is named so"
-            )
+            raise ProfileError(key, source, "there is no such file or folder, and it is not a repository's name")
         return
-    folder = near.with_name(f".{near.name}.source")
-    from_bucket(source, folder, key)
+    folder = target.with_name(f".{target.name}.source")
+    _download_folder(source, folder, key)
     yield folder
     shutil.rmtree(folder)
 
 
-def identity(source: str, revision: str | None, token: str | None, key: str, memory: Path) -> str:
-    """What determines the weights at a source: their files' contents, or the commit of a hub repository.
-
-    Contents of files here are hashed once and remembered until a file's number, size or time changes; of those in a bucket the
-    bucket's own tags are taken.
+def identity(source: str, revision: str | None, token: str | None, key: str, digests: DigestCache) -> str:
+    """Hash that identifies the weights at a source: their contents, an object store's ETags, or the commit on the hub.
 
     Args:
-        memory: folder of what is remembered.
+        key: name of the source's setting, for errors.
 
     Raises:
-        ProfileError: there is no such thing.
+        ProfileError: there is no such file, folder or repository.
     """
     path = Path(source).expanduser()
     if "://" in source:
@@ -74,69 +69,58 @@ def identity(source: str, revision: str | None, token: str | None, key: str, mem
     if not path.exists():
         return keys.digest([source, resolve_commit(source, revision, token, key)])
     path = formats.locate(path)
-    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
-    stats = [[each.relative_to(path).as_posix(), *stamp(each)] for each in files]
-    remembered = memory / f"{keys.digest(stats)}.txt"
-    if not remembered.exists():
-        with ThreadPoolExecutor(TRANSFERS) as pool:
-            contents = [*pool.map(keys.file_digest, files)]
-        names = [name for name, *_ in stats]
-        remembered.write_text(keys.digest([*zip(names, contents, strict=True)]))
-    return remembered.read_text()
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    with ThreadPoolExecutor(PARALLEL_FILES) as pool:
+        contents = [*pool.map(digests.sha256, files)]
+    names = [file.relative_to(path).as_posix() for file in files]
+    return keys.digest([*zip(names, contents, strict=True)])
 
 
-def from_hub(repository: str, commit: str, token: str | None, key: str) -> Path:
-    """Download a repository's configuration and weights, of several forms the first that conversion reads."""
+def _download_from_hub(repository: str, commit: str, token: str | None, key: str) -> Path:
+    """Download the configuration and weights of a repository, in one format."""
     from huggingface_hub import HfApi, snapshot_download
 
     with hub_errors(key, repository, commit):
-        names = [
-            each.rfilename for each in HfApi(token=token).model_info(repository, revision=commit).siblings
-        ]
-        return Path(
-            snapshot_download(
-                repository, revision=commit, token=token, allow_patterns=chosen(names, key, repository)
-            )
-        )
+        siblings = HfApi(token=token).model_info(repository, revision=commit).siblings
+        patterns = select_files([file.rfilename for file in siblings], key, repository)
+        return Path(snapshot_download(repository, revision=commit, token=token, allow_patterns=patterns))
 
 
-def from_bucket(source: str, folder: Path, key: str) -> None:
-    """Copy a folder's files that are not there yet."""
+def _download_folder(source: str, folder: Path, key: str) -> None:
+    """Download the files of a remote folder that are missing locally; of a Hugging Face folder only one format."""
     from fsspec.core import url_to_fs
 
     filesystem, root = url_to_fs(source)
     found = filesystem.find(root, detail=True)
-    names = {path.removeprefix(root).lstrip("/"): info["size"] for path, info in found.items()}
-    if not names:
+    sizes = {path.removeprefix(root).lstrip("/"): info["size"] for path, info in found.items()}
+    if not sizes:
         raise ProfileError(key, source, "there is no such folder, or it is empty")
-    if any("/" not in name and name.endswith(ENDINGS[:2]) for name in names):
-        names = {name: names[name] for name in chosen([*names], key, source)}
+    if any("/" not in name and name.endswith(EXTENSIONS[:2]) for name in sizes):
+        sizes = {name: sizes[name] for name in select_files([*sizes], key, source)}
 
-    def copy(name: str) -> None:
+    def download(name: str) -> None:
         path = folder / name
-        if path.is_file() and path.stat().st_size == names[name]:
+        if path.is_file() and path.stat().st_size == sizes[name]:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
         filesystem.get_file(f"{root}/{name}", str(partial))
         os.replace(partial, path)
 
-    with ThreadPoolExecutor(TRANSFERS) as pool:
-        list(pool.map(copy, names))
+    with ThreadPoolExecutor(PARALLEL_FILES) as pool:
+        list(pool.map(download, sizes))
 
 
-def chosen(names: list[str], key: str, source: str) -> list[str]:
-    """Of a Hugging Face folder's files those to read: configuration, index and weights, of several forms the first.
+def select_files(names: list[str], key: str, source: str) -> list[str]:
+    """Of a Hugging Face folder, the configuration, index and weights: safetensors if there are any, else .bin files.
 
     Raises:
         ProfileError: there are no weights.
     """
-    top = [name for name in names if PurePosixPath(name).name == name and name.endswith(ENDINGS)]
-    for stem, ending in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-        files = [name for name in top if name.startswith(stem) and name.endswith(ending)]
+    top = [name for name in names if PurePosixPath(name).name == name and name.endswith(EXTENSIONS)]
+    for stem, extension in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+        files = [name for name in top if name.startswith(stem) and name.endswith(extension)]
         if files:
-            index = f"{stem}{ending}.index.json"
+            index = f"{stem}{extension}.index.json"
             return [*files, *(name for name in top if name in ("config.json", index))]
-    raise ProfileError(
-        key, source, "has no model.safetensors and no pytorch_model.bin, nor numbered parts of one"
-    )
+    raise ProfileError(key, source, "has neither model.safetensors nor pytorch_model.bin, in one file or sharded")

@@ -1,0 +1,157 @@
+"""Splits the files of a source into shards of about SHARD_BYTES.
+
+A format that can be read from the middle is split: lines by bytes, parquet by row groups, local arrow files by record batches. A
+compressed file is one shard, and so is a remote arrow file, where reading a part would fetch everything before it. Text files,
+one document each, are grouped; group ends depend only on the files before them, so a new file changes only its own shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+from profiles.schema import Source
+from tasks.sources import columnar
+from tasks.sources.files import SourceFile, file_format, map_concurrently
+from tasks.sources.shard import Shard, local_path
+from tasks.store.digest_cache import DigestCache
+
+SHARD_BYTES = 100_000_000
+READ = 1 << 22  # bytes
+GROUP_FILES = 64  # average number of text files in a shard
+
+
+def split_files(
+    files: list[SourceFile], source: Source, column: str, digests: DigestCache, token: str | None = None
+) -> list[Shard]:
+    """Shards of files, in the order of the files; text files that are one document each come first.
+
+    Args:
+        column: field with the text.
+        token: of the hub.
+
+    Raises:
+        SourceError: a corrupted file.
+    """
+    base = Shard("", "", "", column=column, anonymous=source.anonymous)
+
+    def split(file: SourceFile) -> list[Shard]:
+        kind = "lines" if file_format(file.path) == "text" else file_format(file.path)
+        shard = replace(base, format=kind, paths=(file.path,))
+        if kind in ("jsonl", "lines"):
+            return _split_by_lines(shard, file, digests)
+        if kind == "parquet":
+            return _split_by_groups(shard, file, _row_group_sizes(shard, digests, token))
+        if kind == "arrow" and file.size > 2 * SHARD_BYTES and local_path(file.path):
+            sizes = [batch.nbytes for batch in columnar.arrow_batches(shard, token)]
+            return _split_by_groups(shard, file, sizes)
+        return [_whole_file(shard, file)]
+
+    if any(file_format(file.path) == "text" for file in files) and not source.lines:
+        texts = [file for file in files if file_format(file.path) == "text"]
+        map_concurrently(lambda file: file.digest, texts)
+        others = map_concurrently(split, [file for file in files if file_format(file.path) != "text"])
+        return [*_group_texts(texts, replace(base, format="text", column="")), *chain(*others)]
+    return [*chain(*map_concurrently(split, files))]
+
+
+def _whole_file(shard: Shard, file: SourceFile) -> Shard:
+    return replace(shard, name=file.name, digest=_digest(shard.format, shard.column, file.digest))
+
+
+def _parts(shard: Shard, file: SourceFile, ranges: list[tuple[int, int, str]]) -> list[Shard]:
+    """Shards of ranges (start, stop, digest of the contents) of a file."""
+    return [
+        replace(
+            shard,
+            name=f"{file.name} part {i} of {len(ranges)}",
+            digest=_digest(shard.format, shard.column, content),
+            start=start,
+            stop=stop,
+        )
+        for i, (start, stop, content) in enumerate(ranges, 1)
+    ]
+
+
+def _split_by_lines(shard: Shard, file: SourceFile, digests: DigestCache) -> list[Shard]:
+    """Parts of a file of lines: the lines that start within SHARD_BYTES each."""
+    starts = list(range(0, max(1, file.size), SHARD_BYTES))
+    if len(starts) == 1:
+        return [_whole_file(shard, file)]
+    local = local_path(file.path)
+    if local is not None:
+        ranges = digests.get(local, f"lines {SHARD_BYTES}", lambda: list(_line_ranges(local)))
+    else:
+        stops = [*starts[1:], file.size]
+        ranges = [(a, b, f"{file.digest}:{a}-{b}") for a, b in zip(starts, stops, strict=True)]
+    return _parts(shard, file, ranges)
+
+
+def _line_ranges(path: Path) -> Iterator[tuple[int, int, str]]:
+    """Start, stop and sha256 of parts of complete lines; appending to the file changes only the last one."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = 0
+        while start < size:
+            file.seek(min(start + SHARD_BYTES, size) - 1)
+            file.readline()
+            stop = file.tell()
+            file.seek(start)
+            sha256 = hashlib.sha256()
+            while file.tell() < stop:
+                sha256.update(file.read(min(READ, stop - file.tell())))
+            yield start, stop, sha256.hexdigest()
+            start = stop
+
+
+def _row_group_sizes(shard: Shard, digests: DigestCache, token: str | None) -> list[int]:
+    """Uncompressed bytes of the column in each row group, cached for local files."""
+
+    def read() -> list[int]:
+        return columnar.row_group_sizes(replace(shard, fetch=False), token)
+
+    local = local_path(shard.paths[0])
+    return read() if local is None else digests.get(local, f"groups of {shard.column}", read)
+
+
+def _split_by_groups(shard: Shard, file: SourceFile, sizes: list[int]) -> list[Shard]:
+    """Parts of a file of row groups or record batches: at least one, as many as fit SHARD_BYTES."""
+    ranges, start, total = [], 0, 0
+    for i, size in enumerate(sizes):
+        if total and total + size > SHARD_BYTES:
+            ranges.append((start, i))
+            start, total = i, 0
+        total += size
+    ranges.append((start, len(sizes)))
+    if len(ranges) == 1:
+        return [_whole_file(shard, file)]
+    return _parts(shard, file, [(a, b, f"{file.digest}:{a}-{b}") for a, b in ranges])
+
+
+def _group_texts(files: list[SourceFile], shard: Shard) -> list[Shard]:
+    """Shards of files of one document each; one ends at SHARD_BYTES, or after a file whose digest says so."""
+    groups: list[list[SourceFile]] = [[]]
+    size = 0
+    for file in files:
+        if groups[-1] and size + file.size > SHARD_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(file)
+        size += file.size
+        if int(hashlib.sha256(file.digest.encode()).hexdigest(), 16) % GROUP_FILES == 0:
+            groups.append([])
+            size = 0
+    shards = []
+    for group in filter(None, groups):
+        content = hashlib.sha256("\n".join(file.digest for file in group).encode()).hexdigest()
+        name = group[0].name + (f" and {len(group) - 1} more" if len(group) > 1 else "")
+        paths = tuple(file.path for file in group)
+        shards.append(replace(shard, name=name, digest=_digest("text", "", content), paths=paths))
+    return shards
+
+
+def _digest(kind: str, column: str, content: str) -> str:
+    return f"{kind}:{column}:{content}"
