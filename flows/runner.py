@@ -38,7 +38,7 @@ from tasks import keys
 from tasks.failures import FatalError
 from tasks.reporting.format import format_duration
 from tasks.reporting.outcome import Outcome
-from tasks.sources.shard import DAMAGED
+from tasks.sources.shard import SOURCE_ERRORS
 from tasks.step import Context, Rows, Step
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
@@ -254,7 +254,7 @@ def worth_retrying(made: Task[..., Any], run: TaskRun, state: State) -> bool:
     """Whether a retry could succeed: not if the input was rejected or a job's failure was fatal."""
     try:
         state.result()
-    except (ProfileError, *DAMAGED, Ended, FatalError):
+    except (ProfileError, *SOURCE_ERRORS, Ended, FatalError):
         return False
     except Exception:
         return True

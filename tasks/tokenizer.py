@@ -128,5 +128,5 @@ def _training_texts(data: Data, shards: list[Shard], token: str | None) -> Itera
         for document in readers.documents(shard, token):
             if isinstance(document, LongText):
                 yield from document.chunks()
-            elif isinstance(document, str) and document and not corpus.held_out(document, fraction):
+            elif isinstance(document, str) and document and not corpus.is_held_out(document, fraction):
                 yield document

@@ -33,7 +33,7 @@ def run(given: argparse.Namespace) -> int:
     options = options_of(given)
     facts: dict[str, object] = {"destination": str(destination)}
     try:
-        with weights.fetched(given.source, given.revision, near=destination) as source:
+        with weights.fetch(given.source, given.revision, target=destination) as source:
             if given.to:
                 record = convert(source, destination, options, name=given.source)
                 facts |= {name: value for name, value in record.items() if name != "job"}

@@ -22,7 +22,7 @@ from flows.prefect_settings import SETTINGS
 from flows.ui import console
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.sources.shard import DAMAGED
+from tasks.sources.shard import SOURCE_ERRORS
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def run(profile: str, overrides: Sequence[str], name: str | None, store: str, *,
     except KeyboardInterrupt:
         console.say("stopped; the same command goes on from the newest checkpoint")
         return FAILED
-    except DAMAGED as error:
+    except SOURCE_ERRORS as error:
         log.debug("a source was refused", exc_info=True)
         console.say(f"trainshed: {console.in_one_line(error)}")
         return REFUSED

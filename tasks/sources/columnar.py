@@ -20,7 +20,9 @@ from tasks.sources.shard import Shard, SourceError, is_corruption, local_path, o
 
 BATCH_BYTES = 1 << 21
 MAX_ROWS = 1024  # per batch
-MAX_DICTIONARY_ROWS = 128  # per batch of a dictionary-encoded column, whose decoded size is not in the metadata
+MAX_DICTIONARY_ROWS = (
+    128  # per batch of a dictionary-encoded column, whose decoded size is not in the metadata
+)
 BUFFER = 1 << 20  # bytes per read of a column
 LONG_VALUE = 1 << 22  # bytes; longer texts are decoded in chunks
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream; only the zeros before arrow 0.15
@@ -140,7 +142,10 @@ def row_group_sizes(shard: Shard, token: str | None) -> list[int]:
     """
     from pyarrow.parquet import ParquetFile
 
-    with open_file(shard, shard.paths[0], token) as file, source_errors(f"{shard.paths[0]}, footer", "parquet"):
+    with (
+        open_file(shard, shard.paths[0], token) as file,
+        source_errors(f"{shard.paths[0]}, footer", "parquet"),
+    ):
         table = ParquetFile(file)
         return [
             sum(chunk.total_uncompressed_size for chunk in _column_chunks(table, group, shard.column))

@@ -32,7 +32,11 @@ FORMATS = {
     ".txt": "text",
     ".md": "text",
 }
-METADATA_FILES = ("dataset_info.json", "state.json", "dataset_dict.json")  # of save_to_disk, beside arrow files
+METADATA_FILES = (
+    "dataset_info.json",
+    "state.json",
+    "dataset_dict.json",
+)  # of save_to_disk, beside arrow files
 DATASET_CARD = "readme.md"
 HIDDEN_PREFIXES = (".", "_")  # of files that Spark, git and others put beside data
 PARALLEL_READS = 16  # mostly waiting for the network or the disk

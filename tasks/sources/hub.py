@@ -1,4 +1,4 @@
-"""Hugging Face hub: commits of repositories, and the files of a data set's configuration and split at one commit.
+"""Sources on the Hugging Face hub: the files of a data set's configuration and split, at one commit.
 
 `datasets` finds the files; they are read like any others, over the network or from its cache. No code of a repository is run: a
 data set with a loading script is rejected, naming the revision with its parquet files if the hub has converted it.
@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from profiles.errors import ProfileError
-from profiles.hub import hub_errors
 from profiles.schema import Source
 from tasks.sources.file_shards import split_files
 from tasks.sources.files import describe_files, require_known_formats
@@ -19,24 +18,6 @@ from tasks.sources.shard import HUB_PREFIX, Shard
 from tasks.store.digest_cache import DigestCache
 
 CONVERTED = "refs/convert/parquet"  # revision with the hub's parquet conversion of a data set
-COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-def model_commit(repository: str, revision: str | None, token: str | None, key: str) -> str:
-    """Resolve a revision of a model repository to a commit; a commit resolves to itself without a request.
-
-    Args:
-        key: name of the repository's setting, for errors.
-
-    Raises:
-        ProfileError: no such repository or revision, or no permission to read it.
-    """
-    if revision and COMMIT.fullmatch(revision):
-        return revision
-    from huggingface_hub import HfApi
-
-    with hub_errors(key, repository, revision):
-        return HfApi(token=token).model_info(repository, revision=revision).sha
 
 
 def shards(source: Source, key: str, column: str, digests: DigestCache, token: str | None) -> list[Shard]:
@@ -126,7 +107,9 @@ def _loading_script_error(source: Source, key: str, token: str | None) -> Profil
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    reason = f"{source.repository} has a loading script at this revision, and code of a repository is never run"
+    reason = (
+        f"{source.repository} has a loading script at this revision, and code of a repository is never run"
+    )
     try:
         HfApi(token=token).dataset_info(source.repository, revision=CONVERTED)
     except HfHubHTTPError:

@@ -22,7 +22,10 @@ class SourceError(ValueError):
     """A source file whose contents do not match its format; the message names the file and the position."""
 
 
-SOURCE_ERRORS = (SourceError, IndexedError)  # errors of the user's files: input errors, like those of a profile
+SOURCE_ERRORS = (
+    SourceError,
+    IndexedError,
+)  # errors of the user's files: input errors, like those of a profile
 
 
 def is_corruption(error: Exception) -> bool:

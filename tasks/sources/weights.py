@@ -42,7 +42,9 @@ def fetch(
         elif REPOSITORY.fullmatch(source):
             yield _download_from_hub(source, resolve_commit(source, revision, token, key), token, key)
         else:
-            raise ProfileError(key, source, "there is no such file or folder, and it is not a repository's name")
+            raise ProfileError(
+                key, source, "there is no such file or folder, and it is not a repository's name"
+            )
         return
     folder = target.with_name(f".{target.name}.source")
     _download_folder(source, folder, key)
@@ -123,4 +125,6 @@ def select_files(names: list[str], key: str, source: str) -> list[str]:
         if files:
             index = f"{stem}{extension}.index.json"
             return [*files, *(name for name in top if name in ("config.json", index))]
-    raise ProfileError(key, source, "has neither model.safetensors nor pytorch_model.bin, in one file or sharded")
+    raise ProfileError(
+        key, source, "has neither model.safetensors nor pytorch_model.bin, in one file or sharded"
+    )

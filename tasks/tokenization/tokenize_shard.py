@@ -26,8 +26,8 @@ import numpy as np
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
 from profiles.errors import ProfileError
 from tasks.sources import corpus, duplicates, long_text, megatron, readers
-from tasks.sources.columnar import Ids
-from tasks.sources.long_text import Cutter, LongText
+from tasks.sources.columnar import TokenIds
+from tasks.sources.long_text import LongText, TextSplitter
 from tasks.sources.shard import Shard, SourceError
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
@@ -117,7 +117,7 @@ class _Writer:
         self.engine: engines.Engine | None = None
 
     def write(self, k: int, folder: Path, report: Report) -> Counts:
-        dropped = duplicates.dropped(self.plan, self.store, k)
+        dropped = duplicates.dropped_documents(self.plan, self.store, k)
         try:
             return self._write(folder, report, dropped)
         except engines.Disagreement as error:
@@ -134,7 +134,7 @@ class _Writer:
             for batch in self._batches(dropped):
                 if isinstance(batch, LongText):
                     self._add_long(batch)
-                elif isinstance(batch, Ids):
+                elif isinstance(batch, TokenIds):
                     self._add_ids(batch)
                 else:
                     self._add(batch)
@@ -144,7 +144,7 @@ class _Writer:
         self.counts.validation_tokens = self.validation.tokens
         return self.counts
 
-    def _batches(self, dropped: set[int]) -> Iterator[list[str] | LongText | Ids]:
+    def _batches(self, dropped: set[int]) -> Iterator[list[str] | LongText | TokenIds]:
         """Texts of about BATCH characters together; what is longer, or has tokens already, by itself."""
         batch: list[str] = []
         size = 0
@@ -194,25 +194,25 @@ class _Writer:
         builder = self.validation if self._held_out(digest.digest()) else self.train
         before = builder.tokens
         builder.extend(np.array(self.begin, np.int64))
-        for piece in Cutter(self.tokenizer).pieces(text):
+        for piece in TextSplitter(self.tokenizer).split(text):
             builder.extend(self._encode([piece])[0])
         builder.extend(np.array(self.end, np.int64))
         builder.end_document(builder.tokens - before)
 
-    def _add_ids(self, document: Ids) -> None:
+    def _add_ids(self, document: TokenIds) -> None:
         """A document that has its tokens already: as it is, with neither BOS nor EOS added."""
         ids = document.values
         wrong = (ids < 0) | (ids >= self.vocabulary_size)
         if wrong.any():
             reason = f"token {ids[wrong.argmax()]} is not in the vocabulary of {self.vocabulary_size}"
-            raise SourceError(f"{document.place()}, token {wrong.argmax()}: {reason}")
+            raise SourceError(f"{document.locate()}, token {wrong.argmax()}: {reason}")
         digest = hashlib.sha256(ids.astype("<i8").tobytes()).digest()
         (self.validation if self._held_out(digest) else self.train).add_document(ids)
 
     def _held_out(self, digest: bytes) -> bool:
         if self.shard.use != "split":
             return self.shard.use == "validation"
-        return corpus.held_out_by(digest, self.plan.validation_fraction)
+        return corpus.is_digest_held_out(digest, self.plan.validation_fraction)
 
 
 def _wrapped(ids: np.ndarray, lengths: np.ndarray, begin: list[int], end: list[int]) -> engines.Encoded:

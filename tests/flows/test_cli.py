@@ -347,7 +347,7 @@ def test_damaged_data_is_refused_with_exit_code_2(command, profile, tmp_path, ki
     texts = {"kind": "files", "path": str(profile.with_name("texts.jsonl"))}
     if kind == "files":
         (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n')
-        bad, expected = {"kind": kind, "path": str(tmp_path / "bad.jsonl")}, "bad.jsonl, line 2: is not JSON"
+        bad, expected = {"kind": kind, "path": str(tmp_path / "bad.jsonl")}, "bad.jsonl, line 2: invalid JSON"
     else:
         write_pair(tmp_path / "bad", [[1, 2], [3, 999]])
         bad, expected = {"kind": kind, "path": str(tmp_path / "bad")}, "bad.bin, byte 6: token 999 is not in"

@@ -37,7 +37,7 @@ def _seen(run_id):
 @pytest.mark.parametrize(
     ("error", "again"),
     [
-        (SourceError("a.jsonl, line 2: is not JSON"), False),
+        (SourceError("a.jsonl, line 2: invalid JSON"), False),
         (IndexedError(Path("a.bin"), 6, "token 999 is not in the vocabulary of 300"), False),
         (ProfileError("data.text", "text", "a.jsonl has no such column"), False),
         (ConnectionError("reset by peer"), True),

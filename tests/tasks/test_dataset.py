@@ -74,7 +74,7 @@ def test_every_document_is_there_once_in_order_and_ended(store, tmp_path, ending
     artifact = DatasetStep(tokens).run(Context(wanted, store))
     encoder, eos = tokenizer_files.load(store.artifacts.path(tokens)), tokens.summary["eos"]
     for split, held_out in ("train", False), ("validation", True):
-        texts = [text for text in DOCUMENTS if corpora.held_out(text, 0.1) is held_out]
+        texts = [text for text in DOCUMENTS if corpora.is_held_out(text, 0.1) is held_out]
         assert documents_of(artifact, store, split) == [[*encoder.encode(text).ids, eos] for text in texts]
     summary = artifact.summary
     assert summary["documents"] + summary["validation_documents"] == len(DOCUMENTS)
@@ -198,13 +198,13 @@ def test_missing_text_column_is_refused_with_those_there_are(store, tmp_path, en
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": ', r"a\.jsonl, line 2: is not JSON"),
-        ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a\.jsonl, line 2: is no JSON object"),
-        ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: is not JSON"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-4], r"a\.jsonl\.gz, after line 1: damaged gzip"),
-        ("a.jsonl.gz", b'{"text": "a"}\n', r"a\.jsonl\.gz, after line 0: damaged gzip"),
-        ("a.parquet", b"PAR1 and no more", r"a\.parquet, footer: damaged parquet"),
-        ("a.txt", b"good \xff", r"a\.txt, byte 5: is not UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', r"a\.jsonl, line 2: invalid JSON"),
+        ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a\.jsonl, line 2: not a JSON object"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: invalid JSON"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-4], r"a\.jsonl\.gz, after line 1: corrupted gzip"),
+        ("a.jsonl.gz", b'{"text": "a"}\n', r"a\.jsonl\.gz, after line 0: corrupted gzip"),
+        ("a.parquet", b"PAR1 and no more", r"a\.parquet, footer: corrupted parquet"),
+        ("a.txt", b"good \xff", r"a\.txt, byte 5: not UTF-8"),
     ],
 )
 def test_damaged_source_is_refused_by_file_and_place_and_leaves_nothing(
@@ -226,7 +226,7 @@ def test_source_that_lists_nothing_is_refused(store, tmp_path):
 
 def test_file_of_no_known_format_is_refused_with_those_known(tmp_path):
     (tmp_path / "a.docx").write_bytes(b"")
-    with pytest.raises(ProfileError, match=r"a\.docx is of no known format.*\.jsonl.*\.parquet"):
+    with pytest.raises(ProfileError, match=r"a\.docx has an unknown format.*\.jsonl.*\.parquet"):
         corpora.shards(profile(tmp_path / "a.docx").data)
 
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from profiles.errors import ProfileError
 from tasks.dataset import DatasetStep
 from tasks.sources import long_text
-from tasks.sources.long_text import Cutter
+from tasks.sources.long_text import TextSplitter
 from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.store.store import Store
@@ -125,8 +125,8 @@ def trained(made, special=(EOS,)):
 @pytest.mark.parametrize("kind", [gpt2, llama3, metaspace, llama2])
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(kind, monkeypatch):
     made = kind() if kind is llama2 else trained(kind(), ["<unk>"] if kind is metaspace else [EOS])
-    monkeypatch.setattr(long_text, "PIECE", 2000)
-    pieces = list(Cutter(made).pieces(long_text.of_text(PROSE)))
+    monkeypatch.setattr(long_text, "SEGMENT", 2000)
+    pieces = list(TextSplitter(made).split(long_text.of_text(PROSE)))
     assert len(pieces) > 10
     joined = [token for piece in pieces for token in made.encode(piece, add_special_tokens=False).ids]
     assert joined == made.encode(PROSE, add_special_tokens=False).ids
@@ -146,8 +146,8 @@ CODE = "".join(f"\tif (x[{i}] != 0x{i:04x}) {{\n\t\ty += {i};  // {i}!\n\t}}\n" 
 @pytest.mark.parametrize("kind", [gpt2, llama3, deepseek, metaspace, llama2])
 def test_numbers_and_code_are_cut_as_well(kind, text, monkeypatch):
     made = kind() if kind is llama2 else trained(kind(), ["<unk>"] if kind is metaspace else [EOS])
-    monkeypatch.setattr(long_text, "PIECE", 2000)
-    pieces = list(Cutter(made).pieces(long_text.of_text(text)))
+    monkeypatch.setattr(long_text, "SEGMENT", 2000)
+    pieces = list(TextSplitter(made).split(long_text.of_text(text)))
     without_spaces = text is CSV and kind in (metaspace, llama2)  # one word, to them
     assert max(map(len, pieces)) < (len(text) + 1 if without_spaces else 2600)
     joined = [token for piece in pieces for token in made.encode(piece, add_special_tokens=False).ids]
@@ -165,25 +165,25 @@ def test_numbers_and_code_are_cut_as_well(kind, text, monkeypatch):
 def test_a_text_of_long_runs_in_pieces_has_the_tokens_of_the_whole(whole_words, runs):
     text = "".join(part * count for part, count in runs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_text, "PIECE", 150)
+        patch.setattr(long_text, "SEGMENT", 150)
         patch.setattr(long_text, "WINDOW", 64)  # shorter than some of the runs
-        pieces = list(Cutter(whole_words).pieces(long_text.of_text(text)))
+        pieces = list(TextSplitter(whole_words).split(long_text.of_text(text)))
     joined = [token for piece in pieces for token in whole_words.encode(piece, add_special_tokens=False).ids]
     assert joined == whole_words.encode(text, add_special_tokens=False).ids
 
 
 def test_a_text_without_a_place_to_cut_stays_whole(monkeypatch):
-    monkeypatch.setattr(long_text, "PIECE", 1000)
+    monkeypatch.setattr(long_text, "SEGMENT", 1000)
     text = "a" * 9000
-    assert list(Cutter(trained(gpt2())).pieces(long_text.of_text(text))) == [text]
+    assert list(TextSplitter(trained(gpt2())).split(long_text.of_text(text))) == [text]
 
 
 def test_a_vocabulary_whose_words_reach_over_spaces_is_never_cut(monkeypatch):
-    monkeypatch.setattr(long_text, "PIECE", 1000)
+    monkeypatch.setattr(long_text, "SEGMENT", 1000)
     made = Tokenizer(models.BPE(unk_token="<unk>"))
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trained(made, ["<unk>"])  # words of several words, for want of a pre-tokenizer
-    assert len(list(Cutter(made).pieces(long_text.of_text(PROSE)))) == 1
+    assert len(list(TextSplitter(made).split(long_text.of_text(PROSE)))) == 1
 
 
 def test_long_documents_have_their_tokens_in_order_with_the_short_ones(store, tmp_path, monkeypatch):
@@ -192,7 +192,7 @@ def test_long_documents_have_their_tokens_in_order_with_the_short_ones(store, tm
     wanted = profile(files(tmp_path / "a.jsonl"), validation_fraction=0)
     whole = documents_of(make(wanted, store), store)
     monkeypatch.setattr(tokenize_shard, "BATCH", 5000)
-    monkeypatch.setattr(long_text, "PIECE", 2000)
+    monkeypatch.setattr(long_text, "SEGMENT", 2000)
     other = Store(str(tmp_path / "other"))
     assert documents_of(make(wanted, other), other) == whole
 
@@ -444,7 +444,7 @@ def test_what_a_worker_refuses_is_refused_here(store, tmp_path):
     wanted = many(tmp_path)
     words = TokenizerStep().run(Context(wanted, store))
     (tmp_path / "2.jsonl").write_bytes(b'{"text": ')
-    with pytest.raises(SourceError, match=re.escape("2.jsonl, line 1: is not JSON")):
+    with pytest.raises(SourceError, match=re.escape("2.jsonl, line 1: invalid JSON")):
         DatasetStep(words).run(Context(wanted, store))
     (tmp_path / "2.jsonl").write_bytes(b'{"other": "a"}\n')
     with pytest.raises(ProfileError, match=r"data\.text = text: .*2\.jsonl has no such column"):

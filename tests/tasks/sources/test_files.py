@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.sources import corpus, long_text, readers
-from tasks.sources import files as source_files
+from tasks.sources import corpus, file_shards, long_text, readers
 from tasks.sources.shard import Shard, SourceError
 from tests import s3
 from tests.tasks.source_files import (
@@ -31,7 +30,7 @@ from tests.tasks.source_files import (
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    monkeypatch.setattr(source_files, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(file_shards, "SHARD_BYTES", 4000)
 
 
 WRITERS = {
@@ -70,7 +69,7 @@ def test_a_long_file_is_one_document_read_in_parts(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("日本語 naïve " * 40)
     assert texts(profile(files(tmp_path / "a.txt"))) == [["日本語 naïve " * 40]]
     (tmp_path / "a.txt").write_bytes(b"good " * 40 + b"\xff")
-    with pytest.raises(SourceError, match=r"a\.txt, byte 200: is not UTF-8"):
+    with pytest.raises(SourceError, match=r"a\.txt, byte 200: not UTF-8"):
         texts(profile(files(tmp_path / "a.txt")))
 
 
@@ -107,7 +106,7 @@ def test_a_long_json_string_that_is_damaged_is_refused_by_its_line(tmp_path, mon
     monkeypatch.setattr(readers, "LONG_STRING", 50)
     good = json.dumps({"text": "words " * 30})
     (tmp_path / "a.jsonl").write_text(good + "\n" + good.replace("words", r"wo\qrds") + "\n")
-    with pytest.raises(SourceError, match=r"a\.jsonl, line 2: is not JSON: Invalid \\escape"):
+    with pytest.raises(SourceError, match=r"a\.jsonl, line 2: invalid JSON: Invalid \\escape"):
         texts(profile(files(tmp_path / "a.jsonl")))
 
 
@@ -115,7 +114,7 @@ def test_lines_on_s3_are_read_in_blocks_and_about_once(tmp_path, monkeypatch):
     import fsspec
     import s3fs
 
-    monkeypatch.setattr(source_files, "SHARD_BYTES", 400_000)
+    monkeypatch.setattr(file_shards, "SHARD_BYTES", 400_000)
     monkeypatch.setattr("tasks.sources.shard.BLOCK", 50_000)
     fetched = []
     honest = s3fs.S3File._fetch_range
@@ -176,7 +175,7 @@ def test_a_folder_is_all_its_data_however_deep(tmp_path, monkeypatch):
         assert joined(texts(profile(files(f"{bucket}/data")))) == DOCUMENTS
         assert joined(texts(profile(files(f"{bucket}/data/e[1].jsonl")))) == DOCUMENTS[20:]
     (tmp_path / "data/LICENSE").write_text("no known ending")
-    with pytest.raises(ProfileError, match="LICENSE is of no known format"):
+    with pytest.raises(ProfileError, match="LICENSE has an unknown format"):
         texts(profile(files(tmp_path / "data")))
 
 
@@ -216,18 +215,22 @@ def cut_after(content, batches):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", lines(["good"]) + b"[" * 200_000, r"a\.jsonl, line 2: is JSON nested too deeply"),
-        ("a.jsonl.gz", b"", r"a\.jsonl\.gz, byte 0: damaged gzip: the file is empty"),
-        ("a.jsonl.zst", b"", r"a\.jsonl\.zst, byte 0: damaged zstd: the file is empty"),
-        ("a.jsonl.zst", zstd(lines(DOCUMENTS))[:-9], r"a\.jsonl\.zst, after line \d+: damaged zstd"),
-        ("a.jsonl.zst", b"no zstd at all", r"a\.jsonl\.zst, after line 0: damaged zstd"),
-        ("a.arrow", b"", r"a\.arrow, schema: damaged arrow file"),
-        ("a.arrow", b"no arrow at all, but long enough", r"a\.arrow, schema: damaged arrow file"),
-        ("a.arrow", b"ARROW1\0\0" + b"no more" * 9, r"a\.arrow, footer: damaged arrow file"),
-        ("a.arrow", stream()[:9000], r"a\.arrow, record batch [1-6]: damaged arrow file"),
-        ("a.arrow", cut_after(stream(), 3), r"a\.arrow, record batch 3: the stream's end is missing"),
-        ("a.parquet", b"", r"a\.parquet, footer: damaged parquet"),
-        ("a.parquet", b"PAR1" + bytes(99) + b"PAR1", r"a\.parquet, footer: damaged parquet"),
+        ("a.jsonl", lines(["good"]) + b"[" * 200_000, r"a\.jsonl, line 2: JSON is nested too deeply"),
+        ("a.jsonl.gz", b"", r"a\.jsonl\.gz, byte 0: corrupted gzip: the file is empty"),
+        ("a.jsonl.zst", b"", r"a\.jsonl\.zst, byte 0: corrupted zstd: the file is empty"),
+        ("a.jsonl.zst", zstd(lines(DOCUMENTS))[:-9], r"a\.jsonl\.zst, after line \d+: corrupted zstd"),
+        ("a.jsonl.zst", b"no zstd at all", r"a\.jsonl\.zst, after line 0: corrupted zstd"),
+        ("a.arrow", b"", r"a\.arrow, schema: corrupted arrow file"),
+        ("a.arrow", b"no arrow at all, but long enough", r"a\.arrow, schema: corrupted arrow file"),
+        ("a.arrow", b"ARROW1\0\0" + b"no more" * 9, r"a\.arrow, footer: corrupted arrow file"),
+        ("a.arrow", stream()[:9000], r"a\.arrow, record batch [1-6]: corrupted arrow file"),
+        (
+            "a.arrow",
+            cut_after(stream(), 3),
+            r"a\.arrow, record batch 3: truncated: the end of the stream is missing",
+        ),
+        ("a.parquet", b"", r"a\.parquet, footer: corrupted parquet"),
+        ("a.parquet", b"PAR1" + bytes(99) + b"PAR1", r"a\.parquet, footer: corrupted parquet"),
     ],
 )
 def test_damaged_files_are_refused_by_name_and_place(name, content, message, tmp_path):
@@ -245,7 +248,7 @@ def test_a_parquet_file_with_a_damaged_page_is_refused(tmp_path):
     low = second.data_page_offset + second.total_compressed_size // 2
     content[low : low + 40] = bytes(40)
     path.write_bytes(content)
-    with pytest.raises(SourceError, match=r"a\.parquet, row group 1, from record 0 on: damaged parquet"):
+    with pytest.raises(SourceError, match=r"a\.parquet, row group 1, from record 0 on: corrupted parquet"):
         texts(profile(files(path)))
 
 
@@ -260,7 +263,7 @@ def test_a_text_of_a_table_that_is_not_utf8_is_refused_by_its_record(ending, tmp
         with pa.ipc.new_stream(str(tmp_path / "a.arrow"), found.schema) as writer:
             writer.write_table(found)
         place = "record batch 0, record 2, byte 4"
-    with pytest.raises(SourceError, match=rf"a\.{ending}, {place}: is not UTF-8"):
+    with pytest.raises(SourceError, match=rf"a\.{ending}, {place}: not UTF-8"):
         texts(profile(files(tmp_path / f"a.{ending}")))
 
 

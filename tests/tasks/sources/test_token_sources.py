@@ -42,12 +42,12 @@ def test_a_saved_data_set_of_tokens_is_used_as_it_is(tmp_path, store):
         )
     again = datasets.Dataset.from_dict({"input_ids": [[1, 2], [1, 2], [1, 2], [5, None, 6]]})
     again.save_to_disk(tmp_path / "again")
-    with pytest.raises(SourceError, match=r"arrow, record batch 0, record 3, token 1: is null"):
+    with pytest.raises(SourceError, match=r"arrow, record batch 0, record 3, token 1: null"):
         DatasetStep(words).run(
             Context(profile({**source, "path": str(tmp_path / "again")}, deduplicate=True), store)
         )
     (tmp_path / "again/state.json").write_text('{"_data_files": [')
-    with pytest.raises(SourceError, match=r"again/state\.json: is not as save_to_disk writes it: Expecting"):
+    with pytest.raises(SourceError, match=r"again/state\.json: not written by save_to_disk: Expecting"):
         DatasetStep(words).run(Context(profile({**source, "path": str(tmp_path / "again")}), store))
 
 
@@ -94,7 +94,7 @@ def test_a_damaged_pair_is_refused_with_file_and_offset(tmp_path, store, words):
     write_pair(tmp_path / "b", [[1, 2], [3]])
     with (tmp_path / "b.bin").open("ab") as file:
         file.write(bytes(2))
-    with pytest.raises(IndexedError, match=r"b\.bin, byte 6: holds 8 bytes, of which its index knows 6"):
+    with pytest.raises(IndexedError, match=r"b\.bin, byte 6: has 8 bytes, but its index describes 6"):
         DatasetStep(words).run(Context(pair_profile(tmp_path / "b"), store))
     write_pair(tmp_path / "b", [[1, 2], [3], [4, 5]])
     index = bytearray((tmp_path / "b.idx").read_bytes())
@@ -119,10 +119,11 @@ def test_a_pair_of_many_documents_is_checked_in_little_memory(tmp_path):
         file.truncate(2 * count)
     program = """
 import resource, sys
-from tasks import dataset, source_megatron
-from tasks.shard import Shard
+from tasks import dataset
+from tasks.sources import megatron
+from tasks.sources.shard import Shard
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-splits = source_megatron.check(Shard("a", "megatron", "", (sys.argv[1],)), 300, 0.25, lambda tokens: None)
+splits = megatron.check(Shard("a", "megatron", "", (sys.argv[1],)), 300, 0.25, lambda tokens: None)
 print(splits["train"]["tokens"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     command = [sys.executable, "-c", program, str(tmp_path / "a.idx")]

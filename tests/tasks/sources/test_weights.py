@@ -9,6 +9,7 @@ from safetensors.torch import save
 from modeling.conversion import formats
 from profiles.errors import ProfileError
 from tasks.sources import weights
+from tasks.store.digest_cache import DigestCache
 from tests import s3
 from tests.hub import Hub
 from tests.modeling import nxd_shards as by_hand
@@ -39,20 +40,20 @@ def test_a_hub_repository_and_only_what_is_needed_of_it(files, hub, tmp_path):
         "tokenizer.json": b"{}",
     }
     commit = hub.commit("org/name", files | extra)
-    with weights.fetched("org/name", None, tmp_path / "out") as folder:
+    with weights.fetch("org/name", None, tmp_path / "out") as folder:
         assert torch.equal(embedding(folder), by_hand.model()["model.embed_tokens.weight"])
     read = {path.rpartition("/")[2] for _, path, _ in hub.requests if "/resolve/" in path}
     assert read == {"config.json", "model.safetensors"}
-    one = weights.identity("org/name", None, None, "init.from", tmp_path)
-    assert one == weights.identity("org/name", commit, None, "init.from", tmp_path)
+    one = weights.identity("org/name", None, None, "init.from", DigestCache())
+    assert one == weights.identity("org/name", commit, None, "init.from", DigestCache())
     hub.commit("org/name", files)
-    assert one != weights.identity("org/name", None, None, "init.from", tmp_path)
+    assert one != weights.identity("org/name", None, None, "init.from", DigestCache())
 
 
 def test_a_hub_that_does_not_answer_is_said_to_be_one(monkeypatch, tmp_path):
     with Hub() as gone:
         gone.patch(monkeypatch, tmp_path / "hub-cache")
-    source = weights.fetched("org/name", None, tmp_path / "out")
+    source = weights.fetch("org/name", None, tmp_path / "out")
     with pytest.raises(ConnectionError, match="org/name: the hub does not answer"), source:
         pass
 
@@ -69,27 +70,28 @@ def test_a_folder_in_a_bucket_goes_on_with_the_files_that_are_missing(files, tmp
         def times(folder):
             return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
 
-        interrupted = weights.fetched(source, None, tmp_path / "out").__enter__()
+        interrupted = weights.fetch(source, None, tmp_path / "out").__enter__()
         before = times(interrupted)
         assert set(before) == {"config.json", "model.safetensors"}
         (interrupted / "config.json").unlink()
-        with weights.fetched(source, None, tmp_path / "out") as folder:
+        with weights.fetch(source, None, tmp_path / "out") as folder:
             assert torch.equal(embedding(folder), by_hand.model()["model.embed_tokens.weight"])
             assert times(folder).items() - before.items() == {
                 ("config.json", (folder / "config.json").stat().st_mtime_ns)
             }
         assert list(tmp_path.iterdir()) == []
-        before = weights.identity(source, None, None, "init.from", tmp_path)
+        before = weights.identity(source, None, None, "init.from", DigestCache())
         filesystem.pipe_file(f"{bucket}/weights/model.safetensors", b"other")
         filesystem.invalidate_cache()
-        assert weights.identity(source, None, None, "init.from", tmp_path) != before
+        assert weights.identity(source, None, None, "init.from", DigestCache()) != before
 
 
 def test_a_folders_identity_is_its_contents(files, tmp_path):
     def identity(name: str) -> str:
-        return weights.identity(str(tmp_path / name), None, None, "init.from", tmp_path / "memory")
+        return weights.identity(
+            str(tmp_path / name), None, None, "init.from", DigestCache(tmp_path / "cache")
+        )
 
-    (tmp_path / "memory").mkdir()
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         for file, data in files.items():
@@ -104,10 +106,10 @@ def test_a_folders_identity_is_its_contents(files, tmp_path):
     [
         ("./nowhere", r"SOURCE = \./nowhere: there is no such file or folder"),
         ("org/none", "SOURCE = org/none: is no folder here and no repository"),
-        ("org/tokenizer", "SOURCE = org/tokenizer: has no model.safetensors"),
+        ("org/tokenizer", "SOURCE = org/tokenizer: has neither model.safetensors nor"),
     ],
 )
 def test_what_is_not_there_is_refused(source, message, hub, tmp_path):
     hub.commit("org/tokenizer", {"tokenizer.json": b"{}"})
-    with pytest.raises(ProfileError, match=message), weights.fetched(source, None, tmp_path / "out"):
+    with pytest.raises(ProfileError, match=message), weights.fetch(source, None, tmp_path / "out"):
         pass
