@@ -19,7 +19,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 
 from flows import working_folder
-from flows.hooks import end_jobs, explain
+from flows.hooks import cancel_jobs, show_failure
 from flows.parameters import ProfileName, RunName
 from flows.pretrain import load, run_name
 from flows.runner import THREADS, Runner, forward_logs
@@ -43,9 +43,9 @@ from tasks.training import TrainingStep
 @flow(
     name="continual",
     flow_run_name=run_name,
-    on_cancellation=[end_jobs],
-    on_failure=[explain],
-    on_crashed=[explain],
+    on_cancellation=[cancel_jobs],
+    on_failure=[show_failure],
+    on_crashed=[show_failure],
     task_runner=THREADS,
 )
 def continual(
@@ -109,7 +109,7 @@ def _round(context: Context) -> State[Any]:
             if better:
                 runner.run(ExportStep(vocabulary, identity))
             runner.run(ReportStep(planned, after, runner.outcomes))
-            overview.show(now=True)
+            overview.update(now=True)
 
             losses = f"held-out loss {old:.4f} before, {new:.4f} after"
             if not better:

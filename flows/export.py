@@ -6,7 +6,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows import working_folder
-from flows.hooks import explain
+from flows.hooks import show_failure
 from flows.runner import Runner, forward_logs
 from profiles import resolve
 from profiles.errors import ProfileError
@@ -22,7 +22,7 @@ def run_name() -> str:
     return str(flow_run.parameters["run"])
 
 
-@flow(name="export", flow_run_name=run_name, on_failure=[explain], on_crashed=[explain])
+@flow(name="export", flow_run_name=run_name, on_failure=[show_failure], on_crashed=[show_failure])
 def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
     """Write a run's latest checkpoint as a Hugging Face model; returns its folder.
 

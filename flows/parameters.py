@@ -1,4 +1,4 @@
-"""The parameters of flows as Prefect's form shows them: shipped profiles to choose from, or a path."""
+"""Types of flow parameters, from which Prefect's UI makes its form: a choice of shipped profiles, or a path."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from profiles import resolve
 ProfileName = Annotated[
     Annotated[Literal[tuple(resolve.names())], Field(title="shipped profile")]  # type: ignore[valid-type]
     | Annotated[str, Field(title="path of a YAML file")],
-    Field(description="One of the profiles that come with Trainshed, or the path of a YAML file."),
+    Field(description="A shipped profile's name, or the path of a YAML file."),
 ]
 
-RunName = (
-    Annotated[str, Field(title="a name of its own")] | Annotated[None, Field(title="the profile's name")]
-)
+RunName = Annotated[str, Field(title="name")] | Annotated[None, Field(title="the profile's name")]

@@ -19,7 +19,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows import working_folder
-from flows.hooks import end_jobs, explain
+from flows.hooks import cancel_jobs, show_failure
 from flows.parameters import ProfileName, RunName
 from flows.runner import THREADS, Runner, forward_logs
 from flows.secrets import hub_token
@@ -60,9 +60,9 @@ def load(profile: str, overrides: Sequence[str], name: str | None) -> Profile:
 @flow(
     name="pretrain",
     flow_run_name=run_name,
-    on_cancellation=[end_jobs],
-    on_failure=[explain],
-    on_crashed=[explain],
+    on_cancellation=[cancel_jobs],
+    on_failure=[show_failure],
+    on_crashed=[show_failure],
     task_runner=THREADS,
 )
 def pretrain(
@@ -100,7 +100,7 @@ def pretrain(
             evaluated = runner.run(EvaluationStep(dataset, identity, graphs))
             exported = runner.run(ExportStep(vocabulary, identity))
             report = runner.run(ReportStep(planned, evaluated, runner.outcomes))
-            overview.show(now=True)
+            overview.update(now=True)
         folder = runner.context.run_folder
         return {
             "run": run.name,

@@ -1,7 +1,7 @@
-"""What a Prefect server needs to know once: `python -m flows.registration`, for the server that PREFECT_API_URL names.
+"""Register Trainshed with the Prefect server of PREFECT_API_URL: `python -m flows.registration`; idempotent.
 
-The work pool, how many runs it starts at once, and what becomes of flow runs that give no sign of life: without it, a run whose
-worker was killed would show as running for ever. Run again it changes what differs, and nothing else.
+Creates the work pool with its concurrency limit, and an automation that marks flow runs without a heartbeat as crashed:
+without it, a run whose worker was killed would show as running for ever.
 """
 
 from __future__ import annotations
@@ -19,44 +19,45 @@ from prefect.exceptions import ObjectAlreadyExists
 
 from flows.prefect_settings import AUTOMATION, HEARTBEAT_SECONDS, POOL
 
-RUNS_AT_ONCE = 4
-SILENCE = timedelta(seconds=3 * HEARTBEAT_SECONDS)
-ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
+CONCURRENT_RUNS = 4
+HEARTBEAT_TIMEOUT = timedelta(seconds=3 * HEARTBEAT_SECONDS)
+FINAL_STATES = ("Completed", "Failed", "Cancelled", "Crashed")
 
 
-def pool() -> None:
-    """A pool of processes on the workers' machines."""
+def register_pool() -> None:
+    """Create or update the process work pool."""
     with get_client(sync_client=True) as client:
         try:
-            client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=RUNS_AT_ONCE))
+            client.create_work_pool(
+                WorkPoolCreate(name=POOL, type="process", concurrency_limit=CONCURRENT_RUNS)
+            )
         except ObjectAlreadyExists:
-            client.update_work_pool(POOL, WorkPoolUpdate(concurrency_limit=RUNS_AT_ONCE))
+            client.update_work_pool(POOL, WorkPoolUpdate(concurrency_limit=CONCURRENT_RUNS))
 
 
-def automation() -> None:
-    """After a heartbeat there has to be another, or an end; else the run is marked as crashed. A rerun joins its job."""
-    beat = "prefect.flow-run.heartbeat"
+def register_automation() -> None:
+    """Create or update the automation: after a heartbeat, another or a final state must follow in HEARTBEAT_TIMEOUT."""
+    heartbeat = "prefect.flow-run.heartbeat"
     trigger = EventTrigger(
-        after={beat},
-        expect={beat, *(f"prefect.flow-run.{end}" for end in ENDS)},
+        after={heartbeat},
+        expect={heartbeat, *(f"prefect.flow-run.{state}" for state in FINAL_STATES)},
         match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
-        within=SILENCE,
+        within=HEARTBEAT_TIMEOUT,
     )
-    message = "no heartbeat: its process is gone; a job on a cluster runs on, and the same run again joins it"
+    message = "no heartbeat: the flow run's process ended; its cluster job keeps running, and a rerun re-attaches to it"
     actions = [ChangeFlowRunState(state=StateType.CRASHED, message=message)]
-    made = Automation(name=AUTOMATION, trigger=trigger, actions=actions)
     try:
-        known = Automation.read(name=AUTOMATION)
+        existing = Automation.read(name=AUTOMATION)
     except ValueError:
-        made.create()
+        Automation(name=AUTOMATION, trigger=trigger, actions=actions).create()
         return
-    known.trigger, known.actions, known.enabled = trigger, actions, True
-    known.update()
+    existing.trigger, existing.actions, existing.enabled = trigger, actions, True
+    existing.update()
 
 
 if __name__ == "__main__":
-    pool()
-    automation()
+    register_pool()
+    register_automation()

@@ -28,9 +28,9 @@ from prefect.logging.handlers import APILogHandler
 from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.ui.artifacts import Bar, Shown, cells
-from flows.ui.console import OURS, in_one_line
-from flows.ui.progress import tell
+from flows.ui.artifacts import show_table
+from flows.ui.console import PACKAGES, one_line
+from flows.ui.progress import progress_reporter
 from modeling.training.metrics import record_event
 from profiles.errors import ProfileError
 from profiles.schema import Profile
@@ -39,7 +39,7 @@ from tasks.failures import FatalError
 from tasks.reporting.format import format_duration
 from tasks.reporting.outcome import Outcome
 from tasks.sources.shard import SOURCE_ERRORS
-from tasks.step import Context, Rows, Step
+from tasks.step import Context, Step
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
@@ -173,7 +173,12 @@ class Runner:
             call.task = task(lambda: skipped, name=step.name, task_run_name=step.name, cache_policy=NO_CACHE)
             return call
         key = step.key(context)
-        context = replace(context, progress=_progress(step), table=_show_table, map=_map)
+        context = replace(
+            context,
+            progress=progress_reporter(step.kind, f"Progress of {step.name}"),
+            table=show_table,
+            map=_map,
+        )
 
         def work() -> Artifact:
             call.thread = threading.get_ident()
@@ -229,7 +234,7 @@ class Runner:
     def _record(self, name: str, how: str, state: State) -> None:
         """Record a failed attempt in events.jsonl, with the step that training had reached."""
         failure = state.result(raise_on_failure=False)
-        reason = in_one_line(failure) if isinstance(failure, Exception) else state.message
+        reason = one_line(failure) if isinstance(failure, Exception) else state.message
         event = {"event": f"{name} {how}", "time": round(time.time(), 3), "reason": reason}
         folder = self.context.folder
         if folder is None:
@@ -263,7 +268,7 @@ def worth_retrying(made: Task[..., Any], run: TaskRun, state: State) -> bool:
 
 def forward_logs() -> None:
     """Send our log records to Prefect's UI, beside Prefect's own."""
-    for name in OURS:
+    for name in PACKAGES:
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         if not any(isinstance(handler, APILogHandler) for handler in logger.handlers):
@@ -288,21 +293,6 @@ def _map(function: Callable[[T], R], items: Sequence[T], names: Sequence[str]) -
     """Run a function for each item as a task of its own, which Prefect shows and retries."""
     for future in part.map(unmapped(function), list(items), list(names)):
         yield future.result()
-
-
-def _progress(step: Step) -> Callable[[str, float | None], None]:
-    bar = Bar(step.kind, f"Progress of {step.name}")
-
-    def report(message: str, done: float | None) -> None:
-        tell(message, done)
-        if done is not None:
-            bar.show(done)
-
-    return report
-
-
-def _show_table(key: str, title: str, rows: Rows) -> None:
-    Shown("table", key, title).show(lambda: cells(rows), now=True)
 
 
 def _result_storage(store: Store) -> Path | RemoteFileSystem:

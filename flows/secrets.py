@@ -1,4 +1,4 @@
-"""Where secrets come from: the environment, else a Secret block of Prefect. They are handed on, never stored or shown."""
+"""The Hugging Face token, from the environment or from a Prefect Secret block; never stored or shown."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import os
 from profiles.schema import Profile
 
 HUB_BLOCK = "hugging-face-token"
-VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # as the hub's own client looks for it
+VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # in the order of huggingface_hub
 
 
 def hub_token(profile: Profile) -> str | None:
-    """The Hugging Face token, for a profile whose data, tokenizer or weights come from somewhere else than a folder here.
+    """The token for a profile whose data, tokenizer or weights come from the hub, else None.
 
-    None leaves it to the hub's own client, which knows `hf auth login`.
+    Also None if no token is set: huggingface_hub then uses that of `hf auth login`.
     """
     data = any(
         source.kind == "hub" or (source.path or "").startswith("hf://") for source in profile.data.sources
     )
     if not data and profile.tokenizer.source == "train" and profile.init.from_ is None:
         return None
-    # Also the environment's is handed on by name: a job's environment has none unless it is given one.
-    for name in VARIABLES:
+    for name in VARIABLES:  # not left to huggingface_hub: jobs do not inherit them
         if token := os.environ.get(name, "").strip():
             return token
     from prefect.blocks.system import Secret

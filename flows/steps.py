@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from flows.runner import Runner
 from flows.ui.overview import Overview
-from flows.ui.plan import sentence
-from flows.ui.progress import Progress
+from flows.ui.plan import plan_summary
+from flows.ui.progress import TrainingProgress
 from modeling.planning import planner
 from profiles.schema import Profile
 from tasks.step import Context
@@ -27,7 +27,7 @@ def check_plan(runner: Runner) -> planner.Plan:
         planner.require_devices(profile)
         return planned
 
-    return runner.check("plan", plan, sentence)
+    return runner.check("plan", plan, plan_summary)
 
 
 @contextmanager
@@ -51,4 +51,4 @@ def open_run(
 
 def following(context: Context) -> Context:
     """The context in which training shows its progress."""
-    return replace(context, watch=Progress(context.profile, context.run_folder).watch)
+    return replace(context, watch=TrainingProgress(context.profile, context.run_folder).update)

@@ -1,4 +1,4 @@
-"""`trainshed convert`: a checkpoint of any kind as one of another kind, and two of any kinds compared."""
+"""`trainshed convert`: convert a checkpoint to another format, compare two, or both."""
 
 from __future__ import annotations
 
@@ -10,70 +10,72 @@ from pathlib import Path
 
 from botocore.exceptions import NoCredentialsError
 
-from flows.ui.console import say
+from flows.cli.exit_codes import DONE, FAILED, REJECTED
+from flows.ui.console import print_error
 from modeling.conversion import formats
 from modeling.conversion.compare import differences
-from modeling.conversion.convert import convert, options_of
+from modeling.conversion.convert import Options, convert, options_of
 from profiles.errors import ProfileError
 from tasks.sources import weights
 
-DONE, FAILED, REFUSED = 0, 1, 2
 
-
-def run(given: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Convert, compare, or both; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("trainshed").setLevel(logging.INFO)
-    if given.to is None and not given.verify:
-        reason = "is missing: name the kind of checkpoint to make; to compare two, --verify"
+    if arguments.to is None and not arguments.verify:
+        reason = "is missing; give the format to write, or --verify to compare two checkpoints"
         raise ProfileError("--to", None, reason, ["hf", "nxd", "trainshed"])
-    if "://" in given.destination:
-        raise ProfileError("DESTINATION", given.destination, "is not a folder on this machine")
-    destination = Path(given.destination).expanduser()
-    options = options_of(given)
+    if "://" in arguments.destination:
+        raise ProfileError("DESTINATION", arguments.destination, "is not a local folder")
+    destination = Path(arguments.destination).expanduser()
+    options = options_of(arguments)
     facts: dict[str, object] = {"destination": str(destination)}
+    different: list[str] = []
     try:
-        with weights.fetch(given.source, given.revision, target=destination) as source:
-            if given.to:
-                record = convert(source, destination, options, name=given.source)
+        with weights.fetch(arguments.source, arguments.revision, target=destination) as source:
+            if arguments.to:
+                record = convert(source, destination, options, name=arguments.source)
                 facts |= {name: value for name, value in record.items() if name != "job"}
-            if given.verify:
-                one = formats.read(formats.locate(source), options.config, options.nxd_layout)
-                # What we write is in the trn1 layout, whatever the source was in.
-                layout = "trn1" if given.to else options.nxd_layout
-                other = formats.read(formats.locate(destination), options.config, layout)
-                found = differences(one, other, options.slice_bytes)
-                facts["equal"] = len(one.shapes) - len(found)
-                if found:
-                    say(f"trainshed: {len(found)} of {len(one.shapes)} tensors differ")
-                    say("\n".join(found))
-                    if given.json:
-                        print(json.dumps({**facts, "differ": found}, indent=1))
-                    return FAILED
+            if arguments.verify:
+                compared, different = _compare(source, destination, options, converted=bool(arguments.to))
+                facts["equal"] = compared - len(different)
     except ProfileError:
         raise
     except NoCredentialsError:
-        reason = "needs credentials for S3, and there are none: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret"
-        raise ProfileError("SOURCE", given.source, reason) from None
+        reason = "no S3 credentials; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        raise ProfileError("SOURCE", arguments.source, reason) from None
     except ValueError as error:
-        say(f"trainshed: {error}")
-        return REFUSED
+        print_error(f"trainshed: {error}")
+        return REJECTED
     except (OSError, RuntimeError) as error:
-        say(f"trainshed: {error}")
-        say("the same command goes on from where this one got to")
+        print_error(f"trainshed: {error}")
+        print_error("run the same command again to resume")
         return FAILED
-    _show(facts, as_json=given.json)
+    if different:
+        print_error(f"trainshed: {len(different)} of {compared} tensors differ")
+        print_error("\n".join(different))
+        if arguments.json:
+            print(json.dumps({**facts, "differ": different}, indent=1))
+        return FAILED
+    _print(facts, as_json=arguments.json)
     return DONE
 
 
-def _show(facts: dict[str, object], *, as_json: bool) -> None:
+def _compare(source: Path, destination: Path, options: Options, *, converted: bool) -> tuple[int, list[str]]:
+    """The number of tensors, and a line for each that differs."""
+    expected = formats.read(formats.locate(source), options.config, options.nxd_layout)
+    layout = "trn1" if converted else options.nxd_layout  # the only layout that `convert` writes
+    actual = formats.read(formats.locate(destination), options.config, layout)
+    return len(expected.shapes), differences(expected, actual, options.slice_bytes)
+
+
+def _print(facts: dict[str, object], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts, indent=1))
         return
     if "files" in facts:
-        size = facts["bytes"] / 1e6
-        print(
-            f"{facts['tensors']} tensors, {size:,.1f} MB in {len(facts['files'])} files: {facts['destination']}"
-        )
+        size = f"{facts['bytes'] / 1e6:,.1f} MB in {len(facts['files'])} files"
+        print(f"{facts['tensors']} tensors, {size}: {facts['destination']}")
     if "equal" in facts:
-        print(f"all {facts['equal']} tensors are equal to the source's")
+        print(f"all {facts['equal']} tensors are equal")

@@ -1,4 +1,4 @@
-"""`trainshed import-config`: a config of NxD Training made into a profile, with a line for each of its keys."""
+"""`trainshed import-config`: convert an NxD Training config to a profile, and report each of its keys."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from flows.ui.console import say
+from flows.cli.exit_codes import DONE
+from flows.ui.console import print_error
 from profiles import nxdt, resolve, text
 from profiles.errors import ProfileError
 
 
-def import_config(theirs: str, out: str | None, *, as_json: bool) -> int:
-    """Write the profile, by default to NAME.yaml here; ProfileError where a key cannot be understood, or a file is in the way."""
-    path = Path(theirs).expanduser()
+def import_config(config: str, out: str | None, *, as_json: bool) -> int:
+    """Write the profile.
+
+    Args:
+        out: the file to write; None: NAME.yaml in the working folder.
+
+    Raises:
+        ProfileError: a key cannot be converted, or the file exists already.
+    """
+    path = Path(config).expanduser()
     values, lines = nxdt.convert(nxdt.read(path), path.parent)
     target = Path(out or f"{values['name']}.yaml")
     if target.exists():
-        raise ProfileError("OUT", str(target), "is there already, and nothing is overwritten")
-    written = text.write(values)
+        raise ProfileError("OUT", str(target), "exists already; choose another file")
+    profile_path = str(target) if target.is_absolute() else f"./{target}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(written)
-        resolve.load(str(target) if target.is_absolute() else f"./{target}")
+        target.write_text(text.write(values))
+        profile = resolve.load(profile_path)
     except OSError as error:
         raise ProfileError("OUT", str(target), str(error)) from error
     except ProfileError:
@@ -34,9 +42,9 @@ def import_config(theirs: str, out: str | None, *, as_json: bool) -> int:
         width = max((len(line.key) for line in lines), default=0)
         for line in lines:
             print(line.show(width))
-        print(f"\nwritten to {target}; next: trainshed plan {target}")
+        print(f"\nwrote {target}; next: trainshed plan {target}")
     try:
-        resolve.check(resolve.load(str(target) if target.is_absolute() else f"./{target}"))
+        resolve.check(profile)
     except ProfileError as error:
-        say(f"to be mended before it runs: {error}")
-    return 0
+        print_error(f"fix before you run it: {error}")
+    return DONE

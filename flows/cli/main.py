@@ -1,6 +1,6 @@
-"""The `trainshed` command. Each subcommand's code is imported when it is called, so that help and plan are quick.
+"""The `trainshed` command: its arguments, errors and exit codes.
 
-Exit codes: 0 done, 1 failed, 2 the user's input was refused.
+A subcommand's module is imported when it is called, so that `--help` and `profiles` load neither torch nor Prefect.
 """
 
 from __future__ import annotations
@@ -9,115 +9,116 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from flows.ui.console import drop, in_one_line, keep_traceback, say
+from flows.cli.exit_codes import DONE, FAILED, REJECTED
+from flows.ui.console import one_line, print_error, redirect_to_devnull, save_traceback
 from profiles.errors import ProfileError
-
-FAILED, REFUSED = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return the exit code; errors are printed in one line."""
     options = parser().parse_args(arguments)
     try:
         code = options.command(options)
-        sys.stdout.flush()  # so that a reader who has left is noticed here
+        sys.stdout.flush()  # a closed pipe raises here, not at the interpreter's exit
         return code
     except ProfileError as error:
-        say(f"trainshed: {error}")
-        return REFUSED
+        print_error(f"trainshed: {error}")
+        return REJECTED
     except KeyboardInterrupt:
         return FAILED
-    except BrokenPipeError:  # the reader of our output, `head` for one, has enough
-        drop(sys.stdout)
-        return 0
-    except SystemExit as left:  # as rich makes of it
-        if isinstance(left.__context__, BrokenPipeError):
-            return 0
+    except BrokenPipeError:  # for instance `trainshed profiles | head -1`
+        redirect_to_devnull(sys.stdout)
+        return DONE
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # rich exits on a closed pipe
+            return DONE
         raise
     except Exception as error:
-        say(f"trainshed: {in_one_line(error)}")
-        if not isinstance(error, OSError):  # else the line says it all
-            say(f"the traceback: {keep_traceback()}")
+        print_error(f"trainshed: {one_line(error)}")
+        if not isinstance(error, OSError):  # whose message suffices
+            print_error(f"traceback: {save_traceback()}")
         return FAILED
 
 
-class Help(argparse.HelpFormatter):
-    """Names in one column that is as wide as the longest, subcommands' too, which argparse counts without their indent."""
+class HelpFormatter(argparse.HelpFormatter):
+    """Align the help texts of subcommands too, whose indent argparse leaves out of the column's width."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
 
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(action)
-        for each in self._iter_indented_subactions(action):
-            length = self._current_indent + len(self._format_action_invocation(each))
+        for subaction in self._iter_indented_subactions(action):
+            length = self._current_indent + len(self._format_action_invocation(subaction))
             self._action_max_length = max(self._action_max_length, length)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Examples stay in their line, however long it is."""
+        """Do not wrap examples."""
         return text if text.startswith("example:") else super()._fill_text(text, width, indent)
 
 
 def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
     root = argparse.ArgumentParser(
         prog="trainshed",
         description="Pretrain language models as one Prefect flow, on Trainium, GPUs and CPUs.",
-        epilog="example: trainshed run tiny    (trainshed COMMAND --help says more)",
-        formatter_class=Help,
+        epilog="example: trainshed run tiny    (trainshed COMMAND --help for details)",
+        formatter_class=HelpFormatter,
     )
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    about = "run the whole pipeline of a profile"
+    about = "run the pipeline of a profile, from the tokenizer to the exported model"
     run = _command(commands, "run", _run, "PROFILE", about, "trainshed run tiny --name first")
     _profile(run)
     _store(run)
-    run.add_argument("--name", help="the run's name (default: its profile's)")
+    run.add_argument("--name", help="the run's name (default: the profile's)")
     _json(run)
 
-    about = "say what a run would need, or why it cannot work"
+    about = "plan a run: memory, communication, step time and cost"
     plan = _command(commands, "plan", _plan, "PROFILE", about, "trainshed plan tiny")
     _profile(plan)
     plan.add_argument(
         "--search",
         action="store_true",
-        help="the best topologies for the profile's cluster, and why others cannot be",
+        help="rank the topologies that fit the profile's cluster, with reasons for the rest",
     )
     _json(plan)
 
     about = "start a Prefect server, a worker and all deployments on this machine"
     up = _command(commands, "up", _up, "", about, "trainshed up")
-    _port(up, 4200, "of the UI and the API")
+    _port(up, 4200, "port of the UI and the API")
 
-    about = "convert a checkpoint to another kind, or compare two"
+    about = "convert a checkpoint to another format, or compare two checkpoints"
     example = "trainshed convert ./nxd ./model --to hf --config config.json"
     _conversion(_command(commands, "convert", _convert, "SOURCE DESTINATION", about, example))
 
     about = "list the profiles that come with Trainshed"
     _json(_command(commands, "profiles", _profiles, "", about, "trainshed profiles"))
 
-    about = "put runs side by side: figures, what differs in their profiles, loss curves"
+    about = "compare runs: metrics, profile differences and loss curves"
     example = "trainshed compare first second --output compare.html"
     compare = _command(commands, "compare", _compare, "RUN [RUN ...]", about, example)
     compare.add_argument("runs", nargs="+", metavar="RUN", help="a run's name, or the path of its folder")
     _store(compare)
     compare.add_argument(
-        "--output", default="compare.html", metavar="FILE", help="the page (default: compare.html)"
+        "--output", default="compare.html", metavar="FILE", help="HTML page to write (default: compare.html)"
     )
     _json(compare)
 
-    about = "start TensorBoard over a run, or over all runs of the store"
+    about = "start TensorBoard for one run, or for all runs of a store"
     tensorboard = _command(
         commands, "tensorboard", _tensorboard, "[RUN]", about, "trainshed tensorboard tiny"
     )
     tensorboard.add_argument("run", nargs="?", metavar="RUN", help="a run's name, or the path of its folder")
     _store(tensorboard)
-    _port(tensorboard, 6006, "on loopback")
+    _port(tensorboard, 6006, "port on loopback")
 
-    about = "make a config of NxD Training into a profile"
+    about = "convert an NxD Training config to a profile"
     example = "trainshed import-config hf_llama3_70B_config.yaml"
-    theirs = _command(commands, "import-config", _import_config, "THEIR.yaml [OUT]", about, example)
-    theirs.add_argument("config", metavar="THEIR.yaml", help="a config of NxD Training")
-    theirs.add_argument("out", metavar="OUT", nargs="?", help="the profile's file (default: NAME.yaml here)")
-    _json(theirs)
+    importer = _command(commands, "import-config", _import_config, "CONFIG [OUT]", about, example)
+    importer.add_argument("config", metavar="CONFIG", help="NxD Training config to convert")
+    importer.add_argument("out", metavar="OUT", nargs="?", help="profile to write (default: ./NAME.yaml)")
+    _json(importer)
     return root
 
 
@@ -128,7 +129,7 @@ def _command(commands, name: str, call, operands: str, about: str, example: str)
         usage=f"trainshed {name} [OPTIONS] {operands}".rstrip(),
         description=f"{about[0].upper()}{about[1:]}.",
         epilog=f"example: {example}",
-        formatter_class=Help,
+        formatter_class=HelpFormatter,
     )
     command.set_defaults(command=call)
     return command
@@ -146,7 +147,7 @@ def _profile(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY.PATH=VALUE",
-        help="override one key, for instance train.steps=100; may be repeated",
+        help="override a profile key, for instance train.steps=100; repeatable",
     )
 
 
@@ -154,43 +155,47 @@ def _conversion(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "source",
         metavar="SOURCE",
-        help="Hugging Face's folder, file or repository, NxD's shards, a run's folder or its checkpoint",
+        help="Hugging Face folder, file or repository, NxD shards, run folder or checkpoint",
     )
     command.add_argument(
-        "destination", metavar="DESTINATION", help="folder to write; with --verify alone, to compare"
+        "destination", metavar="DESTINATION", help="folder to write, or to compare with --verify alone"
     )
-    command.add_argument("--to", choices=("hf", "nxd", "trainshed"), help="kind of checkpoint to write")
-    command.add_argument("--verify", action="store_true", help="compare the two tensor by tensor")
+    command.add_argument("--to", choices=("hf", "nxd", "trainshed"), help="format to write")
+    command.add_argument("--verify", action="store_true", help="compare both checkpoints tensor by tensor")
     command.add_argument("--revision", help="commit, tag or branch of a hub repository")
     command.add_argument("--config", metavar="PATH", help="the model's config.json, which NxD shards lack")
-    for name, what in (("tensor", "tensor-parallel degree"), ("pipeline", "pipeline stages")):
+    for axis in ("tensor", "pipeline"):
         command.add_argument(
-            f"--{name}", type=int, default=1, metavar="N", help=f"{what} to write for (default: 1)"
+            f"--{axis}",
+            type=int,
+            default=1,
+            metavar="N",
+            help=f"{axis}-parallel degree to write (default: 1)",
         )
     command.add_argument(
         "--nxd-layout",
         choices=("trn1", "trn2"),
-        help="of shards whose ranks share KV heads",
+        help="layout of NxD shards whose ranks share KV heads",
     )
     command.add_argument(
         "--nxd-qkv",
         choices=("separate", "fused", "coalesced"),
         metavar="FORM",
-        help="of written shards: separate, fused or coalesced (default: the last, where KV heads are not shared)",
+        help="QKV in written shards: separate, fused or coalesced (default unless KV heads are shared)",
     )
     command.add_argument(
         "--budget",
-        type=_whole(1),
+        type=_integer(1),
         default=512,
         metavar="MB",
-        help="memory for tensors under way (default: 512)",
+        help="memory for tensor buffers (default: 512)",
     )
     _json(command)
 
 
 def _store(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--store", default="./store", metavar="URI", help="folder or s3:// prefix (default: ./store)"
+        "--store", default="./store", metavar="URI", help="store, a folder or s3:// prefix (default: ./store)"
     )
 
 
@@ -198,14 +203,18 @@ def _json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON document on standard output")
 
 
-def _port(command: argparse.ArgumentParser, port: int, what: str) -> None:
+def _port(command: argparse.ArgumentParser, default: int, about: str) -> None:
     command.add_argument(
-        "--port", type=_whole(1, 65535), default=port, metavar="PORT", help=f"{what} (default: {port})"
+        "--port",
+        type=_integer(1, 65535),
+        default=default,
+        metavar="PORT",
+        help=f"{about} (default: {default})",
     )
 
 
-def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Reads a whole number within bounds."""
+def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An argument type: integers within bounds."""
 
     def read(text: str) -> int:
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -214,7 +223,7 @@ def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
         except ValueError:
             number = least - 1
         if number < least or (most is not None and number > most):
-            raise argparse.ArgumentTypeError(f"{text} is no whole number {bounds}")
+            raise argparse.ArgumentTypeError(f"{text} is not an integer {bounds}")
         return number
 
     return read
@@ -234,7 +243,7 @@ def _plan(options: argparse.Namespace) -> int:
         from flows.cli.search import show_search
 
         return show_search(profile, options.profile, options.overrides, as_json=options.json)
-    resolve.check(profile)  # what it refuses is refused before torch is imported
+    resolve.check(profile)  # rejects an invalid profile before torch is imported
     from flows.cli.plan import show
 
     return show(profile, as_json=options.json)

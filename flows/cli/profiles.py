@@ -1,4 +1,4 @@
-"""`trainshed profiles`: the profiles that come with Trainshed, their size, their cluster, and whether they can start here."""
+"""`trainshed profiles`: list the shipped profiles, with size, cluster and whether this machine can start them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flows.cli.exit_codes import DONE
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
@@ -16,28 +17,32 @@ from tasks.reporting.format import format_count
 
 
 def show(*, as_json: bool) -> int:
-    """Print them, smallest first; as JSON by name."""
-    found = sorted(map(resolve.load, resolve.names()), key=lambda profile: profile.model.parameters)
+    """Print the profiles, smallest model first."""
+    profiles = sorted(map(resolve.load, resolve.names()), key=lambda profile: profile.model.parameters)
     if as_json:
-        print(json.dumps({profile.name: _describe(profile) for profile in found}, indent=1))
-        return 0
+        print(json.dumps({profile.name: _describe(profile) for profile in profiles}, indent=1))
+    else:
+        _print(profiles)
+    return DONE
+
+
+def _print(profiles: list[Profile]) -> None:
+    statuses = list(map(_status, profiles))
     rows = [
-        (profile.name, format_count(profile.model.parameters), _cluster(profile), _status(profile)[0])
-        for profile in found
+        (profile.name, format_count(profile.model.parameters), _cluster(profile), status)
+        for profile, (status, _) in zip(profiles, statuses, strict=True)
     ]
-    listed = Table(box=None, pad_edge=False, header_style="dim", expand=True)
-    for column, cells in zip(
-        ("profile", "parameters", "cluster", "status"), zip(*rows, strict=True), strict=True
-    ):
-        listed.add_column(column, no_wrap=True, min_width=max(map(len, cells)))
-    listed.add_column("", style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
-    for row, profile in zip(rows, found, strict=True):
-        listed.add_row(*row, profile.description)
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
+    titles = ("profile", "parameters", "cluster", "status")
+    for title, column in zip(titles, zip(*rows, strict=True), strict=True):
+        table.add_column(title, no_wrap=True, min_width=max(map(len, column)))
+    table.add_column("", style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
+    for row, profile in zip(rows, profiles, strict=True):
+        table.add_row(*row, profile.description)
     console = Console(highlight=False)
-    console.print(listed)
-    for reason, count in Counter(reason for _, reason in map(_status, found) if reason).items():
-        console.print(f"plan only, {count} of them: {reason}", style="dim")
-    return 0
+    console.print(table)
+    for reason, count in Counter(reason for _, reason in statuses if reason).items():
+        console.print(f"plan only ({count} profiles): {reason}", style="dim")
 
 
 def _describe(profile: Profile) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def _cluster(profile: Profile) -> str:
 
 
 def _status(profile: Profile) -> tuple[str, str]:
-    """Whether this machine could start it, and what keeps it from that."""
+    """Whether this machine can start the profile, and why not."""
     try:
         resolve.check(profile)
         resolve.check_start(profile)

@@ -1,6 +1,6 @@
-"""`trainshed run`: the pretraining flow in this process, with a Prefect server of its own where none is named.
+"""`trainshed run`: run the pretraining flow in this process, with a temporary Prefect server if none is configured.
 
-The terminal shows Trainshed's lines; Prefect's, and every traceback, go to `<store>/logs/<run>.log`.
+The terminal shows Trainshed's lines; Prefect's lines and tracebacks go to `<store>/logs/<run>.log`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from typing import Any
 
 from rich.console import Console
 
-from flows.cli.temporary_server import serving
+from flows.cli.exit_codes import DONE, FAILED, REJECTED
+from flows.cli.temporary_server import temporary_server
 from flows.prefect_settings import SETTINGS
-from flows.ui import console
+from flows.ui.console import (
+    PipeTolerantConsole,
+    TerminalHandler,
+    configure_logging,
+    one_line,
+    print_error,
+    relative,
+)
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.sources.shard import SOURCE_ERRORS
@@ -27,62 +35,62 @@ from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
 
-FAILED, REFUSED = 1, 2
+OUTPUTS = {"model": "export", "metrics": "metrics", "report": "report"}  # printed name: key of the result
 
 
 def run(profile: str, overrides: Sequence[str], name: str | None, store: str, *, as_json: bool) -> int:
-    """Run the flow and show what came of it; returns the exit code.
+    """Run the flow and print its results; returns the exit code.
 
     Raises:
-        ProfileError: the profile is refused.
+        ProfileError: the profile is invalid, or the store cannot be written.
     """
     resolved = resolve.load(profile, overrides, name)
     resolve.check(resolved)
     resolve.check_start(resolved)
-    Store(store, resolved.cluster.work_dir or "store")  # refused here where nobody knows its scheme
-    logs = Path(resolved.cluster.work_dir or "store") if "://" in store else Path(store)
-    log_file = logs / "logs" / f"{resolved.name}.log"
-    terminal = console.Terminal(console.Unread(stderr=as_json, highlight=False))
+    Store(store, resolved.cluster.work_dir or "store")  # rejects an unknown scheme
+    work_dir = Path(resolved.cluster.work_dir or "store") if "://" in store else Path(store)
+    log_file = work_dir / "logs" / f"{resolved.name}.log"
+    terminal = TerminalHandler(PipeTolerantConsole(stderr=as_json, highlight=False))
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         log_file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         key = "cluster.work_dir" if "://" in store else "store"
-        raise ProfileError(key, str(logs), f"is no folder to write to: {error.strerror}") from None
+        raise ProfileError(key, str(work_dir), f"cannot be written: {error.strerror}") from None
     try:
         with prefect_api(log_file.with_name("server.log")):
             from flows.pretrain import pretrain
 
-            console.take_over_logging(terminal, log_file)
+            configure_logging(terminal, log_file)
             result = pretrain(profile, list(overrides), name, store)
     except ProfileError:
         raise
     except KeyboardInterrupt:
-        console.say("stopped; the same command goes on from the newest checkpoint")
+        print_error("stopped; run the same command again to resume from the latest checkpoint")
         return FAILED
     except SOURCE_ERRORS as error:
-        log.debug("a source was refused", exc_info=True)
-        console.say(f"trainshed: {console.in_one_line(error)}")
-        return REFUSED
+        log.debug("a source was rejected", exc_info=True)
+        print_error(f"trainshed: {one_line(error)}")
+        return REJECTED
     except Exception as error:
         log.debug("the run failed", exc_info=True)
-        console.say(f"trainshed: {console.in_one_line(error)}")
-        console.say("the same command goes on from where this one got to")
+        print_error(f"trainshed: {one_line(error)}")
+        print_error("run the same command again to resume")
         if log_file.is_file():
-            console.say(f"the traceback: {log_file}")
+            print_error(f"traceback: {log_file}")
         return FAILED
     finally:
         terminal.end_progress()
     if as_json:
         print(json.dumps(result, indent=1))
     else:
-        show(terminal.console, result)
-    return 0
+        print_results(terminal.console, result)
+    return DONE
 
 
 @contextlib.contextmanager
 def prefect_api(log_file: Path) -> Iterator[None]:
-    """Prefect's API for the block: that of the server which the user's settings name, else of one of our own."""
+    """Use the Prefect server that the user's settings name, else start a temporary one for the block."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -90,30 +98,28 @@ def prefect_api(log_file: Path) -> Iterator[None]:
     if PREFECT_API_URL.value():
         yield
         return
-    with serving(log_file) as server:
+    with temporary_server(log_file) as server:
         from prefect.logging.handlers import APILogWorker
 
-        import flows.pretrain  # noqa: F401  takes about as long as the server's start, so it is done beside it
+        import flows.pretrain  # noqa: F401  while the server starts, which takes about as long
 
         with temporary_settings({PREFECT_API_URL: server.wait()}):
             try:
                 yield
             finally:
-                APILogWorker.drain_all(timeout=5)  # the last lines, while there is somebody to take them
+                APILogWorker.drain_all(timeout=5)  # before the server stops
 
 
-def show(terminal: Console, result: dict[str, Any]) -> None:
-    """What it came to and where things are."""
-    terminal.print()
+def print_results(console: Console, result: dict[str, Any]) -> None:
+    """Print the final metrics and the paths of the outputs."""
+    console.print()
     facts = {
         "validation loss": f"{result['validation_loss']:.4f}",
         "perplexity": f"{result['perplexity']:.1f}",
-        "model": console.from_here(result["export"]),
-        "metrics": console.from_here(result["metrics"]),
-        "report": console.from_here(result["report"]),
+        **{name: relative(result[key]) for name, key in OUTPUTS.items()},
     }
     for name, value in facts.items():
-        terminal.print(f"{name:<15}  {value}", soft_wrap=True, markup=False)
+        console.print(f"{name:<15}  {value}", soft_wrap=True, markup=False)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

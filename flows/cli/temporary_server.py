@@ -1,8 +1,8 @@
-"""A Prefect server for the length of one command, for those who run none.
+"""A Prefect server for the length of one command.
 
-It starts in about 3 s (10 s on a machine's first use, when its database is made), beside the imports of the flow.
-It runs in a session of its own, so that Ctrl-C reaches the flow alone, which can then still report its end; and it
-watches a pipe from its parent, so that it never outlives it, however that one ended.
+It starts in about 3 s (10 s the first time, when it creates its database) while the flow is being imported. It runs in
+its own session, so that Ctrl-C reaches only the flow, which can then still report its end. It reads a pipe from its
+parent, so that it exits with it however the parent ends.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-START_TIMEOUT = 120.0  # seconds; the first start on a slow disk makes a database
+START_TIMEOUT = 120.0  # seconds
 
 
 @contextlib.contextmanager
-def serving(log_file: Path) -> Iterator[Server]:
-    """Start a server and end it with the block; `Server.wait` gives its address once it answers."""
+def temporary_server(log_file: Path) -> Iterator[Server]:
+    """Start a server, and stop it when the block ends."""
     server = Server(log_file)
     try:
         yield server
@@ -33,6 +32,8 @@ def serving(log_file: Path) -> Iterator[Server]:
 
 
 class Server:
+    """A server process; `wait` returns its address."""
+
     def __init__(self, log_file: Path) -> None:
         self._log_file = log_file
         self._port = _free_port()
@@ -47,19 +48,18 @@ class Server:
             )
 
     def wait(self) -> str:
-        """The API's address, once it is healthy. RuntimeError where it does not get so far."""
+        """Wait until the server is healthy and return the address of its API.
+
+        Raises:
+            RuntimeError: it exited, or took longer than START_TIMEOUT.
+        """
         address = f"http://127.0.0.1:{self._port}/api"
-        deadline = time.monotonic() + START_TIMEOUT
-        while time.monotonic() < deadline and self._process.poll() is None:
-            with (
-                contextlib.suppress(urllib.error.URLError, ConnectionError),
-                urllib.request.urlopen(f"{address}/health", timeout=5),
-            ):
-                return address
-            time.sleep(0.05)
-        raise RuntimeError(f"the Prefect server did not start; its log: {self._log_file}")
+        if not wait_healthy(address, self._process):
+            raise RuntimeError(f"the Prefect server did not start; log: {self._log_file}")
+        return address
 
     def stop(self) -> None:
+        """Terminate the server; kill it after 5 s."""
         self._process.terminate()
         try:
             self._process.wait(timeout=5)
@@ -68,20 +68,30 @@ class Server:
             self._process.wait()
 
 
+def wait_healthy(api: str, server: subprocess.Popen[bytes]) -> bool:
+    """Whether the API becomes healthy within START_TIMEOUT, before the server exits."""
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline and server.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{api}/health", timeout=5):
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()  # returns when the parent, which holds the other end, is gone
+def _exit_with_parent() -> None:
+    sys.stdin.buffer.read()  # returns when the parent, which holds the other end, has ended
     os._exit(0)
 
 
 def main(port: int) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    # No UI and only the services that a single run needs, as Prefect's own ephemeral server has it.
+    """Serve the API without the UI and with only the services of Prefect's own ephemeral server."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ |= {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
 
     import uvicorn

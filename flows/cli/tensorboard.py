@@ -1,4 +1,4 @@
-"""`trainshed tensorboard [RUN]`: TensorBoard over one run, or all runs of a store, on loopback, until Ctrl-C."""
+"""`trainshed tensorboard [RUN]`: serve TensorBoard on loopback for one run or for all runs of a store, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ import logging
 import signal
 from pathlib import Path
 
-from flows.ui.console import say
+from flows.cli.exit_codes import DONE, FAILED
+from flows.ui.console import print_error
 from profiles.errors import ProfileError
 
 
 def tensorboard(run: str | None, store: str, port: int) -> int:
-    """Serve until Ctrl-C; returns the exit code. ProfileError where there is no such run."""
-    folder = logs(run, store)
+    """Serve until Ctrl-C; returns the exit code.
+
+    Args:
+        run: a run's name or folder; None: all runs.
+
+    Raises:
+        ProfileError: there is no such run.
+    """
+    folder = log_folder(run, store)
     from tensorboard import program
     from tensorboard.program import TensorBoardServerException
 
@@ -23,26 +31,29 @@ def tensorboard(run: str | None, store: str, port: int) -> int:
     board = program.TensorBoard()
     board.configure(argv=[None, "--logdir", str(folder), "--host", "127.0.0.1", "--port", str(port)])
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # what it says of its reader each time
+        with contextlib.redirect_stderr(io.StringIO()):  # its notices about the data loader
             address = board.launch()
     except TensorBoardServerException:
-        say(f"trainshed: port {port} is taken, perhaps by another TensorBoard; choose one with --port")
-        return 1
-    say(f"TensorBoard: {address}\nCtrl-C stops it")
+        print_error(
+            f"trainshed: port {port} is taken, perhaps by another TensorBoard; choose one with --port"
+        )
+        return FAILED
+    print_error(f"TensorBoard: {address}\nCtrl-C stops it")
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         signal.pause()
     except KeyboardInterrupt:
-        say("stopping")
-    return 0
+        print_error("stopping")
+    return DONE
 
 
-def logs(run: str | None, store: str) -> Path:
-    """The folder that TensorBoard is to read: a run's, or that of all runs."""
+def log_folder(run: str | None, store: str) -> Path:
+    """The folder for TensorBoard to read: a run's, or that of all runs."""
     runs = Path(store) / "runs"
     if "://" in store:
-        reason = "TensorBoard reads the runs' folders here: name the work_dir of the runs"
-        raise ProfileError("store", store, reason)
+        raise ProfileError(
+            "store", store, "TensorBoard reads local run folders; give the profile's cluster.work_dir"
+        )
     known = sorted(path.parent.name for path in runs.glob("*/profile.yaml"))
     if run is None:
         if not known:
@@ -50,6 +61,6 @@ def logs(run: str | None, store: str) -> Path:
         return runs
     folder = Path(run) if "/" in run else runs / run
     if not folder.is_dir():
-        near = difflib.get_close_matches(run, known) or known[:3]
-        raise ProfileError("run", run, f"there is no such run in {runs}", near)
+        nearest = difflib.get_close_matches(run, known) or known[:3]
+        raise ProfileError("run", run, f"there is no such run in {runs}", nearest)
     return folder

@@ -1,8 +1,8 @@
-"""`trainshed up`: a Prefect server, a worker and every deployment of prefect.yaml on this machine, until Ctrl-C.
+"""`trainshed up`: run a Prefect server, a worker and all deployments of prefect.yaml on this machine, until Ctrl-C.
 
-Everything listens on loopback. Each child has a session of its own, so that Ctrl-C reaches this process alone, which
-then ends them in order: the flow runs (so that their training saves and stops), the worker, the server. A second Ctrl-C
-ends all of it at once. Beside a Prefect server that is there already, only what it lacks is added.
+Everything listens on loopback. Each child runs in its own session, so that Ctrl-C reaches only this process, which stops
+them in order: flow runs (whose training saves a checkpoint), worker, server. A second Ctrl-C kills everything. If a
+Prefect server is running already, only what it lacks is added.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,37 +24,40 @@ from typing import Any
 import psutil
 import yaml
 
-from flows.cli.temporary_server import START_TIMEOUT
+from flows.cli.exit_codes import DONE, FAILED
+from flows.cli.temporary_server import wait_healthy
 from flows.prefect_settings import AUTOMATION, POOL, SETTINGS
-from flows.ui.console import say
+from flows.ui.console import print_error
 
-GRACE = 60.0  # seconds for flow runs to stop their training, which saves a checkpoint first
-WORKER_SECONDS = 60.0  # that a worker may take to report, after a start or when the machine is busy
-SERVER, WORKER = "a server", "a worker that is online"
+GRACE = 60.0  # seconds for a flow run to save a checkpoint and stop
+WORKER_SECONDS = 60.0  # for a worker to report to the server
+SERVER, WORKER = "a server", "an online worker"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def up(port: int) -> int:
-    """Start everything, print where the UI is, wait; returns the exit code."""
+    """Start what is missing, print the UI's address and wait; returns the exit code."""
     home = Path(__file__).parents[2]
     if not (home / "prefect.yaml").exists():
-        say(
-            f"trainshed: {home} has no prefect.yaml; `up` needs a checkout of Trainshed, installed with `pip install -e`"
+        print_error(
+            f"trainshed: no prefect.yaml in {home}; `up` needs a checkout, installed with `pip install -e`"
         )
-        return 1
+        return FAILED
     address = f"http://127.0.0.1:{port}"
-    lacking = [SERVER, WORKER]
-    if _taken(port):
-        found = _lacking(f"{address}/api", home)
+    missing = [SERVER, WORKER]
+    if _is_taken(port):
+        found = _missing(f"{address}/api", home)
         if found is None:
-            say(f"trainshed: port {port} is taken, perhaps by another `trainshed up`; choose one with --port")
-            return 1
+            print_error(
+                f"trainshed: port {port} is taken, perhaps by another `trainshed up`; choose one with --port"
+            )
+            return FAILED
         if not found:
-            say(f"Prefect's UI: {address}\nit is up already, and was left as it is")
-            return 0
-        say(f"there is a Prefect server already, without {', '.join(found)}: this is added")
-        lacking = found
-    for number in SIGNALS:  # also undoes an ignored SIGINT, which children would inherit
+            print_error(f"Prefect's UI: {address}\nalready running; nothing was changed")
+            return DONE
+        print_error(f"a Prefect server is already running without {', '.join(found)}; adding what is missing")
+        missing = found
+    for number in SIGNALS:  # also resets an ignored SIGINT, which children would inherit
         signal.signal(number, _interrupt)
     logs = Path("store/logs")
     logs.mkdir(parents=True, exist_ok=True)
@@ -65,63 +69,64 @@ def up(port: int) -> int:
     }
     children: list[subprocess.Popen[bytes]] = []
     try:
-        if SERVER in lacking:
+        if SERVER in missing:
             server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-            children.append(_python(server, environment, logs / "server.log"))
-            if not _answers(f"{address}/api/health", children[0]):
-                say(f"trainshed: the Prefect server did not start; its log: {logs / 'server.log'}")
-                return 1
-        for setup in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--all"]):
-            if _python(setup, environment, logs / "deploy.log", home).wait() != 0:
-                say(f"trainshed: `python -m {' '.join(setup)}` failed; its log: {logs / 'deploy.log'}")
-                return 1
-        if WORKER in lacking:
+            children.append(_start(server, environment, logs / "server.log"))
+            if not wait_healthy(f"{address}/api", children[0]):
+                print_error(f"trainshed: the Prefect server did not start; log: {logs / 'server.log'}")
+                return FAILED
+        for module in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--all"]):
+            if _start(module, environment, logs / "deploy.log", home).wait() != 0:
+                print_error(f"trainshed: `python -m {' '.join(module)}` failed; log: {logs / 'deploy.log'}")
+                return FAILED
+        if WORKER in missing:
             worker = ["prefect", "worker", "start", "--pool", POOL]
-            children.append(_python(worker, environment, logs / "worker.log"))
-        say(f"Prefect's UI: {address}\nstart a run there, or in another terminal:")
-        say(f"  PREFECT_API_URL={address}/api .venv/bin/prefect deployment run pretrain/tiny")
+            children.append(_start(worker, environment, logs / "worker.log"))
+        print_error(f"Prefect's UI: {address}\nstart a run there, or in another terminal:")
+        print_error(f"  PREFECT_API_URL={address}/api .venv/bin/prefect deployment run pretrain/tiny")
         if not children:
-            return 0
-        say("Ctrl-C stops all of it." if SERVER in lacking else "Ctrl-C stops the worker, not the server.")
+            return DONE
+        stops = "everything" if SERVER in missing else "the worker, not the server"
+        print_error(f"Ctrl-C stops {stops}")
         while all(child.poll() is None for child in children):
             time.sleep(0.5)
-        say(f"trainshed: the server or the worker ended by itself; the logs: {logs}")
-        return 1
+        print_error(f"trainshed: the server or the worker exited; logs: {logs}")
+        return FAILED
     except KeyboardInterrupt:
-        say("stopping; another Ctrl-C ends all of it at once")
-        return 0
+        print_error("stopping; press Ctrl-C again to kill everything")
+        return DONE
     finally:
         _stop(children)
 
 
-def _lacking(api: str, home: Path) -> list[str] | None:
-    """What the Prefect server at this address has not of what runs need, in words; None: none answers there."""
+def _missing(api: str, home: Path) -> list[str] | None:
+    """What runs need and the Prefect server at this address lacks; None if no Prefect server answers there."""
     try:
         deployments = yaml.safe_load((home / "prefect.yaml").read_text())["deployments"]
-        pool = _asked(f"{api}/work_pools/filter", {"work_pools": _named(POOL)})
-        automation = _asked(f"{api}/automations/filter", {"automations": _named(AUTOMATION)})
-        registered = _asked(f"{api}/deployments/filter", {"work_pools": _named(POOL)})
-        known = {(each["entrypoint"], each["name"]) for each in registered}
-        missing = sum((each["entrypoint"], each["name"]) not in known for each in deployments)
-        lacking = [] if pool else [f"the work pool {POOL}"]
-        lacking += [] if automation else ["the automation for runs that died"]
-        lacking += [f"{missing} of {len(deployments)} deployments"] if missing else []
-        return lacking if pool and _has_worker(api) else [*lacking, WORKER]
+        pool = _query(f"{api}/work_pools/filter", {"work_pools": _named(POOL)})
+        automation = _query(f"{api}/automations/filter", {"automations": _named(AUTOMATION)})
+        registered = _query(f"{api}/deployments/filter", {"work_pools": _named(POOL)})
+        known = {(deployment["entrypoint"], deployment["name"]) for deployment in registered}
+        unregistered = sum((entry["entrypoint"], entry["name"]) not in known for entry in deployments)
+        missing = [] if pool else [f"the work pool {POOL}"]
+        missing += [] if automation else ["the automation for crashed runs"]
+        missing += [f"{unregistered} of {len(deployments)} deployments"] if unregistered else []
+        return missing if pool and _has_online_worker(api) else [*missing, WORKER]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _has_worker(api: str) -> bool:
-    """Whether the pool's worker is online; it is waited for, since another `trainshed up` may just have started it."""
+def _has_online_worker(api: str) -> bool:
+    """Whether the pool has an online worker; waits, since another `trainshed up` may have just started one."""
     workers = f"{api}/work_pools/{POOL}/workers/filter"
-    begun, told = time.monotonic(), False
-    while not any(worker["status"] == "ONLINE" for worker in _asked(workers, {})):
-        waited = time.monotonic() - begun
+    started, announced = time.monotonic(), False
+    while not any(worker["status"] == "ONLINE" for worker in _query(workers, {})):
+        waited = time.monotonic() - started
         if waited > WORKER_SECONDS:
             return False
-        if waited > 2 and not told:
-            told = True
-            say("there is a Prefect server already; waiting for its worker to report")
+        if waited > 2 and not announced:
+            announced = True
+            print_error("a Prefect server is already running; waiting for its worker")
         time.sleep(0.5)
     return True
 
@@ -130,20 +135,25 @@ def _named(name: str) -> dict[str, Any]:
     return {"name": {"any_": [name]}}
 
 
-def _asked(address: str, only: dict[str, Any]) -> Any:
-    """What Prefect's API has of a kind. Raises OSError or ValueError where something else answers."""
+def _query(address: str, body: dict[str, Any]) -> Any:
+    """POST a filter to Prefect's API and return the JSON answer.
+
+    Raises:
+        OSError, ValueError: something else listens there.
+    """
     header = {"Content-Type": "application/json"}
-    request = urllib.request.Request(address, json.dumps(only).encode(), header, method="POST")
+    request = urllib.request.Request(address, json.dumps(body).encode(), header, method="POST")
     with urllib.request.urlopen(request, timeout=10) as answer:
         return json.load(answer)
 
 
-def _python(
-    arguments: list[str], environment: dict[str, str], log_file: Path, folder: Path | None = None
+def _start(
+    module: Sequence[str], environment: dict[str, str], log_file: Path, folder: Path | None = None
 ) -> subprocess.Popen[bytes]:
+    """Start `python -m MODULE ARGUMENTS...` in a session of its own."""
     with log_file.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", *arguments],
+            [sys.executable, "-P", "-m", *module],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -153,47 +163,37 @@ def _python(
         )
 
 
-def _answers(address: str, server: subprocess.Popen[bytes]) -> bool:
-    """Whether it says that it is well, before this server ends or has taken too long."""
-    deadline = time.monotonic() + START_TIMEOUT
-    while time.monotonic() < deadline and server.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5):
-            return True
-        time.sleep(0.1)
-    return False
+def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Terminate the children, latest first, and each one's subprocesses before it, so that flow runs report their end.
 
-
-def _stop(children: list[subprocess.Popen[bytes]]) -> None:
-    """End the newest first, each after what it started: a flow run that is told first can still report its end.
-
-    What has not ended then, or when a second signal comes, is killed.
+    After GRACE, or at a second signal, what is left is killed.
     """
-    families = _families(children)
+    processes = _process_trees(children)
     try:
         for child in reversed(children):
             with contextlib.suppress(psutil.NoSuchProcess):
-                started = psutil.Process(child.pid).children()
-                for process in started:
+                subprocesses = psutil.Process(child.pid).children()
+                for process in subprocesses:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.terminate()
-                psutil.wait_procs(started, timeout=GRACE)
+                psutil.wait_procs(subprocesses, timeout=GRACE)
             child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=GRACE)
     except KeyboardInterrupt:
-        say("stopping at once")
+        print_error("killing everything")
     finally:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        for process in families | _families(children):
+        for process in processes | _process_trees(children):
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()  # does nothing to another process that has its number by now
+                process.kill()  # psutil checks that the pid was not reused
         for child in children:
             child.wait()
 
 
-def _families(children: list[subprocess.Popen[bytes]]) -> set[psutil.Process]:
-    """These and all that they started, whichever session it is in."""
+def _process_trees(children: Sequence[subprocess.Popen[bytes]]) -> set[psutil.Process]:
+    """The children and all their descendants, whatever session they are in."""
     found = set()
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -202,7 +202,7 @@ def _families(children: list[subprocess.Popen[bytes]]) -> set[psutil.Process]:
     return found
 
 
-def _taken(port: int) -> bool:
+def _is_taken(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 

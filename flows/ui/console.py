@@ -1,7 +1,7 @@
-"""What the person at the terminal reads: plain lines, and on a terminal one live line for what is going on now.
+"""Terminal output: log lines, one live progress line, and errors in one line.
 
-Everything that Trainshed has to say goes through `logging` (so that it reaches Prefect's UI too); this file decides
-what of it the terminal shows. Prefect's own lines, and tracebacks, go to the log file only.
+Trainshed's modules report through `logging`, so that Prefect's UI has every line too. This module decides which records
+the terminal shows; Prefect's own records and all tracebacks go to the log file only.
 """
 
 from __future__ import annotations
@@ -18,122 +18,109 @@ from typing import IO
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-OURS = ("flows", "tasks", "profiles", "modeling")
-PLAIN_PROGRESS_SECONDS = 10.0
-BETWEEN = "  "  # the parts of a line of progress
+PACKAGES = ("flows", "tasks", "profiles", "modeling")  # whose records are shown
+PLAIN_PROGRESS_SECONDS = 10.0  # between progress lines where standard output is not a terminal
+SEPARATOR = "  "  # between the parts of a progress line
 
 
-class Terminal(logging.Handler):
-    """Shows our own records; those with `progress=True` replace each other on a terminal, and are sparse elsewhere."""
+class TerminalHandler(logging.Handler):
+    """Print the records of PACKAGES; a record with `progress`, the parts of its text, replaces the previous one."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
         self.console = console
         self._live: Live | None = None
-        self._shown = time.monotonic()  # a step that is soon done needs no progress
+        self._printed_at = time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name.partition(".")[0] not in OURS:
+        if record.name.partition(".")[0] not in PACKAGES:
             return
-        text = record.getMessage()
-        if getattr(record, "progress", False):
-            self._progress(text)
+        if parts := getattr(record, "progress", ()):
+            self._show_progress(parts)
             return
         self.end_progress()
-        style = (
-            "red"
-            if record.levelno >= logging.ERROR
-            else "yellow"
-            if record.levelno >= logging.WARNING
-            else ""
-        )
-        self.console.print(Text(text, style), soft_wrap=True)
+        style = "yellow" if record.levelno >= logging.WARNING else ""
+        style = "red" if record.levelno >= logging.ERROR else style
+        self.console.print(Text(record.getMessage(), style), soft_wrap=True)
 
-    def _progress(self, text: str) -> None:
+    def _show_progress(self, parts: Sequence[str]) -> None:
         if self.console.is_terminal:
             if self._live is None:
                 self._live = Live(console=self.console, transient=True, refresh_per_second=4)
                 self._live.start()
-            shown = fitting(text, self.console.width)
-            self._live.update(Text(shown, "cyan", no_wrap=True, overflow="ellipsis"))
-        elif time.monotonic() - self._shown >= PLAIN_PROGRESS_SECONDS:
-            self._shown = time.monotonic()
-            self.console.print(Text(text), soft_wrap=True)
+            text = fit(parts, self.console.width)
+            self._live.update(Text(text, "cyan", no_wrap=True, overflow="ellipsis"))
+        elif time.monotonic() - self._printed_at >= PLAIN_PROGRESS_SECONDS:
+            self._printed_at = time.monotonic()
+            self.console.print(Text(SEPARATOR.join(parts)), soft_wrap=True)
 
     def end_progress(self) -> None:
+        """Remove the live progress line."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
 
-def fitting(text: str, width: int) -> str:
-    """As many of a line's parts as fit; of the first as much as fits is shown, if that is not all of it."""
-    while len(text) > width and BETWEEN in text:
-        text = text.rpartition(BETWEEN)[0]
-    return text
+def log_progress(log: logging.Logger, *parts: str) -> None:
+    """Log a progress line; a narrow terminal drops the last parts."""
+    log.info("%s", SEPARATOR.join(parts), extra={"progress": parts})
 
 
-def take_over_logging(terminal: Terminal, log_file: Path) -> None:
-    """From now on our lines go to the terminal, and everything (Prefect's lines, tracebacks) to the log file."""
+def fit(parts: Sequence[str], width: int) -> str:
+    """Join as many of the first parts as fit in `width` columns, and at least one."""
+    parts = list(parts)
+    while len(parts) > 1 and len(SEPARATOR.join(parts)) > width:
+        parts.pop()
+    return SEPARATOR.join(parts)
+
+
+def configure_logging(terminal: TerminalHandler, log_file: Path) -> None:
+    """Send our records to the terminal, and all records (Prefect's and tracebacks too) to the log file."""
     file = logging.FileHandler(log_file)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.captureWarnings(True)
     logging.getLogger().handlers = [terminal, file]
-    for name in OURS:
+    for name in PACKAGES:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
-class Unread(Console):
-    """A console of work that goes on though the reader of its output has left; rich's own ends the program."""
+class PipeTolerantConsole(Console):
+    """A console that goes quiet when its reader closes the pipe; rich's own would end the program."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        drop(self.file)
+        redirect_to_devnull(self.file)
 
 
-def drop(output: IO[str]) -> None:
-    """What is on its way there, and would fail once more at the interpreter's end, goes nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, output.fileno())
-    os.close(nowhere)
+def redirect_to_devnull(output: IO[str]) -> None:
+    """Discard what is buffered for a closed pipe, which would raise again at the interpreter's exit."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, output.fileno())
+    os.close(devnull)
 
 
-def say(text: str) -> None:
-    """One line for a person, on standard error."""
+def print_error(text: str) -> None:
+    """Print a line on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
-def in_one_line(error: Exception) -> str:
-    """What went wrong; with the error's type, unless it was raised to be read by people."""
+def one_line(error: Exception) -> str:
+    """The error's message in one line, with its type unless the message is written for users."""
     text = " ".join(str(error).split())
-    return (
-        text
-        if isinstance(error, RuntimeError | OSError | ValueError) and text
-        else f"{type(error).__name__}: {text}"
-    )
+    for_users = isinstance(error, RuntimeError | OSError | ValueError) and text
+    return text if for_users else f"{type(error).__name__}: {text}"
 
 
-def keep_traceback() -> Path:
-    """Write the traceback of what is being handled to a file of its own, for whoever is to mend it."""
+def save_traceback() -> Path:
+    """Write the traceback of the exception being handled to a new temporary file."""
     with tempfile.NamedTemporaryFile("w", prefix="trainshed-", suffix=".log", delete=False) as file:
         traceback.print_exc(file=file)
     return Path(file.name)
 
 
-def from_here(path: str) -> str:
-    """A path as short as it can be typed here."""
+def relative(path: str) -> str:
+    """The path relative to the working folder if it is below it, else unchanged."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()) -> Table:
-    """A table without frames; the columns named in `numbers` are aligned right."""
-    result = Table(box=None, pad_edge=False, header_style="dim", show_header=any(columns))
-    for column in columns:
-        result.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    for row in rows:
-        result.add_row(*(Text(cell) for cell in row))
-    return result

@@ -8,10 +8,10 @@ from modeling.planning.planner import Plan
 from tasks.reporting.format import format_bytes, format_count, format_duration
 
 
-def sentence(planned: Plan) -> str:
-    """Parameters, mesh, memory of the fullest rank and step time: '8.0 B parameters on tensor 8, 61 of 96 GiB a device'."""
+def plan_summary(planned: Plan) -> str:
+    """Parameters, mesh, memory of the fullest rank, step time: '8 billion parameters on tensor 8, 61 GiB of 96 GiB a device'."""
     parts = [
-        f"{format_count(planned.parameters)} parameters on {mesh(planned.mesh)}",
+        f"{format_count(planned.parameters)} parameters on {mesh_summary(planned.mesh)}",
         f"{format_bytes(planned.needs)} of {format_bytes(planned.device_bytes)} a device",
     ]
     if planned.step_seconds:
@@ -19,6 +19,6 @@ def sentence(planned: Plan) -> str:
     return ", ".join(parts)
 
 
-def mesh(degrees: Mapping[str, int]) -> str:
+def mesh_summary(degrees: Mapping[str, int]) -> str:
     """The axes above 1, outermost first: 'pipeline 2 × tensor 8'."""
     return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"

@@ -122,7 +122,7 @@ def test_the_page_of_a_run_shows_curve_plan_and_places_while_it_trains(killed):
     assert float(shown["tokenizing"]["data"]) == 100
     steps = json.loads(shown["last-steps"]["data"])
     assert len(steps) == ROWS
-    assert re.fullmatch(r"[\d,]+", steps[0]["tokens a second"])
+    assert re.fullmatch(r"[\d,]+", steps[0]["tokens/s"])
     assert "MFU" not in steps[0]  # which is not known of a CPU
 
 
@@ -145,7 +145,7 @@ def test_a_failure_stands_first_and_says_what_to_do(killed, prefect_ui, browser)
         page.picture("prefect-failed")
         text = page.page.inner_text("body")
         assert "SIGKILL" in text
-        assert re.search(r"goes on from step [\d,]+, its newest checkpoint", text)
+        assert re.search(r"resumes from step [\d,]+, its latest checkpoint", text)
         assert text.index("Failed") < text.index("Step ")
         assert page.complaints == []
 

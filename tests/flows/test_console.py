@@ -6,8 +6,8 @@ import logging
 import pytest
 from rich.console import Console
 
-from flows.ui.console import Terminal
-from flows.ui.progress import line
+from flows.ui.console import TerminalHandler
+from flows.ui.progress import step_parts
 
 STEPS = 2_000_000
 ROW = {
@@ -25,11 +25,11 @@ ROW = {
 def shown():
     """What a terminal of a width shows of a line of progress."""
 
-    def on_terminal(text: str, width: int) -> str:
+    def on_terminal(parts: list[str], width: int) -> str:
         screen = io.StringIO()
-        terminal = Terminal(Console(file=screen, force_terminal=True, color_system=None, width=width))
-        record = logging.makeLogRecord({"name": "flows", "levelno": logging.INFO, "msg": text})
-        record.progress = True
+        terminal = TerminalHandler(Console(file=screen, force_terminal=True, color_system=None, width=width))
+        record = logging.makeLogRecord({"name": "flows", "levelno": logging.INFO, "msg": "  ".join(parts)})
+        record.progress = parts
         terminal.emit(record)
         terminal.end_progress()
         return screen.getvalue()
@@ -46,11 +46,11 @@ def shown():
     ],
 )
 def test_a_long_run_shows_its_speed_and_the_time_left_on_narrow_terminals(shown, width, parts):
-    seen = shown(line([ROW, ROW], STEPS), width)
+    seen = shown(step_parts([ROW, ROW], STEPS), width)
     assert all(part in seen for part in parts), seen
     assert "…" not in seen
 
 
 def test_a_part_that_is_wider_than_the_terminal_is_cut(shown):
-    seen = shown("a shard with a long name  45%", 20)
+    seen = shown(["a shard with a long name", "45%"], 20)
     assert "a shard with a long…" in seen

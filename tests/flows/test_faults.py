@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from flows.hooks import end_jobs
+from flows.hooks import cancel_jobs
 from tests.flows.micro import LONGER, losses, settings, wait_for_step
 
 INTERRUPTED_AT = 50  # of 240 steps, with a checkpoint every 40
@@ -130,7 +130,7 @@ def test_an_interrupted_command_leaves_no_process_and_a_run_that_goes_on(
         os.kill(started.process.pid, number)
     code, _, err = started.result(timeout=60)
     assert code == 1
-    assert "goes on from the newest checkpoint" in err
+    assert "resume from the latest checkpoint" in err
     assert "Traceback" not in err
     assert started.processes() == []
     done = len(losses(folder))
@@ -161,7 +161,7 @@ def test_a_run_goes_on_watching_when_its_command_is_killed_and_started_again(
     assert "its train still runs as process" in err
     assert not (tmp_path / "store/runs/micro~1").exists()
     given = {"profile": str(profile), "overrides": LONGER, "store": str(tmp_path / "store")}
-    end_jobs(None, SimpleNamespace(id=uuid.uuid4(), parameters=given), None)
+    cancel_jobs(None, SimpleNamespace(id=uuid.uuid4(), parameters=given), None)
     assert {process.pid for process in ranks(folder)} == before
     second = command(*arguments, PREFECT_API_URL=prefect_server)
     log, deadline = tmp_path / "store/logs/micro.log", time.monotonic() + 90

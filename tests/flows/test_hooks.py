@@ -7,7 +7,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows.export import export
-from flows.hooks import explain
+from flows.hooks import show_failure
 from profiles import resolve
 from profiles.errors import ProfileError
 from tests.flows.micro import shown
@@ -35,7 +35,7 @@ def store(profile, tmp_path):
 def failed(profile, store, works_in: str | None) -> str:
     """The page of a flow run that fails, about the run `nightly`, after it has left its note in a folder."""
 
-    @flow(name="failing", flow_run_name="fails", on_failure=[explain])
+    @flow(name="failing", flow_run_name="fails", on_failure=[show_failure])
     def failing(profile: str, overrides: list[str], name: str | None, store: str) -> None:
         if works_in:
             with open(f"{store}/runs/{works_in}/flow-run", "w") as note:
@@ -53,7 +53,7 @@ def test_a_round_that_failed_is_shown_with_its_own_curve_logs_and_checkpoints(pr
     page = failed(profile, store, "nightly-round-2")
     assert "Step 3 of 8, loss 6.0000" in page
     assert "data:image" in page
-    assert "goes on from step 2, its newest checkpoint" in page
+    assert "resumes from step 2, its latest checkpoint" in page
     assert f"{store}/runs/nightly-round-2/logs" in page
     assert "trainshed tensorboard nightly-round-2" in page
 

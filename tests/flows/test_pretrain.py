@@ -79,7 +79,7 @@ def test_a_run_of_epochs_trains_on_all_of_its_data_and_shows_how_much_that_is(pr
     page = shown("epochs")["run"]
     assert f"All {steps:,} steps are done" in page
     assert f"| tokens | {format_count(steps * 64 * 32)} |" in page
-    assert "cannot be shown" not in caplog.text
+    assert "cannot be rendered" not in caplog.text
     assert done(pretrain(store, *epochs, name="epochs")) == []
 
 
