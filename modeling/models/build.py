@@ -11,7 +11,7 @@ from modeling.models.llama import Llama
 from parallel import Mesh
 from parallel import device as devices
 from parallel.activation_checkpointing import recompute
-from parallel.pipeline.schedules import forwards_ahead
+from parallel.pipeline.schedules import choose_extra_forwards
 from parallel.pipeline.stages import cut_layers
 from profiles.schema import Profile
 
@@ -41,7 +41,7 @@ def extra_warmup_forwards(profile: Profile) -> int:
         return 0
     costs = layer_multiply_adds(profile)
     stages = [sum(costs[layer] for layer in layers) for layers in partition_layers(profile)]
-    return forwards_ahead(stages, profile.accumulation_steps)
+    return choose_extra_forwards(stages, profile.accumulation_steps)
 
 
 def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.device) -> LanguageModel:

@@ -64,10 +64,10 @@ def activation_bytes(
         most += exchanged
     alive = max(most, exchanged)
     if profile.parallel.pipeline > 1:
-        from parallel.pipeline.pipeline import SENDING  # half a second that only pipelines need
+        from parallel.pipeline.runtime import SENDS_IN_FLIGHT  # half a second that only pipelines need
 
         # Inputs of what is in flight, and messages under way: one received and some sent, each way.
-        alive += math.ceil(in_flight + 2 + SENDING) * pieces.hidden_bytes
+        alive += math.ceil(in_flight + 2 + SENDS_IN_FLIGHT) * pieces.hidden_bytes
     # Token ids: samples of the step, and tokens and targets cut out of them.
     return alive + 3 * 8 * profile.train.sequence_length // profile.parallel.context * (
         profile.accumulation_steps * profile.train.micro_batch_size

@@ -239,7 +239,9 @@ def _stages(profile: Profile, pieces: Pieces) -> tuple[Stage, ...]:
         built = [pieces.stage(held) for held in own]
         parts = [pieces.of(held) for held in own]
         buckets = bucket_sizes(profile, built)
-        alive = in_flight(parallel.schedule, ranks, place, count, each=len(own), ahead=forwards)
+        alive = in_flight(
+            parallel.schedule, ranks, place, count, stages_per_rank=len(own), extra_forwards=forwards
+        )
         memory = state_bytes(profile, buckets)
         memory["activations"] = activation_bytes(profile, pieces, parts, alive, buckets)
         return Stage(

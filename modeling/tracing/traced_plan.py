@@ -47,8 +47,8 @@ def ranks(profile: Profile, traced: Mapping[str, Any]) -> list[Rank]:
             degree,
             place,
             count,
-            each=len(own),
-            ahead=extra_warmup_forwards(profile),
+            stages_per_rank=len(own),
+            extra_forwards=extra_warmup_forwards(profile),
         )
         kept = math.ceil(alive * sum(stage["kept"] for stage in own))
         calls = [_calls(profile, held, last=held is layers[-1]) for held in layers[place::degree]]

@@ -103,7 +103,7 @@ class Trainer:
             stages,
             self.mesh,
             schedule=profile.parallel.schedule,
-            ahead=extra_warmup_forwards(profile),
+            extra_forwards=extra_warmup_forwards(profile),
             microbatches=profile.accumulation_steps,
             tokens=(b, len(self.positions)),
             hidden=(tokens // sequence_shards, profile.model.hidden_size),

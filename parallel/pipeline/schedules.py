@@ -1,14 +1,14 @@
-"""In what order a pipeline's ranks work: what each schedule costs, and how many microbatches it takes.
+"""Pipeline schedules: the order of forwards and backwards, idle time and activation memory of each.
 
-With P ranks of k stages each and m microbatches of forward time F and backward time B = I + W a rank (I for the input's
-gradient, W for the weights'), a rank waits for, and holds the activations of, at most
+With P ranks of k stages each and m microbatches of forward time F and backward time B = I + W per rank (I for the gradient of
+the input, W for those of the weights), a rank idles for at most, and holds the activations of at most
 
     1f1b         k = 1    (P - 1)·(F + B)        P microbatches, fewer on later ranks    arXiv 2006.09503
     interleaved  k ≥ 2    (P - 1)·(F + B) / k    (1 + 1/k)·P on the first                arXiv 2104.04473
     zero_bubble  k = 1    (P - 1)·(F + I - W)    P on every rank                         arXiv 2401.10241 (ZB-H1)
 
-Where stages are uneven, an early one that is slow should not wait for gradients as well: with 1f1b, ranks before the last run one
-or more forwards ahead if that pays, and hold as many microbatches more. (3 layers, and 1 with the head: 10 % faster on 2 ranks.)
+With uneven stages a slow early stage should not also wait for gradients: with 1f1b all ranks but the last run extra warmup
+forwards if that pays, and hold as many microbatches more. (3 layers, and 1 with the head: 10 % faster on 2 ranks.)
 """
 
 from __future__ import annotations
@@ -19,55 +19,57 @@ from functools import lru_cache
 from parallel.constraints import supports_microbatches
 
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
-WORTHWHILE = 0.02  # of a step, that forwards ahead must gain
+WORTHWHILE = 0.02  # share of a step that extra forwards must save
 
 
-def one_forward_one_backward(ranks: int, rank: int, microbatches: int, ahead: int) -> list[tuple[str, int]]:
-    """A rank's ("F" or "B", microbatch) in the order of 1f1b."""
-    first = min(microbatches, held(ranks, rank, ahead))
-    order = [("F", i) for i in range(first)]
+def one_forward_one_backward(
+    ranks: int, rank: int, microbatches: int, extra_forwards: int
+) -> list[tuple[str, int]]:
+    """The 1f1b order of a rank: ("F" or "B", microbatch)."""
+    warmup = min(microbatches, _maximum_held(ranks, rank, extra_forwards))
+    order = [("F", i) for i in range(warmup)]
     for i in range(microbatches):
         order.append(("B", i))
-        if first + i < microbatches:
-            order.append(("F", first + i))
+        if warmup + i < microbatches:
+            order.append(("F", warmup + i))
     return order
 
 
-def held(ranks: int, rank: int, ahead: int) -> int:
-    """Microbatches that a rank holds at once with 1f1b; the last one has nothing to run ahead of."""
-    return ranks - rank + (ahead if rank < ranks - 1 else 0)
+def _maximum_held(ranks: int, rank: int, extra_forwards: int) -> int:
+    """Microbatches whose activations a rank holds at once with 1f1b; extra forwards are useless on the last rank."""
+    return ranks - rank + (extra_forwards if rank < ranks - 1 else 0)
 
 
-def forwards_ahead(costs: Sequence[float], microbatches: int) -> int:
-    """How many forwards the ranks before the last should run ahead with 1f1b: the fewest that come close to the best.
+def choose_extra_forwards(costs: Sequence[float], microbatches: int) -> int:
+    """How many extra warmup forwards to run with 1f1b: the fewest within WORTHWHILE of the fastest step.
 
     Args:
         costs: of each stage in any unit; backward takes twice as long as forward.
     """
-    return _forwards_ahead(tuple(costs), min(microbatches, 4 * len(costs)))  # what more do is the same again
+    return _choose_extra_forwards(tuple(costs), min(microbatches, 4 * len(costs)))  # the steady state repeats
 
 
 @lru_cache
-def _forwards_ahead(costs: tuple[float, ...], microbatches: int) -> int:
-    times = [step_time(costs, microbatches, ahead) for ahead in range(len(costs))]
-    return next(ahead for ahead, time in enumerate(times) if time <= min(times) * (1 + WORTHWHILE))
+def _choose_extra_forwards(costs: tuple[float, ...], microbatches: int) -> int:
+    times = [step_time(costs, microbatches, extra) for extra in range(len(costs))]
+    return next(extra for extra, time in enumerate(times) if time <= min(times) * (1 + WORTHWHILE))
 
 
-def step_time(costs: Sequence[float], microbatches: int, ahead: int) -> float:
-    """Time of a step of 1f1b in the unit of the costs, messages taking none."""
+def step_time(costs: Sequence[float], microbatches: int, extra_forwards: int) -> float:
+    """Time of a 1f1b step in the unit of the costs, without communication."""
     ranks = len(costs)
-    orders = [one_forward_one_backward(ranks, rank, microbatches, ahead) for rank in range(ranks)]
+    orders = [one_forward_one_backward(ranks, rank, microbatches, extra_forwards) for rank in range(ranks)]
     clocks = [0.0] * ranks
     ended: dict[tuple[str, int, int], float] = {}  # by kind, rank, microbatch
     while any(orders):
         for rank, order in enumerate(orders):
             while order:
                 kind, i = order[0]
-                before = rank - 1 if kind == "F" else rank + 1
-                if 0 <= before < ranks:
-                    if (kind, before, i) not in ended:
+                source = rank - 1 if kind == "F" else rank + 1
+                if 0 <= source < ranks:
+                    if (kind, source, i) not in ended:
                         break
-                    clocks[rank] = max(clocks[rank], ended[kind, before, i])
+                    clocks[rank] = max(clocks[rank], ended[kind, source, i])
                 clocks[rank] += costs[rank] * (1 if kind == "F" else 2) / 3
                 ended[kind, rank, i] = clocks[rank]
                 order.pop(0)
@@ -75,34 +77,38 @@ def step_time(costs: Sequence[float], microbatches: int, ahead: int) -> float:
 
 
 def in_flight(
-    schedule: str, ranks: int, rank: int, microbatches: int, *, each: int = 1, ahead: int = 0
+    schedule: str,
+    ranks: int,
+    rank: int,
+    microbatches: int,
+    *,
+    stages_per_rank: int = 1,
+    extra_forwards: int = 0,
 ) -> float:
-    """Microbatches whose activations a rank holds when it holds most; with k stages, one of a single stage counts 1/k.
-
-    Args:
-        each: k, stages a rank.
-        ahead: forwards ahead with 1f1b.
-    """
+    """Peak number of microbatches whose activations a rank holds; a microbatch in one of k stages counts 1/k."""
     if schedule == "1f1b":
-        return min(held(ranks, rank, ahead), microbatches)
+        return min(_maximum_held(ranks, rank, extra_forwards), microbatches)
     if schedule == "zero_bubble":
         return min(ranks, microbatches)
     in_round = microbatches // max(1, microbatches // ranks)
-    return min((each - 1) * in_round + 2 * (ranks - 1 - rank) + 1, each * microbatches) / each
+    k = stages_per_rank
+    return min((k - 1) * in_round + 2 * (ranks - 1 - rank) + 1, k * microbatches) / k
 
 
-def bubble(schedule: str, ranks: int, microbatches: int, each: int = 1) -> float:
-    """Time a rank waits in a step as a share of the time it works, where F, I and W take alike and stages are even."""
-    return (ranks - 1) / microbatches / {"1f1b": 1, "interleaved": each, "zero_bubble": 3}[schedule]
+def bubble(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> float:
+    """Idle time of a rank over its busy time, with even stages and F = I = W."""
+    return (
+        (ranks - 1) / microbatches / {"1f1b": 1, "interleaved": stages_per_rank, "zero_bubble": 3}[schedule]
+    )
 
 
 def check_microbatches(schedule: str, ranks: int, microbatches: int) -> None:
-    """Raise ValueError, naming the nearest that do, unless the schedule takes this number of microbatches a step."""
+    """Raise ValueError, with the nearest valid numbers, if the schedule does not support this number of microbatches."""
     if not supports_microbatches(schedule, ranks, microbatches):
         near = range(1, microbatches + 2 * ranks)
         below = [m for m in near if m < microbatches and supports_microbatches(schedule, ranks, m)][-1:]
         above = [m for m in near if m > microbatches and supports_microbatches(schedule, ranks, m)][:1]
         raise ValueError(
-            f"microbatches = {microbatches}: schedule {schedule!r} on pipeline = {ranks} does not take so many a step; "
+            f"microbatches = {microbatches}: schedule {schedule!r} on pipeline = {ranks} does not support this number; "
             f"nearest valid: {', '.join(map(str, below + above))}"
         )

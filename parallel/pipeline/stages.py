@@ -1,10 +1,10 @@
-"""Pipeline stages: which layers each holds, and where it lies.
+"""Pipeline stages: the layers of each, balanced by cost.
 
-A model's layers are cut into P · k stages of neighbouring layers, for P ranks of the pipeline axis with k stages each.
-Stage i lies on rank i mod P, so microbatches go around the ranks k times.
+A model's layers are cut into P · k stages of consecutive layers, for P pipeline ranks with k stages each. Stage i is on rank
+i mod P, so a microbatch passes the ranks k times.
 
-A step takes as long as its slowest stage lets it, so layers are cut where the costliest stage costs least: the head, worth
-several layers where the vocabulary is large, counts too.
+The slowest stage determines the time of a step, so stages are balanced to minimise its cost. The head counts: with a large
+vocabulary it costs as much as several layers.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from parallel.pipeline.schedules import SCHEDULES
 def cut_layers(
     costs: Sequence[float], ranks: int, schedule: str = "1f1b", cuts: Sequence[int] | None = None
 ) -> list[range]:
-    """The layers of every stage, in the order of the stages.
+    """The layers of each stage, in order.
 
     Args:
-        costs: of each layer in any unit; the first one's includes the embedding's, the last one's the head's.
+        costs: of each layer in any unit; the embedding's is added to the first, the head's to the last.
         ranks: P.
         schedule: one of SCHEDULES.
-        cuts: layers that begin the second and later stages; their number decides k. Balanced by cost where None.
+        cuts: first layer of the second and each later stage; their number determines k. None balances by cost.
 
     Raises:
-        ValueError: an unknown schedule, fewer layers than stages, cuts out of range, not rising or of a number that the
-            schedule does not take.
+        ValueError: an unknown schedule, fewer layers than stages, or invalid cuts.
     """
     layers = len(costs)
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule = {schedule!r} is not one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule = {schedule!r}: not one of {', '.join(SCHEDULES)}")
     if cuts is not None:
         if reason := invalid_cuts(cuts, layers, ranks, schedule):
             raise ValueError(f"pipeline_cuts = {list(cuts)}: {reason}")
@@ -49,13 +48,13 @@ def cut_layers(
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut layers into stages of at least one so that the costliest costs least and, that given, they are even.
+    """Cut layers into non-empty stages with minimal cost of the slowest, and then minimal sum of squared costs.
 
-    Of equal cuts it takes the one with more layers in later stages: earlier ones hold more microbatches in flight.
+    Among equal cuts it prefers more layers in later stages: earlier ones hold more microbatches in flight.
     """
     layers = len(costs)
     sums = [0, *accumulate(costs)]
-    # best[n]: for the first n layers in the stages so far (costliest, sum of squares, where the stages begin)
+    # best[n]: (highest cost, sum of squared costs, first layers) of the best cut of the first n layers so far
     best = {0: (0.0, 0.0, [])}
     for stage in range(1, stages + 1):
         ends = [layers] if stage == stages else range(stage, layers)

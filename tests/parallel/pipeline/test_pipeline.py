@@ -1,4 +1,4 @@
-"""Pipelines: every schedule gives the loss and the gradients of one process, and hooks see each microbatch once."""
+"""Every pipeline schedule has the loss and gradients of one process; hooks run once per microbatch; memory is bounded."""
 
 import gc
 from collections import Counter
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Some layers of a small network with tied embeddings, whose tokens are weighted by a factor of their place and sample."""
+    """A stage of a small network with tied embeddings; tokens are scaled by factors of their position and sample."""
 
     def __init__(self, on: Mesh, layers: range, count: int) -> None:
         super().__init__()
@@ -53,10 +53,10 @@ class Net(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(on, **self.options) for i in layers})
         initialize(self, on.tensor, seed=1)
 
-    def forward(self, x: Tensor, places: Tensor, samples: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
         if self.first:
             x = self.embedding(x)
-        factors = (places * samples[:, None]).flatten()  # (b·s)
+        factors = (positions * samples[:, None]).flatten()  # (b·s)
         if self.axis.size > 1:
             factors = factors.chunk(self.axis.size)[self.axis.rank]  # (b·s/t)
         for layer in self.layers.values():
@@ -77,11 +77,11 @@ class Net(nn.Module):
 
 
 def data(microbatches: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens and targets (m·b, s), factors of places (s) and of samples (m·b)."""
+    """Tokens and targets (m·b, s), factors by position (s) and by sample (m·b)."""
     tokens = torch.randint(0, VOCABULARY, (microbatches * SAMPLES, SEQUENCE + 1))
-    places = torch.linspace(0.5, 1.5, SEQUENCE, dtype=torch.float64)
+    positions = torch.linspace(0.5, 1.5, SEQUENCE, dtype=torch.float64)
     samples = torch.linspace(1, 2, len(tokens), dtype=torch.float64)
-    return tokens[:, :-1], tokens[:, 1:], places, samples
+    return tokens[:, :-1], tokens[:, 1:], positions, samples
 
 
 def distances(
@@ -91,16 +91,16 @@ def distances(
     layers: int,
     microbatches: int,
     cuts: list[int] | None,
-    ahead: int,
+    extra_forwards: int,
 ) -> tuple[dict[str, float], set[int]]:
-    """How far a pipeline is from one process after training, evaluating and training again on the same data.
+    """Compare a pipeline with one process over training, evaluation and training again on the same data.
 
     Returns:
-        Largest differences by what differs; how often hooks on this rank's parameters were called.
+        Largest difference of each loss and gradient; the numbers of hook calls on this rank's parameters.
     """
-    tokens, targets, places, samples = data(microbatches)
+    tokens, targets, positions, samples = data(microbatches)
     dense = Net(Mesh(rank=0), range(layers), layers)
-    exact = dense.loss(dense(tokens, places, samples), targets, SCALE)
+    exact = dense.loss(dense(tokens, positions, samples), targets, SCALE)
     exact.backward()
     gradients = {name: parameter.grad for name, parameter in dense.named_parameters()}
     found, calls = {}, Counter()
@@ -112,23 +112,22 @@ def distances(
             len(cut),
             m,
             schedule=schedule,
-            ahead=ahead,
+            extra_forwards=extra_forwards,
             microbatches=microbatches,
             tokens=(SAMPLES, SEQUENCE),
             hidden=(SAMPLES * SEQUENCE // tensor, HIDDEN),
             dtype=torch.float64,
             device=torch.device("cpu"),
             loss=lambda x, y, scale: stages[len(cut) - 1].loss(x, y, scale),
-            constants={"places": places},
+            constants={"positions": positions},
         )
         named = [pair for stage in stages.values() for pair in stage.named_parameters()]
         for name, parameter in named:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.update([name]))
-        # A rank is handed what it needs and nothing else.
-        given = (tokens if built.first else None, targets if built.last else None)
-        losses = {"first": built.train(*given, SCALE, samples=samples)}
-        losses["evaluated"] = built.evaluate(*given, samples=samples) * SCALE
-        losses["second"] = built.train(*given, SCALE, samples=samples)
+        inputs = (tokens if built.first else None, targets if built.last else None)
+        losses = {"first": built.train(*inputs, SCALE, samples=samples)}
+        losses["evaluated"] = built.evaluate(*inputs, samples=samples) * SCALE
+        losses["second"] = built.train(*inputs, SCALE, samples=samples)
         for name, loss in losses.items():
             found[name] = abs(loss - (exact.detach() if built.last else 0)).item()
         for name, parameter in named:
@@ -142,7 +141,7 @@ def distances(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pipeline", "tensor", "layers", "microbatches", "cuts", "ahead"),
+    ("schedule", "pipeline", "tensor", "layers", "microbatches", "cuts", "extra_forwards"),
     [
         ("1f1b", 2, 1, 3, 5, None, 0),
         ("1f1b", 2, 1, 3, 5, None, 1),
@@ -159,18 +158,23 @@ def distances(
         ("zero_bubble", 2, 4, 2, 2, None, 0),
     ],
 )
-def test_loss_and_gradients_are_those_of_one_process(
-    pool, schedule, pipeline, tensor, layers, microbatches, cuts, ahead
+def test_loss_and_gradients_match_one_process(
+    pool, schedule, pipeline, tensor, layers, microbatches, cuts, extra_forwards
 ):
     arguments = {"schedule": schedule, "pipeline": pipeline, "tensor": tensor}
-    arguments |= {"layers": layers, "microbatches": microbatches, "cuts": cuts, "ahead": ahead}
+    arguments |= {
+        "layers": layers,
+        "microbatches": microbatches,
+        "cuts": cuts,
+        "extra_forwards": extra_forwards,
+    }
     for found, calls in pool.run(distances, ranks=pipeline * tensor, **arguments):
         assert max(found.values()) < 1e-12, found
         assert calls == {2 * microbatches}
 
 
-def alive_at_once(schedule: str, microbatches: int) -> int:
-    """Most tensors of the shape between stages that are alive when a loss is computed."""
+def peak_hidden_states(schedule: str, microbatches: int) -> int:
+    """Most tensors with the shape of hidden states that are alive when a loss is computed."""
     alive = [0]
 
     def loss(x: Tensor, targets: Tensor, scale: float) -> Tensor:
@@ -201,14 +205,14 @@ def alive_at_once(schedule: str, microbatches: int) -> int:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_memory_does_not_grow_with_the_microbatches(pool, schedule):
+def test_memory_does_not_grow_with_microbatches(pool, schedule):
     few, many = (
-        pool.run(alive_at_once, ranks=2, schedule=schedule, microbatches=count)[1] for count in (4, 24)
+        pool.run(peak_hidden_states, ranks=2, schedule=schedule, microbatches=count)[1] for count in (4, 24)
     )
     assert 0 < many == few
 
 
-def refusal(microbatches: int) -> str:
+def rejection(microbatches: int) -> str:
     with mesh(pipeline=2) as m, pytest.raises(ValueError, match="microbatches") as caught:
         Pipeline(
             {},
@@ -225,5 +229,5 @@ def refusal(microbatches: int) -> str:
     return str(caught.value)
 
 
-def test_too_few_microbatches_are_refused_on_every_rank(pool):
-    assert all("nearest valid: 2" in message for message in pool.run(refusal, ranks=2, microbatches=1))
+def test_too_few_microbatches_are_rejected_on_every_rank(pool):
+    assert all("nearest valid: 2" in message for message in pool.run(rejection, ranks=2, microbatches=1))

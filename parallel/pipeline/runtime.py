@@ -1,0 +1,138 @@
+"""Subclasses of torch.distributed.pipelining's stage and schedules: less memory, working parameter hooks, extra warmup."""
+
+from __future__ import annotations
+
+from collections import deque
+from copy import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining.stage import _RecvInfo
+
+from parallel.pipeline.schedules import one_forward_one_backward
+
+SENDS_IN_FLIGHT = 2  # of one stage
+
+
+class OneForwardOneBackward(_PipelineScheduleRuntime):
+    """1F1B as a torch runtime schedule, so that sends and receives overlap with compute, with extra warmup forwards."""
+
+    def __init__(self, stages: list[PipelineStage], extra_forwards: int, **options: Any) -> None:
+        super().__init__(stages, **options)
+        computations = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
+        ranks = self.pp_group_size
+        self.pipeline_order = {
+            rank: [
+                _Action(rank, computations[kind], i)
+                for kind, i in one_forward_one_backward(ranks, rank, self._n_microbatches, extra_forwards)
+            ]
+            for rank in range(ranks)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+
+class WithConstants(nn.Module):
+    """Calls a stage's module with further arguments that are not split into microbatches."""
+
+    def __init__(self, module: nn.Module, constants: dict[str, Any]) -> None:
+        super().__init__()
+        self.module, self.constants = module, constants
+
+    def forward(self, x: Tensor, **inputs: Tensor) -> Tensor:
+        return self.module(x, **self.constants, **inputs)
+
+
+class LowMemoryStage(PipelineStage):
+    """torch's PipelineStage with two differences.
+
+    Memory: messages live only while they are needed. torch keeps what a step sends until the step ends, and receive
+    buffers of all m microbatches forever.
+
+    Hooks: in a split backward, weight gradients reach the hooks on parameters, which torch's split bypasses.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._sends: deque[dist.Work] = deque()
+
+    # Sends: started here instead of by the schedule, which would keep every message until the end of the step.
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._start_sends(super().get_fwd_send_ops(fwd_chunk_id))
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._start_sends(super().get_bwd_send_ops(bwd_chunk_id))
+        return []
+
+    def _start_sends(self, ops: list[dist.P2POp]) -> None:
+        # This cannot deadlock: the schedule orders the receive of an earlier message before this send.
+        self.wait_for_sends(SENDS_IN_FLIGHT - 1)
+        self._sends.extend(dist.isend(op.tensor, group=op.group, group_dst=op.group_peer) for op in ops)
+
+    def wait_for_sends(self, remaining: int = 0) -> None:
+        """Wait until at most `remaining` sends are in flight."""
+        while len(self._sends) > remaining:
+            self._sends.popleft().wait()
+
+    # Receives: a buffer is allocated right before its receive and released once the stage has taken the message.
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        infos = self._release_buffers(self.args_recv_info[0])
+        self.args_recv_info = {i: tuple(map(copy, infos)) for i in range(num_microbatches)}
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[_RecvInfo, ...]:
+        return self._release_buffers(super()._create_grad_recv_info(act_send_info))
+
+    def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
+        for info in recv_infos:
+            if info.tensor_meta is not None and not info.is_root_arg:
+                meta = info.tensor_meta
+                info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+        return super()._get_recv_ops(recv_infos)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        received = super()._retrieve_recv_activations(fwd_chunk_id)
+        self._release_buffers(self.args_recv_info[fwd_chunk_id])
+        return received
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        received = super()._retrieve_recv_grads(bwd_chunk_id)
+        self._release_buffers(self.grad_recv_info[bwd_chunk_id])
+        return received
+
+    @staticmethod
+    def _release_buffers(recv_infos: tuple[_RecvInfo, ...]) -> tuple[_RecvInfo, ...]:
+        for info in recv_infos:
+            info.buffer = None
+        return recv_infos
+
+    # Backward
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, *arguments: Any, **options: Any
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, *arguments, **options)
+        if loss is not None:
+            loss.detach_()  # the schedule keeps it until the step ends; with its graph it would keep the received states
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        # The first stage has no input gradient: there torch runs an ordinary backward, which calls the hooks.
+        if self.is_first or not self.has_backward:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            return
+        parameters = list(self.submod.parameters())
+        accumulated = [parameter.grad for parameter in parameters]
+        self.submod.zero_grad()
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter, gradient in zip(parameters, accumulated, strict=True):
+            parameter.grad = gradient
+        torch.autograd.backward(
+            parameters, gradients
+        )  # accumulates through AccumulateGrad nodes, and so calls hooks
