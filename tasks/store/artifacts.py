@@ -79,22 +79,29 @@ class ArtifactStore:
         """URI of the artifacts' folder in a remote store; empty if the store is local."""
         return self._objects.location("artifacts") if self._objects else ""
 
-    def find(self, kind: str, key: str, hash_limit: int = HASH_LIMIT) -> Artifact | None:
+    def find(
+        self, kind: str, key: str, hash_limit: int = HASH_LIMIT, sizes: Mapping[str, int] | None = None
+    ) -> Artifact | None:
         """The artifact, if it and everything it requires is complete.
 
         A corrupted artifact is removed, with a warning that names the file.
 
         Args:
             hash_limit: bytes whose contents are verified; the rest is verified by size.
+            sizes: its files, if they are already listed.
         """
-        return self._find(kind, key, hash_limit)
+        manifest = self._verify_with_required(kind, key, HashBudget(hash_limit), sizes)
+        if manifest is None:
+            return None
+        location = self._primary.backend.location(artifact_path(kind, key))
+        return Artifact(kind, key, location, manifest.summary, manifest.seconds)
 
     def find_many(
         self, kind: str, keys: Sequence[str], hash_limit: int = HASH_LIMIT
     ) -> list[Artifact | None]:
         """`find` for many artifacts of a kind, with a `hash_limit` for each."""
         sizes = self._list_large_kinds([(kind, key) for key in keys])
-        return self._map(lambda key: self._find(kind, key, hash_limit, sizes.get((kind, key))), keys)
+        return self._map(lambda key: self.find(kind, key, hash_limit, sizes.get((kind, key))), keys)
 
     def expect(self, kind: str, key: str) -> Artifact:
         """An artifact that was just published; verified by size only.
@@ -102,10 +109,10 @@ class ArtifactStore:
         Raises:
             RuntimeError: it does not exist.
         """
-        artifact = self._find(kind, key, 0)
+        artifact = self.find(kind, key, hash_limit=0)
         if artifact is None:
             location = self._primary.backend.location(artifact_path(kind, key))
-            raise RuntimeError(f"{kind} {key} was published but is no longer in the store: {location}")
+            raise RuntimeError(f"{location}: was published but is no longer in the store")
         return artifact
 
     def path(self, artifact: Artifact, *, with_required: bool = True) -> Path:
@@ -156,16 +163,13 @@ class ArtifactStore:
         self._upload(kind, key)
 
     @contextmanager
-    def lock(self, kind: str, key: str, expiry: float = locks.EXPIRY) -> Iterator[None]:
+    def lock(self, kind: str, key: str) -> Iterator[None]:
         """Hold the lock of an artifact for the block; not reentrant.
 
         Call `find` once it is acquired: another process may have published the artifact meanwhile. The seconds recorded in
         the manifest of an artifact published within the block count from here.
-
-        Args:
-            expiry: as in `locks.acquire`.
         """
-        with locks.acquire(self._primary.backend, f"locks/{kind}-{key}", expiry):
+        with locks.acquire(self._primary.backend, f"locks/{kind}-{key}"):
             self._lock_times[kind, key] = time.monotonic()
             try:
                 yield
@@ -184,15 +188,6 @@ class ArtifactStore:
 
     def _staging(self, kind: str, key: str) -> AbstractContextManager[Path]:
         return staging_folder(self._folder.path("staging"), f"{kind}-{key[:12]}")
-
-    def _find(
-        self, kind: str, key: str, hash_limit: int, sizes: Mapping[str, int] | None = None
-    ) -> Artifact | None:
-        manifest = self._verify_with_required(kind, key, HashBudget(hash_limit), sizes)
-        if manifest is None:
-            return None
-        location = self._primary.backend.location(artifact_path(kind, key))
-        return Artifact(kind, key, location, manifest.summary, manifest.seconds)
 
     def _verify_with_required(
         self, kind: str, key: str, budget: HashBudget, sizes: Mapping[str, int] | None = None
@@ -214,15 +209,12 @@ class ArtifactStore:
         self, artifacts: Sequence[tuple[str, str]]
     ) -> dict[tuple[str, str], dict[str, int]]:
         """Files of those artifacts whose kind is frequent enough to list as a whole; empty if the store is local."""
-        counts = Counter(kind for kind, _ in artifacts) if self._remote else {}
-        return {
-            (kind, key): sizes
-            for kind, count in counts.items()
-            if count >= LIST_WHOLE_KIND
-            for key, sizes in self._primary.list_kind(
-                kind, [key for other, key in artifacts if other == kind]
-            ).items()
-        }
+        listed: dict[tuple[str, str], dict[str, int]] = {}
+        for kind, count in Counter(kind for kind, _ in artifacts).items():
+            if self._remote and count >= LIST_WHOLE_KIND:
+                sizes = self._remote.list_kind(kind)
+                listed |= {(kind, key): sizes.get(key, {}) for other, key in artifacts if other == kind}
+        return listed
 
     def _map(self, function: Callable[[T], R], values: Sequence[T]) -> list[R]:
         """Results in order; concurrent requests if the store is remote."""

@@ -90,14 +90,11 @@ def _holder(backend: Backend, name: str, ticket: int) -> LockOwner | str | None:
     """Owner of a ticket; None if it is released, expired or its process gone; _UNREADABLE if it cannot be parsed."""
     try:
         state = json.loads(backend.read(f"{name}/{ticket}") or b"")
-        owner, expires, released = (
-            LockOwner.from_json(state["owner"]),
-            float(state["expires"]),
-            state["released"],
-        )
+        owner = LockOwner.from_json(state["owner"])
+        is_over = state["released"] or float(state["expires"]) < time.time()
     except (ValueError, KeyError, TypeError):
         return _UNREADABLE
-    return None if released or expires < time.time() or owner.is_gone else owner
+    return None if is_over or owner.is_gone else owner
 
 
 def _renew(backend: Backend, name: str, ticket: int, expiry: float, stopped: threading.Event) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tasks.store.backends import FolderBackend, ObjectBackend, checked_name
@@ -71,11 +72,10 @@ class Replica:
         """Remove an artifact; no error if it does not exist."""
         self.backend.remove(artifact_path(kind, key))
 
-    def list_kind(self, kind: str, keys: Iterable[str]) -> dict[str, dict[str, int]]:
-        """Files and their sizes of these artifacts of one kind, from a single listing."""
-        files: dict[str, dict[str, int]] = {key: {} for key in keys}
+    def list_kind(self, kind: str) -> dict[str, dict[str, int]]:
+        """Files and their sizes of all artifacts of a kind, by key, from a single listing."""
+        artifacts: dict[str, dict[str, int]] = defaultdict(dict)
         for path, size in self.backend.files(f"artifacts/{checked_name(kind)}").items():
             key, _, file = path.partition("/")
-            if key in files:
-                files[key][file] = size
-        return files
+            artifacts[key][file] = size
+        return artifacts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import count
 from pathlib import Path, PurePosixPath
 
 from tasks.store.backends import Backend, FolderBackend, ObjectBackend, checked_name
@@ -56,7 +57,7 @@ class RunFolder:
             log.warning(
                 "run %s differs from the existing run of that name (model, data or training): moved that one to %s",
                 self.name,
-                self._move_local_aside(),
+                self._move_aside(),
             )
         if self._remote:
             self._restore(self._remote, identity)
@@ -110,18 +111,14 @@ class RunFolder:
         if stored is None:
             return
         if json.loads(stored).get("identity") != identity:
-            number = 1
-            while remote.read(f"{self._prefix}~{number}/{IDENTITY}") is not None:
-                number += 1
-            remote.move(self._prefix, f"{self._prefix}~{number}")
+            names = (f"{self._prefix}~{number}" for number in count(1))
+            remote.move(self._prefix, next(n for n in names if remote.read(f"{n}/{IDENTITY}") is None))
         elif not self.path.exists():
             names = [file for file in remote.files(self._prefix) if not file.startswith(EXCLUDED)]
             remote.download(self._prefix, names, self.path)
             log.info("run %s: downloaded from %s to resume here", self.name, remote.location(self._prefix))
 
-    def _move_local_aside(self) -> Path:
-        number = 1
-        while (target := self.path.with_name(f"{self.name}~{number}")).exists():
-            number += 1
-        self.path.rename(target)
-        return target
+    def _move_aside(self) -> Path:
+        """Rename the local folder to `<name>~N`, the first that does not exist."""
+        paths = (self.path.with_name(f"{self.name}~{number}") for number in count(1))
+        return self.path.rename(next(path for path in paths if not path.exists()))
