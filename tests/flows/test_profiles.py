@@ -61,7 +61,7 @@ def family_store(tmp_path_factory):
     return folder, (data, "data.validation_fraction=0.1")
 
 
-@pytest.mark.parametrize("name", sorted({*resolve.names()} - {"tiny", THROUGH_THE_COMMAND}))
+@pytest.mark.parametrize("name", sorted({*resolve.names()} - {THROUGH_THE_COMMAND}))
 def test_profile_trains_and_exports(prefect_server, family_store, name):
     from flows.pretrain import pretrain
 
