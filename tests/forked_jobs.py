@@ -15,7 +15,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import IO
 from unittest import mock
@@ -33,6 +35,25 @@ def forked_jobs() -> Iterator[None]:
     replaced = SimpleNamespace(Popen=ForkedJob, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
     with mock.patch.object(local, "subprocess", replaced):
         yield
+
+
+def run_forked(
+    program: str, arguments: Sequence[object], ranks: int, timeout: float = 300
+) -> tuple[int, str]:
+    """Run `python -m program arguments` on so many forked ranks to its end; returns its exit code and output."""
+    torchrun = ["-m", TORCHRUN, "--nproc-per-node", str(ranks)] if ranks else []
+    with tempfile.NamedTemporaryFile() as log:
+        job = ForkedJob([*torchrun, "-m", program, *map(str, arguments)], stdout=log, env=dict(os.environ))
+        deadline = time.monotonic() + timeout
+        while (code := job.poll()) is None:
+            if time.monotonic() > deadline:
+                job.kill()
+                job.wait()
+                raise TimeoutError(
+                    f"{program} took longer than {timeout:g} s:\n{log.read().decode()[-4000:]}"
+                )
+            time.sleep(0.02)
+        return code, log.read().decode()
 
 
 class ForkedJob:

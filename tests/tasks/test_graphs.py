@@ -47,7 +47,7 @@ class Place:
         arguments = ["--run-folder", run, "--dataset", self.dataset]
         if artifact is not None:
             arguments += ["--graphs", self.store.artifacts.path(artifact)]
-        return micro.finish(micro.start("train", *arguments, processes=processes))
+        return micro.finish(micro.start("training.train", *arguments, processes=processes))
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,8 @@ def poisoned(tmp_path_factory):
 
 
 def train(run, dataset, code=0, processes=0):
-    return micro.finish(
-        micro.start("training.train", "--run-folder", run, "--dataset", dataset, processes=processes), code
+    return micro.run(
+        "training.train", "--run-folder", run, "--dataset", dataset, processes=processes, code=code
     )
 
 

@@ -79,7 +79,7 @@ def test_killed_run_resumes_with_the_same_losses_to_the_bit(undisturbed, dataset
             break
     micro.finish(process, code=None)
     assert not (run / "checkpoints" / "step_12").exists()
-    log = micro.finish(micro.start("training.train", "--run-folder", run, "--dataset", dataset))
+    log = micro.run("training.train", "--run-folder", run, "--dataset", dataset)
     assert re.search(
         "resumed from step [48]$", log, re.MULTILINE
     )  # it may have done one more before it was gone
@@ -105,7 +105,7 @@ def test_sigterm_leaves_a_checkpoint_and_the_rest_is_the_same(undisturbed, datas
     done = max(micro.losses(run))
     assert 5 <= done < 12
     assert (run / "checkpoints" / f"step_{done}" / "complete.json").exists()
-    log = micro.finish(micro.start("training.train", "--run-folder", run, "--dataset", dataset))
+    log = micro.run("training.train", "--run-folder", run, "--dataset", dataset)
     assert f"resumed from step {done}" in log
     assert micro.losses(run) == micro.losses(undisturbed)
 
@@ -114,10 +114,10 @@ def test_an_attempt_that_another_has_followed_completes_no_checkpoint(dataset, t
     run = micro.run_folder(tmp_path / "superseded")
     (run / "attempt").write_text("3")
     arguments = ("training.train", "--run-folder", run, "--dataset", dataset, "--attempt")
-    log = micro.finish(micro.start(*arguments, "2"), code=1)
+    log = micro.run(*arguments, "2", code=1)
     assert "attempt 2 ends: attempt 3 has taken over the run" in log
     assert list((run / "checkpoints").glob("*/complete.json")) == []
-    micro.finish(micro.start(*arguments, "3"))
+    micro.run(*arguments, "3")
     assert (run / "checkpoints/step_12/complete.json").exists()
 
 
@@ -127,7 +127,7 @@ def test_another_topology_continues_the_run(undisturbed, dataset, tmp_path):
     source = undisturbed / "checkpoints" / "step_8"
     (run / "checkpoints" / "step_8").symlink_to(source)
     micro.run_folder(run, "parallel.tensor=1", "cluster.devices_per_node=2", "train.log_every=5")
-    log = micro.finish(micro.start("training.train", "--run-folder", run, "--dataset", dataset))
+    log = micro.run("training.train", "--run-folder", run, "--dataset", dataset)
     assert "resumed from step 8" in log
     assert re.findall("^step ([0-9]+)/12  loss", log, re.MULTILINE) == ["10", "12"]
     assert list(micro.losses(run)) == [9, 10, 11, 12]
@@ -137,21 +137,17 @@ def test_another_topology_continues_the_run(undisturbed, dataset, tmp_path):
 
 
 def test_evaluation_and_export_agree_with_transformers(undisturbed, dataset, tmp_path):
-    micro.finish(
-        micro.start(
-            "training.evaluate",
-            "--run-folder",
-            undisturbed,
-            "--dataset",
-            dataset,
-            "--output",
-            tmp_path / "held_out.json",
-        )
+    micro.run(
+        "training.evaluate",
+        "--run-folder",
+        undisturbed,
+        "--dataset",
+        dataset,
+        "--output",
+        tmp_path / "held_out.json",
     )
     held_out = json.loads((tmp_path / "held_out.json").read_text())
-    micro.finish(
-        micro.start("conversion.convert", undisturbed, tmp_path / "export", "--to", "hf", processes=0)
-    )
+    micro.run("conversion.convert", undisturbed, tmp_path / "export", "--to", "hf", processes=0)
 
     import torch
     from transformers import AutoModelForCausalLM
@@ -196,7 +192,7 @@ def test_loss_and_metrics_of_the_users_own(undisturbed, dataset, tmp_path, monke
     run = micro.run_folder(tmp_path / "run", *functions, *topology, "train.clip=2.0", "train.steps=6")
     usual = micro.run_folder(tmp_path / "usual", "train.steps=6")
     for each in (run, usual):
-        micro.finish(micro.start("training.train", "--run-folder", each, "--dataset", dataset))
+        micro.run("training.train", "--run-folder", each, "--dataset", dataset)
     expected = micro.losses(usual)
     for step, loss in micro.losses(run).items():
         assert loss == pytest.approx(2 * expected[step], rel=1e-4)
@@ -205,9 +201,7 @@ def test_loss_and_metrics_of_the_users_own(undisturbed, dataset, tmp_path, monke
     assert evaluated["validation_loss"] == pytest.approx(2 * other["validation_loss"], rel=1e-4)
     assert 0 < evaluated["accuracy"] < 1
     held_out = tmp_path / "held_out.json"
-    micro.finish(
-        micro.start("training.evaluate", "--run-folder", run, "--dataset", dataset, "--output", held_out)
-    )
+    micro.run("training.evaluate", "--run-folder", run, "--dataset", dataset, "--output", held_out)
     result = json.loads(held_out.read_text())
     assert result["validation_loss"] == pytest.approx(
         evaluated["validation_loss"], rel=0.05
