@@ -89,6 +89,7 @@ class Background:
 
         def conclude(future: PrefectFuture[Any]) -> None:
             try:
+                future.wait()  # takes the final state over from the thread
                 self._result.set_result(context.run(finish, call, future.state))
             except BaseException as error:
                 self._result.set_exception(error)
