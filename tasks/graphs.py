@@ -28,7 +28,7 @@ import psutil
 from modeling.compilation import compilers
 from modeling.compilation.graph_cache import CACHE
 from modeling.planning import planner
-from modeling.tracing.traced_plan import replaced
+from modeling.tracing.traced_plan import apply_trace
 from profiles import resolve
 from profiles.schema import Profile
 from tasks import keys
@@ -84,7 +84,7 @@ class GraphsStep(Step):
             ProfileError: the traced memory does not fit a device.
         """
         store, profile = context.store, context.profile
-        if lacks := compilers.lacks(profile):
+        if lacks := compilers.missing_requirement(profile):
             # On other devices than the CPU, training runs on another machine, which may have the compiler.
             here = profile.cluster.device == "cpu"
             note = f"{lacks} on this machine: training {'runs eager' if here else 'compiles as it goes'}"
@@ -100,7 +100,7 @@ class GraphsStep(Step):
         context.progress("tracing the programs of the run", None)
         traced = _trace(profile, work)
         # Rejects, before hours of compiling, what the plan's estimate let pass.
-        planner.require_fit(profile, replaced(profile, planner.plan(profile), traced))
+        planner.require_fit(profile, apply_trace(profile, planner.plan(profile), traced))
         entries = _compile_all(context, work, traced["programs"])
         summary = {**summarize(entries, time.monotonic() - begun), "traced": traced}
         _show(context, summary)

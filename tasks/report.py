@@ -68,7 +68,7 @@ def _traced(profile: Profile, outcomes: Sequence[Outcome]) -> list[dict[str, Any
     summary = next((outcome.summary for outcome in outcomes if outcome.step == "graphs"), {})
     if "traced" not in summary:
         return []
-    return [asdict(rank) for rank in traced_plan.ranks(profile, summary["traced"])]
+    return [asdict(rank) for rank in traced_plan.traced_ranks(profile, summary["traced"])]
 
 
 def _versions() -> dict[str, str]:

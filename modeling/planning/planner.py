@@ -1,14 +1,15 @@
-"""The preflight: what a run would take, from the profile alone, in seconds and without a device or a process group.
+"""The plan: memory, communication, step time and cost of a run, from its profile alone and without a device.
 
-Each pipeline stage is built on the meta device as its fullest rank sees it. Bytes of one rank:
+Builds each pipeline stage on the meta device as its fullest rank sees it; takes seconds. Bytes of one rank:
 
-    parameters   in the type of training     } of ZeRO-1's buckets, their padding included
+    parameters   in the training dtype       } in ZeRO-1 buckets, padding included
     gradients    in `train.gradient_dtype`   }
-    optimizer    master weights and two moments in float32 over the ranks of data × context (float32 training: no master)
-    activations  what eager layers keep, times the microbatches in flight on that stage, with the most that one layer's work,
-                 the loss, messages and exchanges of gradients take on top; compiled graphs keep no more
+    optimizer    master weights and two moments in float32, sharded over data × context (float32 training: no master)
+    activations  what eager layers save, times the microbatches in flight, and on top the maximum of one layer's working memory,
+                 the loss, messages and gradient exchange; compiled graphs save no more
 
-What layers keep, send and multiply is counted from the layers themselves (meter.py); what that takes in time is in estimate.py.
+What layers save, send and multiply is measured on the layers themselves (stage_costs.py); step_time.py turns it into
+seconds.
 """
 
 from __future__ import annotations
@@ -21,35 +22,40 @@ from typing import Any
 import psutil
 from torch import nn
 
-from modeling.models.build import extra_warmup_forwards, partition_layers
+from modeling.models.build import partition_layers
 from modeling.models.flops import flops_per_token
-from modeling.planning.memory import activation_bytes, bucket_sizes, state_bytes
-from modeling.planning.stage_costs import Counted, Piece, Pieces
+from modeling.planning.memory import (
+    activation_bytes,
+    bucket_sizes,
+    eager_working_bytes,
+    microbatches_in_flight,
+    state_bytes,
+)
+from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts
 from modeling.planning.step_time import estimate
 from parallel import device as devices
 from parallel import parameter_count
 from parallel.activation_checkpointing import MODES
 from parallel.constraints import valid_tensor_degrees
-from parallel.pipeline.schedules import in_flight
 from profiles.check import ACCELERATORS, changed, passes
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 
-HOST_BYTES = 350 << 20  # interpreter and libraries
-COMPILED_BYTES = 100 << 20  # and what loading compiled graphs brings along
-MARGIN = 0.95  # of the device's memory may be planned
+HOST_BYTES = 350 << 20  # of a process: interpreter and libraries
+COMPILED_BYTES = 100 << 20  # of a process that loads compiled graphs
+MARGIN = 0.95  # share of the device's memory that a plan may use
 
 
 @dataclass(frozen=True)
-class Stage:
-    """The fullest rank at one place of the pipeline.
+class StagePlan:
+    """The fullest rank at one position of the pipeline.
 
     Attributes:
-        layers: of each of its stages, (first, end).
-        parameters: of the model, each once over the tensor ranks.
+        layers: (first, end) of each of its stages.
+        parameters: of the model, counted once over the tensor ranks.
         bytes: by kind.
         flops: of one rank in a step, recomputation and padding included.
-        sent: bytes that one rank sends in a step, by dimension.
+        sent: bytes that one rank sends in a step, by mesh axis.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -60,33 +66,34 @@ class Stage:
 
     @property
     def total(self) -> int:
+        """Bytes of all kinds."""
         return sum(self.bytes.values())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run would take.
+    """Resources that a run needs.
 
     Attributes:
         parameters: of the model.
-        mesh: size by axis.
-        stages: of the pipeline's ranks, in order.
-        host_bytes: what a process takes of the device's memory besides tensors, where the device is the host.
-        device_bytes: one device's memory; on CPUs a process's share of the host's.
-        fits: whether the fullest rank leaves 5 % of it free, what its process takes counted in.
-        flops_per_token: of the model in training, 6 a multiply-add of the forward pass.
-        tokens: of the whole run, None where the data decides.
-        sent: bytes that the busiest rank sends in a step, by dimension.
+        mesh: size of each mesh axis.
+        stages: by pipeline rank.
+        host_bytes: memory of a process besides tensors, on devices that share the host's memory; else 0.
+        device_bytes: memory of one device; on CPUs, a process's share of the host's.
+        fits: whether the fullest rank, `host_bytes` included, leaves 5 % of the memory free.
+        flops_per_token: of training, analytic (modeling/models/flops.py).
+        tokens: of the run; None if the data determines it.
+        sent: bytes that the busiest rank sends in a step, by mesh axis.
         kv_replication: tensor ranks that hold the same KV head.
-        bubble: share of the working time that a rank waits for others of its pipeline.
-        step_seconds, tokens_per_second, mfu, days, node_hours, price: None where the device's speed is not known; the last
-            three also where the data decides how long the run is, the price where the profile has none.
-        assumptions: what the times rest on, a sentence each.
+        bubble: pipeline bubble as a share of the working time.
+        step_seconds, tokens_per_second, mfu, days, node_hours, price: None if the device's speed is unknown; the last three also
+            if the data determines the run's length, the price also if the profile has none.
+        assumptions: behind the times, one sentence each.
     """
 
     parameters: int
     mesh: dict[str, int]
-    stages: tuple[Stage, ...]
+    stages: tuple[StagePlan, ...]
     host_bytes: int
     device_bytes: int
     fits: bool
@@ -105,12 +112,12 @@ class Plan:
 
     @property
     def fullest(self) -> int:
-        """Number of the stage that needs most."""
-        return max(range(len(self.stages)), key=lambda number: self.stages[number].total)
+        """The pipeline rank that needs the most memory."""
+        return max(range(len(self.stages)), key=lambda rank: self.stages[rank].total)
 
     @property
     def needs(self) -> int:
-        """Bytes of a device's memory that the fullest rank takes."""
+        """Bytes of a device's memory that the fullest rank needs."""
         return self.stages[self.fullest].total + self.host_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -118,26 +125,30 @@ class Plan:
 
 
 def host_bytes(profile: Profile) -> int:
-    """What a process takes of the device's memory besides tensors, which is so where the device is the host."""
+    """Memory of a process besides tensors, on devices that share the host's memory; else 0."""
     if profile.cluster.device != "cpu":
         return 0
     return HOST_BYTES + (COMPILED_BYTES if profile.compile.enabled else 0)
 
 
-def plan(profile: Profile, counted: Counted | None = None) -> Plan:
-    """Plan a profile that `profiles.resolve.check` has passed.
+def fits(stages: Sequence[StagePlan], host: int, device: int) -> bool:
+    """Whether the fullest stage, and `host` bytes of its process, leave the margin of `device` bytes free."""
+    return max(stage.total for stage in stages) + host <= MARGIN * device
+
+
+def plan(profile: Profile, cache: CostCache | None = None) -> Plan:
+    """Plan a profile that `profiles.resolve.check` accepts.
 
     Args:
-        counted: what was counted for other plans of the same model, to count nothing twice.
+        cache: measurements of other plans of the same model, to reuse and extend.
 
     Raises:
-        ProfileError: the device's memory is known neither here nor to the profile.
+        ProfileError: the device's memory is known neither to this machine nor to the profile.
     """
     parallel, settings = profile.parallel, profile.train
-    stages = _stages(profile, Pieces(profile, counted))
-    own, there = host_bytes(profile), device_bytes(profile)
+    stages = _stages(profile, StageCosts(profile, cache))
+    host, device = host_bytes(profile), device_bytes(profile)
     step_tokens = settings.global_batch_size * settings.sequence_length
-    times = estimate(profile, stages, len(stages[0].layers))
     return Plan(
         parameters=sum(stage.parameters for stage in stages),
         mesh={
@@ -147,55 +158,54 @@ def plan(profile: Profile, counted: Counted | None = None) -> Plan:
             "tensor": parallel.tensor,
         },
         stages=stages,
-        host_bytes=own,
-        device_bytes=there,
-        fits=max(stage.total for stage in stages) + own <= MARGIN * there,
+        host_bytes=host,
+        device_bytes=device,
+        fits=fits(stages, host, device),
         flops_per_token=flops_per_token(profile),
         tokens=step_tokens * settings.steps if settings.steps else None,
         sent={axis: max(stage.sent[axis] for stage in stages) for axis in stages[0].sent},
         kv_replication=profile.kv_replication,
-        **asdict(times),
+        **asdict(estimate(profile, stages, len(stages[0].layers))),
     )
 
 
 def require_fit(profile: Profile, planned: Plan) -> None:
-    """Refuse a plan that does not fit.
+    """Reject a plan that does not fit.
 
     Raises:
         ProfileError: names the fullest stage, what it needs, and single changes that make the run fit.
     """
     if planned.fits:
         return
-    held = planned.stages[planned.fullest].bytes | (
-        {"process": planned.host_bytes} if planned.host_bytes else {}
-    )
-    parts = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in held.items())
+    process = {"process": planned.host_bytes} if planned.host_bytes else {}
+    kinds = planned.stages[planned.fullest].bytes | process
+    parts = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in kinds.items())
     reason = (
         f"stage {planned.fullest} needs {planned.needs / 2**30:.1f} GiB a device ({parts}), "
-        f"of which {planned.device_bytes / 2**30:.1f} GiB are there and 5 % stay free"
+        f"which has {planned.device_bytes / 2**30:.1f} GiB and must keep 5 % free"
     )
     choices = lighter(profile, lambda other: other.fits and other.needs < planned.needs)
     if not choices:
-        reason += "; no single change is enough, trainshed plan --search looks for several"
+        reason += "; no single change is enough, search for combinations with trainshed plan --search"
     degrees = f"tensor {profile.parallel.tensor} x pipeline {profile.parallel.pipeline}"
     raise ProfileError("parallel", degrees, reason, list(choices))
 
 
-def lighter(profile: Profile, enough: Callable[[Plan], bool]) -> dict[str, Plan]:
-    """Single changes that take less memory, `key=value` each: of every key the smallest whose plan is enough, and that plan."""
-    counted: Counted = {}
-    found: dict[str, Plan] = {}
+def lighter(profile: Profile, accept: Callable[[Plan], bool]) -> dict[str, Plan]:
+    """Single changes that save memory, as `key=value`: per key the smallest one whose plan is accepted, and its plan."""
+    cache: CostCache = {}
+    choices: dict[str, Plan] = {}
     for key, values in _savings(profile):
         for value in values:
             other = changed(profile, key, value)
-            if passes(other) and enough(planned := plan(other, counted)):
-                found[f"{key}={value}"] = planned
+            if passes(other) and accept(planned := plan(other, cache)):
+                choices[f"{key}={value}"] = planned
                 break
-    return found
+    return choices
 
 
 def _savings(profile: Profile) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Keys, and values of them that take less memory than the profile's own, the smallest change first."""
+    """Keys, and their values that need less memory than the profile's, the smallest change first."""
     train, parallel, model = profile.train, profile.parallel, profile.model
     size = train.micro_batch_size
     yield "train.micro_batch_size", [n for n in range(size - 1, 0, -1) if size % n == 0]
@@ -210,87 +220,85 @@ def _savings(profile: Profile) -> Iterator[tuple[str, Sequence[Any]]]:
 
 
 def require_devices(profile: Profile) -> None:
-    """Refuse a run that starts more processes on this machine than it has devices of that kind.
+    """Reject a local run that starts more processes than this machine has devices.
 
     Raises:
-        ProfileError: with how many there are, or which software is missing.
+        ProfileError: names the number of devices, or the missing software.
     """
     cluster = profile.cluster
     if cluster.launcher != "local" or cluster.device == "cpu":
         return
     try:
-        there = devices.resolve(cluster.device, cluster.accelerator).available()
+        available = devices.resolve(cluster.device, cluster.accelerator).available()
     except RuntimeError as error:
         raise ProfileError("cluster.device", cluster.device, str(error), ["cpu"]) from None
-    if there == 0:
+    if available == 0:
         raise ProfileError("cluster.device", cluster.device, "this machine has none", ["cpu"])
-    if cluster.devices_per_node > there:
-        reason = f"this machine has {there} {cluster.device} devices"
-        raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason, [there])
+    if cluster.devices_per_node > available:
+        reason = f"this machine has {available} {cluster.device} devices"
+        raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason, [available])
 
 
-def _stages(profile: Profile, pieces: Pieces) -> tuple[Stage, ...]:
-    """What the ranks at each place of the pipeline hold: one stage, or several where schedules interleave."""
-    parallel, count = profile.parallel, profile.accumulation_steps
-    ranks, layers, forwards = parallel.pipeline, partition_layers(profile), extra_warmup_forwards(profile)
+def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
+    """The plan of each pipeline rank: of one stage, or of several with interleaving."""
+    ranks, partition = profile.parallel.pipeline, partition_layers(profile)
 
-    def one(place: int) -> Stage:
-        own = layers[place::ranks]
-        built = [pieces.stage(held) for held in own]
-        parts = [pieces.of(held) for held in own]
-        buckets = bucket_sizes(profile, built)
-        alive = in_flight(
-            parallel.schedule, ranks, place, count, stages_per_rank=len(own), extra_forwards=forwards
-        )
+    def plan_rank(rank: int) -> StagePlan:
+        layers = partition[rank::ranks]
+        modules = [costs.module(stage) for stage in layers]
+        stages = [costs.layers(stage) for stage in layers]
+        buckets = bucket_sizes(profile, modules)
+        microbatches = microbatches_in_flight(profile, rank)
+        working = eager_working_bytes(stages, microbatches)
         memory = state_bytes(profile, buckets)
-        memory["activations"] = activation_bytes(profile, pieces, parts, alive, buckets)
-        return Stage(
-            layers=tuple((held.start, held.stop) for held in own),
-            parameters=_parameters(profile, built, place),
+        memory["activations"] = activation_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
+        return StagePlan(
+            layers=tuple((stage.start, stage.stop) for stage in layers),
+            parameters=_parameters(profile, modules, rank),
             bytes=memory,
-            flops=count * sum(piece.flops for stage in parts for piece in stage),
-            sent=_sent(profile, pieces, parts, memory),
+            flops=profile.accumulation_steps * sum(layer.flops for stage in stages for layer in stage),
+            sent=_sent(profile, costs, stages, memory),
         )
 
-    return tuple(one(place) for place in range(ranks))
+    return tuple(plan_rank(rank) for rank in range(ranks))
 
 
-def _parameters(profile: Profile, built: Sequence[nn.Module], place: int) -> int:
+def _parameters(profile: Profile, modules: Sequence[nn.Module], rank: int) -> int:
     model, ranks = profile.model, profile.parallel.pipeline
-    # A weight that the first and the last stage share is counted where the model begins.
-    shared = model.tie_word_embeddings and ranks > 1 and place == ranks - 1
-    return sum(map(parameter_count, built)) - (model.vocab_size * model.hidden_size if shared else 0)
+    # A tied embedding is on the first and the last rank; the first counts it.
+    shared = model.tie_word_embeddings and ranks > 1 and rank == ranks - 1
+    return sum(map(parameter_count, modules)) - (model.vocab_size * model.hidden_size if shared else 0)
 
 
 def _sent(
-    profile: Profile, pieces: Pieces, parts: Sequence[Sequence[Piece]], memory: dict[str, int]
+    profile: Profile, costs: StageCosts, stages: Sequence[Sequence[LayerCosts]], memory: dict[str, int]
 ) -> dict[str, int]:
-    """Bytes that one rank sends in a step, by dimension."""
+    """Bytes that one rank sends in a step, by mesh axis."""
     count, parallel = profile.accumulation_steps, profile.parallel
-    counted: Counter[str] = Counter()
-    for piece in (piece for stage in parts for piece in stage):
-        counted.update(piece.sent)
-    zero = profile.data_parallel * parallel.context
-    # Gradients are reduced and scattered, weights gathered; without ZeRO-1 gradients are reduced, which takes both ways.
+    layers: Counter[str] = Counter()
+    for layer in (layer for stage in stages for layer in stage):
+        layers.update(layer.sent)
+    shards = profile.data_parallel * parallel.context
+    # ZeRO-1 reduce-scatters gradients and all-gathers weights; without it gradients are all-reduced, twice the volume.
     exchanged = memory["gradients"] + memory["parameters" if parallel.zero1 else "gradients"]
-    messages = 2 * len(parts) * count * pieces.hidden_bytes if parallel.pipeline > 1 else 0
+    messages = 2 * len(stages) * count * costs.hidden_bytes if parallel.pipeline > 1 else 0
     return {
-        "tensor": count * (counted["tensor"] + counted["kv_replica"]),
-        "context": count * counted["context"],
+        "tensor": count * (layers["tensor"] + layers["kv_replica"]),
+        "context": count * layers["context"],
         "pipeline": messages,
-        "data": exchanged * (zero - 1) // zero,
+        "data": exchanged * (shards - 1) // shards,
     }
 
 
 def device_bytes(profile: Profile) -> int:
-    """One device's memory; on CPUs a process's share of the host's.
+    """Memory of one device; on CPUs, a process's share of the host's.
 
     Raises:
-        ProfileError: it is known neither here nor to the profile.
+        ProfileError: it is known neither to this machine nor to the profile.
     """
     cluster = profile.cluster
     memory = devices.resolve(cluster.device, cluster.accelerator).memory_bytes
     if memory is None and cluster.device != "cpu":
-        reason = f"is missing: this machine has no {cluster.device} device whose memory could be asked for"
+        reason = f"is missing: this machine has no {cluster.device} device to read the memory size from"
         raise ProfileError("cluster.accelerator", None, reason, ACCELERATORS[cluster.device])
     return memory or psutil.virtual_memory().total // cluster.devices_per_node

@@ -1,8 +1,8 @@
-"""Which topologies a cluster could train a model on, the fastest first, and why the others cannot.
+"""Topology search: which parallel degrees a cluster could train a model with, fastest first, and why others cannot.
 
-A family is a tensor degree (the valid ones within a node, and powers of two to say why they are not), a pipeline degree that
-divides what is left, and a context degree where sequences are long; of each the least recomputation that fits is taken. Nodes,
-devices, batches, sequence and schedule stay as the profile has them.
+A family is a tensor degree (the valid ones within a node, and powers of two to explain why they are invalid), a
+pipeline degree that divides the remaining ranks, and a context degree where sequences are long. Each family uses the
+least recomputation that fits. Nodes, devices, batch sizes, sequence length and schedule stay as in the profile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from modeling.planning.planner import Plan, plan
-from modeling.planning.stage_costs import Counted
+from modeling.planning.stage_costs import CostCache
 from parallel.activation_checkpointing import MODES
 from parallel.constraints import valid_tensor_degrees
 from profiles.check import changed, check, value_of
@@ -21,12 +21,12 @@ from profiles.errors import ProfileError
 from profiles.schema import Profile
 
 DERIVED = ("parallel.kv_replication", "parallel.pipeline_cuts", "train.recompute_layers")
-LONG = 8192  # tokens a context rank should have, at least
+LONG = 8192  # minimum tokens per context rank
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One that fits: what to set, None for what is to be derived again, and its plan."""
+    """A topology that fits: the profile keys to set (None to derive a key again) and its plan."""
 
     overrides: dict[str, Any]
     plan: Plan
@@ -34,12 +34,12 @@ class Topology:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A family of which none can be used.
+    """A family without a usable topology.
 
     Attributes:
-        degrees: its own.
-        reason: the rule that it breaks, in words that begin with the refused key and value; or "memory".
-        needs: bytes on the fullest rank with all recomputation, where memory is the reason.
+        degrees: of the family.
+        reason: the violated rule, starting with the rejected key and value; or "memory".
+        needs: bytes on the fullest rank with full recomputation, if memory is the reason.
     """
 
     degrees: dict[str, int]
@@ -48,15 +48,18 @@ class Rejected:
 
 
 def search(profile: Profile) -> tuple[list[Topology], list[Rejected]]:
-    """One topology of every family that fits, best first (where speed is not known, those that send least), and the others."""
-    counted: Counted = {}
-    found: list[Topology] = []
+    """The best topology of each family that fits, fastest first, and the rejected families.
+
+    On devices of unknown speed the order is by communication volume.
+    """
+    cache: CostCache = {}
+    topologies: list[Topology] = []
     rejected: list[Rejected] = []
     for degrees in _families(profile):
-        result = _family(profile, degrees, counted)
-        (found if isinstance(result, Topology) else rejected).append(result)
-    found.sort(key=lambda topology: topology.plan.step_seconds or sum(topology.plan.sent.values()))
-    return found, rejected
+        result = _best(profile, degrees, cache)
+        (topologies if isinstance(result, Topology) else rejected).append(result)
+    topologies.sort(key=lambda topology: topology.plan.step_seconds or sum(topology.plan.sent.values()))
+    return topologies, rejected
 
 
 def _families(profile: Profile) -> Iterator[dict[str, int]]:
@@ -76,12 +79,12 @@ def _families(profile: Profile) -> Iterator[dict[str, int]]:
                 yield {"tensor": tensor, "pipeline": pipeline, "context": context}
 
 
-def _family(profile: Profile, degrees: dict[str, int], counted: Counted) -> Topology | Rejected:
-    """What of a family fits; or the rule that none keeps, or how much the smallest needs."""
+def _best(profile: Profile, degrees: dict[str, int], cache: CostCache) -> Topology | Rejected:
+    """The family's topology with the least recomputation that fits; or the violated rule or missing memory."""
     rule, needs = "", None
     for mode in MODES:
         overrides = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
-        overrides |= {"train.recompute": mode, **_derived(profile)}
+        overrides |= {"train.recompute": mode, **_reset_derived(profile)}
         candidate = profile
         for key, value in overrides.items():
             candidate = changed(candidate, key, value)
@@ -90,15 +93,15 @@ def _family(profile: Profile, degrees: dict[str, int], counted: Counted) -> Topo
         except ProfileError as error:
             rule = rule or str(ProfileError(error.key, error.value, error.reason))
             continue
-        planned = plan(candidate, counted)
+        planned = plan(candidate, cache)
         if planned.fits:
             return Topology(overrides, planned)
         needs = planned.needs
     return Rejected(degrees, rule if needs is None else "memory", needs)
 
 
-def _derived(profile: Profile) -> dict[str, None]:
-    """What the profile sets that depends on its own degrees, to be derived from others."""
+def _reset_derived(profile: Profile) -> dict[str, None]:
+    """Resets the keys that the profile sets for its own degrees, so that they are derived again."""
     return {key: None for key in DERIVED if value_of(profile, key) is not None}
 
 

@@ -1,10 +1,11 @@
-"""How long a step takes, from what its ranks multiply and send and the device's figures.
+"""Step time: estimated from each rank's FLOPs, communication volume and the device's published figures.
 
-    work      of a rank: FLOPs / (peak · MATRIX) + bytes of tensor and context exchanges / (wire · WIRE)
-    step      slowest rank's work · (1 + bubble) + exchange of gradients and weights / (wire · WIRE)
+    work      of a rank: FLOPs / (peak · MATRIX) + bytes of tensor and context communication / (bandwidth · WIRE)
+    step      slowest rank's work · (1 + bubble) + exchange of gradients and weights / (bandwidth · WIRE)
 
-The wire is the links inside a node where all ranks of a group sit on one, else a device's share of the node's network.
-Against AWS's eight published throughputs on trn1 (tests/modeling/test_planner.py) the estimate is 0.85 to 1.09 of them.
+Bandwidth is that of the links inside a node if all ranks of a group are on one node, else a device's share of the
+node's network. The estimate is 0.85 to 1.09 of AWS's eight published throughputs on trn1
+(tests/modeling/planning/test_planner.py).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from parallel.device import Device
 from parallel.pipeline.schedules import bubble
 from profiles.schema import Profile
 
-MATRIX = 0.55  # of the peak, that layers reach between exchanges
-WIRE = 0.6  # of the wire's speed, that large exchanges reach
+MATRIX = 0.55  # share of peak FLOP/s that layers reach between collectives
+WIRE = 0.6  # share of the bandwidth that large transfers reach
 DAY = 24 * 3600
 
 
-class Work(Protocol):
-    """What one rank does in a step."""
+class RankCosts(Protocol):
+    """What one rank does in a step: FLOPs, and bytes sent by mesh axis."""
 
     flops: float
     sent: Mapping[str, int]
@@ -33,7 +34,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Estimate:
-    """See `planner.Plan`."""
+    """Times and cost of a run, with the attributes of `planner.Plan`."""
 
     bubble: float
     step_seconds: float | None = None
@@ -45,49 +46,49 @@ class Estimate:
     assumptions: tuple[str, ...] = ()
 
 
-def estimate(profile: Profile, ranks: Sequence[Work], each: int) -> Estimate:
-    """Times of a step and of the whole run.
+def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int) -> Estimate:
+    """Times of a step and of the run.
 
     Args:
-        ranks: one at each place of the pipeline.
-        each: stages that each of them has.
+        ranks: one per pipeline rank.
+        stages_per_rank: more than one with interleaving.
     """
     parallel, train, cluster = profile.parallel, profile.train, profile.cluster
-    waiting = bubble(parallel.schedule, parallel.pipeline, profile.accumulation_steps, each)
+    idle = bubble(parallel.schedule, parallel.pipeline, profile.accumulation_steps, stages_per_rank)
     device = devices.resolve(cluster.device, cluster.accelerator)
     peak = device.peak(train.precision)
     if peak is None or device.link is None or device.network is None:
-        return Estimate(waiting)
-    wires = {axis: _wire(profile, device, axis) for axis in ranks[0].sent}
-    seconds = [{axis: sent / (wires[axis] * WIRE) for axis, sent in rank.sent.items()} for rank in ranks]
+        return Estimate(idle)
+    bandwidth = {axis: _bandwidth(profile, device, axis) for axis in ranks[0].sent}
+    seconds = [{axis: sent / (bandwidth[axis] * WIRE) for axis, sent in rank.sent.items()} for rank in ranks]
     work = max(
         rank.flops / (peak * MATRIX) + sending["tensor"] + sending["context"]
         for rank, sending in zip(ranks, seconds, strict=True)
     )
-    step = work * (1 + waiting) + max(sending["data"] for sending in seconds)
+    step = work * (1 + idle) + max(sending["data"] for sending in seconds)
     tokens = train.global_batch_size * train.sequence_length
-    seconds_in_all = step * train.steps if train.steps else None
-    hours = seconds_in_all and seconds_in_all / 3600 * cluster.nodes
+    total = step * train.steps if train.steps else None
+    hours = total and total / 3600 * cluster.nodes
     link, network = device.link / 1e9, device.network / 1e9
     return Estimate(
-        waiting,
+        idle,
         step,
         tokens / step,
         tokens / step * flops_per_token(profile) / (peak * profile.world_size),
-        seconds_in_all and seconds_in_all / DAY,
+        total and total / DAY,
         hours,
         hours and cluster.node_price and hours * cluster.node_price,
         (
-            f"matrix products at {MATRIX:.0%} of {peak / 1e12:g} TFLOP/s a device",
-            f"exchanges at {WIRE:.0%} of {link:.0f} GB/s inside a node, of {network:.1f} GB/s between nodes",
-            "pipeline messages are hidden behind work, exchanges of gradients and weights are not",
-            "evaluations, checkpoints and restarts are left out",
+            f"matrix products at {MATRIX:.0%} of {peak / 1e12:g} TFLOP/s per device",
+            f"communication at {WIRE:.0%} of {link:.0f} GB/s inside a node, of {network:.1f} GB/s between nodes",
+            "pipeline messages overlap with compute; exchanges of gradients and weights do not",
+            "evaluations, checkpoints and restarts are not included",
         ),
     )
 
 
-def _wire(profile: Profile, device: Device, axis: str) -> float:
-    """Bytes a second over which an axis's groups exchange."""
+def _bandwidth(profile: Profile, device: Device, axis: str) -> float:
+    """Bytes per second over which the groups of a mesh axis communicate."""
     parallel = profile.parallel
     span = parallel.tensor
     if axis in ("context", "data"):

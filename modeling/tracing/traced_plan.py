@@ -1,7 +1,7 @@
-"""What the traced graphs (trace.py) come to on each rank of the pipeline, and a plan with these figures in the place of its own.
+"""A plan with the costs of traced graphs (trace.py) in place of the planner's eager estimates.
 
-activations    what autograd keeps of a microbatch, times the microbatches in flight, and the most that one graph needs besides;
-               messages between stages and exchanges of gradients come on top
+activations    what autograd saves per microbatch, times the microbatches in flight, and the maximum that one graph needs on top;
+               messages, gradient exchange and token ids as in the plan
 flops          of a step, in matrix products and attention, recomputation included
 """
 
@@ -12,23 +12,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from modeling.models.build import extra_warmup_forwards, partition_layers
-from modeling.planning.planner import MARGIN, Plan
+from modeling.models.build import partition_layers
+from modeling.planning.memory import activation_bytes, bucket_sizes, microbatches_in_flight
+from modeling.planning.planner import Plan, fits
+from modeling.planning.stage_costs import StageCosts
 from modeling.planning.step_time import estimate
-from parallel.pipeline.schedules import in_flight
 from profiles.schema import Profile
 
 
 @dataclass(frozen=True)
-class Rank:
-    """The figures of the ranks at one place of the pipeline."""
+class TracedRank:
+    """Traced costs of the ranks at one position of the pipeline."""
 
     activations: int
     flops: float
 
 
-def ranks(profile: Profile, traced: Mapping[str, Any]) -> list[Rank]:
-    """Of every place of the pipeline, in order.
+def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank]:
+    """Traced costs by pipeline rank.
 
     Args:
         traced: a `Trace` as JSON.
@@ -38,39 +39,37 @@ def ranks(profile: Profile, traced: Mapping[str, Any]) -> list[Rank]:
         for program in traced["programs"]
         if program["name"].endswith("training")
     }
-    degree, count, layers = profile.parallel.pipeline, profile.accumulation_steps, partition_layers(profile)
-    found = []
-    for place in range(degree):
-        own = traced["stages"][place::degree]
-        alive = in_flight(
-            profile.parallel.schedule,
-            degree,
-            place,
-            count,
-            stages_per_rank=len(own),
-            extra_forwards=extra_warmup_forwards(profile),
-        )
-        kept = math.ceil(alive * sum(stage["kept"] for stage in own))
-        calls = [_calls(profile, held, last=held is layers[-1]) for held in layers[place::degree]]
-        work = sum(times * flops.get(region, 0) for each in calls for region, times in each.items() if times)
-        found.append(Rank(kept + max(stage["peak"] for stage in own), count * work))
-    return found
+    ranks, partition, costs = profile.parallel.pipeline, partition_layers(profile), StageCosts(profile)
+    result = []
+    for rank in range(ranks):
+        stages, layers = traced["stages"][rank::ranks], partition[rank::ranks]
+        microbatches = microbatches_in_flight(profile, rank)
+        working = math.ceil(microbatches * sum(stage["kept"] for stage in stages))
+        working += max(stage["peak"] for stage in stages)
+        buckets = bucket_sizes(profile, [costs.module(held) for held in layers])
+        activations = activation_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
+        calls = [_calls(profile, held, last=held is partition[-1]) for held in layers]
+        work = sum(times * flops.get(region, 0) for stage in calls for region, times in stage.items())
+        result.append(TracedRank(activations, profile.accumulation_steps * work))
+    return result
 
 
-def replaced(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> Plan:
-    """The plan with the traced figures, and with what follows from them: whether it fits, times and price."""
+def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> Plan:
+    """The plan with traced activations and FLOPs, and with the fit, times and price that follow from them."""
     stages = tuple(
         replace(stage, bytes={**stage.bytes, "activations": rank.activations}, flops=rank.flops)
-        for stage, rank in zip(planned.stages, ranks(profile, traced), strict=True)
+        for stage, rank in zip(planned.stages, traced_ranks(profile, traced), strict=True)
     )
-    fits = max(stage.total for stage in stages) + planned.host_bytes <= MARGIN * planned.device_bytes
     return replace(
-        planned, stages=stages, fits=fits, **asdict(estimate(profile, stages, len(stages[0].layers)))
+        planned,
+        stages=stages,
+        fits=fits(stages, planned.host_bytes, planned.device_bytes),
+        **asdict(estimate(profile, stages, len(stages[0].layers))),
     )
 
 
 def _calls(profile: Profile, layers: range, *, last: bool) -> dict[str, int]:
-    """How often a microbatch runs each region on a stage."""
-    again = profile.train.recompute_layers
-    some = 0 if again is None else min(again, len(layers))
-    return {"block": len(layers) - some, "recomputed block": some, "loss": int(last)}
+    """Calls of each region per microbatch on a stage."""
+    limit = profile.train.recompute_layers
+    recomputed = 0 if limit is None else min(limit, len(layers))
+    return {"block": len(layers) - recomputed, "recomputed block": recomputed, "loss": int(last)}

@@ -1,4 +1,4 @@
-"""The preflight against what is: real runs on this machine, published throughputs, the layers themselves."""
+"""The plan against measurements: memory of real runs, published throughputs, and suggested changes that fit."""
 
 from dataclasses import replace
 
@@ -12,18 +12,18 @@ from profiles.errors import ProfileError
 
 
 @pytest.mark.parametrize("name", ["one process", "tensor 2, full", "data 2", "pipeline 2 x tensor 2"])
-def test_bytes_are_those_of_a_real_run(pool, name):
+def test_planned_bytes_match_a_real_run(pool, name):
     profile = case(CASES[name])
     planned = plan(profile).stages
     ranks = pool.run(measure, profile.world_size, overrides=CASES[name])
-    for place, stage in enumerate(planned):
-        mine = [(states, most) for at, states, most in ranks if at == place]
+    for rank, stage in enumerate(planned):
+        measured = [(states, peak) for at, states, peak in ranks if at == rank]
         states = {kind: size for kind, size in stage.bytes.items() if kind != "activations"}
-        assert all(found == states for found, _ in mine)  # to the byte
-        assert stage.total == pytest.approx(max(most for _, most in mine), rel=0.15)
+        assert all(found == states for found, _ in measured)  # to the byte
+        assert stage.total == pytest.approx(max(peak for _, peak in measured), rel=0.15)
 
 
-# AWS's figures for trn1.32xlarge: nodes, tensor, pipeline, tokens a second.
+# AWS's published figures for trn1.32xlarge: nodes, tensor, pipeline, tokens per second.
 PUBLISHED = {
     "gpt3-23b": (32, 8, 4, 219.5e3),
     "gpt3-46b": (32, 8, 8, 98.8e3),
@@ -37,7 +37,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_throughput_is_near_what_was_published(name):
+def test_planned_throughput_is_near_the_published_one(name):
     nodes, tensor, pipeline, published = PUBLISHED[name]
     degrees = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", f"cluster.nodes={nodes}")
     planned = plan(resolve.load(name, [*degrees, "train.global_batch_size=1024"]))
@@ -47,7 +47,7 @@ def test_throughput_is_near_what_was_published(name):
     )
 
 
-def test_times_and_prices_add_up():
+def test_times_and_price_are_consistent():
     planned = plan(resolve.load("llama3-70b", ["cluster.node_price=40"]))
     assert planned.days == pytest.approx(planned.step_seconds * 10000 / 86400)
     assert planned.node_hours == pytest.approx(planned.days * 24 * 8)
@@ -56,19 +56,19 @@ def test_times_and_prices_add_up():
     assert plan(resolve.load("llama3-70b")).price is None
 
 
-def test_what_is_sent_follows_from_the_degrees():
+def test_communication_volume_follows_from_the_degrees():
     sent = plan(resolve.load("llama3-70b-cp")).sent
     assert all(sent[axis] > 0 for axis in ("tensor", "context", "pipeline", "data"))
     sent = plan(resolve.load("tiny", ["parallel.tensor=1", "cluster.devices_per_node=1"])).sent
     assert set(sent.values()) == {0}
-    # Gradients in float32 are scattered and weights in bf16 gathered, a half of each on two ranks.
+    # float32 gradients are reduce-scattered and bf16 weights all-gathered, half of each on two ranks.
     both = plan(resolve.load("tiny", ["parallel.tensor=1", "train.micro_batch_size=1"]))
     assert (
         both.sent["data"] == both.stages[0].bytes["gradients"] // 2 + both.stages[0].bytes["parameters"] // 2
     )
 
 
-def test_recomputation_takes_memory_for_work():
+def test_recomputation_trades_memory_for_time():
     plans = [
         plan(resolve.load("llama3-70b-trn1", [f"train.recompute={mode}"]))
         for mode in ("none", "selective", "full")
@@ -78,13 +78,11 @@ def test_recomputation_takes_memory_for_work():
     assert plans[0].step_seconds < plans[1].step_seconds < plans[2].step_seconds
 
 
-def test_what_does_not_fit_is_refused_with_its_bytes():
+def test_plan_that_does_not_fit_is_rejected_with_its_bytes():
     profile = resolve.load("llama3-70b-trn1", ["parallel.pipeline=1", "cluster.nodes=2"])
     planned = plan(profile)
     assert not planned.fits
-    with pytest.raises(
-        ProfileError, match=r"stage 0 needs \d+\.\d GiB a device .* of which 16\.0 GiB are there"
-    ):
+    with pytest.raises(ProfileError, match=r"stage 0 needs \d+\.\d GiB a device .*, which has 16\.0 GiB"):
         require_fit(profile, planned)
 
 
@@ -96,7 +94,7 @@ def test_what_does_not_fit_is_refused_with_its_bytes():
         ("llama3-70b-trn1", ["parallel.pipeline=1", "cluster.nodes=2"], None, "train.recompute=full"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_changes_that_make_it_fit(name, overrides, among, not_among):
+def test_rejection_suggests_single_changes_that_fit(name, overrides, among, not_among):
     profile = resolve.load(name, overrides)
     with pytest.raises(ProfileError) as caught:
         require_fit(profile, plan(profile))
@@ -105,28 +103,28 @@ def test_what_does_not_fit_is_refused_with_changes_that_make_it_fit(name, overri
     assert not_among not in choices
     assert choices or "no single change is enough" in caught.value.reason
     for change in choices:
-        mended = resolve.load(name, [*overrides, change])
-        resolve.check(mended)
-        assert plan(mended).fits
+        changed = resolve.load(name, [*overrides, change])
+        resolve.check(changed)
+        assert plan(changed).fits
 
 
-def test_on_a_cpu_a_process_takes_memory_besides_its_tensors():
+def test_cpu_plan_includes_the_process_itself():
     planned = plan(resolve.load("tiny"))
     assert planned.host_bytes > 300 << 20
     assert planned.needs == planned.stages[0].total + planned.host_bytes
     tight = replace(planned, device_bytes=planned.needs, fits=False)
-    with pytest.raises(ProfileError, match=r"needs 0\.5 GiB a device \(.*process 0\.4\), of which 0\.5 GiB"):
+    with pytest.raises(ProfileError, match=r"needs 0\.5 GiB a device \(.*process 0\.4\), which has 0\.5 GiB"):
         require_fit(resolve.load("tiny"), tight)
     assert plan(resolve.load("llama3-8b")).host_bytes == 0
 
 
-def test_a_gpu_that_is_neither_here_nor_named_is_asked_for():
+def test_gpu_of_unknown_memory_needs_an_accelerator_name():
     overrides = ["cluster.device=cuda", "parallel.tensor=1", "cluster.devices_per_node=1"]
     with pytest.raises(ProfileError, match=r"cluster\.accelerator.*h100, h200"):
         plan(resolve.load("tiny", overrides))
 
 
-def test_the_search_ranks_what_fits_and_says_why_the_rest_cannot():
+def test_search_ranks_topologies_that_fit_and_explains_the_others():
     profile = resolve.load("deepseek-coder-6.7b")
     found, rejected = search(profile)
     speeds = [topology.plan.tokens_per_second for topology in found]
@@ -141,7 +139,7 @@ def test_the_search_ranks_what_fits_and_says_why_the_rest_cannot():
         assert plan(again).step_seconds == topology.plan.step_seconds
 
 
-def test_a_tensor_degree_that_the_heads_do_not_take_is_a_family_with_its_reason():
+def test_search_explains_invalid_tensor_degrees():
     _, rejected = search(resolve.load("deepseek-coder-33b", ["cluster.nodes=1"]))
     refused = {each.degrees["tensor"]: each.reason for each in rejected if len(each.degrees) == 1}
     assert "does not divide 56 query heads" in refused[16]

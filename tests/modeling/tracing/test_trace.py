@@ -1,19 +1,22 @@
-"""Tracing: the same few graphs for every layer, stage and rank, from the profile alone; figures that agree with real runs."""
+"""Tracing: the same few graphs for every layer, stage and rank; statistics that agree with real runs."""
 
 import pytest
 import torch
 
 from modeling.compilation.compilers import Inductor
+from modeling.models.build import partition_layers
 from modeling.models.flops import flops_per_token
+from modeling.planning.memory import activation_bytes, bucket_sizes
 from modeling.planning.planner import plan
+from modeling.planning.stage_costs import StageCosts
 from modeling.tracing import compile, graph_stats
-from modeling.tracing import traced_plan as traced
 from modeling.tracing.trace import trace
+from modeling.tracing.traced_plan import apply_trace, traced_ranks
 from modeling.training.trainer import Trainer
 from profiles.resolve import load
 from tests.modeling import micro
 
-# Every axis at work: KV heads shared by two ranks each, two stages, two parts of a sequence, two copies.
+# Every mesh axis: KV heads replicated on two ranks each, two stages, context 2.
 SPREAD = (
     "model.num_attention_heads=8",
     "parallel.tensor=4",
@@ -37,7 +40,7 @@ def digests(traced) -> dict[str, str]:
     return {program.name: program.digest for program in traced.programs}
 
 
-def test_a_run_has_a_handful_of_graphs_of_known_names(tmp_path):
+def test_run_has_a_few_graphs_of_known_names(tmp_path):
     found = trace(profile(tmp_path))
     assert {program.name: len(program.graphs) for program in found.programs} == {
         "block, evaluation": 1,
@@ -47,43 +50,43 @@ def test_a_run_has_a_handful_of_graphs_of_known_names(tmp_path):
     }
 
 
-def test_document_masks_are_in_the_graphs(tmp_path):
+def test_document_masks_change_the_block_graphs(tmp_path):
     masked = digests(trace(profile(tmp_path / "masked", "train.document_masks=true")))
     plain = digests(trace(profile(tmp_path / "plain")))
     assert {name for name in plain if masked[name] != plain[name]} == {"block, evaluation", "block, training"}
 
 
-def test_a_loss_of_the_users_own_has_no_graph(tmp_path):
+def test_user_defined_loss_has_no_graph(tmp_path):
     found = trace(profile(tmp_path, "train.loss=mine:loss"))
     assert {program.name for program in found.programs} == {"block, evaluation", "block, training"}
 
 
-def test_where_torch_has_no_kernel_of_adamw_its_update_is_one_graph(tmp_path):
-    elsewhere = trace(profile(tmp_path, "cluster.device=neuron", "parallel.pipeline=2", "parallel.tensor=1"))
-    update = next(program for program in elsewhere.programs if program.name == "optimizer")
+def test_adamw_update_is_one_graph_on_devices_without_a_fused_kernel(tmp_path):
+    found = trace(profile(tmp_path, "cluster.device=neuron", "parallel.pipeline=2", "parallel.tensor=1"))
+    update = next(program for program in found.programs if program.name == "optimizer")
     assert len(update.graphs) == 1
 
 
-def test_the_graphs_are_the_same_on_every_rank(tmp_path):
+def test_graphs_are_the_same_on_every_rank(tmp_path):
     spread = profile(tmp_path, *SPREAD)
-    assert len({tuple(digests(trace(spread, place)).items()) for place in (0, 1, 2, 3, 4, 7)}) == 1
+    assert len({tuple(digests(trace(spread, rank)).items()) for rank in (0, 1, 2, 3, 4, 7)}) == 1
 
 
-def test_a_rank_in_a_graph_shows_as_another_graph(tmp_path, monkeypatch):
+def test_graph_that_depends_on_the_rank_has_another_digest(tmp_path, monkeypatch):
     import modeling.models.llama
 
     spread = profile(tmp_path, *SPREAD)
     forward = modeling.models.llama.MLP.forward
 
-    def of_the_rank(self, x):
+    def scaled_by_rank(self, x):
         return forward(self, x) * (1.0 + self.down.axis.rank)
 
-    monkeypatch.setattr(modeling.models.llama.MLP, "forward", of_the_rank)
+    monkeypatch.setattr(modeling.models.llama.MLP, "forward", scaled_by_rank)
     assert digests(trace(spread, 0))["block, training"] != digests(trace(spread, 1))["block, training"]
 
 
 @pytest.mark.parametrize("more", [(), GPT], ids=["llama", "gpt"])
-def test_the_number_of_graphs_grows_with_neither_layers_nor_ranks(tmp_path, more):
+def test_number_of_graphs_is_independent_of_layers_and_ranks(tmp_path, more):
     small = trace(profile(tmp_path / "small", *more))
     wide = ("cluster.devices_per_node=16", "train.global_batch_size=16", "parallel.pipeline=2")
     large = trace(profile(tmp_path / "large", *more, *wide, "model.num_hidden_layers=12"))
@@ -91,28 +94,28 @@ def test_the_number_of_graphs_grows_with_neither_layers_nor_ranks(tmp_path, more
     assert len(large.stages) == 2
 
 
-def test_layers_of_which_some_are_recomputed_have_two_blocks(tmp_path):
-    some = ("model.num_hidden_layers=3", "train.recompute=full", "train.recompute_layers=2")
-    found = trace(profile(tmp_path, *some))
+def test_partly_recomputed_layers_have_two_block_programs(tmp_path):
+    partly = ("model.num_hidden_layers=3", "train.recompute=full", "train.recompute_layers=2")
+    found = trace(profile(tmp_path, *partly))
     assert {program.name for program in found.programs if "block" in program.name} == {
         f"{kind}, {mode}" for kind in ("block", "recomputed block") for mode in ("training", "evaluation")
     }
 
 
-def test_traced_figures_agree_with_the_arithmetic_and_with_memory(tmp_path):
+def test_traced_costs_agree_with_analytic_flops_and_eager_memory(tmp_path):
     one = profile(tmp_path, "parallel.tensor=1", "cluster.devices_per_node=1", "train.global_batch_size=2")
     found = trace(one)
-    # Attention's backward makes its scores again; of a square of 32 tokens that is little.
+    # Traced FLOPs include attention's recomputed scores, little at 32 tokens.
     tokens = one.train.global_batch_size * one.train.sequence_length
-    (rank,) = traced.ranks(one, found.to_json())
+    (rank,) = traced_ranks(one, found.to_json())
     assert rank.flops == pytest.approx(flops_per_token(one) * tokens, rel=0.05)
 
-    held: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            held[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with Trainer(one, start=False) as trainer:
@@ -124,37 +127,38 @@ def test_traced_figures_agree_with_the_arithmetic_and_with_memory(tmp_path):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             loss = trainer.stages[0].loss(trainer.stages[0](tokens, trainer.positions), tokens)
     assert loss.isfinite()
-    eager = sum(held.values())
-    assert 0.4 * eager < found.stages[0].kept <= 1.05 * eager  # compiled graphs keep less than eager ones
+    eager = sum(saved.values())
+    assert 0.4 * eager < found.stages[0].kept <= 1.05 * eager  # compiled graphs save less than eager layers
 
 
-def test_traced_figures_replace_the_plans(tmp_path):
+def test_traced_costs_replace_the_plans_estimates(tmp_path):
     spread = profile(tmp_path, *SPREAD)
     planned, found = plan(spread), trace(spread).to_json()
-    after = traced.replaced(spread, planned, found)
-    first = found["stages"][0]
-    assert (
-        after.stages[0].bytes["activations"] == 2 * first["kept"] + first["peak"]
-    )  # two microbatches in flight
+    after = apply_trace(spread, planned, found)
+    first, costs = found["stages"][0], StageCosts(spread)
+    working = 2 * first["kept"] + first["peak"]  # two microbatches in flight
+    buckets = bucket_sizes(spread, [costs.module(partition_layers(spread)[0])])
+    with_buffers = activation_bytes(spread, working, 2, costs.hidden_bytes, buckets)
+    assert after.stages[0].bytes["activations"] == with_buffers > working
     assert after.stages[0].bytes["parameters"] == planned.stages[0].bytes["parameters"]
     assert after.stages[0].flops == pytest.approx(planned.stages[0].flops, rel=0.1)
 
 
-def test_bytes_sent_follow_from_the_degrees(tmp_path):
+def test_communication_volume_follows_from_the_degrees(tmp_path):
     found = trace(profile(tmp_path, "train.micro_batch_size=1"))
     forward = next(p for p in found.programs if p.name == "block, evaluation").graphs[0]
     # Sequence parallelism over 2: two gathers and two scatters of 32 tokens x 32 features x 4 bytes, half of each sent.
     assert forward.sent == {"tensor": 4 * 32 * 32 * 4 // 2}
 
 
-def test_a_compiled_graph_gathers_again_in_backward_instead_of_keeping_what_it_gathered(tmp_path):
+def test_backward_graph_gathers_inputs_again_instead_of_saving_them(tmp_path):
     block = next(p for p in trace(profile(tmp_path)).programs if p.name == "block, training")
     forward, backward = (graph.operators["_c10d_functional.all_to_all_single"] for graph in block.graphs)
     assert forward == 4  # of column and row layers, twice each
     assert backward == 6  # theirs, and X twice
 
 
-def test_an_error_names_the_module_and_the_line_of_the_model(tmp_path, monkeypatch):
+def test_compile_error_names_module_and_source_line(tmp_path, monkeypatch):
     with torch.library._scoped_library("trainshed_tests", "DEF") as library:
         library.define("unknown(Tensor x) -> Tensor")
         library.impl("unknown", lambda x: x.clone(), "CPU")  # which has no fake implementation
@@ -165,7 +169,7 @@ def test_an_error_names_the_module_and_the_line_of_the_model(tmp_path, monkeypat
     assert "trainshed_tests.unknown" in result["error"]
 
 
-def test_views_and_what_is_dead_take_no_memory():
+def test_peak_excludes_views_and_freed_results():
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def chain(x):
@@ -174,4 +178,4 @@ def test_views_and_what_is_dead_take_no_memory():
         return x
 
     graph = make_fx(chain, tracing_mode="fake")(torch.zeros(4, 256))
-    assert graph_stats.of(graph).peak == 2 * 4096
+    assert graph_stats.measure(graph, {}).peak == 2 * 4096

@@ -1,0 +1,106 @@
+"""FLOPs and communication volume of one operator, of a meta-device run (meter.py) or a traced graph (graph_stats.py) alike.
+
+FLOPs    2 per multiply-add of matrix products and attention. Attention has 2 products in forward and 5 in backward (scores
+         again, dV, dP, dQ, dK); causal attention counts half of each
+volume   bytes that one rank sends, collectives as rings over n ranks: (n-1)/n of a gathered, scattered or exchanged tensor,
+         twice that for an all-reduce; ring attention sends K and V n-1 times, in backward n-2 times, and their float32
+         gradients n-1 times
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the meta implementations of the collectives
+from torch import Tensor
+from torch._ops import OpOverload
+
+from parallel.attention import attention, ring  # noqa: F401  registers their operators
+from parallel.mesh import Axis, Mesh
+
+_aten, _c10d, _ours = torch.ops.aten, torch.ops._c10d_functional, torch.ops.trainshed
+_PRODUCTS = {
+    _aten.mm: 0,
+    _aten.bmm: 0,
+    _aten.addmm: 1,
+    _aten.addmm_: 1,
+    _aten.baddbmm: 1,
+}  # index of the left factor
+_GATHERS = (_c10d.all_gather_into_tensor, _c10d.all_gather_into_tensor_out)
+_COLLECTIVES = (*_GATHERS, _c10d.reduce_scatter_tensor, _c10d.all_reduce, _c10d.all_to_all_single)
+_RINGS = (_ours.ring_attention, _ours.ring_attention_backward)
+_ATTENTION = (_ours.attention, _ours.attention_backward, *_RINGS)
+
+
+def operator_flops(operator: OpOverload, arguments: Sequence[Any], result: Any) -> int:
+    """FLOPs of a call; 0 for operators other than matrix products and attention."""
+    packet = operator.overloadpacket
+    if packet in _PRODUCTS:
+        return 2 * result.numel() * arguments[_PRODUCTS[packet]].shape[-1]
+    if packet in _ATTENTION:
+        call = _bind(operator, arguments)
+        return _attention_flops(operator, call["q"], call["k"], call["causal"], call.get("size", 1))
+    if packet.__name__.startswith("_scaled_dot_product"):  # torch's own kernels
+        call = _bind(operator, arguments)
+        return _attention_flops(operator, call["query"], call["key"], call["is_causal"])
+    return 0
+
+
+def _attention_flops(operator: OpOverload, q: Tensor, k: Tensor, causal: bool, context: int = 1) -> int:
+    b, n, s, d = q.shape
+    products = 5 if "backward" in str(operator) else 2
+    return products * 2 * b * n * s * k.shape[2] * context * d // (2 if causal else 1)
+
+
+def operator_volume(
+    operator: OpOverload, arguments: Sequence[Any], sizes: Mapping[str, int]
+) -> tuple[str, int] | None:
+    """Mesh axis and bytes that one rank sends over it in a call; None for operators that do not communicate.
+
+    Args:
+        sizes: size of every mesh axis (`axis_sizes`).
+    """
+    packet = operator.overloadpacket
+    if packet in _COLLECTIVES:
+        call = _bind(operator, arguments)
+        axis, size = call["group_name"], tensor_bytes(call["input"])
+        n = sizes[axis]
+        if packet in _GATHERS:
+            return axis, size * (n - 1)  # the input is one shard
+        return axis, -(-(2 if packet is _c10d.all_reduce else 1) * size * (n - 1) // n)
+    if packet in _RINGS:
+        call = _bind(operator, arguments)
+        axis, n, k, v = (call[name] for name in ("axis", "size", "k", "v"))
+        if packet is _ours.ring_attention:
+            return axis, tensor_bytes([k, v]) * (n - 1)
+        gradients = (k.numel() + v.numel()) * max(4, k.element_size())
+        return axis, tensor_bytes([k, v]) * max(0, n - 2) + gradients * (n - 1)
+    return None
+
+
+def axis_sizes(mesh: Mesh) -> dict[str, int]:
+    """Size of every axis of a mesh by the name that collectives use."""
+    return {axis.name: axis.size for axis in vars(mesh).values() if isinstance(axis, Axis)}
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a value, a list or a tuple, nested or not."""
+    if isinstance(value, Tensor):
+        return [value]
+    return (
+        [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, list | tuple) else []
+    )
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of the tensors of a value."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
+
+
+def _bind(operator: OpOverload, arguments: Sequence[Any]) -> dict[str, Any]:
+    """Arguments by the names of the operator's schema, defaults included."""
+    schema = operator._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return defaults | {argument.name: value for argument, value in zip(schema, arguments, strict=False)}
