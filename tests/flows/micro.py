@@ -62,6 +62,14 @@ def write_profile(folder: Path) -> Path:
     return path
 
 
+def write_shadowing_modules(folder: Path) -> None:
+    """Write modules with the names of Trainshed's packages, which raise when imported."""
+    for name in ("flows", "tasks", "modeling", "parallel"):
+        (folder / f"{name}.py").write_text("raise ImportError('imported from the working folder')\n")
+    (folder / "profiles").mkdir()
+    (folder / "profiles/__init__.py").write_text("raise ImportError('imported from the working folder')\n")
+
+
 class Command:
     """`trainshed` in a process of its own, which can be found with all that it started."""
 

@@ -15,12 +15,13 @@ import yaml
 
 from flows.prefect_settings import SETTINGS
 from profiles import resolve
-from tests.flows.micro import LONGER, losses, wait_for_step
+from tests.flows.micro import LONGER, losses, wait_for_step, write_shadowing_modules
 
 
 @pytest.fixture
-def up(command, free_port):
-    """The running command, and its API's address, once it says that it is ready."""
+def up(command, free_port, tmp_path):
+    """The running command and its API's address, in a folder with modules that would shadow ours."""
+    write_shadowing_modules(tmp_path)
     started = command("up", "--port", str(free_port))
     line = started.process.stderr.readline()
     assert line == f"Prefect's UI: http://127.0.0.1:{free_port}\n"
