@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,22 +17,18 @@ from tasks.reporting import compare as comparison
 from tasks.store.store import Store
 
 
-def compare(names: Sequence[str], store: str, output: str, *, as_json: bool) -> int:
-    """Compare runs of a store.
-
-    Args:
-        names: the runs' names or folders.
-        output: the HTML page to write.
+def run(options: argparse.Namespace) -> int:
+    """Print the table and write the page; returns the exit code.
 
     Raises:
         ProfileError: there is no such run, or the page cannot be written.
     """
-    runs = comparison.load_runs(Store(store), names)
+    runs = comparison.load_runs(Store(options.store), options.runs)
     try:
-        page = comparison.write_page(runs, Path(output))
+        page = comparison.write_page(runs, Path(options.output))
     except OSError as error:
-        raise ProfileError("--output", output, f"cannot be written: {error.strerror}") from error
-    if as_json:
+        raise ProfileError("--output", options.output, f"cannot be written: {error.strerror}") from error
+    if options.json:
         differences = comparison.profile_differences(runs)
         print(json.dumps({"runs": runs, "differences": differences, "page": str(page)}, indent=1))
         return DONE

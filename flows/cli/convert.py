@@ -19,32 +19,32 @@ from profiles.errors import ProfileError
 from tasks.sources import weights
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Convert, compare, or both; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("trainshed").setLevel(logging.INFO)
-    if arguments.to is None and not arguments.verify:
+    if options.to is None and not options.verify:
         reason = "is missing; give the format to write, or --verify to compare two checkpoints"
         raise ProfileError("--to", None, reason, ["hf", "nxd", "trainshed"])
-    if "://" in arguments.destination:
-        raise ProfileError("DESTINATION", arguments.destination, "is not a local folder")
-    destination = Path(arguments.destination).expanduser()
-    options = options_of(arguments)
+    if "://" in options.destination:
+        raise ProfileError("DESTINATION", options.destination, "is not a local folder")
+    destination = Path(options.destination).expanduser()
+    conversion = options_of(options)
     facts: dict[str, object] = {"destination": str(destination)}
     different: list[str] = []
     try:
-        with weights.fetch(arguments.source, arguments.revision, target=destination) as source:
-            if arguments.to:
-                record = convert(source, destination, options, name=arguments.source)
+        with weights.fetch(options.source, options.revision, target=destination) as source:
+            if options.to:
+                record = convert(source, destination, conversion, name=options.source)
                 facts |= {name: value for name, value in record.items() if name != "job"}
-            if arguments.verify:
-                compared, different = _compare(source, destination, options, converted=bool(arguments.to))
+            if options.verify:
+                compared, different = _compare(source, destination, conversion, converted=bool(options.to))
                 facts["equal"] = compared - len(different)
     except ProfileError:
         raise
     except NoCredentialsError:
         reason = "no S3 credentials; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        raise ProfileError("SOURCE", arguments.source, reason) from None
+        raise ProfileError("SOURCE", options.source, reason) from None
     except ValueError as error:
         print_error(f"trainshed: {error}")
         return REJECTED
@@ -55,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     if different:
         print_error(f"trainshed: {len(different)} of {compared} tensors differ")
         print_error("\n".join(different))
-        if arguments.json:
+        if options.json:
             print(json.dumps({**facts, "differ": different}, indent=1))
         return FAILED
-    _print(facts, as_json=arguments.json)
+    _print(facts, as_json=options.json)
     return DONE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -12,18 +13,15 @@ from profiles import nxdt, resolve, text
 from profiles.errors import ProfileError
 
 
-def import_config(config: str, out: str | None, *, as_json: bool) -> int:
-    """Write the profile.
-
-    Args:
-        out: the file to write; None: NAME.yaml in the working folder.
+def run(options: argparse.Namespace) -> int:
+    """Write the profile and print what each key became; returns the exit code.
 
     Raises:
-        ProfileError: a key cannot be converted, or the file exists already.
+        ProfileError: a key cannot be converted, or the profile's file exists already.
     """
-    path = Path(config).expanduser()
+    path = Path(options.config).expanduser()
     values, lines = nxdt.convert(nxdt.read(path), path.parent)
-    target = Path(out or f"{values['name']}.yaml")
+    target = Path(options.out or f"{values['name']}.yaml")
     if target.exists():
         raise ProfileError("OUT", str(target), "exists already; choose another file")
     profile_path = str(target) if target.is_absolute() else f"./{target}"
@@ -36,7 +34,7 @@ def import_config(config: str, out: str | None, *, as_json: bool) -> int:
     except ProfileError:
         target.unlink()
         raise
-    if as_json:
+    if options.json:
         print(json.dumps({"profile": str(target), "keys": [asdict(line) for line in lines]}, indent=1))
     else:
         width = max((len(line.key) for line in lines), default=0)

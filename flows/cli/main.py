@@ -1,13 +1,16 @@
 """The `trainshed` command: its arguments, errors and exit codes.
 
-A subcommand's module is imported when it is called, so that `--help` and `profiles` load neither torch nor Prefect.
+Each subcommand is `run(options)` of the module of its name, which is imported when it is called, so that `--help` and
+`profiles` load neither torch nor Prefect.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.ui.console import one_line, print_error, redirect_to_devnull, save_traceback
@@ -18,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit code; errors are printed in one line."""
     options = parser().parse_args(arguments)
     try:
-        code = options.command(options)
+        code = importlib.import_module(options.module).run(options)
         sys.stdout.flush()  # a closed pipe raises here, not at the interpreter's exit
         return code
     except ProfileError as error:
@@ -68,14 +71,14 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     about = "run the pipeline of a profile, from the tokenizer to the exported model"
-    run = _command(commands, "run", _run, "PROFILE", about, "trainshed run tiny --name first")
+    run = _command(commands, "run", "PROFILE", about, "trainshed run tiny --name first")
     _profile(run)
     _store(run)
     run.add_argument("--name", help="the run's name (default: the profile's)")
     _json(run)
 
     about = "plan a run: memory, communication, step time and cost"
-    plan = _command(commands, "plan", _plan, "PROFILE", about, "trainshed plan tiny")
+    plan = _command(commands, "plan", "PROFILE", about, "trainshed plan tiny")
     _profile(plan)
     plan.add_argument(
         "--search",
@@ -85,19 +88,19 @@ def parser() -> argparse.ArgumentParser:
     _json(plan)
 
     about = "start a Prefect server, a worker and all deployments on this machine"
-    up = _command(commands, "up", _up, "", about, "trainshed up")
+    up = _command(commands, "up", "", about, "trainshed up")
     _port(up, 4200, "port of the UI and the API")
 
     about = "convert a checkpoint to another format, or compare two checkpoints"
     example = "trainshed convert ./nxd ./model --to hf --config config.json"
-    _conversion(_command(commands, "convert", _convert, "SOURCE DESTINATION", about, example))
+    _conversion(_command(commands, "convert", "SOURCE DESTINATION", about, example))
 
     about = "list the profiles that come with Trainshed"
-    _json(_command(commands, "profiles", _profiles, "", about, "trainshed profiles"))
+    _json(_command(commands, "profiles", "", about, "trainshed profiles"))
 
     about = "compare runs: metrics, profile differences and loss curves"
     example = "trainshed compare first second --output compare.html"
-    compare = _command(commands, "compare", _compare, "RUN [RUN ...]", about, example)
+    compare = _command(commands, "compare", "RUN [RUN ...]", about, example)
     compare.add_argument("runs", nargs="+", metavar="RUN", help="a run's name, or the path of its folder")
     _store(compare)
     compare.add_argument(
@@ -106,23 +109,21 @@ def parser() -> argparse.ArgumentParser:
     _json(compare)
 
     about = "start TensorBoard for one run, or for all runs of a store"
-    tensorboard = _command(
-        commands, "tensorboard", _tensorboard, "[RUN]", about, "trainshed tensorboard tiny"
-    )
+    tensorboard = _command(commands, "tensorboard", "[RUN]", about, "trainshed tensorboard tiny")
     tensorboard.add_argument("run", nargs="?", metavar="RUN", help="a run's name, or the path of its folder")
     _store(tensorboard)
     _port(tensorboard, 6006, "port on loopback")
 
     about = "convert an NxD Training config to a profile"
     example = "trainshed import-config hf_llama3_70B_config.yaml"
-    importer = _command(commands, "import-config", _import_config, "CONFIG [OUT]", about, example)
+    importer = _command(commands, "import-config", "CONFIG [OUT]", about, example)
     importer.add_argument("config", metavar="CONFIG", help="NxD Training config to convert")
     importer.add_argument("out", metavar="OUT", nargs="?", help="profile to write (default: ./NAME.yaml)")
     _json(importer)
     return root
 
 
-def _command(commands, name: str, call, operands: str, about: str, example: str) -> argparse.ArgumentParser:  # noqa: ANN001
+def _command(commands: Any, name: str, operands: str, about: str, example: str) -> argparse.ArgumentParser:
     command = commands.add_parser(
         name,
         help=about,
@@ -131,7 +132,7 @@ def _command(commands, name: str, call, operands: str, about: str, example: str)
         epilog=f"example: {example}",
         formatter_class=HelpFormatter,
     )
-    command.set_defaults(command=call)
+    command.set_defaults(module=f"flows.cli.{name.replace('-', '_')}")
     return command
 
 
@@ -227,62 +228,6 @@ def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
         return number
 
     return read
-
-
-def _run(options: argparse.Namespace) -> int:
-    from flows.cli.run import run
-
-    return run(options.profile, options.overrides, options.name, options.store, as_json=options.json)
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from profiles import resolve
-
-    profile = resolve.load(options.profile, options.overrides)
-    if options.search:
-        from flows.cli.search import show_search
-
-        return show_search(profile, options.profile, options.overrides, as_json=options.json)
-    resolve.check(profile)  # rejects an invalid profile before torch is imported
-    from flows.cli.plan import show
-
-    return show(profile, as_json=options.json)
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from flows.cli.convert import run
-
-    return run(options)
-
-
-def _up(options: argparse.Namespace) -> int:
-    from flows.cli.up import up
-
-    return up(options.port)
-
-
-def _profiles(options: argparse.Namespace) -> int:
-    from flows.cli.profiles import show
-
-    return show(as_json=options.json)
-
-
-def _import_config(options: argparse.Namespace) -> int:
-    from flows.cli.import_config import import_config
-
-    return import_config(options.config, options.out, as_json=options.json)
-
-
-def _compare(options: argparse.Namespace) -> int:
-    from flows.cli.compare import compare
-
-    return compare(options.runs, options.store, options.output, as_json=options.json)
-
-
-def _tensorboard(options: argparse.Namespace) -> int:
-    from flows.cli.tensorboard import tensorboard
-
-    return tensorboard(options.run, options.store, options.port)
 
 
 if __name__ == "__main__":

@@ -1,180 +1,20 @@
-"""`trainshed plan`: print parameters, mesh, memory of each stage, step time and cost of a run, without a device."""
+"""`trainshed plan`: plan a run, or search for topologies, without a device."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterable
+import argparse
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from flows.cli.exit_codes import DONE
-from flows.ui.plan import mesh_summary
-from modeling.planning.planner import MARGIN, Plan, plan, require_fit
 from profiles import resolve
-from profiles.errors import ProfileError
-from profiles.schema import Profile
-from tasks.reporting.format import format_bytes, format_count, format_duration
-
-MAX_STAGES = 8  # all are shown; of more, the most informative
-BAR_WIDTH = 10  # characters
-GIB = 2**30
 
 
-def show(profile: Profile, *, as_json: bool) -> int:
-    """Print the plan of a valid profile.
+def run(options: argparse.Namespace) -> int:
+    """Load and check the profile before the planner's module imports torch; returns the exit code."""
+    profile = resolve.load(options.profile, options.overrides)
+    if options.search:
+        from flows.cli.search import show_search
 
-    Raises:
-        ProfileError: it does not fit in the device's memory.
-    """
-    planned = plan(profile)
-    if as_json:
-        json.dump(planned.to_json(), sys.stdout, indent=1)
-        print()
-    else:
-        _print(Console(highlight=False), profile, planned)
-    require_fit(profile, planned)
-    return DONE
+        return show_search(profile, options.profile, options.overrides, as_json=options.json)
+    resolve.check(profile)
+    from flows.cli.plan_table import show_plan
 
-
-def in_days(days: float) -> str:
-    """18.04 -> '18 days'; below two days, in hours: 1.5 -> '36:00:00'."""
-    return (
-        format_duration(days * 24 * 3600)
-        if days < 2
-        else f"{days:,.0f} days"
-        if days >= 10
-        else f"{days:.1f} days"
-    )
-
-
-def _print(console: Console, profile: Profile, planned: Plan) -> None:
-    console.print(Text.assemble((profile.name, "bold"), f"  {profile.description}"))
-    console.print()
-    console.print(_facts(_run(profile, planned)))
-    console.print()
-    console.print(_memory(planned))
-    if len(planned.stages) > MAX_STAGES:
-        shown = "the first, the last, the fullest and the emptiest"
-        console.print(f"{shown} of {len(planned.stages)} stages", style="dim")
-    console.print(_verdict(planned))
-    try:
-        resolve.check_start(profile)
-    except ProfileError as error:
-        console.print(Text(f"plan only: {error}", "yellow"))
-    console.print()
-    console.print(_facts(_time(profile, planned)))
-
-
-def _facts(rows: Iterable[tuple[str, str]]) -> Table:
-    """A table of names and values."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    return table
-
-
-def _run(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
-    model, train, cluster = profile.model, profile.train, profile.cluster
-    heads = f"{model.num_attention_heads} heads"
-    if model.num_key_value_heads != model.num_attention_heads:
-        heads += f" on {model.num_key_value_heads} KV heads"
-    axes = mesh_summary(planned.mesh)
-    if planned.kv_replication > 1:
-        axes += f" (KV heads replicated {planned.kv_replication} times)"
-    length = f"{train.epochs} epochs of the data"
-    if planned.tokens:
-        length = f"{train.steps:,} steps, {format_count(planned.tokens)} tokens"
-    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
-    step_tokens = train.global_batch_size * train.sequence_length
-    device = cluster.accelerator or cluster.device
-    return [
-        ("parameters", f"{planned.parameters:,}"),
-        ("model", f"{model.architecture}, {model.num_hidden_layers} layers of {model.hidden_size:,}, {heads}, "
-                  f"vocabulary {model.vocab_size:,}"),
-        ("ranks", f"{profile.world_size}, {nodes} of {cluster.devices_per_node} × {device}: {axes}"),
-        ("step", f"{train.global_batch_size:,} × {train.sequence_length:,} = {format_count(step_tokens)} tokens, "
-                 f"{profile.accumulation_steps:,} microbatches"),
-        ("recompute", train.recompute),
-        ("run", length),
-    ]  # fmt: skip
-
-
-def _memory(planned: Plan) -> Table:
-    """The memory of each stage's fullest rank; on a narrow terminal the layers wrap, the numbers never do."""
-    unit, unit_bytes = ("MiB", 2**20) if planned.needs < GIB else ("GiB", GIB)
-    kinds = {"weights": "parameters", **{kind: kind for kind in ("gradients", "optimizer", "activations")}}
-    process = [planned.host_bytes] if planned.host_bytes else []
-    rows = []
-    for number in _shown(planned):
-        stage = planned.stages[number]
-        total = stage.total + planned.host_bytes
-        sizes = (*(stage.bytes[kind] for kind in kinds.values()), *process, total)
-        layers = [f"{first}–{end - 1}" for first, end in stage.layers]
-        rows.append((number, layers, [f"{size / unit_bytes:,.2f}" for size in sizes], total))
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("stage", no_wrap=True, min_width=len("stage"))
-    longest = max(len(f"{chunk},") for _, layers, _, _ in rows for chunk in layers)
-    table.add_column("layers", min_width=max(longest, len("layers")))
-    titles = (*kinds, *(["process"] if process else []), unit)
-    for title, cells in zip(titles, zip(*(sizes for _, _, sizes, _ in rows), strict=True), strict=True):
-        table.add_column(title, justify="right", no_wrap=True, min_width=max(map(len, (title, *cells))))
-    bar_width = BAR_WIDTH // 2 if process else BAR_WIDTH  # "process" takes a column
-    title = f"of {planned.device_bytes / unit_bytes:,.0f}"
-    table.add_column(title, no_wrap=True, min_width=max(len(title), bar_width + len(" 100%")))
-    for number, layers, sizes, total in rows:
-        bar = _bar(total / planned.device_bytes, bar_width)
-        style = "bold" if number == planned.fullest and len(planned.stages) > 1 else ""
-        table.add_row(str(number), ", ".join(layers), *sizes, bar, style=style)
-    return table
-
-
-def _shown(planned: Plan) -> list[int]:
-    """The stages that are shown: all, or those at both ends, the fullest and the emptiest."""
-    count = len(planned.stages)
-    if count <= MAX_STAGES:
-        return list(range(count))
-    emptiest = min(range(count), key=lambda number: planned.stages[number].total)
-    return sorted({0, 1, 2, planned.fullest, emptiest, count - 2, count - 1})
-
-
-def _bar(fraction: float, width: int) -> Text:
-    """A fraction of the device's memory as a bar, coloured by what is left."""
-    full = min(width, round(fraction * width))
-    colour = "red" if fraction > MARGIN else "yellow" if fraction > 0.85 else "green"
-    return Text.assemble(("█" * full, colour), ("░" * (width - full), "dim"), f" {fraction:4.0%}")
-
-
-def _verdict(planned: Plan) -> Text:
-    if planned.fits:
-        left = planned.device_bytes - planned.needs
-        return Text(
-            f"fits in {format_bytes(planned.device_bytes)} a device, {format_bytes(left)} to spare", "green"
-        )
-    reserve = f"with the reserve of {1 - MARGIN:.0%}"
-    return Text(f"does not fit in {format_bytes(planned.device_bytes)} a device {reserve}", "red")
-
-
-def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
-    flops = f"{planned.flops_per_token:.3g} a token"
-    if planned.tokens:
-        flops += f", {planned.flops_per_token * planned.tokens:.3g} in total"
-    rows = [("FLOPs", flops)]
-    if sent := ", ".join(f"{axis} {format_bytes(size)}" for axis, size in planned.sent.items() if size):
-        rows.append(("sent", f"{sent} per rank and step"))
-    if profile.parallel.pipeline > 1:
-        rows.append(("bubble", f"{planned.bubble:.1%} of the step's compute time"))
-    if planned.step_seconds is None:
-        return [*rows, ("time", f"unknown for {profile.cluster.device}")]
-    speed = f"{planned.tokens_per_second:,.0f} tokens/s, MFU {planned.mfu:.0%}"
-    rows.append(("speed", f"{format_duration(planned.step_seconds)} a step, {speed}"))
-    if planned.days is not None:
-        total = f"{in_days(planned.days)}, {planned.node_hours:,.0f} node-hours"
-        if planned.price is not None:
-            total += f", {planned.price:,.0f} at {profile.cluster.node_price:g} a node-hour"
-        rows.append(("total", total))
-    return [*rows, ("assuming", "\n".join(planned.assumptions))]
+    return show_plan(profile, as_json=options.json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import Counter
 from typing import Any
@@ -16,10 +17,10 @@ from profiles.schema import Profile
 from tasks.reporting.format import format_count
 
 
-def show(*, as_json: bool) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print the profiles, smallest model first."""
     profiles = sorted(map(resolve.load, resolve.names()), key=lambda profile: profile.model.parameters)
-    if as_json:
+    if options.json:
         print(json.dumps({profile.name: _describe(profile) for profile in profiles}, indent=1))
     else:
         _print(profiles)

@@ -5,12 +5,13 @@ The terminal shows Trainshed's lines; Prefect's lines and tracebacks go to `<sto
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import logging
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,31 +39,32 @@ log = logging.getLogger(__name__)
 OUTPUTS = {"model": "export", "metrics": "metrics", "report": "report"}  # printed name: key of the result
 
 
-def run(profile: str, overrides: Sequence[str], name: str | None, store: str, *, as_json: bool) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the flow and print its results; returns the exit code.
 
     Raises:
         ProfileError: the profile is invalid, or the store cannot be written.
     """
-    resolved = resolve.load(profile, overrides, name)
-    resolve.check(resolved)
-    resolve.check_start(resolved)
-    Store(store, resolved.cluster.work_dir or "store")  # rejects an unknown scheme
-    work_dir = Path(resolved.cluster.work_dir or "store") if "://" in store else Path(store)
-    log_file = work_dir / "logs" / f"{resolved.name}.log"
-    terminal = TerminalHandler(PipeTolerantConsole(stderr=as_json, highlight=False))
+    profile = resolve.load(options.profile, options.overrides, options.name)
+    resolve.check(profile)
+    resolve.check_start(profile)
+    Store(options.store, profile.cluster.work_dir or "store")  # rejects an unknown scheme
+    remote = "://" in options.store
+    work_dir = Path(profile.cluster.work_dir or "store") if remote else Path(options.store)
+    log_file = work_dir / "logs" / f"{profile.name}.log"
+    terminal = TerminalHandler(PipeTolerantConsole(stderr=options.json, highlight=False))
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         log_file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        key = "cluster.work_dir" if "://" in store else "store"
+        key = "cluster.work_dir" if remote else "store"
         raise ProfileError(key, str(work_dir), f"cannot be written: {error.strerror}") from None
     try:
         with prefect_api(log_file.with_name("server.log")):
             from flows.pretrain import pretrain
 
             configure_logging(terminal, log_file)
-            result = pretrain(profile, list(overrides), name, store)
+            result = pretrain(options.profile, options.overrides, options.name, options.store)
     except ProfileError:
         raise
     except KeyboardInterrupt:
@@ -81,7 +83,7 @@ def run(profile: str, overrides: Sequence[str], name: str | None, store: str, *,
         return FAILED
     finally:
         terminal.end_progress()
-    if as_json:
+    if options.json:
         print(json.dumps(result, indent=1))
     else:
         print_results(terminal.console, result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import io
@@ -14,28 +15,21 @@ from flows.ui.console import print_error
 from profiles.errors import ProfileError
 
 
-def tensorboard(run: str | None, store: str, port: int) -> int:
-    """Serve until Ctrl-C; returns the exit code.
-
-    Args:
-        run: a run's name or folder; None: all runs.
-
-    Raises:
-        ProfileError: there is no such run.
-    """
-    folder = log_folder(run, store)
+def run(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C; returns the exit code."""
+    folder = log_folder(options.run, options.store)
     from tensorboard import program
     from tensorboard.program import TensorBoardServerException
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     board = program.TensorBoard()
-    board.configure(argv=[None, "--logdir", str(folder), "--host", "127.0.0.1", "--port", str(port)])
+    board.configure(argv=[None, "--logdir", str(folder), "--host", "127.0.0.1", "--port", str(options.port)])
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # its notices about the data loader
             address = board.launch()
     except TensorBoardServerException:
         print_error(
-            f"trainshed: port {port} is taken, perhaps by another TensorBoard; choose one with --port"
+            f"trainshed: port {options.port} is taken, perhaps by another TensorBoard; choose one with --port"
         )
         return FAILED
     print_error(f"TensorBoard: {address}\nCtrl-C stops it")
@@ -48,7 +42,11 @@ def tensorboard(run: str | None, store: str, port: int) -> int:
 
 
 def log_folder(run: str | None, store: str) -> Path:
-    """The folder for TensorBoard to read: a run's, or that of all runs."""
+    """The folder of a run (a name or a path), or of all runs.
+
+    Raises:
+        ProfileError: there is no such run.
+    """
     runs = Path(store) / "runs"
     if "://" in store:
         raise ProfileError(
@@ -62,5 +60,5 @@ def log_folder(run: str | None, store: str) -> Path:
     folder = Path(run) if "/" in run else runs / run
     if not folder.is_dir():
         nearest = difflib.get_close_matches(run, known) or known[:3]
-        raise ProfileError("run", run, f"there is no such run in {runs}", nearest)
+        raise ProfileError("run", run, f"no such run in {runs}", nearest)
     return folder

@@ -7,6 +7,7 @@ Prefect server is running already, only what it lacks is added.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -35,7 +36,7 @@ SERVER, WORKER = "a server", "an online worker"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def up(port: int) -> int:
+def run(options: argparse.Namespace) -> int:
     """Start what is missing, print the UI's address and wait; returns the exit code."""
     home = Path(__file__).parents[2]
     if not (home / "prefect.yaml").exists():
@@ -43,6 +44,7 @@ def up(port: int) -> int:
             f"trainshed: no prefect.yaml in {home}; `up` needs a checkout, installed with `pip install -e`"
         )
         return FAILED
+    port = options.port
     address = f"http://127.0.0.1:{port}"
     missing = [SERVER, WORKER]
     if _is_taken(port):

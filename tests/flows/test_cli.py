@@ -284,7 +284,7 @@ def test_user_error_is_the_exit_code_of_the_process(command):
 
 def test_what_nobody_thought_of_fails_in_a_line_that_names_its_traceback(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("flows.cli.profiles.show", lambda **_: 1 / 0)
+    monkeypatch.setattr("flows.cli.profiles.run", lambda _: 1 / 0)
     assert main(["profiles"]) == 1
     failed, kept = capsys.readouterr().err.splitlines()
     assert failed == "trainshed: ZeroDivisionError: division by zero"

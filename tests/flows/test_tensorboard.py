@@ -104,7 +104,7 @@ def test_an_unknown_run_is_refused_with_those_there_are(run, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert main(["tensorboard", "frist"]) == 2
     assert capsys.readouterr().err == (
-        "trainshed: run = frist: there is no such run in store/runs; nearest valid: first\n"
+        "trainshed: run = frist: no such run in store/runs; nearest valid: first\n"
     )
 
 
