@@ -152,7 +152,7 @@ def _query(address: str, body: dict[str, Any]) -> Any:
 def _start(
     module: Sequence[str], environment: dict[str, str], log_file: Path, folder: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m MODULE ARGUMENTS...` in a session of its own."""
+    """Start `python -m MODULE ARGUMENTS...` in a new session."""
     with log_file.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", *module],

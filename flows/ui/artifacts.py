@@ -1,4 +1,4 @@
-"""Artifacts of a flow run in Prefect's UI: progress bars, tables and Markdown pages that change while the run goes on.
+"""Artifacts of a flow run in Prefect's UI: progress bars, tables and Markdown pages that change while it runs.
 
 The first update creates the artifact and later ones change it, also those of a retried task, so that a flow run has one
 artifact a key. Display errors never stop a run.
