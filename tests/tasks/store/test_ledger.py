@@ -1,4 +1,4 @@
-"""What runs have been trained on, and what is new to the next one."""
+"""The data ledger records what runs were trained on, and so which data is new to the next round."""
 
 import json
 
@@ -22,7 +22,7 @@ def documents_of(corpus, store) -> int:
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
-def test_a_run_is_trained_on_what_is_in_no_ancestors_record(store, tmp_path, deduplicate):
+def test_new_data_is_what_no_ancestor_was_trained_on(store, tmp_path, deduplicate):
     folder = tmp_path / "source"
     folder.mkdir()
     wanted = profile(files(folder), validation_fraction=0, deduplicate=deduplicate)
@@ -35,10 +35,10 @@ def test_a_run_is_trained_on_what_is_in_no_ancestors_record(store, tmp_path, ded
 
     (folder / "b.jsonl").write_bytes(lines(DOCUMENTS[50:100]))
     second = fresh(store, base, DatasetStep(words).run(Context(wanted, store)), 16)
-    repeated = 10 if deduplicate else 0  # documents of b that a has too
+    repeated = 10 if deduplicate else 0  # documents of b that are also in a
     assert documents_of(second, store) == 50 - repeated
     ledger.record(store, "next", "2" * 32, second, parent="1" * 32)
-    ledger.record(store, "rejected", "3" * 32, second, parent="1" * 32)  # a sibling is no ancestor
+    ledger.record(store, "rejected", "3" * 32, second, parent="1" * 32)  # a sibling, not an ancestor
     assert ledger.trained_on(store, "2" * 32) > ledger.trained_on(store, "1" * 32)
     assert [entry.run for entry in ledger.lineage(store, "2" * 32)] == ["next", "base"]
 
@@ -49,7 +49,7 @@ def test_a_run_is_trained_on_what_is_in_no_ancestors_record(store, tmp_path, ded
     assert documents_of(fresh(store, base, everything, 16), store) == 90 - repeated
 
 
-def test_a_parent_that_the_ledger_does_not_know_is_an_error(store):
+def test_a_missing_or_invalid_entry_is_an_error(store):
     with pytest.raises(ValueError, match="no entry of run 4444"):
         ledger.trained_on(store, "4444")
     assert ledger.trained_on(store, None) == frozenset()
@@ -58,7 +58,7 @@ def test_a_parent_that_the_ledger_does_not_know_is_an_error(store):
         ledger.trained_on(store, "5555")
 
 
-def test_epochs_become_steps_once_the_corpus_is_known(store, tmp_path):
+def test_epochs_become_steps_when_the_corpus_is_known(store, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(DOCUMENTS))
     wanted = profile(files(tmp_path / "a.jsonl"), validation_fraction=0.1)
     train = wanted.train.model_copy(update={"steps": None, "epochs": 2, "warmup_steps": 3})

@@ -1,4 +1,4 @@
-"""Locks: one at a time, over processes; taken over from the dead at once, and from the silent when they expire."""
+"""Locks: mutual exclusion between processes, takeover from ended processes at once and from unresponsive ones at expiry."""
 
 import logging
 import signal
@@ -39,7 +39,7 @@ for _ in range(10):
 
 
 @pytest.fixture
-def storage(tmp_path):
+def backend(tmp_path):
     return FolderBackend(tmp_path)
 
 
@@ -48,36 +48,35 @@ def start(code: str, *arguments) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def hold(storage, expiry: float, seconds: float) -> subprocess.Popen:
-    process = start(HOLDER, storage.root, expiry, seconds)
+def start_holder(backend, expiry: float, seconds: float) -> subprocess.Popen:
+    process = start(HOLDER, backend.root, expiry, seconds)
     assert process.stdout.readline() == "held\n"
     return process
 
 
-def taken_after(storage, expiry=60.0) -> float:
-    """Seconds until the lock is ours."""
-    begun = time.monotonic()
-    with locks.acquire(storage, "locks/work", expiry):
-        return time.monotonic() - begun
+def seconds_to_acquire(backend, expiry=60.0) -> float:
+    started = time.monotonic()
+    with locks.acquire(backend, "locks/work", expiry):
+        return time.monotonic() - started
 
 
-def test_processes_take_turns(storage):
-    (storage.root / "count").write_text("0")
-    processes = [start(COUNTER, storage.root) for _ in range(3)]
+def test_lock_excludes_other_processes(backend):
+    (backend.root / "count").write_text("0")
+    processes = [start(COUNTER, backend.root) for _ in range(3)]
     for process in processes:
         assert process.wait(120) == 0
-    assert (storage.root / "count").read_text() == "30"
-    assert len(list((storage.root / "locks/work").iterdir())) == 1  # what was used up is removed
+    assert (backend.root / "count").read_text() == "30"
+    assert len(list((backend.root / "locks/work").iterdir())) == 1  # lower tickets are removed
 
 
-def test_threads_take_turns(storage):
-    active, most = [], []
+def test_lock_excludes_other_threads(backend):
+    active, counts = [], []
 
     def work() -> None:
         for _ in range(5):
-            with locks.acquire(storage, "locks/work"):
+            with locks.acquire(backend, "locks/work"):
                 active.append(1)
-                most.append(len(active))
+                counts.append(len(active))
                 time.sleep(0.002)
                 active.pop()
 
@@ -86,24 +85,24 @@ def test_threads_take_turns(storage):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert most == [1] * 20
+    assert counts == [1] * 20
 
 
-def test_the_lock_is_free_after_an_exception(storage):
-    with pytest.raises(RuntimeError), locks.acquire(storage, "locks/work"):
+def test_an_exception_releases_the_lock(backend):
+    with pytest.raises(RuntimeError), locks.acquire(backend, "locks/work"):
         raise RuntimeError
-    assert taken_after(storage) < 20
+    assert seconds_to_acquire(backend) < 20
 
 
-def test_locks_of_other_names_are_others(storage):
-    with locks.acquire(storage, "locks/other"):
-        assert taken_after(storage) < 20
+def test_locks_of_different_names_are_independent(backend):
+    with locks.acquire(backend, "locks/other"):
+        assert seconds_to_acquire(backend) < 20
 
 
-def test_who_waits_says_for_whom_once(storage, caplog):
-    holder = hold(storage, 60, 1)
+def test_waiting_logs_the_owner_once(backend, caplog):
+    holder = start_holder(backend, 60, 1)
     with caplog.at_level(logging.INFO):
-        taken_after(storage)
+        seconds_to_acquire(backend)
     assert [
         message for message in caplog.messages if f"process {holder.pid} on" in message
     ] == caplog.messages
@@ -111,71 +110,71 @@ def test_who_waits_says_for_whom_once(storage, caplog):
     holder.wait()
 
 
-def test_the_lock_of_a_killed_process_is_taken_over_at_once(storage):
-    holder = hold(storage, 60, 60)
+def test_the_lock_of_a_killed_process_is_taken_over_at_once(backend):
+    holder = start_holder(backend, 60, 60)
     holder.send_signal(signal.SIGKILL)
-    assert taken_after(storage) < 20
+    assert seconds_to_acquire(backend) < 20
     holder.wait()
 
 
-def test_a_holder_that_lives_keeps_its_lock_past_the_expiry(storage):
-    holder = hold(storage, 2, 5)
-    assert taken_after(storage) > 3
+def test_a_live_owner_renews_its_lock_past_the_expiry(backend):
+    holder = start_holder(backend, 2, 5)
+    assert seconds_to_acquire(backend) > 3
     assert holder.wait(10) == 0
 
 
-def test_the_lock_of_a_silent_process_is_taken_over_when_it_expires(storage, caplog):
-    holder = hold(storage, 3, 3.5)
-    holder.send_signal(signal.SIGSTOP)  # neither gone nor heard of
+def test_the_lock_of_an_unresponsive_process_is_taken_over_at_expiry(backend, caplog):
+    holder = start_holder(backend, 3, 3.5)
+    holder.send_signal(signal.SIGSTOP)  # alive, but does not renew
     try:
-        assert 0.2 < taken_after(storage) < 30
+        assert 0.2 < seconds_to_acquire(backend) < 30
     finally:
         holder.send_signal(signal.SIGCONT)
-    with locks.acquire(storage, "locks/work"):  # when it comes back it takes nothing away
+    with locks.acquire(backend, "locks/work"):  # does not lose it to the resumed process
         assert holder.wait(20) == 0
         time.sleep(0.5)
-        other = start(HOLDER, storage.root, 60, 0)
+        other = start(HOLDER, backend.root, 60, 0)
         time.sleep(1.5)
         assert other.poll() is None
     assert other.wait(20) == 0
 
 
-def test_of_another_host_only_the_expiry_counts(storage, monkeypatch):
+def test_the_lock_of_another_host_is_taken_over_at_expiry(backend, monkeypatch):
     monkeypatch.setattr(LockOwner, "current", classmethod(lambda cls: LockOwner("another-host", 1, 0.0)))
-    storage.create("locks/work/1", locks._state(1.0))
+    backend.create("locks/work/1", locks._state(1.0))
     monkeypatch.undo()
-    assert 0.5 < taken_after(storage) < 10
+    assert 0.5 < seconds_to_acquire(backend) < 10
 
 
-def test_a_half_written_turn_blocks_for_no_longer_than_the_expiry(storage):
-    (storage.root / "locks/work").mkdir(parents=True)
-    (storage.root / "locks/work/3").write_bytes(b'{"own')
-    assert 1 < taken_after(storage, expiry=1.0) < 10
-    assert (storage.root / "locks/work/4").exists()
+def test_a_partially_written_ticket_blocks_until_expiry(backend):
+    (backend.root / "locks/work").mkdir(parents=True)
+    (backend.root / "locks/work/3").write_bytes(b'{"own')
+    assert 1 < seconds_to_acquire(backend, expiry=1.0) < 10
+    assert (backend.root / "locks/work/4").exists()
 
 
-def test_one_of_many_gets_each_turn_on_s3(monkeypatch):
+def test_one_of_many_creates_each_ticket_on_s3(monkeypatch):
     with s3.bucket(monkeypatch) as address:
-        storage = ObjectBackend(f"{address}/store")
+        backend = ObjectBackend(f"{address}/store")
         barrier = threading.Barrier(4)
-        got = []
+        created = []
 
         def take(who: int) -> None:
             barrier.wait()
-            got.append(storage.create("locks/work/1", b"mine: %d" % who))
+            created.append(backend.create("locks/work/1", b"mine: %d" % who))
 
         threads = [threading.Thread(target=take, args=(who,)) for who in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert sorted(got) == [False, False, False, True]
-        with locks.acquire(storage, "locks/other"):
-            assert storage.files("locks/other").keys() == {"1"}
-        assert taken_after(storage, expiry=2.0) > 1  # turn 1 above, which nobody can read
+        assert sorted(created) == [False, False, False, True]
+        with locks.acquire(backend, "locks/other"):
+            assert backend.files("locks/other").keys() == {"1"}
+        assert seconds_to_acquire(backend, expiry=2.0) > 1  # ticket 1 above is not valid JSON
 
 
-def test_an_owner_is_told_from_a_later_process_of_the_same_number():
+def test_owner_differs_from_a_later_process_with_the_same_pid():
     current = LockOwner.current()
     assert not current.is_gone
     assert LockOwner(current.host, current.pid, current.started - 1000).is_gone
@@ -186,15 +185,15 @@ def test_an_owner_is_told_from_a_later_process_of_the_same_number():
     assert not LockOwner("another-host", process.pid, 0.0).is_gone
 
 
-def test_creating_is_exclusive_and_reading_what_is_not_there_gives_none(tmp_path):
-    storage = FolderBackend(tmp_path / "new")
-    assert storage.read("a/b") is None
-    assert storage.create("a/b", b"1")
-    assert not storage.create("a/b", b"2")
-    assert storage.read("a/b") == b"1"
-    storage.write("a/b", b"33")
-    assert storage.files("a") == {"b": 2}
-    storage.remove("a")
-    storage.remove("a")
-    assert storage.files("") == {}
-    assert Path(storage.location("a/b")) == tmp_path / "new/a/b"
+def test_create_is_exclusive_and_read_returns_none_for_a_missing_file(tmp_path):
+    backend = FolderBackend(tmp_path / "new")
+    assert backend.read("a/b") is None
+    assert backend.create("a/b", b"1")
+    assert not backend.create("a/b", b"2")
+    assert backend.read("a/b") == b"1"
+    backend.write("a/b", b"33")
+    assert backend.files("a") == {"b": 2}
+    backend.remove("a")
+    backend.remove("a")
+    assert backend.files("") == {}
+    assert Path(backend.location("a/b")) == tmp_path / "new/a/b"

@@ -1,4 +1,4 @@
-"""The store on S3 where things go wrong: a server that is busy, connections that are lost, uploads cut off, many shards."""
+"""A store on S3 with a busy server, lost connections, interrupted uploads and many artifacts."""
 
 import itertools
 import logging
@@ -13,6 +13,7 @@ import time
 import pytest
 import s3fs
 
+from tasks.store.artifacts import LIST_WHOLE_KIND
 from tasks.store.store import Store
 from tests import s3
 from tests.tasks.store.test_artifacts import FILES, publish
@@ -24,7 +25,7 @@ LARGE = {"large.bin": os.urandom(12 << 20)}
 
 @pytest.fixture
 def network(monkeypatch):
-    """The network between the stores and the server, and the store's address."""
+    """A faulty proxy in front of the server, and the store's address."""
     with s3.bucket(monkeypatch) as address, Proxy(os.environ["AWS_ENDPOINT_URL"]) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
@@ -33,19 +34,19 @@ def network(monkeypatch):
 
 
 def contents(store: Store, artifact) -> dict[str, bytes]:
-    """Every file of an artifact but its manifest, as it is on this machine."""
+    """Files of an artifact but its manifest, downloaded."""
     folder = store.artifacts.path(artifact)
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 @pytest.mark.parametrize("fault", ["busy", "lost", "unanswered"])
-def test_a_burst_of_failures_is_waited_out(network, tmp_path, fault, caplog):
+def test_failed_requests_are_retried(network, tmp_path, fault, caplog):
     caplog.set_level(logging.DEBUG)
     proxy, address = network
     here, there = Store(address, tmp_path / "here"), Store(address, tmp_path / "there")
-    tried = itertools.count()
-    proxy.fault = lambda method, path: fault if next(tried) % 3 == 0 else None
+    requests = itertools.count()
+    proxy.fault = lambda method, path: fault if next(requests) % 3 == 0 else None
     with here.artifacts.lock("tokens", "k1"):
         made = publish(here, files={**FILES, **LARGE})
     assert there.artifacts.find("tokens", "k1") == made
@@ -54,36 +55,36 @@ def test_a_burst_of_failures_is_waited_out(network, tmp_path, fault, caplog):
     assert SECRET not in caplog.text
 
 
-def test_answers_that_end_in_their_midst_are_asked_for_again(network, tmp_path):
+def test_truncated_responses_are_retried(network, tmp_path):
     proxy, address = network
     made = publish(Store(address, tmp_path / "here"), files={**FILES, **LARGE})
-    tried = itertools.count()
-    proxy.fault = lambda method, path: "half" if method == "GET" and next(tried) % 2 else None
+    requests = itertools.count()
+    proxy.fault = lambda method, path: "half" if method == "GET" and next(requests) % 2 else None
     there = Store(address, tmp_path / "there")
     assert contents(there, made) == {**FILES, **LARGE}
     assert proxy.faults
 
 
-def test_an_upload_that_fails_leaves_nothing_that_counts_and_is_made_up_for(
+def test_a_failed_upload_publishes_nothing_and_is_repeated_from_the_local_copy(
     network, tmp_path, monkeypatch, caplog
 ):
     caplog.set_level(logging.INFO)
     proxy, address = network
     here, there = Store(address, tmp_path / "here"), Store(address, tmp_path / "there")
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # else it is patient
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # fail without long backoff
     proxy.fault = lambda method, path: "lost" if method in ("PUT", "POST") and "large.bin" in path else None
     with pytest.raises(OSError, match="artifacts/tokens/k1: Connection was closed"):
         publish(here, files={**FILES, **LARGE})
     proxy.fault = lambda method, path: None
     assert there.artifacts.find("tokens", "k1") is None
-    assert here.artifacts.find("tokens", "k1")  # what was made is not made again
+    assert here.artifacts.find("tokens", "k1")  # uploads the local copy
     assert "tokens k1 is missing in the store; uploading the local copy" in caplog.text
     assert contents(there, there.artifacts.find("tokens", "k1")) == {**FILES, **LARGE}
     here.artifacts.remove("tokens", "k1")
     assert here.artifacts.find("tokens", "k1") is None
 
 
-def test_a_process_killed_while_it_uploads_leaves_nothing_that_counts(network, tmp_path):
+def test_a_process_killed_during_its_upload_publishes_nothing(network, tmp_path):
     proxy, address = network
     uploading = threading.Event()
 
@@ -95,7 +96,8 @@ def test_a_process_killed_while_it_uploads_leaves_nothing_that_counts(network, t
     proxy.fault = slow
     code = """
         import os, sys
-        from tasks.store.store import Store
+        from tasks.store.artifacts import LIST_WHOLE_KIND
+from tasks.store.store import Store
         with Store(sys.argv[1], sys.argv[2]).artifacts.publish("tokens", "k1") as folder:
             for part in range(4):
                 (folder / f"{part}-large.bin").write_bytes(os.urandom(12 << 20))
@@ -112,7 +114,7 @@ def test_a_process_killed_while_it_uploads_leaves_nothing_that_counts(network, t
     assert contents(there, publish(there)) == FILES
 
 
-def test_two_writers_of_one_artifact_leave_one_that_is_whole(network, tmp_path):
+def test_concurrent_writers_leave_one_complete_artifact(network, tmp_path):
     _, address = network
     stores = [Store(address, tmp_path / str(number)) for number in range(4)]
     files = [{**FILES, "writer": str(number).encode() * (6 << 20)} for number in range(4)]
@@ -128,16 +130,17 @@ def test_two_writers_of_one_artifact_leave_one_that_is_whole(network, tmp_path):
     assert contents(there, there.artifacts.find("tokens", "k1")) in files
 
 
-def test_a_thousand_shards_are_found(tmp_path, monkeypatch):
-    """Their files are more than a page of a listing holds, twice over."""
+def test_many_artifacts_are_listed_over_several_pages(tmp_path, monkeypatch):
+    shards = [f"k{number}" for number in range(LIST_WHOLE_KIND + 5)]
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "100")  # files per page of a listing; 1000 on S3
     with s3.bucket(monkeypatch) as address:
-        shards = [f"k{number}" for number in range(1001)]
-        aside = Store(str(tmp_path / "aside"))
+        local = Store(str(tmp_path / "local"))
         for key in shards:
-            with aside.artifacts.publish("tokens", key) as folder:
+            with local.artifacts.publish("tokens", key) as folder:
                 (folder / "train.idx").write_bytes(key.encode())
-        publish(aside, "dataset", "d1", FILES, requires=[{"kind": "tokens", "key": key} for key in shards])
-        s3.fill(tmp_path / "aside/artifacts", "artifacts")
+        publish(local, "dataset", "d1", FILES, requires=[{"kind": "tokens", "key": key} for key in shards])
+        s3.fill(tmp_path / "local/artifacts", "artifacts")
         there = Store(address, tmp_path / "there")
-        assert len(there.backend.files("artifacts/tokens")) == 2002
+        assert len(s3fs.S3FileSystem().call_s3("list_objects_v2", Bucket="bucket")["Contents"]) == 100
+        assert len(there.backend.files("artifacts/tokens")) == 2 * len(shards)
         assert there.artifacts.find("dataset", "d1").summary == {"tokens": 3}
