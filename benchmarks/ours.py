@@ -87,7 +87,7 @@ def fill(trainer: Trainer, initial: dict[str, Tensor]) -> None:
     for name, parameter in trainer.named_parameters():
         for box in layout_of(parameter).boxes(name, trainer.mesh.tensor.rank):
             whole = initial[huggingface_tensor("llama", box.name).name]
-            box.of(parameter).copy_(whole[box.index()])
+            box.view(parameter).copy_(whole[box.index()])
 
 
 if __name__ == "__main__":

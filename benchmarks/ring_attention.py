@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallel import device
 from parallel.attention.attention import attention
-from parallel.attention.ring import zigzag_split, zigzag_unsplit
+from parallel.attention.ring import zigzag_merge, zigzag_split
 from parallel.mesh import Mesh
 
 RANKS = 2
@@ -70,7 +70,7 @@ class Side:
     def results(self, work: Work) -> list[Tensor]:
         """out, dq, dk, dv of the whole sequence; also warms up."""
         parts = [[torch.from_numpy(x) for x in part] for part in self._ask(("results", work))]
-        return [zigzag_unsplit(list(shards), 2) for shards in zip(*parts, strict=True)]
+        return [zigzag_merge(list(shards), 2) for shards in zip(*parts, strict=True)]
 
     def seconds(self, work: Work) -> float:
         """Of one forward and backward, on the slower rank."""
@@ -79,7 +79,7 @@ class Side:
 
 def _serve(connection: Connection, rank: int, ranks: int, threads: int, port: int) -> None:
     torch.set_num_threads(threads)
-    device.CPU.local()
+    device.CPU.set_current()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     axis = Mesh(context=ranks).context
     while True:

@@ -95,7 +95,7 @@ def attends(kind: str) -> Found:
     draw = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(2, heads, 256, 64, generator=draw) for heads in (8, 2, 2, 8))
     expected = _attention(q, k, v, grad, "math")
-    kernel = kernels.default(q.to(place))
+    kernel = kernels.default_kernel(q.to(place))
     worst = {}
     for precision, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
         try:
@@ -136,7 +136,7 @@ def communicates(kind: str) -> Found:
     """Collectives over all devices: right, and how fast."""
     device, place = _device(kind)
     dist.init_process_group(device.backend)
-    axis = Mesh(data=dist.get_world_size(), reduces=device.reduces).world
+    axis = Mesh(data=dist.get_world_size(), supports_reduction=device.supports_reduction).world
     n, count = axis.size, (1 << 20) if kind == "cpu" else (1 << 26)
     x = torch.full((n * count,), axis.rank + 1.0, device=place)
     total = n * (n + 1) / 2
@@ -182,7 +182,7 @@ LADDER = (
 def _device(kind: str) -> tuple[devices.Device, torch.device]:
     """The kind, and this process's own device."""
     device = devices.resolve(kind)
-    return device, device.local(int(os.environ.get("LOCAL_RANK", "0")))
+    return device, device.set_current(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _seconds(device: devices.Device, call: Callable[[], object]) -> float:
@@ -302,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     parser.add_argument("--rung", choices=[rung.name for rung in LADDER], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    kind = options.device or devices.present()
+    kind = options.device or devices.detect()
     if options.rung:
         rung = next(rung for rung in LADDER if rung.name == options.rung)
         found = rung.call(kind)

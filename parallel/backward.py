@@ -1,8 +1,8 @@
-"""What a custom Function is asked for in a backward pass that wants only part of the gradients.
+"""Which gradients the running backward pass of a custom autograd Function needs.
 
-Zero-bubble schedules run backward in two halves, one for the inputs' gradients and one for the weights' (arXiv 2401.10241).
-torch's own operations compute in each half what it asks for; a custom Function's `ctx.needs_input_grad` is that of the forward
-pass, and without asking it would compute, and communicate, everything twice.
+Zero-bubble schedules split backward into one pass for input gradients and one for weight gradients (arXiv 2401.10241). torch's
+own operators skip what a pass does not need, but a custom Function's `ctx.needs_input_grad` is fixed in forward: without this
+check it would compute and communicate everything twice.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 
-def wanted(ctx: Any, index: int) -> bool:
-    """Whether the running backward pass wants the gradient of a Function's tensor input, counted among the tensors."""
+def needs_gradient(ctx: Any, index: int) -> bool:
+    """Whether the running backward pass needs the gradient of a Function's tensor input (index among tensor inputs)."""
     if torch.compiler.is_compiling():
-        return ctx.needs_input_grad[index]  # a compiled graph serves whole backward passes only
+        return ctx.needs_input_grad[index]  # compiled graphs run full backward passes only
     node = ctx.next_functions[index][0]
     if node is None:
         return False
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # said of leaves that `autograd.grad` was asked for
+    except RuntimeError:  # raised for leaves passed to `autograd.grad`
         return True

@@ -1,21 +1,19 @@
-"""Collectives over one axis of the mesh, wrapped once: differentiable pairs, and the exchanges that ring and ZeRO-1 use.
+"""Collectives over one mesh axis: asynchronous, blocking and differentiable. All communication goes through this module.
 
-Built on the functional collectives of torch.distributed, which `torch.compile` traces. An axis of size 1 costs nothing.
-Bytes that one rank sends for a tensor of B bytes over n ranks: all-gather of shards B(n-1)/n, reduce-scatter B(n-1)/n,
-all-reduce 2B(n-1)/n.
+Built on torch's functional collectives, which `torch.compile` traces. An axis of size 1 costs nothing. Bytes that a rank sends
+for a tensor of B bytes over n ranks: all-gather of shards B(n-1)/n, reduce-scatter B(n-1)/n, all-reduce 2B(n-1)/n.
 
-gloo reduces slowly (2 MB over 2 ranks: 7.2 ms for its reduce-scatter, 0.8 ms for its all-to-all) and not in every type, so
-where a backend does not reduce well (`Axis.reduces`) pieces are exchanged by all-to-all and summed here, in float32 and
-in the order of the ranks: every rank gets the same bits. Its all-gathers, several at a time on a busy machine, corrupt
-the heap (torch 2.13: one of 4 processes died within minutes, of exchanges none in 90,000 rounds), so they are exchanges too.
+Backends without fast reductions (`Axis.supports_reduction` is False: gloo takes 7.2 ms for a reduce-scatter of 2 MB over 2
+ranks, 0.8 ms for an all-to-all, and cannot reduce every dtype) exchange shards by all-to-all and sum them here, in float32 and
+rank order, so every rank gets the same bits. All-gathers use all-to-all there too: several concurrent gloo all-gathers on a
+busy machine corrupt the heap (torch 2.13: one of 4 processes died within minutes; all-to-all survived 90,000 rounds).
 
-The differentiable pairs (Megatron-LM, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198):
+Differentiable pairs, forward | backward (Megatron-LM, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198):
 
     copy            identity        | all-reduce
     reduce          all-reduce      | identity
     gather          all-gather      | reduce-scatter
     scatter_reduce  reduce-scatter  | all-gather
-    split           own piece       | all-gather
 """
 
 from __future__ import annotations
@@ -33,30 +31,30 @@ from parallel.mesh import Axis
 _ops = torch.ops._c10d_functional
 
 
-class Waited:
-    """Seconds that this process has waited for others so far, outside of compiled graphs: what it did not work itself."""
+class WaitTime:
+    """Seconds this process has blocked on collectives outside compiled graphs."""
 
     seconds = 0.0
 
 
-waited = Waited()
+wait_time = WaitTime()
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """Wait for the result of a `start_*`."""
+    """Wait for the result of a `start_*` function."""
     if torch.compiler.is_compiling():
         return _ops.wait_tensor(tensor)
     begun = time.perf_counter()
     result = _ops.wait_tensor(tensor)
-    waited.seconds += time.perf_counter() - begun
+    wait_time.seconds += time.perf_counter() - begun
     return result
 
 
-def after(x: Tensor, grad: Tensor) -> Tensor:
-    """x (n, h), which a compiled graph has no earlier than `grad` (m, o).
+def depend_on_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    """Return x (n, h) with a data dependency on `grad` (m, o), so that a compiler cannot move its uses into forward.
 
-    What depends on x alone a compiler does in forward, once, and keeps: a gather that is meant to be done again in backward, so
-    that its result need not be kept, must depend on backward. So x comes out of a tensor that has a row of `grad` too.
+    Compilers hoist what depends only on forward tensors into forward and save the result. An all-gather that is repeated in
+    backward to save memory must therefore depend on backward: x is sliced out of a concatenation with a row of `grad`.
     """
     if not torch.compiler.is_compiling():
         return x
@@ -65,28 +63,28 @@ def after(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """(p, ...) on each of n ranks -> (n·p, ...), in the order of the ranks. The result may be read after `wait`."""
-    if axis.reduces:
+    """(p, ...) on each of n ranks -> (n·p, ...) in rank order; read the result after `wait`."""
+    if axis.supports_reduction:
         return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
-    return start_exchange(x.expand(axis.size, *x.shape).flatten(0, 1), axis)  # a copy for each rank
+    return start_all_to_all(x.expand(axis.size, *x.shape).flatten(0, 1), axis)  # a copy for each rank
 
 
 def start_all_gather_into(out: Tensor, axis: Axis) -> dist.Work:
-    """Fill the flat `out` (n·p) with every rank's own piece of it, in place. It may be read after the result's `wait()`."""
-    own = out.unflatten(0, (axis.size, -1))[axis.rank]
-    if axis.reduces:
-        return dist.all_gather_single(out, own, group=axis.group, async_op=True)
-    return dist.all_to_all_single(out, own.repeat(axis.size), group=axis.group, async_op=True)
+    """Fill the flat `out` (n·p) in place from the local shard that each rank holds in it; read it after `Work.wait()`."""
+    shard = out.unflatten(0, (axis.size, -1))[axis.rank]
+    if axis.supports_reduction:
+        return dist.all_gather_single(out, shard, group=axis.group, async_op=True)
+    return dist.all_to_all_single(out, shard.repeat(axis.size), group=axis.group, async_op=True)
 
 
-def start_exchange(x: Tensor, axis: Axis) -> Tensor:
-    """All-to-all of equal pieces: (n·p, ...) -> (n·p, ...), piece i going to rank i. The result may be read after `wait`."""
-    piece = [x.shape[0] // axis.size] * axis.size
-    return _ops.all_to_all_single(x.contiguous(), piece, piece, axis.name)
+def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Send shard i of x (n·p, ...) to rank i; the result (n·p, ...) holds what each rank sent. Read it after `wait`."""
+    sizes = [x.shape[0] // axis.size] * axis.size
+    return _ops.all_to_all_single(x.contiguous(), sizes, sizes, axis.name)
 
 
-def start_shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
-    """Send x to the rank `by` places on around the ring, receive from the one as far behind. Readable after `wait`."""
+def start_ring_send_recv(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
+    """Send x to the rank `by` positions ahead on the ring and receive from the rank `by` behind; read it after `wait`."""
     flat = x.contiguous().flatten()
     count = flat.numel()
     send, receive = [0] * axis.size, [0] * axis.size
@@ -95,72 +93,62 @@ def start_shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
     return _ops.all_to_all_single(flat, receive, send, axis.name).view(x.shape)
 
 
-def _sum_pieces(exchanged: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
-    """(n·p, ...) of what each rank sent here -> (p, ...), summed in float32 (or wider) in the order of the ranks."""
-    pieces = exchanged.unflatten(0, (axis.size, -1))  # (n, p, ...)
-    if axis.size == 2 and exchanged.dtype == dtype:
-        return pieces[0] + pieces[1]  # one addition rounds once, in any type
-    wide = torch.promote_types(exchanged.dtype, torch.float32)
-    return pieces.sum(0, dtype=wide).to(dtype)
+def _sum_shards(received: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
+    """Sum what each rank sent here, (n·p, ...) -> (p, ...), in float32 or wider and in rank order."""
+    shards = received.unflatten(0, (axis.size, -1))  # (n, p, ...)
+    if axis.size == 2 and received.dtype == dtype:
+        return shards[0] + shards[1]  # a single addition rounds once in any dtype
+    wide = torch.promote_types(received.dtype, torch.float32)
+    return shards.sum(0, dtype=wide).to(dtype)
 
 
-class StartedReduce:
-    """A reduce-scatter under way; `wait()` gives the sum of this rank's piece."""
+class PendingReduceScatter:
+    """A reduce-scatter in progress; `wait()` returns this rank's shard of the sum."""
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
         self.axis, self.dtype = axis, x.dtype
-        if axis.reduces:
+        if axis.supports_reduction:
             self.pending = _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
         else:
-            self.pending = start_exchange(x, axis)
+            self.pending = start_all_to_all(x, axis)
 
     def wait(self) -> Tensor:
         result = wait(self.pending)
-        return result if self.axis.reduces else _sum_pieces(result, self.axis, self.dtype)
+        return result if self.axis.supports_reduction else _sum_shards(result, self.axis, self.dtype)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis) -> StartedReduce:
-    """Begin summing (n·p, ...) over the axis, each rank keeping its piece (p, ...)."""
-    return StartedReduce(x, axis)
-
-
-class StartedAllReduce:
-    """An all-reduce under way; `wait()` gives the sum."""
+class PendingAllReduce:
+    """An all-reduce in progress; `wait()` returns the sum."""
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
         self.axis, self.shape = axis, x.shape
-        self.native = axis.reduces
+        self.native = axis.supports_reduction
         if self.native:
             self.pending = _ops.all_reduce(x.contiguous(), "sum", axis.name)
             return
-        # Small or indivisible tensors go whole to everyone; large ones as reduce-scatter and all-gather.
-        self.whole = x.numel() % axis.size != 0 or x.numel() * x.element_size() <= 1 << 15 or axis.size == 2
-        if self.whole:
+        # Gather small or indivisible tensors and sum them locally; reduce-scatter and all-gather large ones.
+        self.gathers = x.numel() % axis.size != 0 or x.numel() * x.element_size() <= 1 << 15 or axis.size == 2
+        if self.gathers:
             self.dtype = x.dtype
             self.pending = start_all_gather(x.reshape(1, -1), axis)
         else:
-            self.scatter = start_reduce_scatter(x.reshape(axis.size, -1), axis)
+            self.scatter = PendingReduceScatter(x.reshape(axis.size, -1), axis)
 
     def wait(self) -> Tensor:
         if self.native:
             return wait(self.pending)
-        if self.whole:
-            return _sum_pieces(wait(self.pending), self.axis, self.dtype).view(self.shape)
+        if self.gathers:
+            return _sum_shards(wait(self.pending), self.axis, self.dtype).view(self.shape)
         return wait(start_all_gather(self.scatter.wait(), self.axis)).view(self.shape)
 
 
-def start_all_reduce(x: Tensor, axis: Axis) -> StartedAllReduce:
-    """Begin summing x over the axis."""
-    return StartedAllReduce(x, axis)
-
-
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis, the same bits on every rank."""
-    return x if axis.size == 1 else StartedAllReduce(x, axis).wait()
+    """Sum over the axis, with the same bits on every rank."""
+    return x if axis.size == 1 else PendingAllReduce(x, axis).wait()
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
-    """Largest value over the axis, element by element."""
+    """Elementwise maximum over the axis."""
     return x if axis.size == 1 else wait(_ops.all_reduce(x, "max", axis.name))
 
 
@@ -173,30 +161,35 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """(n·p, ...) -> (p, ...), summed.
 
     Raises:
-        ValueError: the first dim does not divide by the axis.
+        ValueError: the axis does not divide dim 0.
     """
     if axis.size == 1:
         return x
-    _divides("reduce_scatter", x, axis)
-    return StartedReduce(x, axis).wait()
+    _check_divisible("reduce_scatter", x, axis)
+    return PendingReduceScatter(x, axis).wait()
 
 
-def own_piece(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's piece (p, ...) of (n·p, ...), which is equal on all ranks.
+def local_shard(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's shard (p, ...) of x (n·p, ...), which is equal on all ranks.
 
-    Taken by an exchange with oneself rather than by an index, so that no rank number enters a compiled graph.
+    Compiled graphs take it by an all-to-all rather than by an index, so that they contain no rank number.
+
+    Raises:
+        ValueError: the axis does not divide dim 0.
     """
     if axis.size == 1:
         return x
-    _divides("split", x, axis)
+    _check_divisible("local_shard", x, axis)
     if torch.compiler.is_compiling():
-        return wait(start_exchange(x, axis)).unflatten(0, (axis.size, -1))[0]
+        return wait(start_all_to_all(x, axis)).unflatten(0, (axis.size, -1))[0]
     return x.unflatten(0, (axis.size, -1))[axis.rank]
 
 
-def _divides(what: str, x: Tensor, axis: Axis) -> None:
+def _check_divisible(function: str, x: Tensor, axis: Axis) -> None:
     if x.shape[0] % axis.size:
-        raise ValueError(f"{what}: dim 0 of size {x.shape[0]} does not divide over {axis.name} = {axis.size}")
+        raise ValueError(
+            f"{function}: dim 0 of size {x.shape[0]} is not divisible by {axis.name} = {axis.size}"
+        )
 
 
 class _Copy(Function):
@@ -242,37 +235,21 @@ class _ScatterReduce(Function):
         return all_gather(grad, ctx.axis), None
 
 
-class _Split(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return own_piece(x, axis).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad, ctx.axis), None
-
-
 def copy(x: Tensor, axis: Axis) -> Tensor:
-    """Identity; the gradient is summed over the axis."""
+    """Identity; all-reduces the gradient."""
     return x if axis.size == 1 else _Copy.apply(x, axis)
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis; the gradient passes through."""
+    """All-reduce; passes the gradient through."""
     return x if axis.size == 1 else _Reduce.apply(x, axis)
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:
-    """(p, ...) -> (n·p, ...); the gradient is summed and scattered."""
+    """All-gather (p, ...) -> (n·p, ...); reduce-scatters the gradient."""
     return x if axis.size == 1 else _Gather.apply(x, axis)
 
 
 def scatter_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """(n·p, ...) -> (p, ...) summed; the gradient is gathered."""
+    """Reduce-scatter (n·p, ...) -> (p, ...); all-gathers the gradient."""
     return x if axis.size == 1 else _ScatterReduce.apply(x, axis)
-
-
-def split(x: Tensor, axis: Axis) -> Tensor:
-    """(n·p, ...), equal on all ranks -> own piece (p, ...); the gradient is gathered."""
-    return x if axis.size == 1 else _Split.apply(x, axis)

@@ -1,8 +1,7 @@
-"""The one module that knows devices: what a process group, a compiler and an attention kernel are called on each kind,
-how much memory there is and how fast it can multiply.
+"""Device types: process-group backend, compiler, attention kernel, memory, bandwidths and peak FLOP/s of CPU, CUDA and Neuron.
 
-Figures are the vendors' published ones, dense, for one device as a launcher sees it (a Neuron logical core, a GPU,
-the whole CPU). The rest of the tree asks a `Device` and never a type string.
+The only module with device-specific code: the rest of the tree asks a `Device` and never compares device types. Figures are the
+vendors' published dense ones, for one device as a launcher counts it (a Neuron logical core, a GPU, the entire CPU).
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device.
+    """A device type, or a specific accelerator with its figures.
 
     Attributes:
-        type: torch's device type.
-        backend: name of the process-group backend.
-        compile_backend: name that `torch.compile` knows its compiler by.
-        reduces: whether the backend's own reducing collectives are the fastest way to reduce (see collectives.py).
-        memory_bytes: memory of one device, None where it is the host's.
-        bandwidth: bytes a second between one device and its memory, None where unknown.
-        link: bytes a second that one device sends to others in its node, None where unknown.
-        network: bytes a second that are one device's share of its node's network, None where unknown.
-        peak_flops: dense matrix FLOP/s of one device by precision, empty where unknown.
-        attention: name of its attention kernel (attention_kernels.py).
-        monitor: name of what tells how it is doing.
-        environment: what a launcher sets for processes that span nodes.
-        communicator: variable that tells the device's runtime where its collectives meet, as host:port; None: none does.
+        type: torch device type.
+        backend: process-group backend.
+        compile_backend: `torch.compile` backend.
+        supports_reduction: whether the backend's own reductions are the fastest way to reduce (collectives.py).
+        memory_bytes: memory of one device; None: host memory.
+        bandwidth: memory bandwidth of one device in bytes/s; None: unknown.
+        link: bandwidth from one device to others in its node in bytes/s; None: unknown.
+        network: one device's share of its node's network bandwidth in bytes/s; None: unknown.
+        peak_flops: dense matrix FLOP/s of one device by precision; None: unknown.
+        attention_kernel: name of the default attention kernel (attention/kernels.py).
+        monitor: name of its utilization reader (telemetry).
+        environment: environment variables that launchers set for processes across nodes.
+        communicator: environment variable with the host:port where the device runtime's collectives rendezvous; None: unused.
     """
 
     type: str
     backend: str
     compile_backend: str
-    reduces: bool
+    supports_reduction: bool
     memory_bytes: int | None = None
     peak_flops: dict[str, float] | None = None
-    attention: str = "math"
+    attention_kernel: str = "math"
     bandwidth: float | None = None
     link: float | None = None
     network: float | None = None
@@ -52,10 +51,10 @@ class Device:
     environment: tuple[tuple[str, str], ...] = ()
     communicator: str | None = None
 
-    def local(self, local_rank: int = 0) -> torch.device:
-        """The torch device of the process with this rank on its node, made the current one."""
+    def set_current(self, local_rank: int = 0) -> torch.device:
+        """Make the device of this local rank the current one and return it."""
         if self.type == "cpu":
-            _keep_freed_memory()
+            _retain_freed_memory()
             return torch.device("cpu")
         device = torch.device(self.type, local_rank)
         torch.accelerator.set_device_index(local_rank)
@@ -66,34 +65,38 @@ class Device:
             torch.accelerator.synchronize()
 
     def available(self) -> int:
-        """How many devices of this kind this machine has. Raises RuntimeError where its software is missing."""
+        """Number of devices of this type on this machine.
+
+        Raises:
+            RuntimeError: the device's software is missing.
+        """
         if self.type == "cpu":
             return os.cpu_count() or 1
         if self.type == "cuda":
             return torch.cuda.device_count()
-        neuron_software()
+        torch_neuronx_version()
         accelerator = torch.accelerator.current_accelerator()
         return torch.accelerator.device_count() if accelerator and accelerator.type == self.type else 0
 
     def peak(self, precision: str) -> float | None:
-        """Peak dense FLOP/s of one device in "float32" or "bf16", None where it is not known."""
+        """Peak dense FLOP/s of one device in "float32" or "bf16"; None if unknown."""
         return (self.peak_flops or {}).get(precision)
 
     @property
     def synchronous(self) -> bool:
-        """Whether work is done when the call that asks for it returns, so that the host's clock can time it."""
+        """Whether operators complete before their call returns, so that the host's clock can time them."""
         return self.type == "cpu"
 
     @property
     def allocated_bytes(self) -> int | None:
-        """The most memory that tensors of this process have taken, where the allocator counts it."""
+        """Peak memory allocated to tensors of this process; None if the allocator does not count it."""
         return torch.cuda.max_memory_allocated() if self.type == "cuda" else None
 
 
-def _keep_freed_memory() -> None:
-    """Have glibc keep large freed blocks rather than give them back to the system; other C libraries stay as they are.
+def _retain_freed_memory() -> None:
+    """Make glibc keep large freed blocks instead of returning them to the system; no effect on other C libraries.
 
-    Having the same pages given anew at each allocation costs a step of a small Llama 7 % in float32 and 20 % in bf16.
+    Mapping the same pages anew at each allocation costs a small Llama 7 % of its step time in float32 and 20 % in bf16.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -102,24 +105,24 @@ def _keep_freed_memory() -> None:
         mallopt(mmap_threshold, GIB)
 
 
-CPU = Device("cpu", "gloo", "inductor", reduces=False, attention="cpu-flash")
-# A ring of the last collectives of each process, for when one of them hangs.
+CPU = Device("cpu", "gloo", "inductor", supports_reduction=False, attention_kernel="cpu-flash")
+# TORCH_FR_BUFFER_SIZE: flight recorder of each process's last collectives, to debug hangs.
 CUDA = Device(
     "cuda",
     "nccl",
     "inductor",
     True,
-    attention="cuda-flash",
+    attention_kernel="cuda-flash",
     monitor="nvml",
     environment=(("TORCH_FR_BUFFER_SIZE", "2000"),),
 )
-# EFA is the nodes' network. Without an address to meet at, the runtime hangs at its start.
+# EFA is the nodes' network. Without a rendezvous address the runtime hangs at startup.
 NEURON = Device(
     "neuron",
     "neuron",
     "neuron",
     True,
-    attention="nki",
+    attention_kernel="nki",
     monitor="neuron-monitor",
     environment=(
         ("FI_PROVIDER", "efa"),
@@ -130,7 +133,7 @@ NEURON = Device(
     communicator="NEURON_RT_ROOT_COMM_ID",
 )
 
-# AWS's figures are of chips and nodes: two devices share a chip of trn1, four one of trn2 and trn3 (logical cores of two).
+# AWS publishes figures by chip and node: a trn1 chip has two devices, a trn2 or trn3 chip four (logical cores of two).
 ACCELERATORS = {
     "trn1": replace(
         NEURON,
@@ -173,20 +176,24 @@ ACCELERATORS = {
         network=400e9 / 8,
     ),
 }
-KINDS = {"cpu": CPU, "cuda": CUDA, "neuron": ACCELERATORS["trn2"]}  # the first that the native stack is for
+KINDS = {
+    "cpu": CPU,
+    "cuda": CUDA,
+    "neuron": ACCELERATORS["trn2"],
+}  # trn2: the first generation that native PyTorch supports
 
 
 def resolve(kind: str, accelerator: str | None = None) -> Device:
-    """The device of a profile's `cluster.device`, with the figures of its `cluster.accelerator`, or of the card that is here.
+    """The device of a profile's `cluster.device`, with the figures of its `cluster.accelerator`, or of this machine's GPU.
 
     Raises:
-        ValueError: an unknown kind or accelerator.
+        ValueError: unknown kind or accelerator.
     """
     if kind not in KINDS:
         raise ValueError(f"device {kind!r} is not one of {', '.join(KINDS)}")
     if accelerator is None and kind == "cuda" and torch.cuda.is_available():
-        card = torch.cuda.get_device_name().lower()
-        accelerator = next((name for name in ACCELERATORS if name in card), None)
+        gpu = torch.cuda.get_device_name().lower()
+        accelerator = next((name for name in ACCELERATORS if name in gpu), None)
         if accelerator is None:
             return replace(CUDA, memory_bytes=torch.cuda.get_device_properties().total_memory)
     if accelerator is None:
@@ -197,50 +204,48 @@ def resolve(kind: str, accelerator: str | None = None) -> Device:
     return ACCELERATORS[accelerator]
 
 
-def present() -> str:
-    """The kind of the accelerator that this machine has, else "cpu"; for tools that look, never for a run."""
+def detect() -> str:
+    """Type of this machine's accelerator, else "cpu"; for diagnostic tools only, as runs never guess their device."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator.type if accelerator and accelerator.type in KINDS else "cpu"
 
 
-def neuron_software() -> str:
-    """The version of TorchNeuron, whose package is torch-neuronx.
+def torch_neuronx_version() -> str:
+    """Version of TorchNeuron, the package torch-neuronx.
 
     Raises:
-        RuntimeError: it is missing, or only the public index's placeholder of that name (1.0), or made for another torch.
+        RuntimeError: it is missing, the public index's placeholder of that name (1.0), or built for another torch.
     """
-    source = "it comes from AWS's own package index"
+    source = "install it from AWS's package index"
     try:
         found = version("torch-neuronx")
     except PackageNotFoundError:
         raise RuntimeError(f"torch-neuronx is not installed; {source}") from None
     if found.startswith("1."):
-        raise RuntimeError(
-            f"torch-neuronx {found} is the public index's placeholder, without any code; {source}"
-        )
+        raise RuntimeError(f"torch-neuronx {found} is the public index's empty placeholder; {source}")
     release = torch.__version__.split("+")[0]
     if found.split(".")[:2] != release.split(".")[:2]:
-        raise RuntimeError(f"torch-neuronx {found} is not made for torch {release}; {source}")
+        raise RuntimeError(f"torch-neuronx {found} is not built for torch {release}; {source}")
     return found
 
 
 def has_fused_adamw(tensor: torch.Tensor) -> bool:
-    """Whether torch has a fused AdamW kernel where this tensor lies."""
+    """Whether torch has a fused AdamW kernel for this tensor's device."""
     return fuses_adamw(tensor.device.type)
 
 
 def fuses_adamw(kind: str) -> bool:
-    """Whether torch has one on this kind of device."""
+    """Whether torch has a fused AdamW kernel for this device type."""
     return kind in ("cpu", "cuda")
 
 
 def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of the host for copies of a tensor; page-locked where the device then copies beside other work."""
+    """Uninitialized host tensor for copies of a tensor, page-locked if the device can then copy asynchronously."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """The states of torch's random generators on the host and on a device, bytes."""
+    """States of torch's random generators on the host and on a device, as bytes."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state()
@@ -248,7 +253,7 @@ def random_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_random_states(device: torch.device, states: dict[str, torch.Tensor]) -> None:
-    """Put back what `random_states` gave."""
+    """Restore the states returned by `random_states`."""
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
     if device.type in states and device.type != "cpu":
@@ -256,7 +261,7 @@ def set_random_states(device: torch.device, states: dict[str, torch.Tensor]) -> 
 
 
 def platform_tag(kind: str) -> str:
-    """What compiled code depends on besides the compiler: the processor and its vector units, or the card."""
+    """What compiled code depends on besides the compiler: processor and vector units, or GPU architecture."""
     if kind == "cuda" and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         return f"cuda-sm{major}{minor}"

@@ -1,11 +1,11 @@
-"""Cross-entropy over a vocabulary that is split over the tensor axis.
+"""Cross-entropy over a vocabulary split over the tensor axis.
 
-With logits z (tokens × v), loss = log Σ exp z - z[target]. Over t ranks: the maximum, the sum of exponentials and the
-target's logit are each one reduction of a number a token (arXiv 1909.08053, section 3).
+With logits z (tokens × v), loss = log Σ exp z - z[target]. The maximum, the sum of exponentials and the target's logit are
+reduced over the t ranks, one number a token each (arXiv 1909.08053, section 3).
 
-`linear_cross_entropy` fuses the output projection z = X Wᵀ with the loss and walks over chunks of tokens, so that full
-logits never exist: a chunk's logits become its gradient in place, and dX and dW come out of the forward pass (as in Liger,
-arXiv 2410.10989). Memory: one chunk × v/t in float32, instead of tokens × v/t in float32 and in the model's type.
+`linear_cross_entropy` fuses the output projection z = X Wᵀ with the loss, in chunks of tokens, so that the full logits never
+exist: a chunk's logits are overwritten by their gradient, and forward computes dX and dW too (as Liger, arXiv 2410.10989).
+Memory: one chunk × v/t in float32, instead of tokens × v/t in float32 and in the model's dtype.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from parallel import collectives
-from parallel.backward import wanted
+from parallel.backward import needs_gradient
 from parallel.mesh import Axis
 
-IGNORE = -100
+IGNORE_INDEX = -100
 CHUNK_BYTES = 32 << 20  # of float32 logits
 
 
@@ -40,23 +40,25 @@ def linear_cross_entropy(
     Args:
         x: (b·s, h), or (b·s/t, h) with sequence parallelism.
         weight: (ceil(v/t), h), this rank's rows.
-        targets: (b·s) token ids; IGNORE (-100) counts nothing.
-        axis: the tensor axis.
-        first: 0-dim tensor, the number of this rank's first row.
+        targets: (b·s) token ids; IGNORE_INDEX (-100) is ignored.
+        axis: tensor axis.
+        first: 0-dim tensor, index of this rank's first row.
         vocabulary: v, unpadded.
-        chunk: tokens a step, by default as many as fit 32 MB of float32 logits.
+        chunk: tokens a chunk; None: as many as fit in 32 MB of float32 logits.
 
     Returns:
         0-dim float32 sum over the tokens, the same on every rank of the axis.
 
     Raises:
-        ValueError: shapes that do not meet.
+        ValueError: mismatched shapes.
     """
     tokens = x.shape[0] * (axis.size if sequence_parallel else 1)
     if targets.shape != (tokens,):
-        raise ValueError(f"linear_cross_entropy: targets {tuple(targets.shape)} for {tokens} tokens")
+        raise ValueError(
+            f"linear_cross_entropy: targets have shape {tuple(targets.shape)}, expected ({tokens},)"
+        )
     if x.shape[1] != weight.shape[1]:
-        raise ValueError(f"linear_cross_entropy: x is {x.shape[1]} wide, the weight {weight.shape[1]}")
+        raise ValueError(f"linear_cross_entropy: x has width {x.shape[1]}, the weight {weight.shape[1]}")
     chunk = chunk or max(64, CHUNK_BYTES // (4 * weight.shape[0]))
     return _LinearCrossEntropy.apply(x, weight, targets, axis, first, vocabulary, sequence_parallel, chunk)
 
@@ -71,33 +73,26 @@ class _LinearCrossEntropy(Function):
         axis: Axis,
         first: Tensor,
         vocabulary: int,
-        sequence: bool,
+        sequence_parallel: bool,
         chunk: int,
     ) -> Tensor:
-        whole = collectives.all_gather(x, axis) if sequence else x  # (b·s, h)
+        x = collectives.all_gather(x, axis) if sequence_parallel else x  # (b·s, h)
         train = any(ctx.needs_input_grad)
-        grad_x = torch.empty_like(whole) if train else None
+        grad_x = torch.empty_like(x) if train else None
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if train else None
-        total = whole.new_zeros((), dtype=wide)
-        for start in range(0, whole.shape[0], chunk):
-            piece = whole[start : start + chunk]  # (chunk, h)
-            target = targets[start : start + chunk]
-            loss, grad = _chunk(piece @ weight.t(), target, axis, first, vocabulary, train)
+        total = x.new_zeros((), dtype=wide)
+        for start in range(0, x.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            chunk_x, chunk_targets = x[rows], targets[rows]  # (chunk, h), (chunk)
+            logits = chunk_x @ weight.t()  # (chunk, ceil(v/t))
+            loss, grad_logits = _chunk_loss(logits, chunk_targets, axis, first, vocabulary, train)
             total += loss
             if train:
-                # Tokens that do not count are masked where it is cheap: in h, not in v.
-                counted = (target != IGNORE)[:, None].to(piece.dtype)  # (chunk, 1)
-                piece = piece * counted
-                grad = grad.to(weight.dtype)  # (chunk, v/t)
-                torch.mul(grad @ weight, counted, out=grad_x[start : start + chunk])
-                if weight.dtype == grad_weight.dtype:
-                    grad_weight.addmm_(grad.t(), piece)
-                else:
-                    grad_weight += grad.t() @ piece
+                _chunk_backward(grad_logits, chunk_x, weight, chunk_targets, grad_x, rows, grad_weight)
         if train:
-            if sequence:
-                grad_x = collectives.reduce_scatter(grad_x, axis)
+            if sequence_parallel:
+                grad_x = collectives.reduce_scatter(grad_x, axis)  # (b·s/t, h)
             else:
                 grad_x = collectives.all_reduce(grad_x, axis)
             ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype))
@@ -106,51 +101,93 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        grad_x = grad_x * grad if wanted(ctx, 0) else None
-        grad_weight = grad_weight * grad if wanted(ctx, 1) else None
+        grad_x = grad_x * grad if needs_gradient(ctx, 0) else None
+        grad_weight = grad_weight * grad if needs_gradient(ctx, 1) else None
         return grad_x, grad_weight, None, None, None, None, None, None
 
 
-def _chunk(
+def _chunk_loss(
     logits: Tensor, targets: Tensor, axis: Axis, first: Tensor, vocabulary: int, train: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Loss of a chunk and d loss / d logits as if every token counted, for logits (c, ceil(v/t)) and targets (c)."""
+    """Summed loss of a chunk and its gradient by the logits (c, ceil(v/t)), ignored targets included; overwrites the logits."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if vocabulary % axis.size:
-        columns = torch.arange(logits.shape[1], device=logits.device) + first
-        logits.masked_fill_(columns >= vocabulary, -torch.inf)  # padding never receives probability
-    counted = targets != IGNORE  # (c)
-    rows = targets - first
-    own = (rows >= 0) & (rows < logits.shape[1])
-    rows = rows.where(own, 0)[:, None]  # (c, 1)
-    at_target = logits.gather(1, rows)[:, 0].where(own, 0)  # (c)
+        logits.masked_fill_(_padding(logits, first, vocabulary), -torch.inf)
+    counted = targets != IGNORE_INDEX  # (c)
+    columns, local = _local_columns(targets, first, logits)
+    at_target = logits.gather(1, columns)[:, 0].where(local, 0)  # (c)
     if axis.size == 1:
         highest = logits.amax(1)
         probability = torch.softmax(logits, 1)
-        # log Σ exp z = z_max - log p_max, exact where the smallest p has long underflowed
+        # log Σ exp z = z_max - log p_max, exact even where the smallest p underflows
         log_sum = highest - probability.amax(1).log()
     else:
-        highest = collectives.all_reduce_max(logits.amax(1), axis)  # (c)
-        probability = logits.sub_(highest[:, None]).exp_()
-        sums = collectives.all_reduce(torch.stack((probability.sum(1), at_target)), axis)  # (2, c)
-        log_sum, at_target = highest + sums[0].log(), sums[1]
+        log_sum, at_target, probability, sums = _reduce_vocabulary(logits, at_target, axis, inplace=True)
         if train:
-            probability.div_(sums[0][:, None])
+            probability.div_(sums[:, None])
     loss = (log_sum - at_target).where(counted, 0).sum()
     if not train:
         return loss, None
-    probability.scatter_add_(1, rows, -own[:, None].to(probability.dtype))
+    probability.scatter_add_(1, columns, -local[:, None].to(probability.dtype))
     return loss, probability
+
+
+def _chunk_backward(
+    grad_logits: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    grad_x: Tensor,
+    rows: slice,
+    grad_weight: Tensor,
+) -> None:
+    """Write a chunk's rows of grad_x and add its part to grad_weight."""
+    # Ignored targets are masked in (chunk, h), which is cheaper than in (chunk, v/t).
+    counted = (targets != IGNORE_INDEX)[:, None].to(x.dtype)  # (chunk, 1)
+    x = x * counted
+    grad_logits = grad_logits.to(weight.dtype)
+    torch.mul(grad_logits @ weight, counted, out=grad_x[rows])
+    if weight.dtype == grad_weight.dtype:
+        grad_weight.addmm_(grad_logits.t(), x)
+    else:
+        grad_weight += grad_logits.t() @ x
+
+
+def _padding(logits: Tensor, first: Tensor, vocabulary: int) -> Tensor:
+    """Mask (ceil(v/t)) of this rank's padding columns, which must not receive probability."""
+    return torch.arange(logits.shape[1], device=logits.device) + first >= vocabulary
+
+
+def _local_columns(targets: Tensor, first: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Column of each target (c, 1), 0 for another rank's, and whether it is in this rank's shard (c)."""
+    columns = targets - first
+    local = (columns >= 0) & (columns < logits.shape[1])
+    return columns.where(local, 0)[:, None], local
+
+
+def _reduce_vocabulary(
+    logits: Tensor, at_target: Tensor, axis: Axis, *, inplace: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Softmax statistics over all ranks' logits (c, ceil(v/t)) and local target logits (c).
+
+    Returns:
+        log Σ exp z (c), target logits (c), exp(z - max z) (c, ceil(v/t)), and its sum over the vocabulary (c).
+    """
+    highest = collectives.all_reduce_max(logits.amax(1), axis)  # (c)
+    shifted = logits.sub_(highest[:, None]) if inplace else logits - highest[:, None]
+    exponentials = shifted.exp_()
+    sums = collectives.all_reduce(torch.stack((exponentials.sum(1), at_target)), axis)  # (2, c)
+    return highest + sums[0].log(), sums[1], exponentials, sums[0]
 
 
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, axis: Axis, *, first: Tensor, vocabulary: int
 ) -> Tensor:
-    """Cross-entropy of each token from logits that exist, for losses of one's own.
+    """Cross-entropy of each token from existing logits, for custom losses.
 
     Args:
         logits: (..., ceil(v/t)), this rank's columns.
-        targets: (...) token ids; IGNORE (-100) gives 0.
+        targets: (...) token ids; IGNORE_INDEX (-100) gives 0.
         axis, first, vocabulary: as for `linear_cross_entropy`.
 
     Returns:
@@ -165,23 +202,18 @@ class _VocabParallelCrossEntropy(Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, first: Tensor, vocabulary: int
     ) -> Tensor:
-        counted = targets != IGNORE
+        counted = targets != IGNORE_INDEX
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if vocabulary % axis.size:
-            columns = torch.arange(wide.shape[1], device=wide.device) + first
-            wide = wide.masked_fill(columns >= vocabulary, -torch.inf)
-        highest = collectives.all_reduce_max(wide.amax(1), axis)  # (tokens)
-        rows = targets - first
-        own = (rows >= 0) & (rows < wide.shape[1])
-        rows = rows.where(own, 0)[:, None]
-        at_target = wide.gather(1, rows)[:, 0].where(own, 0)
-        exponentials = (wide - highest[:, None]).exp_()  # (tokens, v/t)
-        sums = collectives.all_reduce(torch.stack((exponentials.sum(1), at_target)), axis)
-        gradient = exponentials.div_(sums[0][:, None])
-        gradient.scatter_add_(1, rows, -own[:, None].to(gradient.dtype))
+            wide = wide.masked_fill(_padding(wide, first, vocabulary), -torch.inf)
+        columns, local = _local_columns(targets, first, wide)
+        at_target = wide.gather(1, columns)[:, 0].where(local, 0)
+        log_sum, at_target, exponentials, sums = _reduce_vocabulary(wide, at_target, axis, inplace=False)
+        gradient = exponentials.div_(sums[:, None])  # (tokens, ceil(v/t))
+        gradient.scatter_add_(1, columns, -local[:, None].to(gradient.dtype))
         ctx.save_for_backward(gradient, counted)
         ctx.dtype = logits.dtype
-        return (highest + sums[0].log() - sums[1]).where(counted, 0)
+        return (log_sum - at_target).where(counted, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

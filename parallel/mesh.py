@@ -1,14 +1,14 @@
-"""The mesh: how the ranks of a run are numbered over pipeline x data x context x tensor, slowest first.
+"""Device mesh: ranks numbered over pipeline × data × context × tensor, slowest first, with a process group for each axis.
 
     rank = ((pipeline · D + data) · C + context) · T + tensor
 
-so the ranks of one tensor group are neighbours and sit on one node wherever the degree allows. Where KV heads are fewer
-than tensor ranks, the tensor axis unfolds into (kv shard, kv replica): with m replicas, tensor rank t is shard t // m,
-replica t % m. Three further axes: `zero` = data x context, over which gradients are summed and optimizer
-states sharded; `ends`, the first and last pipeline stage, which may share a weight; and `world`.
+The ranks of a tensor group are neighbours, on one node where the degree allows. If there are fewer KV heads than tensor ranks,
+the tensor axis unfolds to (kv shard, kv replica): with m replicas, tensor rank t is shard t // m, replica t % m. Further axes:
+`dp_shard` = data × context, over which gradients are reduced and optimizer states sharded; `embedding`, the first and the last
+pipeline stage, which may share a weight; and `world`.
 
-Every axis has a process group, created in the same order on every rank and registered under the axis's own name, the same
-on every rank: a compiled graph names "tensor", never "the group of ranks 8 to 15", so ranks share their graphs.
+Process groups are created in the same order on every rank and registered under the axis's name: a compiled graph refers to
+"tensor", never to the group of ranks 8 to 15, so ranks share compiled graphs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ AXES = ("pipeline", "data", "context", "tensor")
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as one rank sees it.
+    """One axis of the mesh as seen by one rank.
 
     Attributes:
-        name: also the name its process group is registered under.
+        name: also the name of its registered process group.
         size: degree.
-        rank: this process's place along the axis. Never a constant in a model's graph: it differs between ranks.
-        ranks: the global ranks along the axis, in order.
-        group: the process group; None where size is 1 or the mesh is only planned.
-        reduces: whether the backend's own reductions are used (collectives.py).
+        rank: this process's rank along the axis. Must not become a constant in a model's graph, as it differs between ranks.
+        ranks: global ranks along the axis, in order.
+        group: process group; None if size is 1 or the mesh is only planned.
+        supports_reduction: whether to use the backend's own reductions (collectives.py).
     """
 
     name: str
@@ -47,23 +47,23 @@ class Axis:
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    reduces: bool = True
+    supports_reduction: bool = True
 
 
 class Mesh:
-    """Axes `pipeline`, `data`, `context`, `tensor`, `kv_replica`, `zero`, `ends` and `world`, for one rank.
+    """Axes `pipeline`, `data`, `context`, `tensor`, `kv_replica`, `dp_shard`, `embedding` and `world` of one rank.
 
-    On a stage between the ends, `ends` is of size 1.
+    On ranks of the middle pipeline stages, `embedding` has size 1.
 
     Args:
         pipeline, data, context, tensor: degrees; their product is the world size.
-        kv_replicas: how many neighbouring tensor ranks hold the same KV head; divides `tensor`.
-        rank: which rank to see it as; by default this process's own, with process groups. Given, the mesh is only planned:
-            it has places and sizes but no groups (for planning, conversion and tests).
-        reduces: see `Device.reduces`.
+        kv_replicas: number of neighbouring tensor ranks that hold the same KV head; divides `tensor`.
+        rank: rank to plan for: the mesh then has ranks and sizes but no process groups (for planning, conversion and tests);
+            None: this process's, with groups if torch.distributed is initialized.
+        supports_reduction: see `Device.supports_reduction`.
 
     Raises:
-        ValueError: a degree below 1, replicas that do not divide the tensor degree, a world of another size.
+        ValueError: a degree below 1, replicas that do not divide the tensor degree, or a different world size.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Mesh:
         tensor: int = 1,
         kv_replicas: int = 1,
         rank: int | None = None,
-        reduces: bool = False,
+        supports_reduction: bool = False,
     ) -> None:
         self.shape = dict(zip(AXES, (pipeline, data, context, tensor), strict=True))
         for name, size in self.shape.items():
             if size < 1:
-                raise ValueError(f"mesh: {name} = {size}, a degree is at least 1")
+                raise ValueError(f"mesh: {name} = {size}; a degree must be at least 1")
         if kv_replicas < 1 or tensor % kv_replicas:
             raise ValueError(f"mesh: kv_replicas = {kv_replicas} does not divide the tensor degree {tensor}")
         self.size = math.prod(self.shape.values())
@@ -87,17 +87,17 @@ class Mesh:
         planned = rank is not None or not dist.is_initialized()
         self.rank = (rank or 0) if planned else dist.get_rank()
         if not planned and dist.get_world_size() != self.size:
-            degrees = " x ".join(f"{name} {size}" for name, size in self.shape.items())
+            degrees = " × ".join(f"{name} {size}" for name, size in self.shape.items())
             raise ValueError(
-                f"mesh: {degrees} needs {self.size} ranks, the world has {dist.get_world_size()}"
+                f"mesh: {degrees} needs {self.size} ranks, the world size is {dist.get_world_size()}"
             )
         if not 0 <= self.rank < self.size:
-            raise ValueError(f"mesh: rank {self.rank} is not in a world of {self.size}")
+            raise ValueError(f"mesh: rank {self.rank} is outside a world of size {self.size}")
         self._registered: list[str] = []
         for name, groups in self._groups().items():
-            setattr(self, name, self._axis(name, groups, planned, reduces))
+            setattr(self, name, self._axis(name, groups, planned, supports_reduction))
         if not planned and self.size > 1:
-            # A rank that is done with the mesh before another has connected would close the line on it.
+            # A rank that closed the mesh before another has connected would break that rank's connection.
             dist.barrier()
 
     pipeline: Axis
@@ -105,41 +105,43 @@ class Mesh:
     context: Axis
     tensor: Axis
     kv_replica: Axis
-    zero: Axis
-    ends: Axis
+    dp_shard: Axis
+    embedding: Axis
     world: Axis
 
     def _groups(self) -> dict[str, list[tuple[int, ...]]]:
-        """Every group of every axis as tuples of global ranks, in the one order all ranks create them in."""
+        """Global ranks of every group of every axis, in the order in which all ranks create the groups."""
         grid = torch.arange(self.size).view(*self.shape.values())
         unfolded = grid.view(*grid.shape[:-1], -1, self.kv_replicas)
         groups = {name: list(_lines(grid, [dim])) for dim, name in enumerate(AXES)}
         groups["kv_replica"] = list(_lines(unfolded, [4]))
-        groups["zero"] = list(_lines(grid, [1, 2]))
-        groups["ends"] = list(_lines(grid[[0, -1]], [0])) if self.shape["pipeline"] > 1 else []
+        groups["dp_shard"] = list(_lines(grid, [1, 2]))
+        groups["embedding"] = list(_lines(grid[[0, -1]], [0])) if self.shape["pipeline"] > 1 else []
         groups["world"] = [tuple(range(self.size))]
         return groups
 
-    def _axis(self, name: str, groups: list[tuple[int, ...]], planned: bool, reduces: bool) -> Axis:
+    def _axis(
+        self, name: str, groups: list[tuple[int, ...]], planned: bool, supports_reduction: bool
+    ) -> Axis:
         ranks = next((group for group in groups if self.rank in group), (self.rank,))
         group = None
         if not planned and any(len(members) > 1 for members in groups):
-            # Every rank takes part in making every group, its own or not.
-            made = [
+            # Creating a group is collective over the world, members or not.
+            created = [
                 dist.group.WORLD if name == "world" else dist.new_group(list(members)) for members in groups
             ]
             if ranks in groups:
-                group = made[groups.index(ranks)]
+                group = created[groups.index(ranks)]
                 _register_process_group(name, group)
                 self._registered.append(name)
-        return Axis(name, len(ranks), ranks.index(self.rank), ranks, group, reduces)
+        return Axis(name, len(ranks), ranks.index(self.rank), ranks, group, supports_reduction)
 
     def coordinates(self) -> dict[str, int]:
-        """This rank's place along the four axes."""
+        """This rank along each of the four axes."""
         return {name: getattr(self, name).rank for name in AXES}
 
     def close(self) -> None:
-        """Give the registered names and groups back, so that another mesh can be made in this process."""
+        """Unregister and destroy the process groups, so that this process can create another mesh."""
         for name in self._registered:
             axis: Axis = getattr(self, name)
             _unregister_process_group(name)
@@ -148,10 +150,10 @@ class Mesh:
         self._registered.clear()
 
 
-def registered(name: str, size: int) -> Axis:
-    """The axis of this name as this rank sees it, for operators: a graph may hand them a name, but no rank.
+def registered_axis(name: str, size: int) -> Axis:
+    """The axis with this registered name, for operators: a graph may pass them a name but no rank.
 
-    `reduces` is not known here.
+    Its `supports_reduction` is unknown and left at the default.
     """
     if size == 1:
         return Axis(name)
@@ -160,8 +162,8 @@ def registered(name: str, size: int) -> Axis:
 
 
 def _lines(grid: torch.Tensor, dims: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The tuples of ranks that differ along `dims` alone, in row-major order of the remaining dims."""
+    """Tuples of ranks that differ only along `dims`, in row-major order of the remaining dims."""
     rest = [dim for dim in range(grid.dim()) if dim not in dims]
     flat = grid.permute(*rest, *dims).flatten(len(rest))
-    for place in product(*(range(grid.shape[dim]) for dim in rest)):
-        yield tuple(flat[place].tolist())
+    for index in product(*(range(grid.shape[dim]) for dim in rest)):
+        yield tuple(flat[index].tolist())

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm: replicated over the tensor axis, on whole or sequence-sharded tokens."""
+"""RMSNorm and LayerNorm, replicated over the tensor axis, for full or sequence-parallel inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallel.mesh import Axis
 
 
 class _RMSNorm(Function):
-    """torch's fused forward, with a backward of its own: torch's takes three times as long on CPUs.
+    """torch's fused forward with a custom backward: torch's own takes three times as long on CPUs.
 
     With x̂ = x·r, r = 1/sqrt(mean(x²) + ε) and g the gradient of y = x̂·w:
     dw = Σ g·x̂ over tokens, dx = r·(g·w - x̂·mean(g·w·x̂)).
@@ -23,7 +23,7 @@ class _RMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        # In float32 throughout: the fused kernel is for one type, and a mixed one is slower than the conversions.
+        # All in float32: the fused kernel takes one dtype, and the mixed-dtype path is slower than the conversions.
         wide = torch.promote_types(x.dtype, torch.float32)
         y, inverse = torch.ops.aten._fused_rms_norm(x.to(wide), weight.shape, weight.to(wide), epsilon)
         ctx.save_for_backward(x, weight, inverse)
@@ -48,8 +48,8 @@ class RMSNorm(nn.Module):
 
     Args:
         hidden: h.
-        axis: the tensor axis, over which the weight is replicated.
-        sequence_parallel: whether the input is (b·s/t, h); the weight's gradient is then partial.
+        axis: tensor axis, over which the weight is replicated.
+        sequence_parallel: whether the input is (b·s/t, h); the weight's gradient is then a partial sum.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.epsilon = epsilon
-        partial = ("tensor",) if sequence_parallel and axis.size > 1 else ()
+        partial_axes = ("tensor",) if sequence_parallel and axis.size > 1 else ()
         self.weight = parameter(
-            Layout((Section("", (hidden,), None),), axis.size, Constant(1.0), partial), dtype, device
+            Layout((Section("", (hidden,), None),), axis.size, Constant(1.0), partial_axes), dtype, device
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class LayerNorm(RMSNorm):
     def __init__(self, hidden: int, axis: Axis, **arguments: Any) -> None:
         super().__init__(hidden, axis, **arguments)
         weight: Layout = self.weight.global_layout
-        layout = Layout(weight.sections, axis.size, Constant(0.0), weight.partial)
+        layout = Layout(weight.sections, axis.size, Constant(0.0), weight.partial_axes)
         self.bias = parameter(layout, self.weight.dtype, self.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def boxes_of_rank(
     built = MODELS[model.architecture](model, mesh, layers, device=torch.device("meta"))
     for name, parameter in built.named_parameters():
         layout = layout_of(parameter)
-        if "ends" in layout.partial and stage:  # the first stage has it too
+        if "embedding" in layout.partial_axes and stage:  # the first stage has it too
             continue
         yield from (box for box in layout.boxes(name, rank) if box.replica == 0)
 

@@ -116,7 +116,7 @@ def _tensors(path: Path) -> dict[str, Stored]:
 
 
 def _piece(stored: Stored, box: Box) -> Tensor:
-    return box.of(stored.open())
+    return box.view(stored.open())
 
 
 def _split(

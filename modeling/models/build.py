@@ -10,7 +10,7 @@ from modeling.models.language_model import LanguageModel
 from modeling.models.llama import Llama
 from parallel import Mesh
 from parallel import device as devices
-from parallel.activation_checkpointing import recompute
+from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.pipeline.schedules import choose_extra_forwards
 from parallel.pipeline.stages import cut_layers
 from profiles.schema import Profile
@@ -23,8 +23,8 @@ def build_mesh(profile: Profile, rank: int | None = None) -> Mesh:
     """The run's device mesh as this process sees it, or without process groups as `rank` sees it."""
     parallel, cluster = profile.parallel, profile.cluster
     degrees = (parallel.pipeline, profile.data_parallel, parallel.context, parallel.tensor)
-    reduces = devices.resolve(cluster.device, cluster.accelerator).reduces
-    return Mesh(*degrees, profile.kv_replication, rank=rank, reduces=reduces)
+    reduces = devices.resolve(cluster.device, cluster.accelerator).supports_reduction
+    return Mesh(*degrees, profile.kv_replication, rank=rank, supports_reduction=reduces)
 
 
 def partition_layers(profile: Profile) -> list[range]:
@@ -59,5 +59,7 @@ def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
 def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.device) -> LanguageModel:
     """The pipeline stage that holds `layers`, uninitialized, with the profile's activation checkpointing."""
     model = build_model(profile, mesh, layers, device)
-    recompute(model.layers.values(), profile.train.recompute, profile.train.recompute_layers)
+    apply_activation_checkpointing(
+        model.layers.values(), profile.train.recompute, profile.train.recompute_layers
+    )
     return model

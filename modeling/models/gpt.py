@@ -57,7 +57,7 @@ class Attention(nn.Module):
         if keys is None:
             y = attention(q, k, v, self.context, documents=documents)  # (b, n/t, s/c, d)
         else:
-            mask = {"positions": positions, "keys": keys.whole, "heads": self.heads, "rate": self.dropout}
+            mask = {"positions": positions, "keys": keys.attention, "heads": self.heads, "rate": self.dropout}
             y = dropout_attention(q, k, v, self.context, **mask, documents=documents)  # (b, n/t, s/c, d)
         return self.output(y.transpose(1, 2).reshape(-1, heads * self.d))  # (b·s/c, h)
 
@@ -95,7 +95,7 @@ class Block(nn.Module):
         return x + self._dropout(y, keys, 2)
 
     def _dropout(self, y: Tensor, keys: Keys | None, site: int) -> Tensor:
-        return y if keys is None else dropout(y, keys.fold(site).own, self.dropout)
+        return y if keys is None else dropout(y, keys.fold(site).hidden, self.dropout)
 
 
 class GPT(LanguageModel):
@@ -126,7 +126,7 @@ class GPT(LanguageModel):
             offsets = positions if documents is None else positions - documents  # (s/c) or (b, s/c)
             x = self.embedding(x) + self.positions(offsets.expand(x.shape))  # (b·s/c, h)
             if keys:
-                x = dropout(x, keys.own, self.model.dropout)
+                x = dropout(x, keys.hidden, self.model.dropout)
         for number, layer in self.layers.items():
             x = layer(x, positions, documents, keys and keys.fold(int(number)))
         return self.norm(x) if self.last else x

@@ -51,8 +51,8 @@ class LanguageModel(nn.Module):
         options["initializer"] = Normal(model.initializer_range)
         tied, vocabulary = model.tie_word_embeddings, (model.vocab_size, model.hidden_size, mesh.tensor)
         if self.first or (self.last and tied):
-            shared = ("ends",) if tied and mesh.pipeline.size > 1 else ()
-            self.embedding = VocabParallelEmbedding(*vocabulary, partial=shared, **options)
+            shared = ("embedding",) if tied and mesh.pipeline.size > 1 else ()
+            self.embedding = VocabParallelEmbedding(*vocabulary, partial_axes=shared, **options)
         if self.first:
             self.add_position_embedding(**options)
         self.layers = nn.ModuleDict({str(i): self.block(model, mesh, norm, **options) for i in layers})

@@ -112,5 +112,5 @@ def _exchanged_bytes(profile: Profile, buckets: Sequence[int]) -> int:
         return 0
     device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
     width = DTYPES[profile.train.gradient_dtype].itemsize
-    share = 1 / optimizer_shards(profile) if device.reduces else 1 + 1 / optimizer_shards(profile)
+    share = 1 / optimizer_shards(profile) if device.supports_reduction else 1 + 1 / optimizer_shards(profile)
     return math.ceil(sum(sorted(buckets)[-IN_FLIGHT:]) * width * share)

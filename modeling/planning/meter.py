@@ -49,7 +49,9 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         packet = function._overloadpacket
         if packet is torch.ops.trainshed.attention_backward and self._kernel is not None:
-            self.peak = max(self.peak, self.live + self._kernel.scratch(inputs[1], inputs[2], causal=True))
+            self.peak = max(
+                self.peak, self.live + self._kernel.scratch_bytes(inputs[1], inputs[2], causal=True)
+            )
         results = function(*inputs, **(named or {}))
         for result in tree_leaves(results):
             if isinstance(result, Tensor):

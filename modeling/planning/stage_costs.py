@@ -19,7 +19,7 @@ from modeling.planning.meter import Meter
 from modeling.planning.operator_costs import axis_sizes
 from parallel import Mesh
 from parallel import device as devices
-from parallel.activation_checkpointing import recompute
+from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.attention import kernels
 from profiles.schema import Profile
 
@@ -108,7 +108,7 @@ class StageCosts:
 
     def _measure(self, stage: nn.Module, mode: str) -> LayerCosts:
         """Run one microbatch forward and backward as the trainer does."""
-        recompute(stage.layers.values(), mode)
+        apply_activation_checkpointing(stage.layers.values(), mode)
         for parameter in stage.parameters():
             parameter.register_post_accumulate_grad_hook(_drop_gradient)  # ZeRO-1 moves it into a bucket
         train, cluster = self.profile.train, self.profile.cluster
@@ -117,7 +117,7 @@ class StageCosts:
         positions, keys = tokens[0], tokens[:, 0]
         x = tokens if stage.first else self._hidden_states()
         existing = [*stage.parameters(), *stage.buffers(), tokens, x]
-        kernel = kernels.present(devices.resolve(cluster.device, cluster.accelerator).attention)
+        kernel = kernels.find_kernel(devices.resolve(cluster.device, cluster.accelerator).attention)
         with Meter(existing, axis_sizes(self.mesh), kernel) as meter:
             y = stage(x, positions, samples=keys)
             if stage.last:

@@ -144,7 +144,7 @@ class TrainingRun:
 
     def _train_step(self) -> StepRecord:
         settings, optimizer = self.settings, self.optimizer
-        start, waited_before = time.perf_counter(), collectives.waited.seconds
+        start, waited_before = time.perf_counter(), collectives.wait_time.seconds
         batch = self.data.next()
         data_ready = time.perf_counter()
 
@@ -153,7 +153,7 @@ class TrainingRun:
         token_weight = 1 / (settings.global_batch_size * settings.sequence_length)  # in the mean loss
         first_sample = self.data.first_sample(self.step)
         loss = self.trainer.forward_backward(batch.tokens, token_weight, first_sample, batch.documents)
-        busy = time.perf_counter() - data_ready - (collectives.waited.seconds - waited_before)
+        busy = time.perf_counter() - data_ready - (collectives.wait_time.seconds - waited_before)
         local_loss = loss.item()  # waits for the device
         backward_done = time.perf_counter()
 
@@ -174,7 +174,7 @@ class TrainingRun:
             data_wait=data_ready - start,
             forward_backward=backward_done - data_ready,
             optimizer=end - reduced,
-            communication=collectives.waited.seconds - waited_before,
+            communication=collectives.wait_time.seconds - waited_before,
         )
         return StepRecord(
             self.step, statistics, rate, update.gradient_norm, parameter_norm, skip_reason, timings

@@ -30,7 +30,7 @@ from parallel import device as devices
 from parallel import initialize
 from parallel.attention.ring import zigzag_positions
 from parallel.collectives import all_reduce
-from parallel.loss import IGNORE
+from parallel.loss import IGNORE_INDEX
 from parallel.random import sample_keys
 from profiles.schema import Profile
 
@@ -61,7 +61,7 @@ class Trainer:
         self.profile = profile
         self.device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.torch_device = self.device.local(local_rank)
+        self.torch_device = self.device.set_current(local_rank)
         torch.set_num_threads(threads(profile))
         if start and profile.world_size > 1:
             dist.init_process_group(self.device.backend)
@@ -213,7 +213,7 @@ class Trainer:
         """
         tokens, targets, masks = self._shard(samples, documents)
         if targets is not None:
-            targets = targets.where(counted[:, None].to(targets.device), IGNORE)
+            targets = targets.where(counted[:, None].to(targets.device), IGNORE_INDEX)
         self._evaluating = True
         try:
             if self.pipeline:
@@ -228,7 +228,7 @@ class Trainer:
             self._evaluating = False
         result = torch.zeros(2 + len(self._metrics), dtype=torch.float64, device=self.torch_device)
         if self.last:
-            result[0] = (targets != IGNORE).sum()
+            result[0] = (targets != IGNORE_INDEX).sum()
             result[1:] = sums
         return result
 

@@ -1,0 +1,5 @@
+"""Attention: kernels behind one interface, tiling, ring attention over the context axis, and attention with dropout.
+
+Start with `attention.attention`, which dispatches to the others; `kernels` holds the formulas. Imports torch and, from
+`parallel`, mesh, device, collectives and random.
+"""

@@ -1,12 +1,11 @@
-"""Attention of a model's layer: softmax(scale · q kᵀ) v over all, earlier, or the same document's tokens.
+"""Grouped-query attention of a layer: softmax(scale · q kᵀ) v, full or causal, optionally within documents.
 
-Over a context axis of several ranks it is ring attention (ring_attention.py); on one rank the device's kernel computes it. Where
-calls are cheap (CPU) that is one opaque operator here, cut into tiles: it compiles under `fullgraph=True`, and is
-the same code eager and compiled. Elsewhere it is torch's own `scaled_dot_product_attention`, which each backend maps to
-its fastest kernel; documents are then a mask.
+A context axis of several ranks uses ring attention (ring.py); a single rank uses the device's kernel. Kernels that support
+tiling (CPU) run as one opaque operator, which compiles under `fullgraph=True` and runs the same code eager and compiled. Other
+devices use torch's `scaled_dot_product_attention`, which each backend maps to its fastest kernel; documents become a mask.
 
-Against scaled_dot_product_attention with repeated KV heads, forward and backward on a CPU with bf16 products (b 4, n 8, k 2,
-s 512, d 32, one thread): 0.63 of the time in float32, 0.59 in bf16.
+Time relative to scaled_dot_product_attention with repeated KV heads, forward and backward on a CPU with bf16 matrix products
+(b 4, n 8, k 2, s 512, d 32, one thread): 0.63 in float32, 0.59 in bf16.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ def attention(
     """Grouped-query attention: query head i reads KV head i // (n / k).
 
     Args:
-        q: (b, n, s, d); over a context axis s is this rank's part, laid out zigzag.
+        q: (b, n, s, d); over a context axis, s is this rank's zigzag shard.
         k, v: (b, k, s, d), n a multiple of k.
-        axis: the context axis.
-        causal: whether a token sees itself and earlier ones alone.
-        scale: of the scores; 1 / √d by default.
-        documents: (b, s) integers, the number of each token's document: tokens see their own document's alone.
-        kernel: name of a kernel (attention_kernels.py); the device's own by default.
+        axis: context axis.
+        causal: whether tokens attend only to themselves and earlier tokens.
+        scale: of the scores; None: 1 / √d.
+        documents: (b, s) integers, each token's document index; tokens attend only within their document.
+        kernel: name of a kernel (kernels.py); None: the device's default.
 
     Returns:
-        (b, n, s, d); `transpose(1, 2)` of it is contiguous where the operator here computed it.
+        (b, n, s, d); its `transpose(1, 2)` is contiguous if the operator below computed it.
 
     Raises:
-        ValueError: shapes or types that do not go together; an unknown kernel.
+        ValueError: mismatched shapes or dtypes, or an unknown kernel.
     """
     if axis is not None and axis.size > 1:
         return ring_attention(q, k, v, axis, causal=causal, scale=scale, documents=documents, kernel=kernel)
-    tiles.check("attention", q, k, v, documents)
+    tiles.check_inputs("attention", q, k, v, documents)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    name = kernel or kernels.default(q)
-    if kernel is None and not kernels.cuts(name):
+    name = kernel or kernels.default_kernel(q)
+    if kernel is None and not kernels.supports_tiling(name):
         mask = None
         if documents is not None:
             mask = tiles.document_mask(documents, documents, causal)
@@ -70,15 +69,16 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, causal: bool, scale: float, kernel: str
 ) -> tuple[Tensor, Tensor]:
     out, lse = _empty(q, k, v, documents, causal, scale, kernel)
-    both = None if documents is None else (documents, documents)
-    for rows, part, part_lse in tiles.forward(kernels.kernel(kernel), q, k, v, causal, scale, both):
-        out[:, :, rows], lse[:, :, rows] = part, part_lse
+    document_pair = None if documents is None else (documents, documents)
+    block_kernel = kernels.get_kernel(kernel)
+    for rows, tile_out, tile_lse in tiles.forward(block_kernel, q, k, v, causal, scale, document_pair):
+        out[:, :, rows], lse[:, :, rows] = tile_out, tile_lse
     return out, lse
 
 
 @_attention.register_fake
 def _empty(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """out (b, n, s, d), a token's heads side by side as the output projection reads them, and lse (b, n, s)."""
+    """Uninitialized out (b, n, s, d), stored as (b, s, n, d) for the output projection, and lse (b, n, s)."""
     b, n, s, d = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(b, s, n, d).transpose(1, 2), q.new_empty(b, n, s, dtype=wide)
@@ -97,15 +97,15 @@ def _backward(
     scale: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    both = None if documents is None else (documents, documents)
+    document_pair = None if documents is None else (documents, documents)
     dq = q.new_empty(out.transpose(1, 2).shape).transpose(1, 2)
     dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))  # sums over tiles
-    for rows, keys, (part, part_k, part_v) in tiles.backward(
-        kernels.kernel(kernel), grad, q, k, v, out, lse, causal, scale, both
+    for rows, keys, (tile_dq, tile_dk, tile_dv) in tiles.backward(
+        kernels.get_kernel(kernel), grad, q, k, v, out, lse, causal, scale, document_pair
     ):
-        dq[:, :, rows] = part
-        dk[:, :, keys] += part_k
-        dv[:, :, keys] += part_v
+        dq[:, :, rows] = tile_dq
+        dk[:, :, keys] += tile_dk
+        dv[:, :, keys] += tile_dv
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -114,7 +114,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any) -> tu
     return q.new_empty(out.transpose(1, 2).shape).transpose(1, 2), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, documents, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output, documents)
 
@@ -124,4 +124,4 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     return *_backward(grad, q, k, v, out, lse, documents, *ctx.settings), None, None, None, None
 
 
-_attention.register_autograd(_differentiate, setup_context=_keep)
+_attention.register_autograd(_differentiate, setup_context=_setup_context)

@@ -1,8 +1,8 @@
-"""Causal attention with dropout of its probabilities, in plain operations: softmax(q kᵀ / √d) ∘ mask · v.
+"""Causal attention with dropout of its probabilities, in plain operators: (softmax(q kᵀ / √d) ∘ mask) v.
 
-Attention kernels have no place for a mask that depends on global places (random.py), so the s/c × s probabilities exist, in
-float32 and once more after dropout; recomputation drops them after forward. Over a context axis K and V are gathered:
-2·k·d·s(c-1)/c elements of a layer in forward, as many in backward.
+Attention kernels do not support masks that depend on global indices (random.py), so the s/c × s probabilities are materialized,
+in float32 and again after dropout; activation checkpointing frees them after forward. Over a context axis K and V are
+all-gathered: 2·k·d·s(c-1)/c elements a layer in forward, as many in backward.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def dropout_attention(
     rate: float,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's tokens to all tokens before them.
+    """Causal attention of this rank's tokens to the full sequence, with dropout.
 
     Args:
         q: (b, n/t, s/c, d).
         k, v: (b, k/t, s/c, d).
-        axis: the context axis.
+        axis: context axis.
         positions: (s/c) or (b, s/c), of this rank's tokens.
-        keys: (b, s/c), `Keys.whole` of this rank's tokens.
-        heads: (n/t) global numbers of this rank's query heads.
-        rate: probability of dropping.
-        documents: (b, s/c) number of each token's document, where attention stays within one.
+        keys: (b, s/c), `Keys.attention` of this rank's tokens.
+        heads: (n/t), global indices of this rank's query heads.
+        rate: dropout probability.
+        documents: (b, s/c) integers, each token's document index; tokens attend only within their document.
 
     Returns:
         (b, n/t, s/c, d)
@@ -55,8 +55,8 @@ def dropout_attention(
     scores = (grouped @ k[:, :, None].mT).flatten(1, 2).float() / math.sqrt(d)  # (b, n/t, s/c, s)
     probability = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
     rows = fold(keys[:, None, :], heads[:, None])  # (b, n/t, s/c)
-    kept = dropout_mask(rows, all_positions[:, None, None, :], rate)
-    dropped = (probability / (1 - rate)).where(kept, 0).to(v.dtype).unflatten(1, (kv_heads, -1))
+    mask = dropout_mask(rows, all_positions[:, None, None, :], rate)  # (b, n/t, s/c, s)
+    dropped = (probability / (1 - rate)).where(mask, 0).to(v.dtype).unflatten(1, (kv_heads, -1))
     return (dropped @ v[:, :, None]).flatten(1, 2)
 
 

@@ -1,13 +1,12 @@
-"""Block kernels: attention of some queries to some keys, together with what merging blocks and their backward need.
+"""Attention kernels for blocks: some queries against some keys, with the log-sum-exp needed to merge blocks and for backward.
 
     scores = scale · q kᵀ;   lse = log Σ exp(scores);   out = exp(scores - lse) v
 
-Given lse over all keys rather than the block's own, backward gives the block's part of the whole gradient:
+Given lse over all keys rather than only the block's, backward returns the block's share of the full gradient:
 
     p = exp(scores - lse);   dv = pᵀ do;   ds = p ∘ (do vᵀ - rowsum(do ∘ out));   dq = scale · ds k;   dk = scale · dsᵀ q
 
-(FlashAttention-2, arXiv 2307.08691). One seam, `Kernel`, and a name for each way of computing it; a device's own name stands
-in device.py.
+(FlashAttention-2, arXiv 2307.08691). Implementations of `Kernel` are registered by name; device.py names each device's default.
 
 Shapes: q, out (b, n, s, d); k, v (b, k, t, d), n a multiple of k; lse (b, n, s).
 """
@@ -30,8 +29,10 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Block:
-    """What a kernel works on. A query sees the keys where `mask` (b, 1, s, t) is True; with `causal` those up to its own, the
-    last query being level with the last key (s <= t); else all of them. `mask` and `causal` exclude each other.
+    """Input of a kernel: queries, keys, values and which keys each query sees.
+
+    With `mask` (b, 1, s, t), those where it is True; with `causal`, those up to its own position, aligning the last query with
+    the last key (s <= t); otherwise all. `mask` and `causal` are mutually exclusive.
     """
 
     q: Tensor
@@ -42,8 +43,10 @@ class Block:
     scale: float
 
     def bias(self, multiple: int = 1) -> Tensor | None:
-        """What is added to scores to hide keys, (b or 1, 1, s, t) in q's type, None where each query sees all. Its lines
-        start at multiples of so many elements.
+        """Additive mask (b or 1, 1, s, t) in q's dtype, None if every query sees all keys.
+
+        Args:
+            multiple: row stride alignment, in elements.
         """
         s, t = self.q.shape[2], self.k.shape[2]
         if self.mask is not None:
@@ -52,35 +55,35 @@ class Block:
             hidden = torch.ones(1, 1, s, t, dtype=torch.bool, device=self.q.device).triu_(1 + t - s)
         else:
             return None
-        lines = self.q.new_zeros(*hidden.shape[:3], t + -t % multiple)
-        return lines[..., :t].masked_fill_(hidden, -torch.inf)
+        rows = self.q.new_zeros(*hidden.shape[:3], t + -t % multiple)
+        return rows[..., :t].masked_fill_(hidden, -torch.inf)
 
 
 class Kernel(ABC):
     """Attention of a block, forward and backward."""
 
-    cuts = False
-    """Whether calls over a few rows at a time are cheap, and reading masks on the host costs no synchronization."""
+    supports_tiling = False
+    """Whether calls on a few rows are cheap and reading masks on the host costs no synchronization."""
 
     @abstractmethod
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        """out in q's type and lse in float32 (float64 for float64); 0 and -inf for a query that sees no key."""
+        """out in q's dtype and lse in float32 (float64 for float64); 0 and -inf for queries that see no key."""
 
     @abstractmethod
     def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """dq, dk, dv from the final out and lse, in the inputs' type or wider."""
+        """dq, dk, dv from the final out and lse, in the inputs' dtype or wider."""
 
-    def rows(self, q: Tensor, causal: bool, backward: bool) -> int:
-        """How many of the queries q (b, n, s, d) a call should take at a time."""
+    def tile_rows(self, q: Tensor, causal: bool, backward: bool) -> int:
+        """Number of rows of the queries q (b, n, s, d) to process in one call."""
         return q.shape[2]
 
-    def scratch(self, q: Tensor, k: Tensor, causal: bool) -> int:
-        """Bytes that backward takes besides its results, where that is more than a little."""
+    def scratch_bytes(self, q: Tensor, k: Tensor, causal: bool) -> int:
+        """Temporary memory of backward in bytes, if significant."""
         return 0
 
 
 class Math(Kernel):
-    """The formulas in plain operations, on any device and in any type; all s · t scores exist at once."""
+    """The formulas in plain operators, on any device and in any dtype; materializes all s · t scores."""
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q, k, v = block.q, block.k, block.v
@@ -102,9 +105,9 @@ class Math(Kernel):
 
     @staticmethod
     def _hide(scores: Tensor, block: Block, value: float) -> None:
-        """Overwrite what must not be seen in (b, k, n/k·s, t)."""
+        """Overwrite the masked entries of scores (b, k, n/k·s, t)."""
         grouped = _grouped(scores, block.q)  # (b, k, n/k, s, t)
-        if block.causal:  # all of it is in the last s columns
+        if block.causal:  # masked entries are in the last s columns
             s = block.q.shape[2]
             above = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu_(1)
             grouped[..., -s:].masked_fill_(above, value)
@@ -113,51 +116,51 @@ class Math(Kernel):
 
 
 class CpuFlash(Kernel):
-    """torch's flash attention for CPUs, which takes grouped queries as they are.
+    """torch's flash attention for CPUs, which supports grouped queries natively.
 
-    It works on 512 keys at a time, hidden or not, so a short causal sequence is faster in runs of rows with the keys each
-    can see. Its backward in bf16 is slower than plain matrix products where the processor has them in bf16.
+    It processes 512 keys at a time, masked or not, so tiles of rows with only their visible keys speed up short causal
+    sequences. Its bf16 backward is slower than plain matrix products on processors with bf16 products.
     """
 
-    cuts = True
+    supports_tiling = True
 
-    def rows(self, q: Tensor, causal: bool, backward: bool) -> int:
+    def tile_rows(self, q: Tensor, causal: bool, backward: bool) -> int:
         b, n, s, _ = q.shape
-        if backward and self._products(q.dtype):
-            return max(64, (1 << 20) // (b * n * s))  # keeps the scores in the cache
-        if causal and s < 2048 and b * n * s * s > 1 << 19:  # what saves more than the calls cost
+        if backward and self._has_bf16_products(q.dtype):
+            return max(64, (1 << 20) // (b * n * s))  # the scores fit in the cache
+        if causal and s < 2048 and b * n * s * s > 1 << 19:  # tiling saves more than the calls cost
             return max(64, s // 8)
         return s
 
-    def scratch(self, q: Tensor, k: Tensor, causal: bool) -> int:
-        sums = 2 * 4 * k.numel()  # of dk and dv over tiles, in float32
-        if not self._products(q.dtype):
+    def scratch_bytes(self, q: Tensor, k: Tensor, causal: bool) -> int:
+        sums = 2 * 4 * k.numel()  # dk and dv summed over tiles, float32
+        if not self._has_bf16_products(q.dtype):
             return sums
         b, n, s, d = q.shape
-        rows = b * n * min(s, self.rows(q, causal, backward=True))
-        # Scores and their gradients in float32, one of them in bf16 as well; the queries, scaled, and the output's gradients.
+        rows = b * n * min(s, self.tile_rows(q, causal, backward=True))
+        # Scores and their gradient in float32, one of them in bf16 too; scaled queries and the output's gradient.
         return sums + rows * (10 * k.shape[2] + 4 * d)
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             block.q, block.k, block.v, 0.0, **self._options(block)
         )
-        return (out, lse) if block.mask is None else _blind(block.mask, out, lse)
+        return (out, lse) if block.mask is None else _zero_unseen(block.mask, out, lse)
 
     def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        if self._products(block.q.dtype):
+        if self._has_bf16_products(block.q.dtype):
             return MATH.backward(block, grad, out, lse)
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, block.q, block.k, block.v, out, lse, 0.0, **self._options(block)
         )
 
     @staticmethod
-    def _products(dtype: torch.dtype) -> bool:
+    def _has_bf16_products(dtype: torch.dtype) -> bool:
         return dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
 
     @staticmethod
     def _options(block: Block) -> dict[str, object]:
-        native = block.causal and block.q.shape[2] == block.k.shape[2]  # its own mask is for squares
+        native = block.causal and block.q.shape[2] == block.k.shape[2]  # is_causal supports only squares
         return {
             "is_causal": native,
             "attn_mask": None if native else block.bias(),
@@ -166,8 +169,9 @@ class CpuFlash(Kernel):
 
 
 class CudaFlash(Kernel):
-    """torch's FlashAttention-2 in half precision without a mask, else its memory-efficient attention. Both take a causal
-    block only as a square.
+    """torch's FlashAttention-2 in half precision without a mask, else its memory-efficient attention.
+
+    Both support causal blocks only as squares.
     """
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
@@ -181,8 +185,8 @@ class CudaFlash(Kernel):
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
             q, k, v, self._bias(block), True, 0.0, block.causal, scale=block.scale
         )
-        lse = lse[:, :, :s]  # it comes padded
-        return (out, lse) if block.mask is None else _blind(block.mask, out, lse)
+        lse = lse[:, :, :s]  # padded by the operator
+        return (out, lse) if block.mask is None else _zero_unseen(block.mask, out, lse)
 
     def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, s, t = block.q, block.k, block.v, block.q.shape[2], block.k.shape[2]
@@ -194,7 +198,7 @@ class CudaFlash(Kernel):
                 scale=block.scale,
             )
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        padded = F.pad(lse, (0, -s % 32), value=torch.inf)  # as forward gave it
+        padded = F.pad(lse, (0, -s % 32), value=torch.inf)  # as returned by forward
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
             *(grad, q, _expand(k, q), _expand(v, q), self._bias(block), out, padded, seed, seed, 0.0),
             *([True, True, True, False], block.causal),
@@ -214,66 +218,66 @@ class CudaFlash(Kernel):
 
 MATH = Math()
 _kernels: dict[str, Kernel] = {"math": MATH, "cpu-flash": CpuFlash(), "cuda-flash": CudaFlash()}
-_absent = {"nki": "AWS's NKI flash attention, which the package that brings it registers with register()"}
+_EXTERNAL = {"nki": "the package that provides AWS's NKI flash attention must call kernels.register()"}
 
 
 def register(name: str, kernel: Kernel) -> None:
-    """Give a kernel a name, for packages that bring a device's own."""
+    """Register a kernel under a name, for packages that provide a device's kernel."""
     _kernels[name] = kernel
 
 
-def kernel(name: str) -> Kernel:
-    """The kernel of this name.
+def get_kernel(name: str) -> Kernel:
+    """The kernel registered under this name.
 
     Raises:
-        ValueError: an unknown name.
-        RuntimeError: a known one that nothing here provides.
+        ValueError: unknown name.
+        RuntimeError: known name of an external kernel that is not registered.
     """
     if name in _kernels:
         return _kernels[name]
-    if name in _absent:
+    if name in _EXTERNAL:
         raise RuntimeError(
-            f"attention kernel {name!r} is absent: {_absent[name]}; kernel='math' works anywhere"
+            f"attention kernel {name!r} is not registered: {_EXTERNAL[name]}; kernel='math' works anywhere"
         )
-    raise ValueError(f"attention kernel {name!r} is not one of {', '.join([*_kernels, *_absent])}")
+    raise ValueError(f"attention kernel {name!r} is not one of {', '.join([*_kernels, *_EXTERNAL])}")
 
 
-def default(x: Tensor) -> str:
-    """Name of the kernel of the device that x lies on."""
-    if x.is_meta:
-        return "cpu-flash"  # nothing is computed there; what is kept is the same with every flash kernel
-    kind = device.KINDS.get(x.device.type)
-    return kind.attention if kind else "math"
-
-
-def present(name: str) -> Kernel | None:
-    """The kernel of this name, None where it is absent."""
+def find_kernel(name: str) -> Kernel | None:
+    """The kernel registered under this name, or None."""
     return _kernels.get(name)
 
 
-def cuts(name: str) -> bool:
-    """`Kernel.cuts` of the kernel of this name, False where it is absent."""
-    return name in _kernels and _kernels[name].cuts
+def default_kernel(x: Tensor) -> str:
+    """Name of the default kernel of x's device."""
+    if x.is_meta:
+        return "cpu-flash"  # computes nothing there, and all flash kernels save the same activations
+    kind = device.KINDS.get(x.device.type)
+    return kind.attention_kernel if kind else "math"
+
+
+def supports_tiling(name: str) -> bool:
+    """`Kernel.supports_tiling` of a kernel; False if it is not registered."""
+    return name in _kernels and _kernels[name].supports_tiling
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least float32."""
+    """Convert to float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """lse with its -inf (no key seen) made finite: exp(-inf - finite) is 0, exp(-inf + inf) is not a number."""
+    """Replace -inf in lse (no visible key) by a finite minimum: exp(-inf - finite) is 0, exp(-inf + inf) is NaN."""
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 
-def _blind(mask: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What flash kernels leave open: 0 and -inf for queries that see no key."""
-    blind = ~mask.any(-1)  # (b, 1, s)
-    return out.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -torch.inf)
+def _zero_unseen(mask: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Set out to 0 and lse to -inf for queries that see no key, which flash kernels leave undefined."""
+    unseen = ~mask.any(-1)  # (b, 1, s)
+    return out.masked_fill(unseen[..., None], 0), lse.masked_fill(unseen, -torch.inf)
 
 
 def _fold(x: Tensor, k: Tensor) -> Tensor:
-    """(b, n, s, ·) -> (b, k, n/k·s, ·): the queries of one KV head as rows of one matrix."""
+    """(b, n, s, ·) -> (b, k, n/k·s, ·): stack the queries of one KV head as rows of one matrix."""
     return x.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
 
 
@@ -288,5 +292,5 @@ def _grouped(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _expand(x: Tensor, q: Tensor) -> Tensor:
-    """(b, k, t, d) -> (b, n, t, d): each KV head once for each of its query heads."""
+    """(b, k, t, d) -> (b, n, t, d): repeat each KV head for each of its query heads."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)

@@ -61,7 +61,7 @@ class Bucket:
         named_parameters: moved into the bucket, of which they become views.
         mesh: its data-parallel shard group shards the bucket, if `shard`.
         weight_decay: of all of them.
-        partial: axes over which their gradients are partial sums (`Layout.partial`).
+        partial: axes over which their gradients are partial sums (`Layout.partial_axes`).
         gradient_dtype: of the summed gradients.
     """
 
@@ -75,7 +75,7 @@ class Bucket:
         gradient_dtype: torch.dtype,
     ) -> None:
         self.mesh, self.weight_decay = mesh, weight_decay
-        self.axis = mesh.zero if shard else Axis("zero")
+        self.axis = mesh.dp_shard if shard else Axis("dp_shard")
         self.partial: list[Axis] = [getattr(mesh, name) for name in partial]
         self.slots: list[Slot] = []
         numel = 0
@@ -106,8 +106,8 @@ class Bucket:
 
     def _segments(self) -> list[tuple[int, int, float]]:
         """Ranges (start, stop, weight) of the shard without padding; weights 1 / replicas count each element once."""
-        copies = self.mesh.zero.size // self.axis.size  # of an unsharded bucket
-        shared = math.prod(axis.size for axis in self.partial if axis.name == "ends")
+        copies = self.mesh.dp_shard.size // self.axis.size  # of an unsharded bucket
+        shared = math.prod(axis.size for axis in self.partial if axis.name == "embedding")
         segments: list[tuple[int, int, float]] = []
         for slot in self.slots:
             row_numel = math.prod(slot.parameter.shape[1:])
@@ -137,8 +137,8 @@ class Bucket:
 
     def boxes(self) -> Iterator[ShardBox]:
         """The boxes of global tensors in this rank's shard, without padding."""
-        first_copy = self.axis.size > 1 or self.mesh.zero.rank == 0
-        first_stage = all(axis.rank == 0 for axis in self.partial if axis.name == "ends")
+        first_copy = self.axis.size > 1 or self.mesh.dp_shard.rank == 0
+        first_stage = all(axis.rank == 0 for axis in self.partial if axis.name == "embedding")
         for slot in self.slots:
             local = slot.parameter.shape
             for box in layout_of(slot.parameter).boxes(slot.name, self.mesh.tensor.rank):

@@ -97,7 +97,7 @@ class ZeRO1:
         self._reduced = 0  # buckets whose reduction was started
         self._summed = False  # whether `reduce` has run
         self._reducing: deque[
-            tuple[Bucket, collectives.StartedReduce | collectives.StartedAllReduce | None]
+            tuple[Bucket, collectives.PendingReduceScatter | collectives.PendingAllReduce | None]
         ] = deque()
         for bucket in self.buckets:
             for slot in bucket.slots:
@@ -129,9 +129,9 @@ class ZeRO1:
                 slot.gradient.zero_()
         started = None
         if bucket.axis.size > 1:
-            started = collectives.start_reduce_scatter(bucket.gradients, bucket.axis)
-        elif self.mesh.zero.size > 1:
-            started = collectives.start_all_reduce(bucket.gradients, self.mesh.zero)
+            started = collectives.PendingReduceScatter(bucket.gradients, bucket.axis)
+        elif self.mesh.dp_shard.size > 1:
+            started = collectives.PendingAllReduce(bucket.gradients, self.mesh.dp_shard)
         self._reducing.append((bucket, started))
 
     def _finish_reduce(self) -> None:
@@ -253,7 +253,7 @@ def fill_buckets(
     kinds: dict[tuple, list[list[tuple[str, nn.Parameter]]]] = {}
     # Backward computes the last parameters' gradients first, so buckets are filled from the end.
     for name, parameter in reversed(list(named_parameters)):
-        kind = (parameter.dtype, weight_decay(name, parameter), layout_of(parameter).partial)
+        kind = (parameter.dtype, weight_decay(name, parameter), layout_of(parameter).partial_axes)
         buckets = kinds.setdefault(kind, [[]])
         if sum(p.numel() for _, p in buckets[-1]) >= size:
             buckets.append([])

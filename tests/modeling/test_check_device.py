@@ -26,7 +26,7 @@ def test_every_rung_holds_on_a_cpu():
 
 @pytest.mark.parametrize(
     ("version", "says"),
-    [(None, "not installed"), ("1.0", "placeholder"), ("2.9.0.2.15", "not made for torch 2.13.0")],
+    [(None, "not installed"), ("1.0", "placeholder"), ("2.9.0.2.15", "not built for torch 2.13.0")],
 )
 def test_neuron_without_its_software_is_refused_by_name(tmp_path, version, says):
     if version:
@@ -36,4 +36,4 @@ def test_neuron_without_its_software_is_refused_by_name(tmp_path, version, says)
     ran = check_device("--device", "neuron", PYTHONPATH=str(tmp_path))
     assert ran.returncode == 2
     assert says in ran.stderr
-    assert "AWS's own package index" in ran.stderr
+    assert "AWS's package index" in ran.stderr

@@ -1,7 +1,6 @@
-"""Parallel layers as functions from whole tensors to whole tensors, equal on all ranks, so that gradcheck applies.
+"""Parallel layers as functions of full, replicated tensors, so that gradcheck applies.
 
-Every rank runs the same gradcheck in step with the others: inputs are moved by the same amounts everywhere, each rank takes its
-piece of them, and outputs are put together again.
+All ranks run the same gradcheck in step: they perturb inputs equally, take their shards, and gather the outputs.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from parallel import collectives
 from parallel.mesh import Axis
 
 
-class _Piece(Function):
-    """(p·n/m, ...) on all ranks -> the piece of this rank, which m neighbours share and have the same gradient of."""
+class _Shard(Function):
+    """(p·n/m, ...) on all ranks -> this rank's shard, which m neighbours share with equal gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, replicas: int) -> Tensor:
@@ -31,8 +30,8 @@ class _Piece(Function):
         return every[:: ctx.replicas].flatten(0, 1), None, None
 
 
-class _Whole(Function):
-    """(p, ...) of each rank -> (p·n, ...) on all; a rank's gradient is that of its own piece."""
+class _Gather(Function):
+    """(p, ...) of each rank -> (p·n, ...) on all; a rank's gradient is that of its shard."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -44,18 +43,18 @@ class _Whole(Function):
         return grad.unflatten(0, (ctx.axis.size, -1))[ctx.axis.rank].clone(), None
 
 
-def piece(x: Tensor, axis: Axis, dim: int = 0, replicas: int = 1) -> Tensor:
-    """This rank's piece of a whole tensor, along a dim."""
-    return _Piece.apply(x.movedim(dim, 0).contiguous(), axis, replicas).movedim(0, dim)
+def shard(x: Tensor, axis: Axis, dim: int = 0, replicas: int = 1) -> Tensor:
+    """This rank's shard of a replicated tensor, along a dim."""
+    return _Shard.apply(x.movedim(dim, 0).contiguous(), axis, replicas).movedim(0, dim)
 
 
-def whole(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """The pieces of all ranks, along a dim."""
-    return _Whole.apply(x.movedim(dim, 0).contiguous(), axis).movedim(0, dim)
+def gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Concatenate all ranks' shards along a dim."""
+    return _Gather.apply(x.movedim(dim, 0).contiguous(), axis).movedim(0, dim)
 
 
 def check(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> bool:
-    """gradcheck in float64 of a function of whole tensors, with random ones of these shapes."""
+    """gradcheck in float64 of a function of full tensors, with random inputs of these shapes."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     return gradcheck(function, [x.requires_grad_() for x in inputs])

@@ -21,7 +21,7 @@ from parallel.collectives import all_reduce
 from parallel.layers import ColumnLinear, RowLinear
 from parallel.layout import layout_of
 from parallel.mesh import Axis
-from tests.parallel.replicated import check, piece, whole
+from tests.parallel.replicated import check, gather, shard
 from tests.pool import mesh
 
 TOLERANCE = 1e-12
@@ -29,20 +29,20 @@ ONE = Axis("tensor")
 
 
 def fill(layer: nn.Module, rank: int) -> None:
-    """Random numbers by global name, in biases and norms too."""
+    """Fill all parameters, biases and norms included, with random values keyed by global name."""
     for name, parameter in layer.named_parameters():
         parameter.data.zero_()
         for box in layout_of(parameter).boxes(name, rank):
-            Normal(1.0).fill(box.of(parameter.data), box, seed=1)
+            Normal(1.0).fill(box.view(parameter.data), box, seed=1)
 
 
-def distances(make, sequence: bool, x: Tensor, split: int | None, gather: int | None) -> dict[str, float]:
-    """How far a layer on the world's tensor axis is from the same layer on one process.
+def distances(make, sequence: bool, x: Tensor, split: int | None, collect: int | None) -> dict[str, float]:
+    """Largest differences between a layer on a tensor axis over all ranks and the same layer on one process.
 
     Args:
         make: (axis, sequence parallel) -> layer.
-        x: whole input; whole token ids for embeddings.
-        split, gather: dims along which the input, and the output, lie on the axis; None: on every rank whole.
+        x: full input; token ids for embeddings.
+        split, collect: dims along which the input and the output are sharded over the axis; None: replicated.
     """
     with mesh(tensor=torch.distributed.get_world_size()) as m:
         axis = m.tensor
@@ -53,8 +53,8 @@ def distances(make, sequence: bool, x: Tensor, split: int | None, gather: int | 
         x_ours, x_dense = x.clone(), x.clone()
         if x.is_floating_point():
             x_ours.requires_grad_(), x_dense.requires_grad_()
-        y = ours(x_ours if split is None else piece(x_ours, axis, split))
-        y = y if gather is None else whole(y, axis, gather)
+        y = ours(x_ours if split is None else shard(x_ours, axis, split))
+        y = y if collect is None else gather(y, axis, collect)
         expected = dense(x_dense)
         gradient = torch.randn(expected.shape, dtype=expected.dtype)
         y.backward(gradient)
@@ -63,10 +63,10 @@ def distances(make, sequence: bool, x: Tensor, split: int | None, gather: int | 
         if x.is_floating_point():
             found["input's gradient"] = (x_ours.grad - x_dense.grad).abs().max().item()
         for (name, p), q in zip(ours.named_parameters(), dense.parameters(), strict=True):
-            mine = all_reduce(p.grad, axis) if "tensor" in layout_of(p).partial else p.grad
-            exact = {box.name: box.of(q.grad) for box in layout_of(q).boxes(name, 0)}
+            mine = all_reduce(p.grad, axis) if "tensor" in layout_of(p).partial_axes else p.grad
+            exact = {box.name: box.view(q.grad) for box in layout_of(q).boxes(name, 0)}
             for box in layout_of(p).boxes(name, axis.rank):
-                difference = box.of(mine) - exact[box.name][box.index()]
+                difference = box.view(mine) - exact[box.name][box.index()]
                 found[f"gradient of {box.name}"] = difference.abs().max().item()
         return found
 
@@ -80,7 +80,7 @@ def column(
         )
 
     class Sections(nn.Module):
-        """The layer with its output's sections in the order of one process: [gate; up], not each rank's own."""
+        """The layer with its output's sections gathered in the order of one process, [gate; up]."""
 
         def __init__(self, axis: Axis, sequence: bool) -> None:
             super().__init__()
@@ -89,8 +89,8 @@ def column(
         def forward(self, x: Tensor) -> Tensor:
             y = self.layer(x)
             layout = layout_of(self.layer.weight)
-            parts = y.split([layout.height(section) for section in layout.sections], 1)
-            return y if self.axis.size == 1 else torch.cat([whole(part, self.axis, 1) for part in parts], 1)
+            parts = y.split([layout.local_rows(section) for section in layout.sections], 1)
+            return y if self.axis.size == 1 else torch.cat([gather(part, self.axis, 1) for part in parts], 1)
 
     x = torch.randn(tokens, width, dtype=torch.float64)
     return distances(Sections, sequence, x, 0 if sequence else None, None)
@@ -98,7 +98,7 @@ def column(
 
 def row(tokens: int, width: int, out: int, bias: bool, sequence: bool) -> dict[str, float]:
     class Columns(nn.Module):
-        """The layer with its piece of the input's columns taken."""
+        """The layer applied to its shard of the input's columns."""
 
         def __init__(self, axis: Axis, sequence: bool) -> None:
             super().__init__()
@@ -108,7 +108,7 @@ def row(tokens: int, width: int, out: int, bias: bool, sequence: bool) -> dict[s
             )
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x if self.axis.size == 1 else piece(x, self.axis, 1))
+            return self.layer(x if self.axis.size == 1 else shard(x, self.axis, 1))
 
     x = torch.randn(tokens, width, dtype=torch.float64)
     return distances(Columns, sequence, x, None, 0 if sequence else None)
@@ -143,7 +143,7 @@ degrees = pytest.mark.parametrize("degree", [2, 4])
 @degrees
 @few
 @given(data=st.data())
-def test_column(pool, degree, data):
+def test_column_layer_matches_one_process(pool, degree, data):
     sections = data.draw(st.lists(sizes, min_size=1, max_size=3))
     out = {f"part{i}": size * degree for i, size in enumerate(sections)}
     agrees(
@@ -155,7 +155,7 @@ def test_column(pool, degree, data):
 @degrees
 @few
 @given(data=st.data())
-def test_row(pool, degree, data):
+def test_row_layer_matches_one_process(pool, degree, data):
     agrees(
         pool, row, degree, tokens=data.draw(sizes) * degree, width=data.draw(sizes) * degree, out=data.draw(sizes),
         bias=data.draw(st.booleans()), sequence=data.draw(st.booleans()),
@@ -166,44 +166,44 @@ def test_row(pool, degree, data):
 @pytest.mark.parametrize("kind", [VocabParallelEmbedding, Embedding])
 @few
 @given(data=st.data())
-def test_embeddings(pool, kind, degree, data):
+def test_embeddings_match_one_process(pool, kind, degree, data):
     agrees(
         pool, embedding, degree, kind=kind, tokens=data.draw(sizes) * degree, rows=data.draw(st.integers(1, 13)),
         width=data.draw(sizes), sequence=data.draw(st.booleans()),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole sequences", "sequence parallel"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["full sequences", "sequence parallel"])
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
-def test_norms(pool, kind, sequence):
+def test_norms_match_one_process(pool, kind, sequence):
     agrees(pool, norm, 2, kind=kind, tokens=6, width=5, sequence=sequence)
 
 
 def gradients(sequence: bool) -> bool:
-    """gradcheck of the column layer's and the row layer's Functions."""
+    """gradcheck of the autograd Functions of column and row layers."""
     with mesh(tensor=torch.distributed.get_world_size()) as m:
         axis = m.tensor
 
         def column(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            x = piece(x, axis) if sequence else x
-            return whole(
-                ColumnLinear.apply(x, piece(weight, axis), piece(bias, axis), axis, sequence), axis, 1
+            x = shard(x, axis) if sequence else x
+            return gather(
+                ColumnLinear.apply(x, shard(weight, axis), shard(bias, axis), axis, sequence), axis, 1
             )
 
         def row(x: Tensor, weight: Tensor) -> Tensor:
-            y = RowLinear.apply(piece(x, axis, 1), piece(weight, axis, 1), axis, sequence)
-            return whole(y, axis) if sequence else y
+            y = RowLinear.apply(shard(x, axis, 1), shard(weight, axis, 1), axis, sequence)
+            return gather(y, axis) if sequence else y
 
         return check(column, (4, 3), (6, 3), (6,)) and check(row, (4, 6), (3, 6))
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole sequences", "sequence parallel"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["full sequences", "sequence parallel"])
 def test_gradcheck(pool, sequence):
     assert all(pool.run(gradients, 2, sequence=sequence))
 
 
 def compiled() -> list[float]:
-    """Distances between eager and compiled layers that reach across ranks."""
+    """Differences between eager and compiled layers."""
     with mesh(tensor=2) as m:
         up = ColumnParallelLinear(8, 16, m.tensor, bias=True, sequence_parallel=True)
         down = RowParallelLinear(16, 8, m.tensor, bias=True, sequence_parallel=True)
@@ -220,11 +220,11 @@ def compiled() -> list[float]:
         return [(a - b).abs().max().item() for a, b in zip(*results, strict=True)]
 
 
-def test_layers_are_one_graph_with_the_same_result(pool):
+def test_compiles_to_one_graph_with_equal_results(pool):
     assert all(max(found) < 1e-6 for found in pool.run(compiled, 2))
 
 
-def test_sizes_that_do_not_divide_are_refused():
+def test_indivisible_sizes_are_rejected_with_nearest_valid():
     axis = Mesh(tensor=4, rank=0).tensor
     with pytest.raises(
         ValueError, match=r"ColumnParallelLinear: out_features = 10 .* tensor = 4; nearest .* 8, 12"
@@ -232,27 +232,27 @@ def test_sizes_that_do_not_divide_are_refused():
         ColumnParallelLinear(8, 10, axis)
     with pytest.raises(ValueError, match=r"ColumnParallelLinear: out_features\[up\] = 10"):
         ColumnParallelLinear(8, {"gate": 8, "up": 10}, axis)
-    with pytest.raises(ValueError, match=r"RowParallelLinear: in_features = 3 .* nearest sizes that do: 4$"):
+    with pytest.raises(ValueError, match=r"RowParallelLinear: in_features = 3 .* nearest valid: 4$"):
         RowParallelLinear(3, 8, axis)
 
 
-def wrong_inputs() -> list[str]:
-    """What a layer says to inputs that it does not take, on each rank."""
-    said = []
+def rejections() -> list[str]:
+    """Error messages of a layer for invalid inputs, on each rank."""
+    messages = []
     with mesh(tensor=2) as m:
         layer = ColumnParallelLinear(8, 16, m.tensor)
         for x in (torch.zeros(4, 7), torch.zeros(1, 4, 8), torch.zeros(4, 8, dtype=torch.bfloat16)):
             try:
                 layer(x)
             except ValueError as error:
-                said.append(str(error))
-    return said
+                messages.append(str(error))
+    return messages
 
 
-def test_wrong_inputs_are_refused_on_every_rank_before_anything_is_sent(pool):
-    for said in pool.run(wrong_inputs, 2):
-        assert said == [
-            "ColumnParallelLinear: input of shape (4, 7), expected (tokens, 8)",
-            "ColumnParallelLinear: input of shape (1, 4, 8), expected (tokens, 8)",
-            "ColumnParallelLinear: input is torch.bfloat16, the weight torch.float32",
+def test_invalid_inputs_are_rejected_on_every_rank_before_communication(pool):
+    for messages in pool.run(rejections, 2):
+        assert messages == [
+            "ColumnParallelLinear: input has shape (4, 7), expected (tokens, 8)",
+            "ColumnParallelLinear: input has shape (1, 4, 8), expected (tokens, 8)",
+            "ColumnParallelLinear: input is torch.bfloat16, expected torch.float32 like the weight",
         ]

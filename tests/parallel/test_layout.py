@@ -1,4 +1,4 @@
-"""Layouts, initialization and buckets: every rank's pieces together are the global tensors, each element once."""
+"""Layouts, initialization and buckets: all ranks' shards together cover the global tensors exactly once."""
 
 import math
 
@@ -20,7 +20,7 @@ degrees = st.sampled_from([1, 2, 4, 8])
 
 @st.composite
 def layouts(draw) -> Layout:
-    """One to three sections of the same trailing shape, split by rows, by columns or not."""
+    """One to three sections of the same trailing shape, split by rows, by columns or replicated."""
     degree = draw(degrees)
     shape = draw(st.lists(st.integers(1, 12), min_size=1, max_size=2))
     count = draw(st.integers(1, 3))
@@ -46,7 +46,7 @@ def layouts(draw) -> Layout:
 
 @settings(max_examples=100)
 @given(layouts())
-def test_pieces_of_all_ranks_cover_each_tensor_once(layout):
+def test_shards_of_all_ranks_cover_each_tensor_once(layout):
     for section in layout.sections:
         name = f"layer.{section.name}.weight" if section.name else "layer.weight"
         seen = torch.zeros(section.shape, dtype=torch.int64)
@@ -63,27 +63,27 @@ def test_pieces_of_all_ranks_cover_each_tensor_once(layout):
 
 @settings(max_examples=50)
 @given(layouts(), st.integers(0, 2**31))
-def test_initialization_is_the_same_at_every_degree(layout, seed):
-    whole = nn.Module()
+def test_initialization_is_equal_at_every_degree(layout, seed):
+    full = nn.Module()
     sections = tuple(
         Section(s.name, s.shape, None if s.dim is None else 0 if len(layout.sections) > 1 else s.dim)
         for s in layout.sections
     )
-    whole.weight = parameter(Layout(sections, 1, layout.initializer))
-    initialize(whole, Mesh().tensor, seed)
-    expected = {box.name: box.of(whole.weight) for box in layout_of(whole.weight).boxes("weight", 0)}
+    full.weight = parameter(Layout(sections, 1, layout.initializer))
+    initialize(full, Mesh().tensor, seed)
+    expected = {box.name: box.view(full.weight) for box in layout_of(full.weight).boxes("weight", 0)}
     for rank in range(layout.degree):
         part = nn.Module()
         part.weight = parameter(layout)
         initialize(part, Mesh(tensor=layout.degree, rank=rank).tensor, seed)
         covered = torch.zeros_like(part.weight)
         for box in layout.boxes("weight", rank):
-            assert torch.equal(box.of(part.weight), expected[box.name][box.index()])
-            box.of(covered).fill_(1)
+            assert torch.equal(box.view(part.weight), expected[box.name][box.index()])
+            box.view(covered).fill_(1)
         assert part.weight[covered == 0].eq(0).all(), "padding is zero"
 
 
-def test_seed_and_name_change_the_draws():
+def test_initialization_depends_on_seed_and_name():
     def draw(name: str, seed: int) -> torch.Tensor:
         module = nn.ParameterDict({name: parameter(Layout((Section("", (8, 8), None),), 1, Normal(1.0)))})
         initialize(module, Mesh().tensor, seed)
@@ -95,9 +95,9 @@ def test_seed_and_name_change_the_draws():
     assert draw("a", 1).std() == pytest.approx(1, abs=0.3)
 
 
-def test_large_tensors_are_drawn_in_blocks_with_the_same_result(monkeypatch):
-    """A rank draws the blocks that it touches alone; where it begins in one changes nothing."""
-    monkeypatch.setattr("parallel.initialization.BLOCK", 32)
+def test_block_boundaries_do_not_change_initialization(monkeypatch):
+    """A rank draws only the blocks that its shard touches, from any offset within a block."""
+    monkeypatch.setattr("parallel.initialization.BLOCK_ELEMENTS", 32)
 
     def draw(degree: int, rank: int) -> torch.Tensor:
         module = nn.Module()
@@ -110,7 +110,7 @@ def test_large_tensors_are_drawn_in_blocks_with_the_same_result(monkeypatch):
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.data())
-def test_ranges_are_cut_into_contiguous_boxes(shape, data):
+def test_flat_ranges_split_into_contiguous_boxes(shape, data):
     numbers = torch.arange(math.prod(shape)).view(shape)
     low = data.draw(st.integers(0, numbers.numel()))
     high = data.draw(st.integers(low, numbers.numel()))
@@ -127,8 +127,8 @@ HEADS = st.sampled_from([(4, 1), (4, 2), (8, 2), (8, 8)])
 
 @settings(max_examples=25)
 @given(HEADS, st.integers(1, 3), st.integers(1, 2), st.integers(1, 2), st.booleans(), st.data())
-def test_every_element_is_saved_once_and_counts_once_in_norms(heads, data, context, pipeline, shard, draws):
-    """Over a whole mesh, sharded or not, with KV replicas and a vocabulary that does not divide."""
+def test_every_element_is_saved_once_and_counted_once_in_norms(heads, data, context, pipeline, shard, draws):
+    """Over all ranks of a mesh, sharded or not, with KV replicas and a padded vocabulary."""
     n, k = heads
     tensor = draws.draw(st.sampled_from([t for t in valid_tensor_degrees(n, k) if t <= 8]))
     model = Model(
@@ -152,20 +152,20 @@ def test_every_element_is_saved_once_and_counts_once_in_norms(heads, data, conte
             squares += bucket.weight_square_norm().item()
             for piece in bucket.boxes():
                 if piece.saved:
-                    whole = saved.setdefault(piece.name, torch.full(piece.shape, torch.nan))
+                    full = saved.setdefault(piece.name, torch.full(piece.shape, torch.nan))
                     index = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
-                    assert whole[index].isnan().all(), f"{piece.name} is saved twice"
-                    whole[index] = piece.view(bucket.master)
+                    assert full[index].isnan().all(), f"{piece.name} is saved twice"
+                    full[index] = piece.view(bucket.master)
     one = Llama(model, Mesh())
     initialize(one, Mesh().tensor, 1)
     for name, each in one.named_parameters():
         for box in layout_of(each).boxes(name, 0):
-            assert torch.equal(saved.pop(box.name), box.of(each))
-            total += box.of(each).square().sum().item()
+            assert torch.equal(saved.pop(box.name), box.view(each))
+            total += box.view(each).square().sum().item()
     assert not saved
     assert squares == pytest.approx(total, rel=1e-5)
 
 
-def test_parameter_without_layout_is_refused():
-    with pytest.raises(ValueError, match="carries no layout"):
+def test_parameter_without_layout_is_rejected():
+    with pytest.raises(ValueError, match="has no layout"):
         ZeRO1([("weight", nn.Parameter(torch.zeros(2)))], Mesh())

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross-entropy, fused and not, against torch's on whole logits."""
+"""Vocabulary-parallel cross-entropy, fused and unfused, against torch's on full logits."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from parallel import linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel.mesh import Axis
-from tests.parallel.replicated import check, piece
+from tests.parallel.replicated import check, shard
 from tests.pool import mesh
 
 ONE = Axis("tensor")
@@ -19,7 +19,7 @@ IGNORED = 0.3  # share of targets
 
 
 def problem(tokens: int, width: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x, weight and targets, of which some do not count."""
+    """x, weight and targets, some of them ignored."""
     generator = torch.Generator().manual_seed(tokens)
     x, weight = (
         torch.randn(n, width, generator=generator, dtype=torch.float64) for n in (tokens, vocabulary)
@@ -38,13 +38,13 @@ def exact(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
 
 
 def padded(weight: Tensor, degree: int) -> Tensor:
-    """Rows filled up to a multiple of the degree, with numbers that would matter if they were read."""
+    """Pad rows to a multiple of the degree with values that would change the loss if read."""
     missing = -len(weight) % degree
     return torch.cat([weight, weight.new_full((missing, weight.shape[1]), 50.0)])
 
 
 def distances(tokens: int, width: int, vocabulary: int, sequence: bool, chunk: int | None) -> list[float]:
-    """Of loss and gradients from one process: of the fused loss, and of that from logits."""
+    """Differences of loss and gradients from one process, for the fused loss and the loss from logits."""
     degree = torch.distributed.get_world_size()
     x, weight, targets = problem(tokens, width, vocabulary)
     expected = exact(x, weight, targets)
@@ -56,9 +56,9 @@ def distances(tokens: int, width: int, vocabulary: int, sequence: bool, chunk: i
         def results(fused: bool) -> tuple[Tensor, ...]:
             ours = x.clone().requires_grad_()
             every = padded(weight, degree).requires_grad_()
-            local = piece(every, axis)
+            local = shard(every, axis)
             if fused:
-                inputs = piece(ours, axis) if sequence else ours
+                inputs = shard(ours, axis) if sequence else ours
                 loss = linear_cross_entropy(
                     inputs, local, targets, axis, sequence_parallel=sequence, chunk=chunk, **options
                 )
@@ -66,7 +66,7 @@ def distances(tokens: int, width: int, vocabulary: int, sequence: bool, chunk: i
                 logits = (ours @ every.t()).unflatten(1, (degree, rows))[:, axis.rank]
                 loss = vocab_parallel_cross_entropy(logits, targets, axis, **options).sum()
             loss.backward()
-            if not fused:  # each rank has the gradient of its own logits alone
+            if not fused:  # each rank has the gradient of its own logits only
                 torch.distributed.all_reduce(ours.grad)
                 torch.distributed.all_reduce(every.grad)
             assert every.grad[vocabulary:].eq(0).all(), "padding has no gradient"
@@ -79,7 +79,7 @@ def distances(tokens: int, width: int, vocabulary: int, sequence: bool, chunk: i
 @pytest.mark.parametrize("degree", [1, 2, 4])
 @settings(max_examples=8)
 @given(data=st.data())
-def test_same_as_torch(pool, degree, data):
+def test_matches_torch_cross_entropy(pool, degree, data):
     arguments = {
         "tokens": data.draw(st.integers(1, 5)) * degree,
         "width": data.draw(st.integers(1, 5)),
@@ -104,21 +104,21 @@ def one_process(tokens: int, width: int, vocabulary: int, sequence: bool, chunk:
 
 
 def gradients() -> bool:
-    """gradcheck of both Functions, 5 tokens of the vocabulary over 2 ranks."""
+    """gradcheck of both Functions, a vocabulary of 5 tokens over 2 ranks."""
     targets = torch.tensor([0, 4, -100, 3])
     with mesh(tensor=2) as m:
         axis = m.tensor
         options = {"first": torch.tensor(3 * axis.rank), "vocabulary": 5}
 
         def fused(x: Tensor, weight: Tensor) -> Tensor:
-            return linear_cross_entropy(x, piece(weight, axis), targets, axis, chunk=3, **options)
+            return linear_cross_entropy(x, shard(weight, axis), targets, axis, chunk=3, **options)
 
         def sharded(x: Tensor, weight: Tensor) -> Tensor:
-            x, weight = piece(x, axis), piece(weight, axis)
+            x, weight = shard(x, axis), shard(weight, axis)
             return linear_cross_entropy(x, weight, targets, axis, sequence_parallel=True, **options)
 
         def from_logits(logits: Tensor) -> Tensor:
-            return vocab_parallel_cross_entropy(piece(logits, axis, 1), targets, axis, **options)
+            return vocab_parallel_cross_entropy(shard(logits, axis, 1), targets, axis, **options)
 
         matrices = (4, 3), (6, 3)
         return check(fused, *matrices) and check(sharded, *matrices) and check(from_logits, (4, 6))
@@ -128,7 +128,7 @@ def test_gradcheck(pool):
     assert all(pool.run(gradients, 2))
 
 
-def test_large_logits_lose_nothing():
+def test_large_logits_stay_exact():
     x = torch.tensor([[300.0], [-300.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0]])
     targets = torch.tensor([0, 0])
@@ -138,7 +138,7 @@ def test_large_logits_lose_nothing():
     assert x.grad.flatten().tolist() == [0, -2]
 
 
-def test_no_counted_token_gives_zero():
+def test_all_targets_ignored_gives_zero():
     x = torch.randn(4, 3, requires_grad=True)
     targets = torch.full((4,), -100)
     loss = linear_cross_entropy(x, torch.randn(5, 3), targets, ONE, first=FIRST, vocabulary=5)
@@ -147,7 +147,7 @@ def test_no_counted_token_gives_zero():
     assert x.grad.eq(0).all()
 
 
-def test_whole_logits_never_exist():
+def test_full_logits_are_never_materialized():
     tokens, vocabulary = 2048, 4096
     x, weight = torch.randn(tokens, 16, requires_grad=True), torch.randn(vocabulary, 16, requires_grad=True)
     targets = torch.randint(0, vocabulary, (tokens,))
@@ -160,12 +160,12 @@ def test_whole_logits_never_exist():
     assert largest <= 256 * vocabulary * 4
 
 
-def test_shapes_that_do_not_meet_are_refused():
-    with pytest.raises(ValueError, match=r"targets \(3,\) for 4 tokens"):
+def test_mismatched_shapes_are_rejected():
+    with pytest.raises(ValueError, match=r"targets have shape \(3,\), expected \(4,\)"):
         linear_cross_entropy(
             torch.randn(4, 3), torch.randn(5, 3), torch.zeros(3).long(), ONE, first=FIRST, vocabulary=5
         )
-    with pytest.raises(ValueError, match="x is 2 wide, the weight 3"):
+    with pytest.raises(ValueError, match="x has width 2, the weight 3"):
         linear_cross_entropy(
             torch.randn(4, 2), torch.randn(5, 3), torch.zeros(4).long(), ONE, first=FIRST, vocabulary=5
         )

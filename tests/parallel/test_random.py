@@ -1,4 +1,4 @@
-"""Dropout by place: its rate, its independence, and that pieces of a region drop what the whole drops."""
+"""Stateless dropout: rate, independence, compilation, and attention with dropout."""
 
 import pytest
 import torch
@@ -13,22 +13,22 @@ POSITIONS = torch.arange(256)
 
 
 def keys(*samples: int, seed: int = 1234, layer: int = 0) -> torch.Tensor:
-    """(tokens) of some samples."""
-    return token_keys(sample_keys(seed, torch.tensor(samples)), POSITIONS, ONE, False).fold(layer).own
+    """Keys (tokens) of some samples."""
+    return token_keys(sample_keys(seed, torch.tensor(samples)), POSITIONS, ONE, False).fold(layer).hidden
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
-def test_rate_and_scale(rate):
+def test_drop_rate_and_scale(rate):
     kept = dropout(torch.ones(1024, 512), keys(0, 1, 2, 3), rate)
     assert kept[kept > 0].unique().tolist() == pytest.approx([1 / (1 - rate)])
     deviation = (rate * (1 - rate)) ** 0.5
     dropped = (kept == 0).double()
     assert abs(dropped.mean() - rate) < 5 * deviation / dropped.numel() ** 0.5
-    for dim in (0, 1):  # no row and no column is dropped more than chance has it
+    for dim in (0, 1):  # no row or column is dropped more often than chance
         assert (dropped.mean(dim) - rate).abs().max() < 6 * deviation / dropped.shape[dim] ** 0.5
 
 
-def test_masks_of_different_places_are_independent():
+def test_masks_with_different_keys_are_independent():
     columns = torch.arange(512)
     reference = dropout_mask(keys(0), columns, 0.5).double() - 0.5
     shifted = [reference[1:] * reference[:-1], reference[:, 1:] * reference[:, :-1]]
@@ -38,26 +38,28 @@ def test_masks_of_different_places_are_independent():
         assert product.mean().abs() < 5 * 0.25 / product.numel() ** 0.5
 
 
-def test_gradient_passes_where_the_value_passed():
+def test_gradient_uses_the_forward_mask():
     x = torch.ones(256, 64, requires_grad=True)
     y = dropout(x, keys(0), 0.3)
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
 
 
-def test_compiled_masks_are_the_eager_ones():
+def test_compiled_masks_equal_eager_masks():
     x = torch.randn(256, 64)
     compiled = torch.compile(dropout, fullgraph=True)
     assert torch.equal(compiled(x, keys(3), 0.1), dropout(x, keys(3), 0.1))
 
 
-def test_attention_with_dropout_is_attention_on_average():
+def test_dropout_attention_averages_to_attention():
     q, k, v = torch.randn(3, 1, 4, 16, 8, generator=torch.Generator().manual_seed(0))
     positions, heads = torch.arange(16), torch.arange(4)
 
     def draw(sample: int) -> torch.Tensor:
-        whole = token_keys(sample_keys(0, torch.tensor([sample])), positions, ONE, False).whole
-        return dropout_attention(q, k, v, ONE, positions=positions, keys=whole, heads=heads, rate=0.3)
+        attention_keys = token_keys(sample_keys(0, torch.tensor([sample])), positions, ONE, False).attention
+        return dropout_attention(
+            q, k, v, ONE, positions=positions, keys=attention_keys, heads=heads, rate=0.3
+        )
 
     draws = torch.stack([draw(sample) for sample in range(100)])
     spread = draws.std(0) / len(draws) ** 0.5
@@ -65,7 +67,7 @@ def test_attention_with_dropout_is_attention_on_average():
     assert spread.max() > 0.01
 
 
-def test_attention_with_dropout_keeps_documents_apart():
+def test_dropout_attention_masks_documents():
     q, k, v = torch.randn(3, 1, 4, 16, 8, generator=torch.Generator().manual_seed(0))
     documents = (torch.arange(16) >= 6).long()[None]
     places = {"keys": torch.zeros(1, 16, dtype=torch.int64), "heads": torch.arange(4), "rate": 0.0}

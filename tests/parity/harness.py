@@ -130,7 +130,7 @@ def train(
         save: folders of the checkpoints to write after so many steps.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(devices.KINDS, "cpu", replace(devices.CPU, reduces=case.native))
+        patch.setitem(devices.KINDS, "cpu", replace(devices.CPU, supports_reduction=case.native))
         trainer = Trainer(case.profile(), start=False)
     try:
         optimizer = make_optimizer(trainer)

@@ -22,7 +22,7 @@ def swap_kv_heads(trainer: Trainer, optimizer: ZeRO1) -> None:
     other = (axis.rank + axis.size // 2) % axis.size
     for box in layout.boxes("layers.0.attention.qkv.weight", other):
         if ".q." not in box.name:
-            layout.initializer.fill(box.of(qkv.weight.detach()), box, trainer.profile.train.seed)
+            layout.initializer.fill(box.view(qkv.weight.detach()), box, trainer.profile.train.seed)
 
 
 def count_replicas_twice(trainer: Trainer, optimizer: ZeRO1) -> None:

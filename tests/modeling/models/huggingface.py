@@ -46,7 +46,7 @@ def pair(
     weights = renamed(description.architecture, names, theirs.state_dict())
     with torch.no_grad():
         for parameter, box in boxes(ours):
-            box.of(parameter).copy_(weights[box.name])
+            box.view(parameter).copy_(weights[box.name])
     return theirs, ours, description
 
 
@@ -71,7 +71,7 @@ def check(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
     names = [box.name for _, box in boxes(ours)]
     gradients = renamed(description.architecture, names, gradients)
     for parameter, box in boxes(ours):
-        difference = (box.of(parameter.grad) - gradients[box.name]).norm()
+        difference = (box.view(parameter.grad) - gradients[box.name]).norm()
         # A bias of all keys shifts a query's scores alike: without rotation its exact gradient is zero.
         zero = description.architecture == "gpt" and box.name.endswith("qkv.k.bias")
         scale = 1 if zero else gradients[box.name].norm()

@@ -46,9 +46,9 @@ class Net(nn.Module):
         self.options = {"sequence_parallel": on.tensor.size > 1, "dtype": torch.float64}
         self.first, self.last = 0 in layers, count - 1 in layers
         if self.first or self.last:
-            shared = ("ends",) if on.pipeline.size > 1 else ()
+            shared = ("embedding",) if on.pipeline.size > 1 else ()
             self.embedding = VocabParallelEmbedding(
-                VOCABULARY, HIDDEN, on.tensor, partial=shared, **self.options
+                VOCABULARY, HIDDEN, on.tensor, partial_axes=shared, **self.options
             )
         self.layers = nn.ModuleDict({str(i): Block(on, **self.options) for i in layers})
         initialize(self, on.tensor, seed=1)
@@ -133,10 +133,10 @@ def distances(
         for name, parameter in named:
             layout = layout_of(parameter)
             gradient = parameter.grad / 2
-            for axis in layout.partial:
+            for axis in layout.partial_axes:
                 gradient = collectives.all_reduce(gradient, getattr(m, axis))
             for box in layout.boxes(name, m.tensor.rank):
-                found[name] = (box.of(gradient) - gradients[name][box.index()]).abs().max().item()
+                found[name] = (box.view(gradient) - gradients[name][box.index()]).abs().max().item()
     return found, set(calls.values())
 
 

@@ -1,4 +1,4 @@
-"""What attention's tests compare with: the dense formula in float64, with all scores, and inputs drawn from a seed."""
+"""Reference for attention tests: the dense formula in float64, and inputs drawn from a seed."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 
 
 def dense(q, k, v, causal=True, documents=None, scale=None):
-    """softmax(scale · q kᵀ) v of q (b, n, s, d) and k, v (b, k, s, d), by one large matrix of scores."""
+    """softmax(scale · q kᵀ) v of q (b, n, s, d) and k, v (b, k, s, d), materializing all scores."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))  # (b, n, s, d)
     s = q.shape[2]
     seen = torch.ones(s, s, dtype=torch.bool).tril() if causal else torch.ones(s, s, dtype=torch.bool)
@@ -18,7 +18,7 @@ def dense(q, k, v, causal=True, documents=None, scale=None):
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: b sequences of s tokens, n query and k KV heads of size d."""
+    """A test case: b sequences of s tokens, n query and k KV heads of size d."""
 
     b: int = 1
     n: int = 4
@@ -26,13 +26,13 @@ class Case:
     s: int = 32
     d: int = 8
     causal: bool = True
-    documents: tuple[int, ...] | None = None  # their lengths, in each row of the batch rotated by one
+    documents: tuple[int, ...] | None = None  # lengths, rotated by one for each sequence of the batch
     dtype: torch.dtype = torch.float32
     scale: float | None = None
     seed: int = 0
 
     def tensors(self):
-        """q, k, v and the output's gradient, as strided views of (b, s, heads, d)."""
+        """q, k, v and the output's gradient, as transposed views of (b, s, heads, d)."""
         draw = torch.Generator().manual_seed(self.seed)
         return [
             torch.randn(self.b, self.s, heads, self.d, generator=draw, dtype=torch.float64)
@@ -41,8 +41,8 @@ class Case:
             for heads in (self.n, self.k, self.k, self.n)
         ]
 
-    def document_numbers(self):
-        """(b, s) or None."""
+    def document_indices(self):
+        """Document index of each token (b, s), or None."""
         if self.documents is None:
             return None
         lengths = torch.tensor(self.documents)
@@ -53,11 +53,11 @@ class Case:
         """out, dq, dk, dv in float64."""
         q, k, v, grad = (x.double() for x in self.tensors())
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        out = dense(*inputs, self.causal, self.document_numbers(), self.scale)
+        out = dense(*inputs, self.causal, self.document_indices(), self.scale)
         return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
     def tolerance(self):
-        """Relative norm of the error that the type allows."""
+        """Allowed relative error norm for the dtype."""
         return {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1.5e-2}[self.dtype]
 
 

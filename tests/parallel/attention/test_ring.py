@@ -1,4 +1,4 @@
-"""Ring attention over real processes against the dense formula in float64, what it sends, its graphs, and refused inputs."""
+"""Ring attention across processes: dense formula in float64, communication, graphs and rejected inputs."""
 
 import dataclasses
 from itertools import pairwise
@@ -12,19 +12,19 @@ from torch.autograd import Function
 
 from parallel import collectives
 from parallel.attention import kernels
-from parallel.attention.ring import ring_attention, zigzag_positions, zigzag_split, zigzag_unsplit
+from parallel.attention.ring import ring_attention, zigzag_merge, zigzag_positions, zigzag_split
 from parallel.mesh import Mesh
-from tests.parallel.attention_reference import Case, error
+from tests.parallel.attention.reference import Case, error
 from tests.pool import mesh
 
 SIZES = [1, 2, 4, 8]
 
 
 def ring(case, axis, attend=ring_attention, kernel=None):
-    """This rank's part of out, dq, dk, dv."""
+    """This rank's shards of out, dq, dk, dv."""
     *inputs, grad = (zigzag_split(x, axis.size, axis.rank, 2) for x in case.tensors())
     inputs = [x.requires_grad_() for x in inputs]
-    documents = case.document_numbers()
+    documents = case.document_indices()
     if documents is not None:
         documents = zigzag_split(documents, axis.size, axis.rank, 1)
     options = {"causal": case.causal, "scale": case.scale, "documents": documents, "kernel": kernel}
@@ -33,23 +33,23 @@ def ring(case, axis, attend=ring_attention, kernel=None):
 
 
 def rings(cases, kernel=None, tensor=1):
-    """Of each case, this rank's part; the tensor axis only puts other ranks between those of the ring."""
+    """This rank's shards for each case; the tensor axis only puts other ranks between those of the ring."""
     with mesh(context=torch.distributed.get_world_size() // tensor, tensor=tensor) as made:
         return [ring(case, made.context, kernel=kernel) for case in cases]
 
 
-def whole(parts):
-    """Each rank's out, dq, dk, dv to those of the whole sequence."""
-    return [zigzag_unsplit(list(shards), 2) for shards in zip(*parts, strict=True)]
+def merged(parts):
+    """Merge each rank's out, dq, dk, dv into those of the full sequence."""
+    return [zigzag_merge(list(shards), 2) for shards in zip(*parts, strict=True)]
 
 
 def worst(parts, case):
     """The largest relative error of the four."""
-    return max(error(*pair) for pair in zip(whole(parts), case.expected(), strict=True))
+    return max(error(*pair) for pair in zip(merged(parts), case.expected(), strict=True))
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_matches_the_dense_formula(pool, size):
+def test_matches_dense_formula(pool, size):
     s = 16 * size
     documents = (s // 2 - 3, 1, s // 4, s // 4 + 2)
     cases = [
@@ -63,13 +63,13 @@ def test_matches_the_dense_formula(pool, size):
         assert worst(parts, case) < case.tolerance(), case
 
 
-def test_matches_with_plain_mathematics_as_the_kernel(pool):
+def test_math_kernel_matches_dense_formula(pool):
     cases = [Case(s=64, documents=lengths) for lengths in (None, (30, 34))]
     for case, *parts in zip(cases, *pool.run(rings, 4, cases=cases, kernel="math"), strict=True):
         assert worst(parts, case) < case.tolerance()
 
 
-def test_matches_where_blocks_are_cut_into_tiles(pool):
+def test_tiled_blocks_match_dense_formula(pool):
     cases = [
         Case(n=4, k=2, s=800, dtype=dtype, documents=lengths)
         for dtype in (torch.float32, torch.bfloat16)
@@ -79,7 +79,7 @@ def test_matches_where_blocks_are_cut_into_tiles(pool):
         assert worst(parts, case) < case.tolerance()
 
 
-def test_ranks_of_a_ring_need_not_be_neighbours(pool):
+def test_ring_ranks_need_not_be_adjacent(pool):
     case = Case(s=32)
     parts = [part for (part,) in pool.run(rings, 4, cases=[case], tensor=2)]
     assert worst(parts[0::2], case) < case.tolerance()
@@ -98,25 +98,25 @@ def test_ranks_of_a_ring_need_not_be_neighbours(pool):
     cuts=st.lists(st.floats(0, 1), max_size=5),
     seed=st.integers(0, 99),
 )
-def test_any_shape_matches(pool, size, chunk, k, group, b, d, causal, cuts, seed):
+def test_any_shape_matches_dense_formula(pool, size, chunk, k, group, b, d, causal, cuts, seed):
     s = 2 * size * chunk
     edges = sorted({0, s, *(int(cut * s) for cut in cuts)})
     lengths = tuple(stop - start for start, stop in pairwise(edges)) if cuts else None
     case = Case(b, k * group, k, s, d, causal, lengths, torch.float64, seed=seed)
-    found, expected = whole([part for (part,) in pool.run(rings, size, cases=[case])]), case.expected()
-    scale = max(x.norm() for x in expected)  # of a sequence of lone tokens dq and dk are 0
+    found, expected = merged([part for (part,) in pool.run(rings, size, cases=[case])]), case.expected()
+    scale = max(x.norm() for x in expected)  # dq and dk are 0 if all documents have one token
     assert all((a - b).norm() < 1e-12 * scale for a, b in zip(found, expected, strict=True))
 
 
-def test_an_ignored_document_boundary_is_noticed(pool):
+def test_ignoring_a_document_boundary_exceeds_tolerance(pool):
     case = Case(s=64, documents=(20, 12, 32))
     ignored = dataclasses.replace(case, documents=(32, 32))
     parts = [part for (part,) in pool.run(rings, 4, cases=[ignored])]
     assert worst(parts, case) > 100 * case.tolerance()
 
 
-def swapped(case):
-    """A layout that gives the second rank its chunks in the wrong order."""
+def ring_with_swapped_chunks(case):
+    """Ring attention with the second rank's chunks in the wrong order."""
     with mesh(context=2) as made:
         axis = made.context
         q, k, v, _ = (zigzag_split(x, axis.size, axis.rank, 2) for x in case.tensors())
@@ -126,19 +126,19 @@ def swapped(case):
         return torch.cat(out.chunk(2, 2)[::-1], 2) if axis.rank == 1 else out
 
 
-def test_swapped_chunks_are_noticed(pool):
+def test_swapping_chunks_exceeds_tolerance(pool):
     case = Case(s=64)
-    out = zigzag_unsplit(pool.run(swapped, 2, case=case), 2)
+    out = zigzag_merge(pool.run(ring_with_swapped_chunks, 2, case=case), 2)
     assert error(out, case.expected()[0]) > 100 * case.tolerance()
 
 
-def everywhere(x, axis):
-    """The parts of all ranks as the whole."""
-    return zigzag_unsplit(list(collectives.all_gather(x[None].contiguous(), axis)), 2)
+def gather_zigzag(x, axis):
+    """Gather all ranks' zigzag shards and merge them."""
+    return zigzag_merge(list(collectives.all_gather(x[None].contiguous(), axis)), 2)
 
 
-class Part(Function):
-    """The whole, equal on all ranks, to this rank's part."""
+class Shard(Function):
+    """The full tensor, equal on all ranks, to this rank's shard."""
 
     @staticmethod
     def forward(ctx, x, axis):
@@ -147,16 +147,16 @@ class Part(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return everywhere(grad, ctx.axis), None
+        return gather_zigzag(grad, ctx.axis), None
 
 
-class Whole(Function):
-    """This rank's part to the whole, on all ranks alike."""
+class Gathered(Function):
+    """This rank's shard to the full tensor on all ranks."""
 
     @staticmethod
     def forward(ctx, x, axis):
         ctx.axis = axis
-        return everywhere(x, axis)
+        return gather_zigzag(x, axis)
 
     @staticmethod
     def backward(ctx, grad):
@@ -164,15 +164,15 @@ class Whole(Function):
 
 
 def gradcheck(case):
-    """All ranks vary the same element of the whole in step, so differences see what travels between them."""
+    """All ranks perturb the same element of the full tensor in step, so that differences include communication."""
     with mesh(context=torch.distributed.get_world_size()) as made:
-        axis, documents = made.context, case.document_numbers()
+        axis, documents = made.context, case.document_indices()
         if documents is not None:
             documents = zigzag_split(documents, axis.size, axis.rank, 1)
 
         def function(*inputs):
-            parts = (Part.apply(x, axis) for x in inputs)
-            return Whole.apply(ring_attention(*parts, axis, documents=documents), axis)
+            parts = (Shard.apply(x, axis) for x in inputs)
+            return Gathered.apply(ring_attention(*parts, axis, documents=documents), axis)
 
         inputs = [x.contiguous().requires_grad_() for x in case.tensors()[:3]]
         return torch.autograd.gradcheck(function, inputs)
@@ -186,12 +186,12 @@ def test_gradcheck(pool, documents):
         )
 
 
-def traffic(case):
-    """What happens in order, forward and backward: ("send", bytes) and ("compute",)."""
+def record_events(case):
+    """Events of forward and backward, in order: ("send", bytes) and ("compute",)."""
     events = []
-    kernel = kernels.kernel(kernels.default(torch.empty(0)))
+    kernel = kernels.get_kernel(kernels.default_kernel(torch.empty(0)))
 
-    class Watched(kernels.Kernel):
+    class Recorded(kernels.Kernel):
         def forward(self, block):
             events.append(("compute",))
             return kernel.forward(block)
@@ -200,28 +200,28 @@ def traffic(case):
             events.append(("compute",))
             return kernel.backward(block, grad, out, lse)
 
-    kernels.register("watched", Watched())
-    start_shift = collectives.start_shift
+    kernels.register("watched", Recorded())
+    start_ring_send_recv = collectives.start_ring_send_recv
 
-    def watched_shift(x, axis, by=1):
+    def recorded_send_recv(x, axis, by=1):
         events.append(("send", x.nbytes))
-        return start_shift(x, axis, by)
+        return start_ring_send_recv(x, axis, by)
 
-    collectives.start_shift = watched_shift
+    collectives.start_ring_send_recv = recorded_send_recv
     try:
         with mesh(context=torch.distributed.get_world_size()) as made:
             ring(case, made.context, kernel="watched")
     finally:
-        collectives.start_shift = start_shift
+        collectives.start_ring_send_recv = start_ring_send_recv
     return events
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sends_unreplicated_heads_beside_computing(pool, dtype):
+def test_sends_unrepeated_kv_heads_and_overlaps_compute(pool, dtype):
     size, case = 4, Case(b=2, n=8, k=2, s=64, dtype=dtype)
     elements = 2 * case.b * case.k * case.s // size * case.d  # K and V of one rank
     keys, gradients = ("send", elements * dtype.itemsize), ("send", elements * 4)
-    for events in pool.run(traffic, size, case=case):
+    for events in pool.run(record_events, size, case=case):
         assert events[:7] == [keys, ("compute",)] * 3 + [("compute",)]
         assert events[7:] == [
             *(keys, ("compute",), gradients) * 2,
@@ -230,8 +230,8 @@ def test_sends_unreplicated_heads_beside_computing(pool, dtype):
         ]
 
 
-def work(s):
-    """How many scores this rank computes, forward."""
+def count_scores(s):
+    """Number of scores that this rank computes in forward."""
     scores = []
 
     class Counted(kernels.Math):
@@ -246,15 +246,15 @@ def work(s):
     return sum(scores)
 
 
-def test_causal_work_is_balanced_and_none_is_wasted(pool):
+def test_causal_work_is_balanced_and_skips_masked_blocks(pool):
     s = 64
-    done = pool.run(work, 4, s=s)
+    done = pool.run(count_scores, 4, s=s)
     assert len(set(done)) == 1
     assert sum(done) == s * (s + 1) // 2
 
 
-def graphs(documents, dtype):
-    """The text of every graph that compiling a layer around ring attention makes, and whether it computes what eager does."""
+def compile_graphs(documents, dtype):
+    """Code of every graph compiled for a layer with ring attention, and whether results equal eager's."""
     texts = []
 
     def keep(graph, _):
@@ -277,8 +277,8 @@ def graphs(documents, dtype):
 
 
 @pytest.mark.parametrize("documents", [None, (30, 34)])
-def test_compiles_whole_into_the_same_graphs_on_all_ranks(pool, documents):
-    results = pool.run(graphs, 4, documents=documents, dtype=torch.bfloat16)
+def test_compiles_to_the_same_graphs_on_all_ranks(pool, documents):
+    results = pool.run(compile_graphs, 4, documents=documents, dtype=torch.bfloat16)
     texts = results[0][0]
     assert len(texts) == 2
     assert "trainshed.ring_attention." in texts[0]
@@ -286,8 +286,8 @@ def test_compiles_whole_into_the_same_graphs_on_all_ranks(pool, documents):
     assert all(other == texts and equal for other, equal in results)
 
 
-def refusals(cases):
-    """What the first rank alone is told; the others never call, so anything sent would hang."""
+def rejections(cases):
+    """Error messages on the first rank; the others make no calls, so communication would hang."""
     with mesh(context=torch.distributed.get_world_size()) as made:
         messages = []
         if made.context.rank == 0:
@@ -304,7 +304,7 @@ def refusals(cases):
         return messages
 
 
-def test_refused_inputs_say_what_would_work_before_anything_is_sent(pool):
+def test_invalid_inputs_are_rejected_before_communication(pool):
     full = [torch.float32] * 3
     q, k = (1, 6, 8, 4), (1, 2, 8, 4)
     odd, odd_k = (1, 6, 7, 4), (1, 2, 7, 4)
@@ -315,31 +315,31 @@ def test_refused_inputs_say_what_would_work_before_anything_is_sent(pool):
         ((q, k, k), [torch.float32, torch.bfloat16, torch.float32]),
         ((q, k, (1, 2, 8, 6)), full),
     ]
-    odd, heads, dtype, size = pool.run(refusals, 4, cases=cases)[0]
+    odd, heads, dtype, size = pool.run(rejections, 4, cases=cases)[0]
     assert odd == (
-        "ring_attention: dim 2 (sequence, over all ranks) is 28, which does not divide into 8 chunks; nearest: 24, 32"
+        "ring_attention: dim 2 (sequence, over all ranks) is 28, which is not divisible into 8 chunks; nearest valid: 24, 32"
     )
     assert heads == (
-        "ring_attention: dim 1 (heads) is 4 in k and v, which does not divide the 6 query heads; what would work: 1, 2, 3, 6"
+        "ring_attention: dim 1 (heads) is 4 in k and v, which does not divide the 6 query heads; valid: 1, 2, 3, 6"
     )
     assert dtype.startswith("ring_attention: k is torch.bfloat16, q is torch.float32")
     assert size.startswith("ring_attention: v has shape (1, 2, 8, 6)")
 
 
-def test_positions_pair_early_and_late_chunks():
+def test_zigzag_positions_pair_early_and_late_chunks():
     assert zigzag_positions(16, 4, 1).tolist() == [2, 3, 12, 13]
     assert zigzag_positions(5, 1, 0).tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match=r"sequence is 20.*8 chunks; nearest: 16, 24"):
+    with pytest.raises(ValueError, match=r"sequence is 20.*8 chunks; nearest valid: 16, 24"):
         zigzag_positions(20, 4, 0)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_unsplit_undoes_split(size):
+def test_zigzag_merge_inverts_split(size):
     x = torch.arange(3 * 16 * size).view(3, -1)
     parts = [zigzag_split(x, size, rank, 1) for rank in range(size)]
-    assert torch.equal(zigzag_unsplit(parts, 1), x)
+    assert torch.equal(zigzag_merge(parts, 1), x)
 
 
-def test_one_rank_needs_no_group():
+def test_single_rank_needs_no_process_group():
     case = Case(s=33)
     assert worst([ring(case, Mesh().context)], case) < case.tolerance()

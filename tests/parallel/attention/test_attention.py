@@ -1,4 +1,4 @@
-"""Attention on one rank: every kernel against the dense formula in float64, documents, compiled, and refused inputs."""
+"""Attention on one rank: kernels against the dense formula in float64, documents, compilation and rejected inputs."""
 
 import dataclasses
 
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from parallel.attention import kernels
 from parallel.attention.attention import attention
 from parallel.attention.kernels import Block
-from tests.parallel.attention_reference import Case, error
+from tests.parallel.attention.reference import Case, error
 
-KERNELS = [None, "math"]  # the device's own, and the one for any device
-HEADS = [(4, 4), (6, 2), (5, 1)]  # as many KV heads, groups of three, one for all
+KERNELS = [None, "math"]  # the device's default, and the one for any device
+HEADS = [(4, 4), (6, 2), (5, 1)]  # multi-head, grouped-query, multi-query
 
 
 def results(case, kernel=None, attend=attention):
@@ -24,7 +24,7 @@ def results(case, kernel=None, attend=attention):
         *inputs,
         causal=case.causal,
         scale=case.scale,
-        documents=case.document_numbers(),
+        documents=case.document_indices(),
         **({"kernel": kernel} if kernel else {}),
     )
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
@@ -37,7 +37,7 @@ def errors(case, **options):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("n", "k"), HEADS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_matches_the_dense_formula(kernel, n, k, dtype):
+def test_matches_dense_formula(kernel, n, k, dtype):
     for causal in (True, False):
         for documents in (None, (70, 1, 130, 99)):
             case = Case(b=2, n=n, k=k, s=300, causal=causal, documents=documents, dtype=dtype, scale=0.4)
@@ -46,7 +46,7 @@ def test_matches_the_dense_formula(kernel, n, k, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("documents", [None, (1500, 61, 487)])
-def test_matches_where_a_sequence_is_too_long_for_cutting(dtype, documents):
+def test_long_sequences_without_row_tiles_match_dense_formula(dtype, documents):
     case = Case(n=2, k=1, s=2048, d=8, dtype=dtype, documents=documents)
     assert max(errors(case)) < case.tolerance()
 
@@ -67,7 +67,7 @@ def test_matches_where_a_sequence_is_too_long_for_cutting(dtype, documents):
     st.booleans(),
     st.sampled_from(KERNELS),
 )
-def test_any_shape_matches(case, group, split, kernel):
+def test_any_shape_matches_dense_formula(case, group, split, kernel):
     case = dataclasses.replace(
         case,
         n=case.k * group,
@@ -80,20 +80,20 @@ def test_any_shape_matches(case, group, split, kernel):
         assert (a - b).norm() < 3e-6 * scale
 
 
-def test_documents_in_any_order_and_apart():
-    """Numbers need not ascend, and a document may lie in pieces."""
+def test_documents_may_be_unordered_and_noncontiguous():
+    """Document indices need not ascend, and a document may be interleaved with others."""
     case = Case(b=2, s=600, documents=(600,))
     numbers = torch.randint(0, 4, (2, 600), generator=torch.Generator().manual_seed(1)) * 7 - 9
     q, k, v, _ = (x.double() for x in case.tensors())
-    whole = attention(q, k, v, documents=numbers)
+    out = attention(q, k, v, documents=numbers)
     for row in range(2):
         for number in numbers[row].unique():
-            own = (numbers[row] == number).nonzero().squeeze(1)
-            alone = attention(*(x[row : row + 1, :, own] for x in (q, k, v)))
-            torch.testing.assert_close(whole[row : row + 1, :, own], alone)
+            members = (numbers[row] == number).nonzero().squeeze(1)
+            alone = attention(*(x[row : row + 1, :, members] for x in (q, k, v)))
+            torch.testing.assert_close(out[row : row + 1, :, members], alone)
 
 
-def test_an_ignored_document_boundary_is_noticed():
+def test_ignoring_a_document_boundary_exceeds_tolerance():
     case = Case(s=96, documents=(40, 56))
     ignored = dataclasses.replace(case, documents=(96,))
     found = [error(*pair) for pair in zip(results(ignored), case.expected(), strict=True)]
@@ -105,11 +105,11 @@ def test_an_ignored_document_boundary_is_noticed():
 def test_gradcheck(kernel, documents):
     case = Case(n=2, k=1, s=9, d=3, dtype=torch.float64, documents=documents)
     inputs = [x.requires_grad_() for x in case.tensors()[:3]]
-    numbers = case.document_numbers()
+    numbers = case.document_indices()
     assert torch.autograd.gradcheck(lambda *x: attention(*x, documents=numbers, kernel=kernel), inputs)
 
 
-def test_a_token_never_sees_a_later_one():
+def test_causal_attention_ignores_later_tokens():
     q, k, v, _ = Case(s=600).tensors()
     before = attention(q, k, v)
     k[:, :, 400:], v[:, :, 400:] = 1e3, -1e3
@@ -119,7 +119,7 @@ def test_a_token_never_sees_a_later_one():
 
 
 @pytest.mark.parametrize("documents", [None, (70, 130)])
-def test_compiles_whole_and_gives_the_same_bits(documents):
+def test_compiles_to_one_graph_with_identical_bits(documents):
     case = Case(b=2, s=200, documents=documents)
 
     def layer(*inputs, **options):
@@ -131,7 +131,7 @@ def test_compiles_whole_and_gives_the_same_bits(documents):
 
 
 @pytest.mark.parametrize("operator", ["attention", "attention_backward"])
-def test_the_operators_keep_their_word_to_the_compiler(operator):
+def test_operators_pass_opcheck(operator):
     q, k, v, grad = Case(b=2, s=64).tensors()
     settings = (None, True, 0.3, "cpu-flash")
     inputs = (q, k, v, *settings)
@@ -143,38 +143,38 @@ def test_the_operators_keep_their_word_to_the_compiler(operator):
 
 
 @pytest.mark.parametrize("name", ["math", "cpu-flash"])
-def test_blocks_give_what_merging_needs(name):
-    """A block of other queries than keys: lse, out, and its part of the gradient from the whole's lse."""
+def test_block_results_can_be_merged(name):
+    """A rectangular block returns lse, out, and its share of the gradient given the final lse."""
     torch.manual_seed(0)
-    kernel = kernels.kernel(name)
+    kernel = kernels.get_kernel(name)
     q, k, v = torch.randn(2, 6, 40, 8), torch.randn(2, 2, 23, 8), torch.randn(2, 2, 23, 8)
     mask = torch.rand(2, 1, 40, 23) < 0.3
-    mask[:, :, :3] = False  # these see nothing
+    mask[:, :, :3] = False  # these queries see no key
     out, lse = kernel.forward(Block(q, k, v, mask, False, 0.5))
     scores = (q.double() @ k.double().repeat_interleave(3, 1).mT * 0.5).masked_fill(~mask, -torch.inf)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
     assert torch.equal(out[:, :, :3], torch.zeros_like(out[:, :, :3]))
-    grad, final = torch.randn_like(q), lse.clamp_min(0) + 1  # as if other blocks had been merged in
-    whole = kernel.backward(Block(q, k, v, mask, False, 0.5), grad, out, final)
-    cut = [
+    grad, final = torch.randn_like(q), lse.clamp_min(0) + 1  # as if merged with other blocks
+    full = kernel.backward(Block(q, k, v, mask, False, 0.5), grad, out, final)
+    split = [
         kernel.backward(Block(q, k[:, :, keys], v[:, :, keys], mask[..., keys], False, 0.5), grad, out, final)
         for keys in (slice(0, 10), slice(10, 23))
     ]
-    torch.testing.assert_close(whole[0], cut[0][0] + cut[1][0])
+    torch.testing.assert_close(full[0], split[0][0] + split[1][0])
     for index in (1, 2):
-        torch.testing.assert_close(whole[index], torch.cat([part[index] for part in cut], 2))
+        torch.testing.assert_close(full[index], torch.cat([part[index] for part in split], 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["square", "rectangle", "mask"])
-def test_the_cuda_kernel_calls_operators_that_exist(dtype, kind):
-    """On the meta device, which knows every operator's arguments and shapes and computes nothing."""
+def test_cuda_kernel_calls_valid_operators(dtype, kind):
+    """Runs on the meta device, which checks arguments and shapes without computing."""
     t = {"square": 64}.get(kind, 33)
     q = torch.empty(2, 6, 64, 16, dtype=dtype, device="meta")
     k = torch.empty(2, 2, t, 16, dtype=dtype, device="meta")
     mask = torch.ones(2, 1, 64, t, dtype=torch.bool, device="meta") if kind == "mask" else None
     block = Block(q, k, k, mask, kind == "square", 0.3)
-    kernel = kernels.kernel("cuda-flash")
+    kernel = kernels.get_kernel("cuda-flash")
     out, lse = kernel.forward(block)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
     assert [x.shape for x in kernel.backward(block, out, out, lse)] == [q.shape, k.shape, k.shape]
@@ -182,14 +182,14 @@ def test_the_cuda_kernel_calls_operators_that_exist(dtype, kind):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA accelerator")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_cuda_kernel_matches_the_formulas(dtype):
+def test_cuda_kernel_matches_math_kernel(dtype):
     for causal, masked, t in ((True, False, 192), (False, False, 100), (False, True, 100)):
         q, k, v = (
             torch.randn(2, h, s, 64, device="cuda", dtype=dtype) for h, s in ((8, 192), (2, t), (2, t))
         )
         mask = torch.rand(2, 1, 192, t, device="cuda") < 0.3 if masked else None
         block, grad = Block(q, k, v, mask, causal, 0.2), torch.randn_like(q)
-        found, known = kernels.kernel("cuda-flash"), kernels.MATH
+        found, known = kernels.get_kernel("cuda-flash"), kernels.MATH
         out, lse = known.forward(block)
         pairs = [*zip(found.forward(block), (out, lse), strict=True)]
         pairs += zip(
@@ -199,15 +199,15 @@ def test_the_cuda_kernel_matches_the_formulas(dtype):
             torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_an_absent_kernel_says_so():
+def test_unregistered_kernel_is_rejected():
     q, k, v, _ = Case().tensors()
-    with pytest.raises(RuntimeError, match=r"'nki' is absent.*register"):
+    with pytest.raises(RuntimeError, match=r"'nki' is not registered.*register"):
         attention(q, k, v, kernel="nki")
     with pytest.raises(ValueError, match=r"'flash3' is not one of math, cpu-flash, cuda-flash, nki"):
         attention(q, k, v, kernel="flash3")
 
 
-def test_refused_inputs_say_what_would_work():
+def test_invalid_inputs_are_rejected_with_valid_values():
     q, k, v, _ = Case(n=6, k=2).tensors()
     four = torch.cat([k, k], 1)
     with pytest.raises(ValueError, match=r"attention: dim 1 \(heads\) is 4 .* 6 query heads.*1, 2, 3, 6"):

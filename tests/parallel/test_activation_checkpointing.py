@@ -1,0 +1,110 @@
+"""Activation checkpointing: identical bits with less memory, eager and compiled."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from modeling.models.build import MODELS
+from parallel import Mesh, RowParallelLinear, initialize
+from parallel.activation_checkpointing import MODES, apply_activation_checkpointing
+from parallel.random import sample_keys
+from profiles.model import Model
+from tests.pool import mesh
+
+SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+DESCRIPTIONS = {
+    "llama": Model(**SIZES, num_key_value_heads=2, vocab_size=64, max_position_embeddings=128),
+    "gpt": Model(architecture="gpt", **SIZES, vocab_size=64, max_position_embeddings=128, dropout=0.1),
+}
+TOKENS = torch.arange(129).expand(2, -1) % 61
+
+
+def build(architecture: str, mode: str, backend: str = "", count: int | None = None):
+    model = MODELS[architecture](DESCRIPTIONS[architecture], Mesh())
+    initialize(model, Mesh().tensor, 1)
+    apply_activation_checkpointing(model.layers.values(), mode, count)
+    if backend:
+        for layer in model.layers.values():
+            layer.compile(backend=backend, fullgraph=True, dynamic=False)
+    return model
+
+
+def forward(model) -> torch.Tensor:
+    keys = sample_keys(1, torch.arange(len(TOKENS)))
+    return model.loss(model(TOKENS[:, :-1], torch.arange(128), samples=keys), TOKENS[:, 1:])
+
+
+@cache
+def results(architecture: str, mode: str, backend: str) -> tuple[torch.Tensor, ...]:
+    """Loss and gradients."""
+    model = build(architecture, mode, backend)
+    loss = forward(model)
+    loss.backward()
+    return loss.detach(), *(parameter.grad for parameter in model.parameters())
+
+
+# aot_eager_decomp_partition splits graphs into forward and backward like a compiler, without code generation.
+@pytest.mark.parametrize("backend", ["", "aot_eager_decomp_partition"], ids=["eager", "graphs"])
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("architecture", DESCRIPTIONS)
+def test_results_are_bit_identical(architecture, mode, backend):
+    recomputed, saved = results(architecture, mode, backend), results(architecture, "none", backend)
+    assert all(torch.equal(x, y) for x, y in zip(recomputed, saved, strict=True))
+
+
+def test_compiled_results_are_bit_identical():
+    recomputed, saved = results("llama", "selective", "inductor"), results("llama", "none", "inductor")
+    assert all(torch.equal(x, y) for x, y in zip(recomputed, saved, strict=True))
+
+
+def saved_bytes(model) -> int:
+    """Memory allocated by forward and still alive after it, without the loss."""
+    outputs = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        outputs.append(model(TOKENS[:, :-1], torch.arange(128), samples=sample_keys(1, torch.arange(2))))
+    events = record.profiler.kineto_results.events()
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+@pytest.mark.parametrize("architecture", DESCRIPTIONS)
+def test_each_mode_saves_less_memory(architecture):
+    none, selective, full = (saved_bytes(build(architecture, mode)) for mode in MODES)
+    assert full < selective < none
+    hidden = 2 * 128 * 64 * 4
+    assert full < (3 + 3) * hidden  # one input a block, and what embedding and head save
+    assert selective < 0.6 * none
+
+
+def test_count_limits_the_checkpointed_blocks():
+    one, all_layers = (saved_bytes(build("llama", "full", count=count)) for count in (1, None))
+    assert all_layers < one < saved_bytes(build("llama", "none"))
+
+
+def test_forward_without_gradients_is_unchanged():
+    model = build("llama", "selective")
+    with torch.no_grad():
+        assert torch.equal(forward(model), forward(build("llama", "none")))
+
+
+def test_unknown_mode_is_rejected():
+    with pytest.raises(ValueError, match="recompute = 'some' is not one of none, selective, full"):
+        apply_activation_checkpointing([], "some")
+
+
+def backward_products(native: bool) -> int:
+    """Number of matrix products that backward of a checkpointed row layer runs."""
+    with mesh(tensor=2, supports_reduction=native) as m:
+        layer = RowParallelLinear(8, 4, m.tensor)
+        initialize(layer, m.tensor, 1)
+        apply_activation_checkpointing([layer], "selective")
+        y = layer(torch.randn(6, 4, requires_grad=True))
+        with profile(activities=[ProfilerActivity.CPU]) as record:
+            y.sum().backward()
+        return sum(event.name == "aten::mm" for event in record.events())
+
+
+def test_selective_saves_reduced_outputs_instead_of_products(pool):
+    assert set(pool.run(backward_products, 2, native=True)) == {3}  # dX, dW and the recomputed product
+    assert set(pool.run(backward_products, 2, native=False)) == {2}
