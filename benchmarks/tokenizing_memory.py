@@ -2,7 +2,7 @@
 
     python -m benchmarks.tokenizing_memory [--megabytes 400] [--document 200] [--text csv]
 
-A file of json lines, compressed so that it is one shard, is tokenized by one `tasks.tokenization` process. The text is
+A file of json lines, compressed so that it is one shard, is tokenized by one `tasks.tokenization.worker` process. The text is
 benchmarks/text.py's, repeated where there is not enough of it: repetition changes the speed, not the memory. The long document is
 prose too, or rows of numbers, or indented JSON: the last two have no letters with a space between them.
 """
@@ -59,16 +59,18 @@ def main() -> None:
         words = TokenizerStep().run(Context(resolve.load("tiny"), store))
         plan = folder / "plan.json"
         plan.write_text(json.dumps(DatasetStep(words).plan(Context(profile, store)).to_json()))
+        numbers = folder / "shards.json"
+        numbers.write_text("[0]")
         command = [
             sys.executable,
             "-m",
-            "tasks.tokenization.tokenize_shard",
+            "tasks.tokenization.worker",
             "--plan",
             str(plan),
             "--store",
             store.uri,
         ]
-        peak = watched([*command, "--shard", "0"]) / 1e9
+        peak = watched([*command, "--shards", str(numbers)]) / 1e9
     print(
         f"{written:.0f} MB of text, a document of {options.document:.0f} MB of {options.text} in it: "
         f"peak of the worker {peak:.2f} GB (goal: under 1)"

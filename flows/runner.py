@@ -43,7 +43,7 @@ from tasks.step import Context, Step
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
-from tasks.tokenization.worker_pool import Ended
+from tasks.tokenization.worker_pool import PoolClosed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -260,7 +260,7 @@ def worth_retrying(made: Task[..., Any], run: TaskRun, state: State) -> bool:
     """Whether a retry could succeed: not if the input was rejected or a job's failure was fatal."""
     try:
         state.result()
-    except (ProfileError, *SOURCE_ERRORS, Ended, FatalError):
+    except (ProfileError, *SOURCE_ERRORS, PoolClosed, FatalError):
         return False
     except Exception:
         return True

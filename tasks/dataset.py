@@ -150,7 +150,7 @@ class ShardJob:
     """One kind of work on the shards of a plan: tokenizing them, or hashing their documents to find duplicates.
 
     Attributes:
-        order: name of the work, as workers know it.
+        operation: "tokenize" or "fingerprint", for workers.
         kind: artifact kind of its results.
         verb: for progress messages.
         key: cache key of shard k's result.
@@ -158,7 +158,7 @@ class ShardJob:
     """
 
     plan: DatasetPlan
-    order: str
+    operation: str
     kind: str
     verb: str
     key: Callable[[int], str]
@@ -213,12 +213,12 @@ class ShardJob:
             return
         cluster = context.profile.cluster
         if cluster.launcher == "slurm" and cluster.shards_partition is not None:
-            SlurmArray(cluster, store, context.token).run(self.plan, self.order, missing)
+            SlurmArray(cluster, store, context.token).run(self.plan, self.operation, missing)
             return
         workers = min(cores, len(missing))
-        names = [f"{self.order} {self.plan.shards[k].name}" for k in missing]
+        names = [f"{self.operation} {self.plan.shards[k].name}" for k in missing]
         with WorkerPool(self.plan, store, workers, max(1, cores // workers), context.token) as pool:
-            results = context.map(lambda k: pool.run(self.order, k), missing, names)
+            results = context.map(lambda k: pool.run(self.operation, k), missing, names)
             for done, _ in enumerate(results, 1):
                 report(missing[min(done, len(missing) - 1)], 0, done)
 

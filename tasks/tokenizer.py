@@ -22,7 +22,7 @@ from tasks.store.artifacts import Artifact
 from tasks.store.digest_cache import DigestCache
 from tasks.store.store import Store
 from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest, is_folder
-from tasks.tokenization.tokenizer_files import EOS, byte_level, convert, load, special_id, write
+from tasks.tokenization.tokenizer_files import EOS, byte_level, convert, load, special_token_id, write
 
 WITHOUT_TEXT = ("tokens", "megatron")  # formats of sources that are tokenized already
 
@@ -80,7 +80,7 @@ class TokenizerStep(Step):
                 fetch_hub(source, revision, token, Path(download))
                 convert(source, Path(download), folder)
             tokenizer = load(folder)
-            eos, bos = (special_id(folder, tokenizer, name) for name in ("eos_token", "bos_token"))
+            eos, bos = (special_token_id(folder, tokenizer, name) for name in ("eos_token", "bos_token"))
             size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
             summary.update(vocabulary_size=size, eos=eos, bos=bos, source=source, revision=revision)
         return context.store.artifacts.expect(self.kind, key)

@@ -1,4 +1,4 @@
-"""What a profile's data is made of: its shards, the tokenizer and the options, as one value that any machine can work from."""
+"""DatasetPlan: shards, tokenizer and options of a profile's data as one JSON value that any machine can work from."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from tasks import keys
 from tasks.sources.shard import Shard
 from tasks.store.artifacts import Artifact
 
-TOKENS = "tokens"  # the kind of a shard's artifact
+TOKENS = "tokens"  # artifact kind of a tokenized shard
 
 
 @dataclass(frozen=True)
 class DatasetPlan:
-    """Everything that the tokens of every shard depend on.
+    """Everything that the tokens of every shard depend on; the options are those of a profile's `data` section.
 
     Attributes:
-        tokenizer: its artifact.
+        tokenizer: the tokenizer's artifact.
         shards: of all sources, in order.
-        drops: for each shard "", or the digest of the numbers of its documents that are dropped as duplicates.
-        duplicates: key of the artifact that has those numbers.
-        others: options, as in a profile's `data`.
+        drops: for each shard "", or the digest of the numbers of the documents to drop from it as duplicates.
+        duplicates: key of the artifact that lists those numbers.
     """
 
     tokenizer: Artifact
@@ -39,14 +38,18 @@ class DatasetPlan:
 
     @classmethod
     def of(cls, profile: Profile, tokenizer: Artifact, shards: list[Shard]) -> DatasetPlan:
-        """Raises ProfileError where documents shall begin with BOS or end with EOS, and the tokenizer has no such token."""
-        data, facts = profile.data, tokenizer.summary
+        """Plan of a profile's data, before duplicates are known.
+
+        Raises:
+            ProfileError: BOS or EOS is to be added, and the tokenizer has no such token.
+        """
+        data, summary = profile.data, tokenizer.summary
         for key, name, wanted in (
             ("prepend_bos", "bos", data.prepend_bos),
             ("append_eos", "eos", data.append_eos),
         ):
-            if wanted and facts[name] is None:
-                reason = f"{facts['source']} names no {name.upper()} token"
+            if wanted and summary[name] is None:
+                reason = f"the tokenizer {summary['source']} has no {name.upper()} token"
                 raise ProfileError(f"data.{key}", True, reason, [False])
         options = {
             field.name: getattr(data, field.name) for field in fields(cls) if hasattr(data, field.name)
@@ -56,27 +59,24 @@ class DatasetPlan:
     def key(self, k: int) -> str:
         """Cache key of the tokens of shard k."""
         shard = self.shards[k]
-        drops = self.drops[k] if self.drops else ""
+        held_out = self.validation_fraction if shard.use == "split" else shard.use
         if shard.format == "megatron":
             size = self.tokenizer.summary["vocabulary_size"]
-            return keys.tokens(None, shard.digest, self._held_out(shard), vocabulary_size=size)
+            return keys.tokens(None, shard.digest, held_out, vocabulary_size=size)
         return keys.tokens(
             self.tokenizer.key,
             shard.digest,
-            self._held_out(shard),
+            held_out,
             append_eos=self.append_eos,
             prepend_bos=self.prepend_bos,
             minimum_length=self.minimum_length,
-            drops=drops,
+            drops=self.drops[k] if self.drops else "",
         )
 
-    def _held_out(self, shard: Shard) -> float | str:
-        return self.validation_fraction if shard.use == "split" else shard.use
-
     def to_json(self) -> dict[str, Any]:
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         shards = [shard.to_json() for shard in self.shards]
-        return {**own, "tokenizer": self.tokenizer.to_json(), "shards": shards}
+        return {**values, "tokenizer": self.tokenizer.to_json(), "shards": shards}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DatasetPlan:

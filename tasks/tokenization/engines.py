@@ -1,15 +1,13 @@
-"""Text to token ids, by one of several engines behind one seam; no text becomes a special token.
+"""Tokenization engines: text to token ids through gigatoken, a word cache, or `tokenizers`, always with the ids of `tokenizers`.
 
-`tokenizers` takes every tokenizer. `gigatoken` (MIT, github.com/marcelroed/gigatoken) is many times as fast where it takes a
-tokenizer; where it does not, `tokenizers` is asked once for each word, if the tokenizer goes by words. Both are believed
-only as far as they are checked: on the first texts of each shard, and then on one short text of every batch, their ids must be
-those of `tokenizers` on the whole text.
+`HuggingFaceEngine` supports every tokenizer. `GigatokenEngine` (MIT, github.com/marcelroed/gigatoken) is many times faster
+where it supports a tokenizer; otherwise `WordCacheEngine` tokenizes each distinct word once. Both are verified against
+`tokenizers`, on the first texts of each shard and on one short text of every batch.
 
-The text "<|endoftext|>" in a document is thirteen characters that somebody wrote, not an end: with special tokens recognized
-in text, whoever writes a web page could end documents, or begin turns of a chat, inside the training data. So these are
-taken as any other text, as Megatron's own GPT-2 tokenizer and tiktoken's `encode_ordinary` do (Hugging Face's tokenizers do so
-where `split_special_tokens` is set, not by default). Added tokens that are not
-special, such as runs of spaces, are recognized as ever.
+Special tokens in text are encoded as plain text: "<|endoftext|>" in a document is thirteen characters, not an end of document.
+Otherwise the author of a web page could end documents or begin chat turns inside the training data. Megatron's GPT-2 tokenizer
+and tiktoken's `encode_ordinary` do the same, as do Hugging Face tokenizers with `split_special_tokens`. Added tokens that are
+not special, such as runs of spaces, are recognized.
 """
 
 from __future__ import annotations
@@ -24,33 +22,35 @@ from typing import Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
-from tasks.tokenization.tokenizer_files import load as load_tokenizer
-from tasks.tokenization.word_cache import Unsuited, words_of
+from tasks.tokenization import tokenizer_files
+from tasks.tokenization.word_cache import UnsupportedTokenizer, create_word_cache
 
 log = logging.getLogger(__name__)
 
-SAMPLE = 1 << 17  # characters that both engines take before the faster is believed
-SPOT = 4096  # length in characters up to which a text of a batch is taken by both
-MANY = 4  # threads of `tokenizers` that are faster than one that goes by words
+SAMPLE_CHARACTERS = 1 << 17  # on which an engine is verified before it is used
+SPOT_CHECK_CHARACTERS = 4096  # maximum length of a batch's text that is encoded twice
+MANY_THREADS = 4  # from here on, `tokenizers` is faster than the word cache on one thread
 
-Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts, one after another, and how many each has
+Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts, concatenated, and the number of ids of each text
 
 
-class Disagreement(RuntimeError):
-    """An engine gave other tokens than `tokenizers`: what it gave before is in doubt too."""
+class EngineMismatch(RuntimeError):
+    """An engine's ids differ from those of `tokenizers`; its earlier output cannot be trusted either."""
 
 
 class Engine(Protocol):
-    """Encodes texts whole, without special tokens."""
-
     name: str
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Ids of all texts, and their counts (texts)."""
+        """Encode complete texts, without adding special tokens.
+
+        Shapes:
+            ids (total number of ids), counts (texts).
+        """
 
 
-class General:
-    """`tokenizers`, on all cores that rayon has."""
+class HuggingFaceEngine:
+    """`tokenizers`, on all threads of rayon's pool."""
 
     name = "tokenizers"
 
@@ -58,50 +58,50 @@ class General:
         self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        # Not encode_batch_fast: in tokenizers 0.23 it takes a quarter longer.
-        ids = [found.ids for found in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
-        counts = np.fromiter(map(len, ids), np.int64, len(ids))
-        flat = np.empty(int(counts.sum()), np.uint32)
-        at = 0
-        for row in ids:
-            flat[at : at + len(row)] = row
-            at += len(row)
-        return flat, counts
+        # encode_batch_fast is 25% slower in tokenizers 0.23.
+        rows = [encoding.ids for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+        counts = np.fromiter(map(len, rows), np.int64, len(rows))
+        ids = np.empty(int(counts.sum()), np.uint32)
+        start = 0
+        for row in rows:
+            ids[start : start + len(row)] = row
+            start += len(row)
+        return ids, counts
 
 
-class Checked(ABC):
-    """An engine that is held against `tokenizers` on one short text of every batch."""
+class VerifiedEngine(ABC):
+    """An engine whose ids are compared with those of `tokenizers` on one short text of every batch."""
 
     name: str
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._general = General(tokenizer)
+        self._reference = HuggingFaceEngine(tokenizer)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        flat, counts = self._encode(texts)
-        spot = next((i for i, text in enumerate(texts) if 0 < len(text) <= SPOT), None)
+        """As `Engine.encode`. Raises EngineMismatch."""
+        ids, counts = self._encode(texts)
+        spot = next((i for i, text in enumerate(texts) if 0 < len(text) <= SPOT_CHECK_CHARACTERS), None)
         if spot is not None:
             start = int(counts[:spot].sum())
-            self._same(self._general.encode([texts[spot]])[0], flat[start : start + int(counts[spot])])
-        return flat, counts
+            expected = self._reference.encode([texts[spot]])[0]
+            self._require_equal(ids[start : start + int(counts[spot])], expected)
+        return ids, counts
 
-    def agree(self, texts: Sequence[str]) -> None:
-        """Raises Disagreement unless both engines make the same tokens of all these texts."""
-        for mine, other in zip(self._encode(texts), self._general.encode(texts), strict=True):
-            self._same(mine, other)
+    def verify(self, texts: Sequence[str]) -> None:
+        """Raises EngineMismatch unless the ids of all texts equal those of `tokenizers`."""
+        for actual, expected in zip(self._encode(texts), self._reference.encode(texts), strict=True):
+            self._require_equal(actual, expected)
 
-    def _same(self, mine: np.ndarray, other: np.ndarray) -> None:
-        if not np.array_equal(mine, other):
-            raise Disagreement(f"{self.name} and tokenizers make different tokens of the same text")
+    def _require_equal(self, actual: np.ndarray, expected: np.ndarray) -> None:
+        if not np.array_equal(actual, expected):
+            raise EngineMismatch(f"{self.name} and tokenizers encode the same text differently")
 
     @abstractmethod
     def _encode(self, texts: Sequence[str]) -> Encoded:
-        """As `encode`, unchecked."""
+        """As `encode`, without the check."""
 
 
-class Fast(Checked):
-    """`gigatoken`."""
-
+class GigatokenEngine(VerifiedEngine):
     name = "gigatoken"
 
     def __init__(self, tokenizer: Tokenizer, threads: int) -> None:
@@ -109,7 +109,7 @@ class Fast(Checked):
         import gigatoken
 
         self._parallel = threads > 1
-        self._encoder = gigatoken.Tokenizer(_without_special(tokenizer))
+        self._encoder = gigatoken.Tokenizer(_without_special_tokens(tokenizer))
 
     def _encode(self, texts: Sequence[str]) -> Encoded:
         rows = self._encoder.encode_batch(list(texts), parallel=self._parallel).layout
@@ -117,61 +117,61 @@ class Fast(Checked):
         return np.asarray(rows.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
 
 
-class ByWords(Checked):
-    """`tokenizers`, asked once for each word; on one core."""
+class WordCacheEngine(VerifiedEngine):
+    """`tokenizers` called once per distinct word, on one thread."""
 
-    name = "tokenizers by words"
+    name = "tokenizers with word cache"
 
     def __init__(self, tokenizer: Tokenizer, threads: int) -> None:
         super().__init__(tokenizer)
-        if threads >= MANY:
-            raise Unsuited(f"{threads} threads of tokenizers are faster")
-        self._words = words_of(_without_special(tokenizer))
+        if threads >= MANY_THREADS:
+            raise UnsupportedTokenizer(f"tokenizers is faster on {threads} threads")
+        self._cache = create_word_cache(_without_special_tokens(tokenizer))
 
-    def agree(self, texts: Sequence[str]) -> None:
-        super().agree(texts)
-        if not self._words.recur(texts):
-            raise Unsuited("its words hardly come again")
+    def verify(self, texts: Sequence[str]) -> None:
+        super().verify(texts)
+        if not self._cache.is_effective(texts):
+            raise UnsupportedTokenizer("few words of the text repeat")
 
     def _encode(self, texts: Sequence[str]) -> Encoded:
-        found = [self._words.ids(text) for text in texts]
-        whole = [i for i, ids in enumerate(found) if ids is None]
-        if whole:
-            flat, counts = self._general.encode([texts[i] for i in whole])
-            for i, ids in zip(whole, np.split(flat, np.cumsum(counts)[:-1]), strict=True):
-                found[i] = ids.tobytes()
+        rows = [self._cache.encode(text) for text in texts]
+        unsupported = [i for i, row in enumerate(rows) if row is None]
+        if unsupported:
+            ids, counts = self._reference.encode([texts[i] for i in unsupported])
+            for i, row in zip(unsupported, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
+                rows[i] = row.tobytes()
         width = np.dtype(np.uintc).itemsize
-        counts = np.fromiter((len(ids) // width for ids in found), np.int64, len(found))
-        return np.frombuffer(b"".join(found), np.uintc), counts
+        counts = np.fromiter((len(row) // width for row in rows), np.int64, len(rows))
+        return np.frombuffer(b"".join(rows), np.uintc), counts
 
 
-def load(folder: Path) -> Tokenizer:
-    """The tokenizer of an artifact's folder, which takes special tokens as text."""
-    loaded = load_tokenizer(folder)
-    loaded.encode_special_tokens = True
-    return loaded
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer of an artifact's folder so that it encodes special tokens in text as plain text."""
+    tokenizer = tokenizer_files.load(folder)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
-def choose(tokenizer: Tokenizer, sample: Sequence[str], threads: int = 1) -> Engine:
-    """The fastest engine that takes the tokenizer and agrees with `tokenizers` on the sample; why others do not is logged."""
-    texts = [*sample, *_traps(tokenizer)]
-    for kind in (Fast, ByWords):
+def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], threads: int = 1) -> Engine:
+    """The fastest engine that supports the tokenizer and passes verification on the sample; logs why others are not used."""
+    texts = [*sample, *_edge_cases(tokenizer)]
+    for kind in (GigatokenEngine, WordCacheEngine):
         try:
             engine = kind(tokenizer, threads)
-            engine.agree(texts)
+            engine.verify(texts)
             return engine
         except ImportError:
             reason = "it is not installed"
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of gigatoken's Rust code is no Exception
+        except BaseException as error:  # a panic in gigatoken's Rust code is a BaseException
             reason = " ".join(str(error).split())[:200]
         log.info("not tokenizing with %s: %s", kind.name, reason)
-    return General(tokenizer)
+    return HuggingFaceEngine(tokenizer)
 
 
-def _traps(tokenizer: Tokenizer) -> list[str]:
-    """Texts that the data's first documents need not have: added tokens written out, spaces, digits, several scripts."""
+def _edge_cases(tokenizer: Tokenizer) -> list[str]:
+    """Texts that the first documents may lack: added tokens, whitespace, digits, several scripts."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:64]
     return [
         f"a {' '.join(added)} b{''.join(added)}",
@@ -180,9 +180,9 @@ def _traps(tokenizer: Tokenizer) -> list[str]:
     ]
 
 
-def _without_special(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer, which knows no special tokens."""
-    described = json.loads(tokenizer.to_str())
-    described["added_tokens"] = [token for token in described["added_tokens"] if not token["special"]]
-    described["post_processor"] = None
-    return Tokenizer.from_str(json.dumps(described))
+def _without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """A copy of the tokenizer that knows no special tokens."""
+    state = json.loads(tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
+    state["post_processor"] = None
+    return Tokenizer.from_str(json.dumps(state))

@@ -1,20 +1,13 @@
-"""Shards done by a cluster: an array of Slurm's jobs, job k of n taking every n-th shard from the k-th on.
+"""SlurmArray: tokenizes shards on a cluster, as a Slurm job array of `worker` processes.
 
-    python -m tasks.tokenization.slurm_array --plan FILE --shards FILE --store URI --work-dir FOLDER --order tokenize …
-
-The store's locks and manifests see to it that a shard is made once and never seen half, whoever makes it; so a job that dies
-costs its own shards alone, which the next attempt finds missing.
+The store's locks and manifests ensure that each shard is made once and only seen complete, so a job that dies loses only its own
+shards, which the next attempt finds missing.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
-import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from modeling.exit_codes import REJECTED
 from profiles.schema import Cluster
@@ -24,80 +17,55 @@ from tasks.sources.shard import SourceError
 from tasks.store.backends import FolderBackend
 from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import DatasetPlan
+from tasks.tokenization.worker import ERROR_PREFIX
 
-MOST = 1000  # jobs of an array; a cluster that is not told otherwise takes 1001
-SAID = "trainshed: "
-log = logging.getLogger("trainshed")
+MAX_JOBS = 1000  # of an array; Slurm's default MaxArraySize is 1001
 
 
 class SlurmArray:
     """Processes shards on the partition `cluster.shards_partition`, as many at a time as it has room for.
 
     Args:
-        token: for the hub; it goes with the jobs' environment, and into no file of ours.
+        token: for the hub; passed in the jobs' environment and written to no file.
     """
 
     def __init__(self, cluster: Cluster, store: Store, token: str | None = None) -> None:
-        own = {"partition": cluster.shards_partition, "constraint": None, "exclusive": False, "device": "cpu"}
-        self._launcher = create("slurm", cluster.model_copy(update=own))
+        changes = {
+            "partition": cluster.shards_partition,
+            "constraint": None,
+            "exclusive": False,
+            "device": "cpu",
+        }
+        self._launcher = create("slurm", cluster.model_copy(update=changes))
         self._store, self._secrets = store, (("HF_TOKEN", token),) if token else ()
 
-    def run(self, plan: DatasetPlan, order: str, numbers: Sequence[int]) -> None:
-        """Process shards of a plan; returns once the results of all of them are in the store."""
+    def run(self, plan: DatasetPlan, operation: str, numbers: Sequence[int]) -> None:
+        """Apply an operation to these shards; returns once all results are in the store.
+
+        Raises:
+            SourceError: a job rejected its shard. JobFailed: the array failed otherwise.
+        """
         contents = {"plan.json": plan.to_json(), "shards.json": list(numbers)}
-        # A folder for each array, after what it does: flows that share a store would stop each other's, or do another's plan.
-        folder = self._store.local_cache / "array" / keys.digest({"order": order, **contents})
+        # The folder depends on the contents, or flows that share a store would replace each other's arrays.
+        folder = self._store.local_cache / "array" / keys.digest({"order": operation, **contents})
         for name, value in contents.items():
             FolderBackend(folder).write(name, json.dumps(value).encode())
-        count = min(MOST, len(numbers))
+        count = min(MAX_JOBS, len(numbers))
         arguments = ("--plan", folder / "plan.json", "--shards", folder / "shards.json")
         arguments += ("--store", self._store.uri, "--work-dir", self._store.work_dir)
-        arguments += ("--order", order, "--of", count)
+        arguments += ("--operation", operation, "--of", count)
         job = Job(
-            order,
-            "tasks.tokenization.slurm_array",
+            operation,
+            "tasks.tokenization.worker",
             tuple(map(str, arguments)),
             folder,
             array=count,
             secrets=self._secrets,
         )
         try:
-            execute(self._launcher, job, grace=0)  # what is done is in the store
+            execute(self._launcher, job, grace=0)  # finished shards are in the store
         except JobFailed as failure:
-            said = [line for line in failure.detail.splitlines() if line.startswith(SAID)]
-            if failure.exit_code == REJECTED and said:  # which another attempt would not change
-                raise SourceError(said[-1].removeprefix(SAID)) from failure
+            errors = [line for line in failure.detail.splitlines() if line.startswith(ERROR_PREFIX)]
+            if failure.exit_code == REJECTED and errors:  # a retry would fail again
+                raise SourceError(errors[-1].removeprefix(ERROR_PREFIX)) from failure
             raise
-
-
-def main(arguments: list[str] | None = None) -> int:
-    from tasks.tokenization.tokenize_shard import ORDERS
-
-    parser = argparse.ArgumentParser(prog="tasks.tokenization.slurm_array")
-    parser.add_argument("--plan", type=Path, required=True, help="file of a plan")
-    parser.add_argument(
-        "--shards", type=Path, required=True, help="file with the numbers of the shards to do"
-    )
-    parser.add_argument("--store", required=True, help="folder or s3:// prefix")
-    parser.add_argument("--work-dir", required=True, help="local folder, where the store is on S3")
-    parser.add_argument("--order", required=True, choices=ORDERS, help="what to do with each")
-    parser.add_argument("--of", type=int, required=True, help="jobs of the array")
-    parser.add_argument("--index", type=int, required=True, help="number of this one, from 0")
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    threads = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
-    os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": str(threads > 1).lower()}
-    plan = DatasetPlan.from_json(json.loads(options.plan.read_text()))
-    store = Store(options.store, options.work_dir)
-    try:
-        for number in json.loads(options.shards.read_text())[options.index :: options.of]:
-            ORDERS[options.order](plan, store, number, lambda tokens: None, threads)
-            log.info(f"{options.order} {plan.shards[number].name}: done")
-    except ValueError as error:  # of the profile or a source, in words of its own
-        print(f"{SAID}{error}", file=sys.stderr)
-        return REJECTED
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

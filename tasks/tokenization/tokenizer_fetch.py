@@ -1,6 +1,6 @@
-"""Where a tokenizer's files come from: a hub repository at one commit, or a folder, here or anywhere fsspec reaches.
+"""Fetches a tokenizer's files from a hub repository at a commit, or from a local or fsspec folder.
 
-Only tokenizer files are read, and no code of a repository is ever run.
+Reads only tokenizer files and never runs a repository's code.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ NAMES = (
 
 
 def is_folder(source: str) -> bool:
-    """Whether a tokenizer.source means a folder or URL rather than a hub repository."""
+    """Whether a tokenizer.source is a folder or URL rather than a hub repository."""
     return "://" in source or source[:1] in "./~" or source.count("/") > 1 or Path(source).is_dir()
 
 
 def fetch_hub(repository: str, commit: str, token: str | None, into: Path) -> None:
-    """Download a repository's tokenizer files, and nothing else of it."""
+    """Download only the tokenizer files of a repository."""
     from huggingface_hub import snapshot_download
     from tqdm import tqdm
 
-    class Quiet(tqdm):  # the flow shows its own progress
+    class Silent(tqdm):  # the flow shows its own progress
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
 
@@ -45,30 +45,26 @@ def fetch_hub(repository: str, commit: str, token: str | None, into: Path) -> No
             token=token,
             allow_patterns=list(NAMES),
             local_dir=into,
-            tqdm_class=Quiet,
+            tqdm_class=Silent,
         )
 
 
 def fetch_folder(source: str, into: Path) -> None:
-    """Copy the tokenizer files of a folder, here or anywhere fsspec reaches.
-
-    Raises:
-        ProfileError: it does not exist or holds no tokenizer.
-    """
+    """Copy the tokenizer files of a local or fsspec folder. Raises ProfileError if it does not exist."""
     filesystem, paths = _list(source)
     for path in paths:
         filesystem.get_file(path, str(into / path.rpartition("/")[2]))
 
 
 def folder_digest(source: str) -> str:
-    """Hash of the contents of a folder's tokenizer files."""
+    """sha256 of the names and contents of a folder's tokenizer files. Raises ProfileError if it does not exist."""
     filesystem, paths = _list(source)
-    total = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in paths:
-        total.update(path.rpartition("/")[2].encode())
+        digest.update(path.rpartition("/")[2].encode())
         with filesystem.open(path, "rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
-    return total.hexdigest()
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _list(source: str) -> tuple[Any, list[str]]:
@@ -76,7 +72,7 @@ def _list(source: str) -> tuple[Any, list[str]]:
 
     filesystem, folder = url_to_fs(source)
     if not filesystem.isdir(folder):
-        raise ProfileError("tokenizer.source", source, "is no folder")
+        raise ProfileError("tokenizer.source", source, "folder does not exist")
     endings = ("vocab.json", "merges.txt")
     paths = sorted(path for path in filesystem.ls(folder, detail=False) if filesystem.isfile(path))
     return filesystem, [path for path in paths if path.rpartition("/")[2] in NAMES or path.endswith(endings)]

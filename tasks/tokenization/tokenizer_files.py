@@ -1,8 +1,7 @@
-"""From a tokenizer in any of its three forms to a folder that `transformers.AutoTokenizer` and `tokenizers` load alike.
+"""Converts tokenizer files to a folder that `transformers.AutoTokenizer` and `tokenizers` load with the same result.
 
-The forms are tokenizer.json, vocab.json with merges.txt (GPT-2), and a SentencePiece tokenizer.model (Llama 2).
-tokenizer.json is the one truth about how text becomes tokens: it is kept byte for byte where there is one, else made from the
-other two, and a tokenizer_config.json beside it names the special tokens.
+Reads tokenizer.json, vocab.json with merges.txt (GPT-2), or a SentencePiece tokenizer.model (Llama 2). The folder holds
+tokenizer.json, copied byte for byte or converted, and tokenizer_config.json, which names the special tokens.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 EOS = "<|endoftext|>"  # GPT-2's
-USUAL_EOS = (EOS, "<|end_of_text|>", "</s>")  # of folders that name none
+DEFAULT_EOS = (EOS, "<|end_of_text|>", "</s>")  # tried in order if the source names no EOS token
 
 
 def convert(source: str, raw: Path, folder: Path) -> None:
-    """Make the tokenizer files in `raw` a folder with tokenizer.json and tokenizer_config.json.
+    """Convert the tokenizer files in `raw` and write tokenizer.json and tokenizer_config.json to `folder`.
 
     Raises:
-        ProfileError: no known form of a tokenizer, or a damaged one.
+        ProfileError: no supported tokenizer files, or corrupted ones; names tokenizer.source = `source`.
     """
     try:
         if (path := raw / "tokenizer.json").exists():
@@ -35,15 +34,15 @@ def convert(source: str, raw: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / "tokenizer.json")
         elif (path := raw / "tokenizer.model").exists():
             tokenizer, special = from_sentencepiece(path)
-        elif (path := _one(raw, "vocab.json")) and (merges := _one(raw, "merges.txt")):
+        elif (path := _find_file(raw, "vocab.json")) and (merges := _find_file(raw, "merges.txt")):
             tokenizer, special = from_vocabulary(path, merges)
         else:
             found = ", ".join(sorted(path.name for path in raw.iterdir() if path.is_file())) or "nothing"
             wanted = "tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
-            raise ProfileError("tokenizer.source", source, f"holds {found}; a tokenizer is {wanted}")
+            raise ProfileError("tokenizer.source", source, f"contains {found}; a tokenizer needs {wanted}")
     except ProfileError:
         raise
-    except Exception as error:  # what the parsers raise has no narrower type
+    except Exception as error:  # the parsers raise plain Exceptions
         raise ProfileError("tokenizer.source", source, f"{path.name} cannot be read: {error}") from error
     write(folder, tokenizer, _configuration(raw, tokenizer, special))
     if (raw / "chat_template.jinja").exists():
@@ -51,10 +50,10 @@ def convert(source: str, raw: Path, folder: Path) -> None:
 
 
 def write(folder: Path, tokenizer: Tokenizer, configuration: dict[str, Any]) -> None:
-    """Write tokenizer.json, unless it is there, and tokenizer_config.json."""
+    """Write tokenizer.json, unless it exists, and tokenizer_config.json."""
     if not (folder / "tokenizer.json").exists():
         tokenizer.save(str(folder / "tokenizer.json"))
-    # The class that takes tokenizer.json as it stands; a model's own class may put parts of its own in place of it.
+    # The class that uses tokenizer.json unchanged; a model's own tokenizer class may replace parts of it.
     configuration = {**configuration, "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(
         json.dumps(configuration, indent=2, ensure_ascii=False) + "\n"
@@ -69,14 +68,15 @@ def load(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def special_id(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
-    """Token id of the folder's "eos_token" or "bos_token"."""
+def special_token_id(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
+    """Id of the folder's "eos_token" or "bos_token"; None if it names none."""
     token = json.loads((folder / "tokenizer_config.json").read_text()).get(name)
-    return tokenizer.token_to_id(_content(token)) if token else None
+    content = token["content"] if isinstance(token, dict) else token
+    return tokenizer.token_to_id(content) if content else None
 
 
 def byte_level(model: models.BPE) -> Tokenizer:
-    """GPT-2's scheme around a BPE model: every text has tokens, and they decode to the same text."""
+    """A byte-level tokenizer with this model, as GPT-2's: encodes every text, and decoding restores it."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -85,7 +85,7 @@ def byte_level(model: models.BPE) -> Tokenizer:
 
 
 def from_vocabulary(vocabulary: Path, merges: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """GPT-2's pair of files, and its special tokens."""
+    """Tokenizer from GPT-2's vocab.json and merges.txt, and its special tokens."""
     tokenizer = byte_level(models.BPE.from_file(str(vocabulary), str(merges)))
     if tokenizer.token_to_id(EOS) is None:
         return tokenizer, {}
@@ -94,22 +94,22 @@ def from_vocabulary(vocabulary: Path, merges: Path) -> tuple[Tokenizer, dict[str
 
 
 def from_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """A SentencePiece model of byte-pair merges, as Llama 2's, with the same tokens for every text, and its specials.
+    """Tokenizer with the same tokens as a SentencePiece BPE model (Llama 2), and its special tokens.
 
     Raises:
-        ValueError: a model that rewrites or cuts the text before it splits it, or that is not one of merges.
+        ValueError: the model is not BPE, normalizes text, or has user-defined symbols.
     """
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
     proto = ModelProto.FromString(path.read_bytes())
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     if trainer.model_type != trainer.BPE:
-        raise ValueError("is not a model of byte-pair merges; convert it to tokenizer.json first")
+        raise ValueError("not a BPE model; convert it to tokenizer.json first")
     if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
-        raise ValueError("rewrites characters or spaces; convert it to tokenizer.json first")
+        raise ValueError("the model normalizes characters or spaces; convert it to tokenizer.json first")
     kind = proto.SentencePiece
     if any(piece.type == kind.USER_DEFINED for piece in proto.pieces):
-        raise ValueError("has symbols defined by its user; convert it to tokenizer.json first")
+        raise ValueError("the model has user-defined symbols; convert it to tokenizer.json first")
     pieces = [piece.piece for piece in proto.pieces]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     unknown = pieces[trainer.unk_id]
@@ -128,7 +128,7 @@ def from_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     tokenizer.decoder = decoders.Sequence(decoder)
     special = [piece.piece for piece in proto.pieces if piece.type in (kind.CONTROL, kind.UNKNOWN)]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    if trainer.bos_id >= 0:  # as Llama's own: where special tokens are asked for, BOS comes first
+    if trainer.bos_id >= 0:  # as Llama's tokenizer, which adds BOS with add_special_tokens=True
         bos = (pieces[trainer.bos_id], trainer.bos_id)
         tokenizer.post_processor = processors.TemplateProcessing(f"{bos[0]} $A", special_tokens=[bos])
     ids = {"bos_token": trainer.bos_id, "eos_token": trainer.eos_id, "unk_token": trainer.unk_id}
@@ -136,7 +136,7 @@ def from_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _merges(proto: ModelProto, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, best piece first: SentencePiece keeps scores, not merges."""
+    """All pairs that merge into a piece, highest score first: SentencePiece stores scores, not merges."""
     pieces = [piece for piece in proto.pieces if piece.type == proto.SentencePiece.NORMAL]
     merges = []
     for piece in sorted(pieces, key=lambda piece: -piece.score):
@@ -146,26 +146,24 @@ def _merges(proto: ModelProto, vocabulary: dict[str, int]) -> list[tuple[str, st
 
 
 def _configuration(raw: Path, tokenizer: Tokenizer, special: dict[str, str]) -> dict[str, Any]:
-    """The source's own tokenizer_config.json; special tokens that it leaves open from the files beside it."""
+    """The source's tokenizer_config.json, with special tokens that it lacks taken from the other files."""
     files = [raw / name for name in ("tokenizer_config.json", "special_tokens_map.json", "config.json")]
-    own, beside, model = (json.loads(path.read_text()) if path.exists() else {} for path in files)
-    own.pop("auto_map", None)  # points to code
-    configuration = {name: value for name, value in own.items() if value is not None}
+    given, special_tokens_map, model = (
+        json.loads(path.read_text()) if path.exists() else {} for path in files
+    )
+    given.pop("auto_map", None)  # refers to code
+    configuration = {name: value for name, value in given.items() if value is not None}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         ids = model.get(f"{name}_id")
         by_id = tokenizer.id_to_token(ids[0] if isinstance(ids, list) else ids) if ids is not None else None
-        token = beside.get(name) or special.get(name) or by_id
+        token = special_tokens_map.get(name) or special.get(name) or by_id
         if token:
             configuration.setdefault(name, token)
-    usual = next((token for token in USUAL_EOS if tokenizer.token_to_id(token) is not None), None)
-    return configuration if usual is None else {"eos_token": usual, **configuration}
+    default = next((token for token in DEFAULT_EOS if tokenizer.token_to_id(token) is not None), None)
+    return configuration if default is None else {"eos_token": default, **configuration}
 
 
-def _content(token: str | dict[str, Any]) -> str:
-    return token["content"] if isinstance(token, dict) else token
-
-
-def _one(folder: Path, name: str) -> Path | None:
-    """The file that is called so, or that ends so (gpt2-vocab.json), if it is the only one."""
+def _find_file(folder: Path, name: str) -> Path | None:
+    """The only file whose name ends with `name`, such as gpt2-vocab.json."""
     found = list(folder.glob(f"*{name}"))
     return found[0] if len(found) == 1 else None

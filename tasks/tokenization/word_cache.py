@@ -1,17 +1,16 @@
-"""Texts as the words that a tokenizer itself cuts them into, each of which is tokenized once.
+"""Word caches: the ids of each word that a tokenizer's own pre-tokenizer cuts, so that `tokenizers` sees each word once.
 
-What a tokenizer makes of a word depends on that word alone, and most words of a text have been seen before, so that a
-dictionary answers for them, and `tokenizers` is asked for new ones only: two to three times the speed on one core. One
-that is full becomes the older of two generations, and what comes again is taken over from it into the new one: names
-that one text is full of are soon forgotten.
+A word's ids depend on the word alone and most words repeat, which makes this two to three times as fast as `tokenizers` on one
+core. The cache has two generations: when the newer is full it replaces the older, and words that repeat move from the older to
+the newer. Words that only one text repeats are soon evicted.
 
-    expression   a byte-level tokenizer (GPT-2, Llama 3, DeepSeek) cuts by regular expressions before it merges
-    space        one of SentencePiece's kind (Llama 2) writes a mark for a space, with which a word begins; where it does not cut
-                 there, no merge reaches over what stands before a mark, which its vocabulary shows
+    regex   byte-level tokenizers (GPT-2, Llama 3, DeepSeek) split by regular expressions before they merge
+    space   tokenizers in the style of SentencePiece (Llama 2) replace spaces by a marker, with which a word begins; if they do
+            not split there, the vocabulary must show that no merge crosses the start of a marker
 
-Two engines of regular expressions, Oniguruma in `tokenizers` and Python's `regex`, may know other editions of Unicode. So each
-character is tried between letters, digits, spaces and marks before the first text with it, and texts with one that
-the two take for different things are left to `tokenizers`.
+`tokenizers` uses the Oniguruma regex engine, this module Python's `regex`, and their Unicode versions may differ. Before the
+first text that contains a character, both engines split that character between letters, digits, spaces and punctuation; texts
+with a character on which they differ are left to `tokenizers`.
 """
 
 from __future__ import annotations
@@ -27,210 +26,215 @@ import regex
 from tokenizers import Tokenizer
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LONGEST = 64  # characters of a word that is remembered
-MOST = 200_000  # words that are, of each of two generations: 64 MB for words of nine letters
-RECUR = 0.5  # share of the words of a sample that may be new
+MAX_WORD_LENGTH = 64  # characters of a cached word
+GENERATION_SIZE = 200_000  # words; two generations take 64 MB for words of nine letters
+MAX_DISTINCT = 0.5  # largest share of distinct words of a sample at which the cache pays off
 PROBE = "a{0}a 1{0}1 {0} .{0}. '{0}'s{0}{0}\n{0}\n\n{0}\t"
 
-Cut = Callable[[str], list[str]]
+Splitter = Callable[[str], list[str]]
 
 
-class Unsuited(ValueError):
-    """The tokenizer does not go by words, or by others than are known here."""
+class UnsupportedTokenizer(ValueError):
+    """The engine does not support this tokenizer, or would be slower with it."""
 
 
-class Words(dict[str, bytes], ABC):
-    """Word -> its ids as C unsigned ints; a word that is not there is tokenized.
+class WordCache(dict[str, bytes], ABC):
+    """Word -> its ids as C unsigned ints; missing words are tokenized on access.
 
     Args:
-        described: the tokenizer, without special tokens.
-        rest: the parts of its pre-tokenizer that see words.
+        state: JSON of the tokenizer, without special tokens.
+        word_pre_tokenizers: its pre-tokenizers that run on single words.
     """
 
-    def __init__(self, described: dict[str, Any], rest: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, state: dict[str, Any], word_pre_tokenizers: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__()
         self._older: dict[str, bytes] = {}
-        self._word = _only(described, rest)
-        added = [token["content"] for token in described["added_tokens"]]
-        self._added = regex.compile("|".join(map(regex.escape, added))) if added else None
+        self._tokenizer = _with_pre_tokenizers(state, word_pre_tokenizers)
+        added = [token["content"] for token in state["added_tokens"]]
+        self._added_tokens = regex.compile("|".join(map(regex.escape, added))) if added else None
 
     def __missing__(self, word: str) -> bytes:
         ids = self._older.get(word)
         if ids is None:
-            ids = array("I", self._word.encode(self.spelled(word), add_special_tokens=False).ids).tobytes()
-        if len(word) <= LONGEST:
-            if len(self) >= MOST:
+            text = self.model_text(word)
+            ids = array("I", self._tokenizer.encode(text, add_special_tokens=False).ids).tobytes()
+        if len(word) <= MAX_WORD_LENGTH:
+            if len(self) >= GENERATION_SIZE:
                 self._older = dict(self)
                 self.clear()
             self[word] = ids
         return ids
 
-    def ids(self, text: str) -> bytes | None:
-        """The text's ids as C unsigned ints; None for a text that `tokenizers` must take whole."""
-        if self._added and self._added.search(text):
+    def encode(self, text: str) -> bytes | None:
+        """The text's ids as C unsigned ints; None if `tokenizers` must encode it."""
+        if self._added_tokens and self._added_tokens.search(text):
             return None
-        return b"".join(map(self.__getitem__, self.cut(text)))
+        return b"".join(map(self.__getitem__, self.split(text)))
 
-    def recur(self, texts: Sequence[str]) -> bool:
-        """Whether words come again often enough in these texts to be worth a dictionary."""
-        words = [word for text in texts for word in self.cut(text)]
-        return len(set(words)) <= RECUR * len(words)
+    def is_effective(self, texts: Sequence[str]) -> bool:
+        """Whether enough words of these texts repeat."""
+        words = [word for text in texts for word in self.split(text)]
+        return len(set(words)) <= MAX_DISTINCT * len(words)
 
     @abstractmethod
-    def cut(self, text: str) -> Iterable[str]:
-        """Its words."""
+    def split(self, text: str) -> Iterable[str]:
+        """Split a text into words."""
 
-    def spelled(self, word: str) -> str:
-        """A word as the model is to see it."""
+    def model_text(self, word: str) -> str:
+        """The word as the tokenizer's model sees it."""
         return word
 
 
-def words_of(tokenizer: Tokenizer) -> Words:
-    """Of a tokenizer without special tokens.
+def create_word_cache(tokenizer: Tokenizer) -> WordCache:
+    """A cache for a tokenizer without special tokens.
 
     Raises:
-        Unsuited: it cuts neither by a regular expression nor at spaces; it changes the text first; or it leaves merges to chance.
+        UnsupportedTokenizer: it splits neither by regular expressions nor at spaces, normalizes text, or uses BPE dropout.
     """
-    described = json.loads(tokenizer.to_str())
-    if described["model"].get("dropout"):
-        raise Unsuited("it leaves merges to chance")
-    mark = _mark(described)
-    return ByExpression(described) if mark is None else BySpace(described, mark)
+    state = json.loads(tokenizer.to_str())
+    if state["model"].get("dropout"):
+        raise UnsupportedTokenizer("it uses BPE dropout")
+    marker = _space_marker(state)
+    return RegexWordCache(state) if marker is None else SpaceWordCache(state, marker)
 
 
-class BySpace(Words):
-    """Words that begin with a space, for which the model sees a mark."""
+class SpaceWordCache(WordCache):
+    """Words that begin with a space, which the model sees as a marker."""
 
-    def __init__(self, described: dict[str, Any], mark: str) -> None:
-        super().__init__(described)
-        cuts = described["pre_tokenizer"]
-        if described["normalizer"] and any(token["normalized"] for token in described["added_tokens"]):
-            raise Unsuited("it looks for added tokens in what it has changed")
-        self._mark = mark
-        self._prefix = "" if cuts and cuts["prepend_scheme"] == "never" else " "
-        self._always = cuts is None  # else not before a text that begins with one
-        apart = cuts is not None and cuts["split"]
-        if not apart:
-            _require_marks_first(described["model"], mark)
-        self._find = regex.compile(" [^ ]*|[^ ]+" if apart else " *[^ ]+| +").findall
-        self._alone = apart and bool(self._prefix)  # each word has one space, and goes without it
+    def __init__(self, state: dict[str, Any], marker: str) -> None:
+        super().__init__(state)
+        pre_tokenizer = state["pre_tokenizer"]
+        if state["normalizer"] and any(token["normalized"] for token in state["added_tokens"]):
+            raise UnsupportedTokenizer("it searches for added tokens in normalized text")
+        self._marker = marker
+        self._prefix = "" if pre_tokenizer and pre_tokenizer["prepend_scheme"] == "never" else " "
+        self._always_prefix = pre_tokenizer is None  # otherwise not before a text that begins with a space
+        splits = pre_tokenizer is not None and pre_tokenizer["split"]
+        if not splits:
+            _require_independent_words(state["model"], marker)
+        self._find = regex.compile(" [^ ]*|[^ ]+" if splits else " *[^ ]+| +").findall
+        self._drop_space = splits and bool(self._prefix)  # every word has exactly one space
 
-    def cut(self, text: str) -> list[str]:
-        if self._mark in text:
-            text = text.replace(self._mark, " ")
-        if text and (self._always or not text.startswith(" ")):
+    def split(self, text: str) -> list[str]:
+        if self._marker in text:
+            text = text.replace(self._marker, " ")
+        if text and (self._always_prefix or not text.startswith(" ")):
             text = self._prefix + text
-        return text.split(" ")[1:] if self._alone else self._find(text)
+        return text.split(" ")[1:] if self._drop_space else self._find(text)
 
-    def spelled(self, word: str) -> str:
-        return self._mark + word if self._alone else word.replace(" ", self._mark)
+    def model_text(self, word: str) -> str:
+        return self._marker + word if self._drop_space else word.replace(" ", self._marker)
 
 
-class ByExpression(Words):
-    """Words that regular expressions find, one after another."""
+class RegexWordCache(WordCache):
+    """Words that one or several regular expressions split, one after another."""
 
-    def __init__(self, described: dict[str, Any]) -> None:
-        stages, rest = _stages(described)
-        super().__init__(described, rest)
-        self._cuts = [_cutter(stage["pattern"]["Regex"]) for stage in stages]
-        self._theirs = _only(described, stages).pre_tokenizer
-        self._alike: set[str] = set()
-        self._unlike: set[str] = set()
-        self._try(map(chr, range(128)))
-        self._ascii = not self._unlike
+    def __init__(self, state: dict[str, Any]) -> None:
+        splits, word_pre_tokenizers = _split_pre_tokenizers(state)
+        super().__init__(state, word_pre_tokenizers)
+        self._splitters = [_splitter(split["pattern"]["Regex"]) for split in splits]
+        self._reference = _with_pre_tokenizers(state, splits).pre_tokenizer
+        self._equal: set[str] = set()  # characters on which both regex engines agree
+        self._different: set[str] = set()
+        self._compare(map(chr, range(128)))
+        self._ascii_equal = not self._different
 
-    def ids(self, text: str) -> bytes | None:
-        if not (self._ascii and text.isascii()):
+    def encode(self, text: str) -> bytes | None:
+        if not (self._ascii_equal and text.isascii()):
             characters = set(text)
-            self._try(characters - self._alike - self._unlike)
-            if not self._unlike.isdisjoint(characters):
+            self._compare(characters - self._equal - self._different)
+            if not self._different.isdisjoint(characters):
                 return None
-        return super().ids(text)
+        return super().encode(text)
 
-    def cut(self, text: str) -> Iterable[str]:
-        first, *more = self._cuts
+    def split(self, text: str) -> Iterable[str]:
+        first, *others = self._splitters
         words: Iterable[str] = first(text)
-        for cut in more:
-            words = chain.from_iterable(map(cut, words))
+        for split in others:
+            words = chain.from_iterable(map(split, words))
         return words
 
-    def _try(self, characters: Iterable[str]) -> None:
+    def _compare(self, characters: Iterable[str]) -> None:
         for character in characters:
             probe = PROBE.format(character)
-            theirs = [probe[begin:end] for _, (begin, end) in self._theirs.pre_tokenize_str(probe)]
-            (self._alike if list(self.cut(probe)) == theirs else self._unlike).add(character)
+            expected = [probe[begin:end] for _, (begin, end) in self._reference.pre_tokenize_str(probe)]
+            (self._equal if list(self.split(probe)) == expected else self._different).add(character)
 
 
-def _mark(described: dict[str, Any]) -> str | None:
-    """What a tokenizer of SentencePiece's kind writes for a space; None for any other tokenizer."""
-    normalizer, cuts = described["normalizer"], described["pre_tokenizer"]
-    if cuts and cuts["type"] == "Metaspace" and normalizer is None:
-        return cuts["replacement"]
-    if cuts is None and normalizer and len(parts := normalizer.get("normalizers", [])) == 2:
-        mark = parts[0].get("prepend")
-        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": mark}
-        if parts == [{"type": "Prepend", "prepend": mark}, spaces]:
-            return mark
+def _space_marker(state: dict[str, Any]) -> str | None:
+    """What a SentencePiece-style tokenizer writes for a space; None for other tokenizers."""
+    normalizer, pre_tokenizer = state["normalizer"], state["pre_tokenizer"]
+    if pre_tokenizer and pre_tokenizer["type"] == "Metaspace" and normalizer is None:
+        return pre_tokenizer["replacement"]
+    if pre_tokenizer is None and normalizer and len(steps := normalizer.get("normalizers", [])) == 2:
+        marker = steps[0].get("prepend")
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": marker}
+        if steps == [{"type": "Prepend", "prepend": marker}, replace]:
+            return marker
     return None
 
 
-def _require_marks_first(model: dict[str, Any], mark: str) -> None:
-    """Raises Unsuited where a text is not the sum of its words, though they are not cut."""
-    alone = model["type"] == "BPE" and mark in model["vocab"] and not model.get("ignore_merges")
-    placed = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
-    if not alone or placed or any(mark in token.lstrip(mark) for token in model["vocab"]):
-        raise Unsuited("its tokens may reach over spaces")
+def _require_independent_words(model: dict[str, Any], marker: str) -> None:
+    """Raises UnsupportedTokenizer if the ids of an unsplit text may differ from those of its words."""
+    plain = model["type"] == "BPE" and marker in model["vocab"] and not model.get("ignore_merges")
+    affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    if not plain or affixes or any(marker in token.lstrip(marker) for token in model["vocab"]):
+        raise UnsupportedTokenizer("its tokens may span spaces")
 
 
-def _stages(described: dict[str, Any]) -> tuple[list[dict], list[dict]]:
-    """What cuts by regular expressions, and the parts after it, which see words.
+def _split_pre_tokenizers(state: dict[str, Any]) -> tuple[list[dict], list[dict]]:
+    """The pre-tokenizers that split by regular expressions, and those after them, which run on single words.
 
     Raises:
-        Unsuited
+        UnsupportedTokenizer
     """
-    normalizer = described["normalizer"]
+    normalizer = state["normalizer"]
     if normalizer and normalizer.get("normalizers") != []:
-        raise Unsuited("it changes the text first")
-    parts = described["pre_tokenizer"] or {}
-    parts = list(parts.get("pretokenizers", [parts] if parts else []))
-    if parts and parts[0]["type"] == "ByteLevel" and parts[0].get("use_regex", True):
-        parts[:1] = [_split(GPT2), {**parts[0], "use_regex": False}]
-    count = next((i for i, part in enumerate(parts) if not _is_split(part)), len(parts))
+        raise UnsupportedTokenizer("it normalizes the text")
+    steps = state["pre_tokenizer"] or {}
+    steps = list(steps.get("pretokenizers", [steps] if steps else []))
+    if steps and steps[0]["type"] == "ByteLevel" and steps[0].get("use_regex", True):
+        steps[:1] = [_split_step(GPT2), {**steps[0], "use_regex": False}]
+    count = next((i for i, step in enumerate(steps) if not _is_split_step(step)), len(steps))
     if count == 0:
-        raise Unsuited("it does not begin by cutting at a regular expression")
-    rest = parts[count:]
-    if any(part["type"] not in ("ByteLevel", "Digits") or part.get("add_prefix_space") for part in rest):
-        raise Unsuited("a word's tokens may depend on where it stands")
-    if any(part.get("use_regex", part["type"] == "ByteLevel") for part in rest):
-        raise Unsuited("it cuts words again")
-    return parts[:count], rest
+        raise UnsupportedTokenizer("it does not begin by splitting with a regular expression")
+    on_words = steps[count:]
+    if any(step["type"] not in ("ByteLevel", "Digits") or step.get("add_prefix_space") for step in on_words):
+        raise UnsupportedTokenizer("a word's tokens may depend on its position")
+    if any(step.get("use_regex", step["type"] == "ByteLevel") for step in on_words):
+        raise UnsupportedTokenizer("it splits words again")
+    return steps[:count], on_words
 
 
-def _split(pattern: str) -> dict[str, Any]:
+def _split_step(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-def _is_split(part: dict[str, Any]) -> bool:
-    return part["type"] == "Split" and "Regex" in part["pattern"] and part == _split(part["pattern"]["Regex"])
+def _is_split_step(step: dict[str, Any]) -> bool:
+    return (
+        step["type"] == "Split"
+        and "Regex" in step["pattern"]
+        and step == _split_step(step["pattern"]["Regex"])
+    )
 
 
-def _cutter(pattern: str) -> Cut:
-    """All matches of a pattern and what lies between them, in order.
+def _splitter(pattern: str) -> Splitter:
+    """Function that splits a text into the matches of a pattern and the text between them, in order.
 
     Raises:
-        Unsuited
+        UnsupportedTokenizer
     """
     try:
-        found = regex.compile(f"(?:{pattern})|(?:(?!{pattern})[\\s\\S])+")
-        if regex.compile(pattern).match("") or found.groups:
-            raise Unsuited(f"{pattern} has groups, or matches nothing")
+        splitter = regex.compile(f"(?:{pattern})|(?:(?!{pattern})[\\s\\S])+")
+        if regex.compile(pattern).match("") or splitter.groups:
+            raise UnsupportedTokenizer(f"{pattern} has groups or matches the empty string")
     except regex.error as error:
-        raise Unsuited(f"{pattern}: {error}") from error
-    return found.findall
+        raise UnsupportedTokenizer(f"{pattern}: {error}") from error
+    return splitter.findall
 
 
-def _only(described: dict[str, Any], pre_tokenizers: Sequence[dict[str, Any]]) -> Tokenizer:
-    """The tokenizer with these pre-tokenizers, and neither a normalizer nor added tokens."""
-    cuts = {"type": "Sequence", "pretokenizers": list(pre_tokenizers)}
-    changed = {"normalizer": None, "added_tokens": [], "post_processor": None, "pre_tokenizer": cuts}
-    return Tokenizer.from_str(json.dumps({**described, **changed}))
+def _with_pre_tokenizers(state: dict[str, Any], pre_tokenizers: Sequence[dict[str, Any]]) -> Tokenizer:
+    """The tokenizer with these pre-tokenizers, without normalizer and added tokens."""
+    sequence = {"type": "Sequence", "pretokenizers": list(pre_tokenizers)}
+    changed = {"normalizer": None, "added_tokens": [], "post_processor": None, "pre_tokenizer": sequence}
+    return Tokenizer.from_str(json.dumps({**state, **changed}))

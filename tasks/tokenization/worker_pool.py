@@ -1,7 +1,7 @@
-"""Processes on this machine that tokenize shards side by side: `tasks.tokenization --serve`, one a core.
+"""WorkerPool: worker processes on this machine that tokenize shards side by side.
 
-A worker that dies takes only its shard with it, which is tried again by whoever asked; another takes its place. Workers end with
-their standard input, so none outlives the process that started it by more than a shard.
+A worker that dies loses only its shard, which the caller may retry; another worker replaces it. Workers exit when their stdin
+closes, so none outlives this process by more than one shard.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from tasks.tokenization.dataset_plan import DatasetPlan
 
 log = logging.getLogger(__name__)
 
-GRACE = 5.0  # seconds that a worker has to end by itself
+EXIT_SECONDS = 5.0  # for a worker to exit by itself
 ERROR_LINES = 20
 
 
-class Ended(RuntimeError):
-    """The block of the workers was left before this shard's turn came."""
+class PoolClosed(RuntimeError):
+    """The pool was closed before a worker was free for this shard."""
 
 
 class WorkerFailed(RuntimeError):
-    """A worker that died or could not do a shard for reasons that may pass."""
+    """A worker died, or failed on a shard for a reason that may be temporary."""
 
 
 class WorkerPool:
-    """Up to `count` processes, started as they are needed, for the block.
+    """Up to `count` worker processes, started on demand; use as a context manager.
 
     Args:
-        plan: whose shards they work on.
-        threads: that each may use.
-        token: for the hub; it is handed on through the environment of the processes alone.
+        plan: whose shards they process.
+        threads: of each worker's engine.
+        token: for the hub; passed to the workers in their environment only.
     """
 
     def __init__(
@@ -54,53 +54,52 @@ class WorkerPool:
         self._folder = tempfile.TemporaryDirectory(prefix="trainshed-")
         path = Path(self._folder.name) / "plan.json"
         path.write_text(json.dumps(plan.to_json()))
-        self._command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "tasks.tokenization.tokenize_shard",
-            "--serve",
-            "--plan",
-            str(path),
-        ]
-        self._command += ["--store", store.uri, "--work-dir", str(store.work_dir), "--threads", str(threads)]
+        self._command = [sys.executable, "-P", "-m", "tasks.tokenization.worker", "--serve"]
+        self._command += ["--plan", str(path), "--store", store.uri, "--work-dir", str(store.work_dir)]
+        self._command += ["--threads", str(threads)]
         self._environment = {**os.environ, **({"HF_TOKEN": token} if token else {})}
         self._free: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         self._workers: set[_Worker] = set()
-        self._said: set[str] = set()
-        self._telling = threading.Lock()
+        self._logged: set[str] = set()
+        self._log_lock = threading.Lock()
         self._closed = False
         for _ in range(count):
             self._free.put(None)  # not started yet
 
-    def run(self, order: str, k: int, report: Callable[[int], None] | None = None) -> Artifact:
-        """Have a shard done by a worker that is free, or will be; may be called from many threads.
+    def run(self, operation: str, k: int, report: Callable[[int], None] | None = None) -> Artifact:
+        """Apply an operation to shard k on the next free worker; thread-safe.
+
+        Args:
+            operation: "tokenize" or "fingerprint".
+            report: called about once a second with the number of tokens so far.
 
         Raises:
-            ProfileError, SourceError: what the worker refused. WorkerFailed: it died. Ended: nobody waits for it.
+            ProfileError, SourceError: the worker rejected the shard.
+            WorkerFailed: the worker died or failed.
+            PoolClosed: the pool was closed first.
         """
         worker = self._free.get()
         try:
             if self._closed:
-                raise Ended("the workers were ended")
+                raise PoolClosed("the worker pool is closed")
             if worker is None:
-                worker = _Worker(self._command, self._environment, self._pass_on)
+                worker = _Worker(self._command, self._environment, self._forward_log)
                 self._workers.add(worker)
-            return worker.run(order, k, report or (lambda tokens: None))
+            return worker.run(operation, k, report or (lambda tokens: None))
         except WorkerFailed:
             if worker is not None:
-                worker.end()
+                worker.close()
                 self._workers.discard(worker)
                 worker = None
             raise
         finally:
             self._free.put(worker)
 
-    def _pass_on(self, level: int, message: str) -> None:
-        """Log what a worker has logged, once, though each of them says it of each shard."""
-        with self._telling:
-            if message not in self._said:
-                self._said.add(message)
+    def _forward_log(self, level: int, message: str) -> None:
+        """Log a worker's message, once for all workers and shards."""
+        with self._log_lock:
+            if message not in self._logged:
+                self._logged.add(message)
                 log.log(level, "%s", message)
 
     def __enter__(self) -> Self:
@@ -109,16 +108,18 @@ class WorkerPool:
     def __exit__(self, *failure: object) -> None:
         self._closed = True
         for worker in list(self._workers):
-            worker.end(at_once=failure[0] is not None)
+            worker.close(kill=failure[0] is not None)
         self._folder.cleanup()
 
 
 class _Worker:
+    """A process of `worker.py --serve`."""
+
     def __init__(
-        self, command: list[str], environment: dict[str, str], pass_on: Callable[[int, str], None]
+        self, command: list[str], environment: dict[str, str], forward_log: Callable[[int, str], None]
     ) -> None:
-        self._pass_on = pass_on
-        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  `end` closes it
+        self._forward_log = forward_log
+        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  `close` closes it
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -128,44 +129,42 @@ class _Worker:
             env=environment,
         )
 
-    def run(self, order: str, k: int, report: Callable[[int], None]) -> Artifact:
+    def run(self, operation: str, k: int, report: Callable[[int], None]) -> Artifact:
         try:
-            self._process.stdin.write(f"{order} {k}\n")
+            self._process.stdin.write(f"{operation} {k}\n")
             self._process.stdin.flush()
             for line in self._process.stdout:
                 answer: dict[str, Any] = json.loads(line)
                 if "tokens" in answer:
                     report(answer["tokens"])
                 elif "log" in answer:
-                    self._pass_on(*answer["log"])
+                    self._forward_log(*answer["log"])
                 elif "done" in answer:
                     return Artifact.from_json(answer["done"])
-                elif "refused" in answer:
-                    raise ProfileError(*answer["refused"])
-                elif "damaged" in answer:
-                    raise SourceError(answer["damaged"])
+                elif "rejected" in answer:
+                    raise ProfileError(*answer["rejected"])
+                elif "corrupted" in answer:
+                    raise SourceError(answer["corrupted"])
                 else:
                     raise WorkerFailed(answer["failed"])
         except BrokenPipeError:
             pass
         code = self._process.wait()
-        raise WorkerFailed(
-            f"a process that tokenized shard {k} ended with exit code {code}: {self._last_words()}"
-        )
+        raise WorkerFailed(f"the worker of shard {k} ended with exit code {code}: {self._last_errors()}")
 
-    def end(self, at_once: bool = False) -> None:
+    def close(self, kill: bool = False) -> None:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        if at_once:
+        if kill:
             self._process.kill()
         try:
-            self._process.wait(GRACE)
+            self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
         self._errors.close()
 
-    def _last_words(self) -> str:
+    def _last_errors(self) -> str:
         self._errors.seek(0)
         return " | ".join(self._errors.read().splitlines()[-ERROR_LINES:])

@@ -1,0 +1,100 @@
+"""Worker process: applies an operation ("tokenize", "fingerprint") to shards of a dataset plan.
+
+    python -m tasks.tokenization.worker --plan FILE --store URI --serve
+    python -m tasks.tokenization.worker --plan FILE --store URI --operation tokenize --shards FILE --index I --of N
+
+With --serve it reads requests ("tokenize 7") from stdin and answers with lines of JSON on stdout, until stdin is closed.
+Otherwise it is job I of N and processes every N-th of the listed shards, from the I-th on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from modeling.exit_codes import REJECTED
+from profiles.errors import ProfileError
+from tasks.sources import duplicates
+from tasks.store.store import Store
+from tasks.tokenization.dataset_plan import DatasetPlan
+from tasks.tokenization.tokenize_shard import tokenize
+
+ERROR_PREFIX = "trainshed: "  # of the stderr line that explains exit code REJECTED
+OPERATIONS = {"tokenize": tokenize, "fingerprint": duplicates.fingerprint}
+log = logging.getLogger("trainshed")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tasks.tokenization.worker")
+    parser.add_argument("--plan", type=Path, required=True, help="JSON file of a dataset plan")
+    parser.add_argument("--store", required=True, help="folder or s3:// prefix")
+    parser.add_argument("--work-dir", default="store", help="local folder of a store on S3")
+    parser.add_argument(
+        "--threads", type=int, default=int(os.environ.get("SLURM_CPUS_ON_NODE", "1")), help="of the engine"
+    )
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--serve", action="store_true", help="read requests from stdin")
+    mode.add_argument("--shards", type=Path, help="JSON file with the numbers of the shards to process")
+    parser.add_argument(
+        "--operation", choices=OPERATIONS, default="tokenize", help="applied to each of --shards"
+    )
+    parser.add_argument("--index", type=int, default=0, help="number of this job, from 0")
+    parser.add_argument("--of", type=int, default=1, help="number of jobs that share the shards")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    # Read by rayon, the thread pool of both engines.
+    os.environ["RAYON_NUM_THREADS"] = str(options.threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if options.threads > 1 else "false"
+    plan = DatasetPlan.from_json(json.loads(options.plan.read_text()))
+    store = Store(options.store, options.work_dir)
+    if options.serve:
+        logging.getLogger().addHandler(_LogForwarder())
+        for line in sys.stdin:
+            operation, _, k = line.partition(" ")
+            _send(_answer(operation, plan, store, int(k), options.threads))
+        return 0
+    try:
+        for k in json.loads(options.shards.read_text())[options.index :: options.of]:
+            OPERATIONS[options.operation](plan, store, k, lambda tokens: None, options.threads)
+            log.info(f"{options.operation} {plan.shards[k].name}: done")
+    except ValueError as error:  # the profile or a source is rejected
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        return REJECTED
+    return 0
+
+
+def _answer(operation: str, plan: DatasetPlan, store: Store, k: int, threads: int) -> dict[str, Any]:
+    def report(tokens: int) -> None:
+        _send({"tokens": tokens})
+
+    try:
+        return {"done": OPERATIONS[operation](plan, store, k, report, threads).to_json()}
+    except ProfileError as error:
+        return {"rejected": [error.key, error.value, error.reason, list(error.choices)]}
+    except ValueError as error:
+        return {"corrupted": str(error)}
+    except Exception as error:
+        log.exception("shard %d", k)
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
+class _LogForwarder(logging.Handler):
+    """Sends Trainshed's log records as answers; stderr is only read if the worker dies."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name.partition(".")[0] in ("tasks", "modeling", "__main__") and not record.exc_info:
+            _send({"log": [record.levelno, record.getMessage()]})
+
+
+def _send(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
