@@ -183,7 +183,7 @@ def test_a_long_document_and_many_batches_change_nothing(store, tmp_path, monkey
     wanted = profile(path)
     tokens = TokenizerStep().run(Context(wanted, store))
     whole = documents_of(DatasetStep(tokens).run(Context(wanted, store)), store, "train")
-    monkeypatch.setattr(tokenize_shard, "BATCH", 500)
+    monkeypatch.setattr(tokenize_shard, "BATCH_CHARACTERS", 500)
     other = Store(str(tmp_path / "other"))
     assert documents_of(make(wanted, other), other, "train") == whole
 

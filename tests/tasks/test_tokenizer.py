@@ -295,8 +295,8 @@ def test_gated_repository_needs_the_token_which_is_never_shown(store, hub, gpt2_
             "no-such-branch",
             r"tokenizer\.revision = no-such-branch: org/name has no such revision",
         ),
-        ("./missing", None, r"tokenizer\.source = \./missing: is no folder"),
-        ("org/weights", None, r"tokenizer\.source = org/weights: holds config\.json; a tokenizer is"),
+        ("./missing", None, r"tokenizer\.source = \./missing: folder does not exist"),
+        ("org/weights", None, r"tokenizer\.source = org/weights: contains config\.json; a tokenizer needs"),
     ],
 )
 def test_source_without_a_tokenizer_is_refused(store, hub, gpt2_files, source, revision, message):
@@ -317,7 +317,7 @@ def test_tokenizer_without_eos_is_refused_where_documents_are_to_be_ended(store,
     source = folder({"tokenizer.json": Tokenizer(models.WordLevel({"a": 0, "?": 1}, "?")).to_str().encode()})
     for append, message in (
         ("false", None),
-        ("true", r"data\.append_eos = true: .*/source names no EOS token"),
+        ("true", r"data\.append_eos = true: .*/source has no EOS token"),
     ):
         wanted = from_source(source, f"data.append_eos={append}", *texts)
         made = TokenizerStep().run(Context(wanted, store))
@@ -343,6 +343,6 @@ def test_folder_on_s3(store, gpt2_files, monkeypatch):
             with fsspec.open(f"{bucket}/tokenizers/ours/{name}", "wb") as file:
                 file.write(gpt2_files[name])
         artifact = TokenizerStep().run(Context(from_source(f"{bucket}/tokenizers/ours"), store))
-        with pytest.raises(ProfileError, match=r"tokenizers/none: is no folder"):
+        with pytest.raises(ProfileError, match=r"tokenizers/none: folder does not exist"):
             TokenizerStep().run(Context(from_source(f"{bucket}/tokenizers/none"), store))
     assert artifact.summary["vocabulary_size"] == 600

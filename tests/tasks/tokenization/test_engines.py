@@ -1,0 +1,98 @@
+"""Tokenization engines: the ids of `tokenizers` from every engine, and the choice between them."""
+
+import logging
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers
+
+from tasks.tokenization import engines, word_cache
+from tests.tasks.tokenization.tokenizers import (
+    DOCUMENTS,
+    deepseek,
+    gpt2,
+    llama2,
+    llama3,
+    metaspace,
+    spanning_spaces,
+    trained,
+    unsplit,
+)
+
+WORD_CACHE = "tokenizers with word cache"
+
+
+def text_tokenizer(kind):
+    tokenizer = trained(kind)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def assert_equal_ids(engine, tokenizer, texts):
+    for actual, expected in zip(
+        engine.encode(texts), engines.HuggingFaceEngine(tokenizer).encode(texts), strict=True
+    ):
+        assert np.array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("kind", [gpt2, llama3])
+def test_gigatoken_encodes_byte_level_tokenizers_with_the_same_ids(kind):
+    pytest.importorskip("gigatoken", reason="gigatoken is not installed")
+    tokenizer = text_tokenizer(kind)
+    engine = engines.choose_engine(tokenizer, DOCUMENTS[:5])
+    assert engine.name == "gigatoken"
+    assert_equal_ids(engine, tokenizer, DOCUMENTS)
+
+
+@pytest.fixture(scope="module", params=[gpt2, llama3, deepseek, metaspace, llama2, unsplit])
+def small_cache(request):
+    """A word-cache engine that evicts after five words, and its tokenizer."""
+    tokenizer = text_tokenizer(request.param)
+    # Not special: recognized in text.
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<pad>", "   ")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(word_cache, "GENERATION_SIZE", 5)
+        yield engines.WordCacheEngine(tokenizer, 1), tokenizer
+
+
+@settings(max_examples=200)
+@given(
+    texts=st.lists(st.one_of(st.text(), st.text("a1 \t\n\r'sSſlL.<pad>▁é日\x1c\x85\u2028٣Ⅷ²")), max_size=4)
+)
+def test_word_cache_gives_the_ids_of_the_whole_text(small_cache, texts):
+    assert_equal_ids(*small_cache, texts)
+
+
+@pytest.mark.parametrize("kind", [gpt2, metaspace, llama2, unsplit])
+def test_word_cache_is_chosen_without_gigatoken(kind, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    tokenizer = text_tokenizer(kind)
+    engine = engines.choose_engine(tokenizer, DOCUMENTS[:60])
+    assert engine.name == WORD_CACHE
+    assert_equal_ids(engine, tokenizer, DOCUMENTS)
+
+
+def test_tokenizers_is_chosen_where_the_word_cache_cannot_be_used(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    normalizing = trained(spanning_spaces)
+    normalizing.normalizer = normalizers.NFKC()
+    with caplog.at_level(logging.INFO):
+        for tokenizer, threads in ((trained(gpt2), 16), (trained(spanning_spaces), 1), (normalizing, 1)):
+            assert engines.choose_engine(tokenizer, DOCUMENTS[:5], threads).name == "tokenizers"
+    assert "tokenizers is faster on 16 threads" in caplog.text
+    assert "its tokens may span spaces" in caplog.text
+    assert "it normalizes the text" in caplog.text
+
+
+def test_engine_with_other_ids_is_not_chosen_and_logged(caplog, monkeypatch):
+    def wrong(self, texts):
+        return np.zeros(9, np.uint32), np.array([9])
+
+    monkeypatch.setattr(engines.GigatokenEngine, "_encode", wrong)
+    with caplog.at_level(logging.INFO):
+        assert engines.choose_engine(text_tokenizer(gpt2), DOCUMENTS[:5]).name == WORD_CACHE
+    assert "not tokenizing with gigatoken: " in caplog.text
+    assert "encode the same text differently" in caplog.text

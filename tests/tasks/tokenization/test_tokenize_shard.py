@@ -1,0 +1,139 @@
+"""Tokenized shards: document order, added tokens, dropped documents, and engines that fail a check."""
+
+import json
+import logging
+
+import pytest
+
+from profiles.errors import ProfileError
+from tasks.dataset import DatasetStep
+from tasks.sources import long_text
+from tasks.step import Context
+from tasks.store.store import Store
+from tasks.tokenization import engines, tokenize_shard, tokenizer_files
+from tasks.tokenization.tokenizer_files import EOS
+from tasks.tokenizer import TokenizerStep
+from tests.modeling.data.datasets import read_sequences
+from tests.tasks.source_files import files, lines, profile
+from tests.tasks.tokenization.tokenizers import DOCUMENTS, PROSE
+
+
+def make(wanted, store, **more):
+    context = Context(wanted, store, **more)
+    return DatasetStep(TokenizerStep().run(context)).run(context)
+
+
+def documents_of(artifact, store, split="train"):
+    corpus = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())
+    artifacts = store.artifacts.path(artifact).parent.parent
+    return [
+        document.tolist() for shard in corpus[split] for document in read_sequences(artifacts / shard["path"])
+    ]
+
+
+def test_long_documents_keep_their_order_among_short_ones(store, tmp_path, monkeypatch):
+    texts = [*DOCUMENTS[:20], PROSE, *DOCUMENTS[20:40], PROSE[9:]]
+    (tmp_path / "a.jsonl").write_bytes(lines(texts))
+    wanted = profile(files(tmp_path / "a.jsonl"), validation_fraction=0)
+    expected = documents_of(make(wanted, store), store)
+    monkeypatch.setattr(tokenize_shard, "BATCH_CHARACTERS", 5000)
+    monkeypatch.setattr(long_text, "SEGMENT", 2000)
+    other = Store(str(tmp_path / "other"))
+    assert documents_of(make(wanted, other), other) == expected
+
+
+def test_shard_is_tokenized_again_when_an_engine_fails_a_later_check(store, tmp_path, monkeypatch, caplog):
+    pytest.importorskip("gigatoken", reason="gigatoken is not installed")
+    (tmp_path / "a.jsonl").write_bytes(lines(DOCUMENTS))
+    wanted = profile(files(tmp_path / "a.jsonl"), validation_fraction=0)
+    expected = documents_of(make(wanted, store), store)
+    monkeypatch.setattr(tokenize_shard, "BATCH_CHARACTERS", 5000)
+    correct = engines.GigatokenEngine._encode
+
+    def wrong_after_the_first_batch(self, texts):
+        ids, counts = correct(self, texts)
+        return (ids, counts) if DOCUMENTS[0] in texts else (ids[::-1], counts)
+
+    monkeypatch.setattr(engines.GigatokenEngine, "_encode", wrong_after_the_first_batch)
+    other = Store(str(tmp_path / "other"))
+    with caplog.at_level(logging.INFO):
+        assert documents_of(make(wanted, other), other) == expected
+    assert "tokenizing it again with tokenizers" in caplog.text
+
+
+def test_special_tokens_in_text_are_encoded_as_text(store, tmp_path):
+    texts = [f"before {EOS} after{EOS}", *DOCUMENTS]
+    (tmp_path / "a.jsonl").write_bytes(lines(texts))
+    wanted = profile(files(tmp_path / "a.jsonl"), validation_fraction=0)
+    tokenizer = TokenizerStep().run(Context(wanted, store))
+    documents = documents_of(DatasetStep(tokenizer).run(Context(wanted, store)), store)
+    eos = tokenizer.summary["eos"]
+    assert all(document.count(eos) == 1 and document[-1] == eos for document in documents)
+    assert (
+        tokenizer_files.load(store.artifacts.path(tokenizer)).decode(
+            documents[0][:-1], skip_special_tokens=False
+        )
+        == texts[0]
+    )
+
+
+def test_bos_and_eos_are_added_as_configured(store, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(DOCUMENTS))
+    source = files(tmp_path / "a.jsonl")
+    tokenizer = TokenizerStep().run(Context(profile(source), store))
+    bos, eos = tokenizer.summary["bos"], tokenizer.summary["eos"]
+
+    def documents(**options):
+        return documents_of(DatasetStep(tokenizer).run(Context(profile(source, **options), store)), store)
+
+    plain = documents(append_eos=False)
+    assert documents(prepend_bos=True) == [[bos, *document, eos] for document in plain]
+    assert documents(prepend_bos=True, append_eos=False) == [[bos, *document] for document in plain]
+
+
+def test_duplicate_short_and_missing_documents_are_dropped_and_counted(store, tmp_path):
+    first, second = DOCUMENTS[:60], [*DOCUMENTS[50:120], DOCUMENTS[119], "short", "short"]
+    (tmp_path / "a.jsonl").write_bytes(lines(first))
+    (tmp_path / "b.jsonl").write_bytes(lines([*second, "half a surrogate pair: \ud800"]) + b'{"n": 1}\n')
+    source = files(tmp_path / "*.jsonl")
+    options = {"deduplicate": True, "minimum_length": 6, "validation_fraction": 0}
+    tokenizer = TokenizerStep().run(Context(profile(source, **options), store))
+    artifact = DatasetStep(tokenizer).run(Context(profile(source, **options), store))
+    summary = artifact.summary
+    assert (summary["documents"], summary["duplicates"], summary["short"]) == (120, 12, 1)
+    assert summary["missing"] == 2
+    report = json.loads((store.artifacts.path(artifact) / "report.json").read_text())
+    assert report[0]["duplicates"] == 12
+    assert report[0]["bytes_per_token"] > 1
+    combined = [*first, *DOCUMENTS[60:120]]
+    (tmp_path / "c.jsonl").write_bytes(lines(combined))
+    other = profile(files(tmp_path / "c.jsonl"), validation_fraction=0)
+    assert documents_of(artifact, store) == documents_of(
+        DatasetStep(tokenizer).run(Context(other, store)), store
+    )
+
+
+def test_new_duplicates_only_retokenize_shards_that_lose_a_document(store, tmp_path):
+    for name, part in ("a", DOCUMENTS[:50]), ("c", DOCUMENTS[50:100]), ("d", DOCUMENTS[100:150]):
+        (tmp_path / f"{name}.jsonl").write_bytes(lines(part))
+    wanted = profile(files(tmp_path / "*.jsonl"), deduplicate=True, validation_fraction=0)
+    tokenizer = TokenizerStep().run(Context(wanted, store))
+    DatasetStep(tokenizer).run(Context(wanted, store))
+    before = {path.name for path in (tmp_path / "store/artifacts/tokens").iterdir()}
+    (tmp_path / "b.jsonl").write_bytes(lines([DOCUMENTS[120], "something else entirely"]))
+    artifact = DatasetStep(tokenizer).run(Context(wanted, store))
+    after = {path.name for path in (tmp_path / "store/artifacts/tokens").iterdir()}
+    assert len(after - before) == 2  # b, and d without the document that b now has first
+    assert artifact.summary["documents"] == 151
+
+
+def test_too_many_records_without_text_are_rejected(store, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines([*DOCUMENTS, *[None] * 60]))
+    source = files(tmp_path / "a.jsonl")
+    tokenizer = TokenizerStep().run(Context(profile(source), store))
+    with pytest.raises(ProfileError, match=r"maximum_missing = 0\.1: .*60 records without text of 260"):
+        DatasetStep(tokenizer).run(Context(profile(source), store))
+    assert (
+        DatasetStep(tokenizer).run(Context(profile(source, maximum_missing=0.3), store)).summary["missing"]
+        == 60
+    )

@@ -1,0 +1,96 @@
+"""Worker processes: the tokens of one process, errors and logs passed on, and workers that die."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import normalizers
+
+from profiles.errors import ProfileError
+from tasks.dataset import DatasetStep
+from tasks.sources.shard import SourceError
+from tasks.step import Context
+from tasks.store.store import Store
+from tasks.tokenization import worker
+from tasks.tokenization.dataset_plan import DatasetPlan
+from tasks.tokenization.tokenize_shard import tokenize
+from tasks.tokenization.tokenizer_files import EOS
+from tasks.tokenization.worker_pool import WorkerFailed, WorkerPool
+from tasks.tokenizer import TokenizerStep
+from tests.tasks.source_files import files, lines, profile
+from tests.tasks.tokenization.tokenizers import DOCUMENTS, metaspace, train, trained
+
+
+@pytest.fixture
+def wanted(tmp_path):
+    """A profile of five files."""
+    for i in range(5):
+        (tmp_path / f"{i}.jsonl").write_bytes(lines(DOCUMENTS[i * 30 : i * 30 + 30]))
+    return profile(files(tmp_path / "*.jsonl"), validation_fraction=0)
+
+
+def plan_of(wanted, store):
+    context = Context(wanted, store)
+    return DatasetStep(TokenizerStep().run(context)).plan(context)
+
+
+def test_pool_makes_the_shards_of_one_process_and_logs_each_message_once(wanted, store, tmp_path, caplog):
+    source = tmp_path / "source"
+    source.mkdir()
+    normalizing = trained(metaspace)
+    normalizing.normalizer = normalizers.NFKC()  # supported by no engine but `tokenizers`
+    train(normalizing, "<unk>", EOS).save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    changes = {"source": str(source), "vocabulary_size": None}
+    wanted = wanted.model_copy(update={"tokenizer": wanted.tokenizer.model_copy(update=changes)})
+    shares = []
+    context = Context(wanted, store, progress=lambda message, share: shares.append(share))
+    with caplog.at_level(logging.INFO):
+        dataset = DatasetStep(TokenizerStep().run(context)).run(context)
+    assert dataset.summary["shards"] == 5
+    assert caplog.text.count("not tokenizing with gigatoken: ") == 1
+    assert caplog.text.count("not tokenizing with tokenizers with word cache: ") == 1
+    (row,) = json.loads((store.artifacts.path(dataset) / "report.json").read_text())
+    assert row["engines"] == ["tokenizers"]
+    shares = [share for share in shares if share is not None]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+
+    other = Store(str(tmp_path / "other"))
+    plan = plan_of(wanted, other)
+    tokens = store.artifacts.path(dataset).parent.parent / "tokens"
+    for k in range(5):
+        shard = tokenize(plan, other, k)
+        for path in Path(shard.location).glob("train.*"):
+            assert path.read_bytes() == (tokens / shard.key / path.name).read_bytes()
+
+
+def test_worker_processes_listed_shards_of_a_plan_file(wanted, store, tmp_path):
+    plan = plan_of(wanted, store)
+    path, numbers = tmp_path / "plan.json", tmp_path / "shards.json"
+    path.write_text(json.dumps(plan.to_json()))
+    numbers.write_text("[0, 3, 4]")
+    assert DatasetPlan.from_json(json.loads(path.read_text())) == plan
+    arguments = ["--plan", str(path), "--store", store.uri, "--shards", str(numbers)]
+    assert worker.main([*arguments, "--index", "1", "--of", "2"]) == 0
+    made = [bool(store.artifacts.find("tokens", plan.key(k))) for k in range(5)]
+    assert made == [False, False, False, True, False]
+
+
+def test_dead_worker_loses_only_its_shard_and_errors_are_passed_on(wanted, store, tmp_path):
+    plan = plan_of(wanted, store)
+    with WorkerPool(plan, store, 1) as pool:
+        pool.run("tokenize", 0)
+        (process,) = pool._workers
+        process._process.kill()
+        with pytest.raises(WorkerFailed, match="shard 1 ended with exit code -9"):
+            pool.run("tokenize", 1)
+        assert pool.run("tokenize", 1).key == plan.key(1)
+        (tmp_path / "2.jsonl").write_bytes(b'{"text": ')
+        with pytest.raises(SourceError, match=re.escape("2.jsonl, line 1: invalid JSON")):
+            pool.run("tokenize", 2)
+        (tmp_path / "2.jsonl").write_bytes(b'{"other": "a"}\n')
+        with pytest.raises(ProfileError, match=r"data\.text = text: .*2\.jsonl has no such column"):
+            pool.run("tokenize", 2)

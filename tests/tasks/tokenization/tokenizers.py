@@ -1,0 +1,116 @@
+"""Small tokenizers of every supported kind, and the text they are trained on."""
+
+import functools
+import random
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from tasks.tokenization.tokenizer_files import EOS, byte_level
+
+RANDOM = random.Random(0)
+WORDS = [
+    "the",
+    "Ελλάδα",
+    "naïve",
+    "it's",
+    "2024",
+    "x=1;",
+    "日本語。",
+    "don't",
+    "a",
+    "und",
+    "…",
+    "  ",
+    "\t",
+    "3.14",
+]
+ENDS = [" ", " ", " ", "\n", "\n\n", ". ", ", ", "\r\n"]
+PROSE = "".join(RANDOM.choice(WORDS) + RANDOM.choice(ENDS) for _ in range(20_000))
+DOCUMENTS = [PROSE[start : start + 300] for start in range(0, 60_000, 300)]
+
+
+def gpt2():
+    return train(byte_level(models.BPE()))
+
+
+def llama3():
+    tokenizer = Tokenizer(models.BPE())
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return train(tokenizer)
+
+
+def deepseek():
+    """DeepSeek Coder: several splits one after another, single digits."""
+    tokenizer = Tokenizer(models.BPE())
+    splits = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(split), "isolated") for split in splits),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return train(tokenizer)
+
+
+def metaspace():
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    return train(tokenizer, "<unk>")
+
+
+def llama2():
+    """Llama 2 as converted from SentencePiece: no pre-tokenizer (one is used for training only)."""
+    tokenizer = metaspace()
+    tokenizer.pre_tokenizer = None
+    tokenizer.normalizer = prepend_marker()
+    return tokenizer
+
+
+def unsplit():
+    """Llama 2 as newer versions of transformers write it: a marker before the text, no splits."""
+    tokenizer = metaspace()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return tokenizer
+
+
+def spanning_spaces():
+    """A tokenizer whose tokens span several words, since it was trained without a pre-tokenizer."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.normalizer = prepend_marker()
+    return train(tokenizer, "<unk>")
+
+
+def prepend_marker():
+    return normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+
+
+def train(tokenizer, *special):
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=list(special or [EOS]),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([PROSE], trainer)
+    return tokenizer
+
+
+@functools.cache
+def _state(kind) -> str:
+    return kind().to_str()
+
+
+def trained(kind) -> Tokenizer:
+    """A tokenizer of this kind (one of the functions above), trained once per process."""
+    return Tokenizer.from_str(_state(kind))
