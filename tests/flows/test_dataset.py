@@ -17,7 +17,7 @@ from tasks.step import Context
 from tasks.store.store import Store
 from tasks.tokenizer import TokenizerStep
 from tests.tasks.source_files import files, lines, profile
-from tests.tasks.test_tokenization import DOCUMENTS
+from tests.tasks.tokenization.tokenizers import DOCUMENTS
 
 
 @flow

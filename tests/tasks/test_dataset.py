@@ -1,9 +1,8 @@
-"""From text to a corpus: every document, once, in the tokens of its tokenizer; damaged sources are refused by name."""
+"""Dataset step: every document tokenized once, what runs again after a change, and rejected sources."""
 
 import gzip
 import json
 from contextlib import nullcontext
-from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +14,6 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.dataset import DatasetStep
 from tasks.sources import corpus as corpora
-from tasks.sources import python_docs
 from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.store.store import Store
@@ -31,7 +29,7 @@ DOCUMENTS = [f"Document {i} " + "says words and more words. " * (i % 7) for i in
 
 
 def write(path, documents=DOCUMENTS, column="text"):
-    """Documents in the format of the path's ending."""
+    """Write documents in the format of the file extension."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps({column: text, "n": 1}) + "\n" for text in documents).encode()
     if path.name.endswith(".parquet"):
@@ -45,17 +43,32 @@ def write(path, documents=DOCUMENTS, column="text"):
 
 def profile(path, *overrides):
     """A profile that trains its tokenizer and model on files."""
-    own = [
+    common = [
         f"data.sources=[{{kind: files, path: '{path}'}}]",
         "tokenizer.vocabulary_size=300",
         "train.sequence_length=16",
     ]
-    return resolve.load("tiny", [*own, "data.validation_fraction=0.1", *overrides])
+    return resolve.load("tiny", [*common, "data.validation_fraction=0.1", *overrides])
 
 
-def make(profile, store, **more):
-    context = Context(profile, store, **more)
-    return DatasetStep(TokenizerStep().run(context)).run(context)
+def make_tokenizer(wanted, store):
+    return TokenizerStep().run(Context(wanted, store))
+
+
+def make_dataset(tokenizer, wanted, store, messages=None):
+    """Run the dataset step; its progress messages are appended to `messages`."""
+    shown = [] if messages is None else messages
+    return DatasetStep(tokenizer).run(
+        Context(wanted, store, progress=lambda message, _: shown.append(message))
+    )
+
+
+def key_of(tokenizer, wanted, store):
+    return DatasetStep(tokenizer).key(Context(wanted, store))
+
+
+def make(wanted, store):
+    return make_dataset(make_tokenizer(wanted, store), wanted, store)
 
 
 def documents_of(artifact, store, split):
@@ -68,11 +81,11 @@ def documents_of(artifact, store, split):
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet"])
-def test_every_document_is_there_once_in_order_and_ended(store, tmp_path, ending):
+def test_every_document_is_tokenized_once_in_order_with_eos(store, tmp_path, ending):
     wanted = profile(write(tmp_path / f"source/a.{ending}"))
-    tokens = TokenizerStep().run(Context(wanted, store))
-    artifact = DatasetStep(tokens).run(Context(wanted, store))
-    encoder, eos = tokenizer_files.load(store.artifacts.path(tokens)), tokens.summary["eos"]
+    tokenizer = make_tokenizer(wanted, store)
+    artifact = make_dataset(tokenizer, wanted, store)
+    encoder, eos = tokenizer_files.load(store.artifacts.path(tokenizer)), tokenizer.summary["eos"]
     for split, held_out in ("train", False), ("validation", True):
         texts = [text for text in DOCUMENTS if corpora.is_held_out(text, 0.1) is held_out]
         assert documents_of(artifact, store, split) == [[*encoder.encode(text).ids, eos] for text in texts]
@@ -83,7 +96,7 @@ def test_every_document_is_there_once_in_order_and_ended(store, tmp_path, ending
     assert 5 < summary["validation_documents"] < 40
 
 
-def test_the_corpus_reads_what_was_written(store, tmp_path):
+def test_corpus_reads_the_tokens_of_all_shards(store, tmp_path):
     write(tmp_path / "source/a.jsonl", DOCUMENTS[:90])
     write(tmp_path / "source/b.jsonl", DOCUMENTS[90:])
     artifact = make(profile(tmp_path / "source/*.jsonl"), store)
@@ -94,31 +107,29 @@ def test_the_corpus_reads_what_was_written(store, tmp_path):
     assert artifact.summary["shards"] == 2
 
 
-def test_plain_text_is_a_document_a_file(store, tmp_path):
+def test_each_plain_text_file_is_one_document(store, tmp_path):
     for i in range(40):
         (tmp_path / f"{i:02}.txt").write_text(DOCUMENTS[i])
     artifact = make(profile(tmp_path / "*.txt"), store)
     assert artifact.summary["documents"] + artifact.summary["validation_documents"] == 40
 
 
-def test_without_eos_documents_are_joined_as_they_are(store, tmp_path):
+def test_append_eos_false_adds_no_token(store, tmp_path):
     wanted = profile(write(tmp_path / "a.jsonl"), "data.append_eos=false")
-    tokens = TokenizerStep().run(Context(wanted, store))
-    documents = documents_of(DatasetStep(tokens).run(Context(wanted, store)), store, "train")
-    assert not any(tokens.summary["eos"] in document for document in documents)
+    tokenizer = make_tokenizer(wanted, store)
+    documents = documents_of(make_dataset(tokenizer, wanted, store), store, "train")
+    assert not any(tokenizer.summary["eos"] in document for document in documents)
     assert [] in documents
 
 
-def test_a_new_file_tokenizes_only_itself_and_moves_no_document_to_another_split(store, tmp_path):
+def test_new_file_tokenizes_only_itself_and_keeps_the_split(store, tmp_path):
     write(tmp_path / "source/a.jsonl", DOCUMENTS[:100])
     wanted = profile(tmp_path / "source/*.jsonl")
-    tokens = TokenizerStep().run(Context(wanted, store))
-    first = DatasetStep(tokens).run(Context(wanted, store))
+    tokenizer = make_tokenizer(wanted, store)
+    first = make_dataset(tokenizer, wanted, store)
     write(tmp_path / "source/b.jsonl", DOCUMENTS[100:])
     messages = []
-    second = DatasetStep(tokens).run(
-        Context(wanted, store, progress=lambda message, _: messages.append(message))
-    )
+    second = make_dataset(tokenizer, wanted, store, messages)
     assert first.key != second.key
     assert any("b.jsonl" in message for message in messages)
     assert not any("a.jsonl" in message for message in messages)
@@ -126,47 +137,45 @@ def test_a_new_file_tokenizes_only_itself_and_moves_no_document_to_another_split
     assert after[: len(before)] == before
 
 
-def test_a_damaged_shard_is_made_again_and_only_that(store, tmp_path):
+def test_only_a_corrupted_shard_is_tokenized_again(store, tmp_path):
     write(tmp_path / "source/a.jsonl", DOCUMENTS[:100])
     write(tmp_path / "source/b.jsonl", DOCUMENTS[100:])
     wanted = profile(tmp_path / "source/*.jsonl")
-    tokens = TokenizerStep().run(Context(wanted, store))
-    artifact = DatasetStep(tokens).run(Context(wanted, store))
+    tokenizer = make_tokenizer(wanted, store)
+    artifact = make_dataset(tokenizer, wanted, store)
     before = documents_of(artifact, store, "train")
     shard = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())["train"][0]["path"]
     path = tmp_path / f"store/artifacts/{shard}.bin"
     path.write_bytes(path.read_bytes()[:-2])
     assert store.artifacts.find(DatasetStep.kind, artifact.key) is None
     messages = []
-    again = DatasetStep(tokens).run(
-        Context(wanted, store, progress=lambda message, _: messages.append(message))
-    )
+    again = make_dataset(tokenizer, wanted, store, messages)
     assert again == artifact
     assert documents_of(again, store, "train") == before
     assert all("a.jsonl" in message for message in messages)
     assert messages
 
 
-def test_sequence_length_makes_another_corpus_of_the_same_tokens(store, tmp_path):
+def test_other_sequence_length_reuses_the_tokens(store, tmp_path):
     write(tmp_path / "a.jsonl")
     short, long = profile(tmp_path / "a.jsonl"), profile(tmp_path / "a.jsonl", "train.sequence_length=32")
-    tokens = TokenizerStep().run(Context(short, store))
-    assert DatasetStep(tokens).key(Context(short, store)) != DatasetStep(tokens).key(Context(long, store))
-    DatasetStep(tokens).run(Context(short, store))
+    tokenizer = make_tokenizer(short, store)
+    assert key_of(tokenizer, short, store) != key_of(tokenizer, long, store)
+    make_dataset(tokenizer, short, store)
     messages = []
-    DatasetStep(tokens).run(Context(long, store, progress=lambda message, _: messages.append(message)))
+    make_dataset(tokenizer, long, store, messages)
     assert not any("a.jsonl" in message for message in messages)
 
 
-def test_keys_are_of_contents_not_of_names(store, tmp_path):
+def test_key_depends_on_contents_not_names(store, tmp_path):
     path = write(tmp_path / "a.jsonl")
     wanted = profile(path)
-    tokens = TokenizerStep().run(Context(wanted, store))
-    before = DatasetStep(tokens).key(Context(wanted, store))
+    tokenizer = make_tokenizer(wanted, store)
+    before = key_of(tokenizer, wanted, store)
     renamed = profile(path.rename(tmp_path / "b.jsonl"))
-    assert DatasetStep(tokens).key(Context(renamed, store)) == before
+    assert key_of(tokenizer, renamed, store) == before
     write(tmp_path / "b.jsonl", DOCUMENTS[:-1])
-    assert DatasetStep(tokens).key(Context(renamed, store)) != before
+    assert key_of(tokenizer, renamed, store) != before
 
 
 def test_records_without_text_are_counted(store, tmp_path):
@@ -178,18 +187,18 @@ def test_records_without_text_are_counted(store, tmp_path):
     assert artifact.summary["documents"] + artifact.summary["validation_documents"] == len(DOCUMENTS)
 
 
-def test_a_long_document_and_many_batches_change_nothing(store, tmp_path, monkeypatch):
+def test_batch_size_does_not_change_the_tokens(store, tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", [*DOCUMENTS, DOCUMENTS[6] * 400])
     wanted = profile(path)
-    tokens = TokenizerStep().run(Context(wanted, store))
-    whole = documents_of(DatasetStep(tokens).run(Context(wanted, store)), store, "train")
+    tokenizer = make_tokenizer(wanted, store)
+    expected = documents_of(make_dataset(tokenizer, wanted, store), store, "train")
     monkeypatch.setattr(tokenize_shard, "BATCH_CHARACTERS", 500)
     other = Store(str(tmp_path / "other"))
-    assert documents_of(make(wanted, other), other, "train") == whole
+    assert documents_of(make(wanted, other), other, "train") == expected
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_missing_text_column_is_refused_with_those_there_are(store, tmp_path, ending):
+def test_missing_text_column_is_rejected_with_the_existing_ones(store, tmp_path, ending):
     write(tmp_path / f"a.{ending}", column="content")
     with pytest.raises(ProfileError, match=r"data\.text = text: .*no such column; nearest valid: .*content"):
         make(profile(tmp_path / f"a.{ending}"), store)
@@ -207,30 +216,30 @@ def test_missing_text_column_is_refused_with_those_there_are(store, tmp_path, en
         ("a.txt", b"good \xff", r"a\.txt, byte 5: not UTF-8"),
     ],
 )
-def test_damaged_source_is_refused_by_file_and_place_and_leaves_nothing(
+def test_corrupted_source_is_rejected_by_position_and_publishes_nothing(
     store, tmp_path, name, content, message
 ):
     good = profile(write(tmp_path / "good.jsonl"))
-    tokens = TokenizerStep().run(Context(good, store))
+    tokenizer = make_tokenizer(good, store)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SourceError, match=message):
-        DatasetStep(tokens).run(Context(profile(tmp_path / name), store))
-    assert not list((store.artifacts.path(tokens).parent.parent / "tokens").glob("*/train.bin"))
+        make_dataset(tokenizer, profile(tmp_path / name), store)
+    assert not list((store.artifacts.path(tokenizer).parent.parent / "tokens").glob("*/train.bin"))
 
 
-def test_source_that_lists_nothing_is_refused(store, tmp_path):
+def test_source_without_files_is_rejected(store, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ProfileError, match=r"data\.sources\.0\.path = .*: no file matches"):
         corpora.shards(profile(tmp_path / "empty/*.jsonl").data)
 
 
-def test_file_of_no_known_format_is_refused_with_those_known(tmp_path):
+def test_unknown_format_is_rejected_with_the_known_ones(tmp_path):
     (tmp_path / "a.docx").write_bytes(b"")
     with pytest.raises(ProfileError, match=r"a\.docx has an unknown format.*\.jsonl.*\.parquet"):
         corpora.shards(profile(tmp_path / "a.docx").data)
 
 
-def test_corpus_too_short_for_a_window_is_refused(store, tmp_path):
+def test_split_shorter_than_one_window_is_rejected(store, tmp_path):
     path = write(tmp_path / "a.jsonl", ["few words"])
     with pytest.raises(ProfileError, match=r"train\.sequence_length = 16: the sources hold \d+ tokens"):
         make(profile(path, "data.validation_fraction=0"), store)
@@ -239,62 +248,45 @@ def test_corpus_too_short_for_a_window_is_refused(store, tmp_path):
         make(profile(path, "data.validation_fraction=0.000000001"), store)
 
 
-def test_a_weighted_source_that_would_not_be_read_is_refused_before_training(store, tmp_path):
+def test_weighted_source_that_would_not_be_sampled_is_rejected(store, tmp_path):
     write(tmp_path / "a.jsonl")
     write(tmp_path / "b.jsonl", ["few words"])
 
-    def blended(weight):
+    def blended(other_weight):
         sources = [
-            {"kind": "files", "path": str(tmp_path / name), "weight": own}
-            for name, own in (("a.jsonl", 3), ("b.jsonl", weight))
+            {"kind": "files", "path": str(tmp_path / name), "weight": weight}
+            for name, weight in (("a.jsonl", 3), ("b.jsonl", other_weight))
         ]
         return profile(tmp_path / "a.jsonl", f"data.sources={json.dumps(sources)}")
 
-    tokens = TokenizerStep().run(Context(blended(1), store))
+    tokenizer = make_tokenizer(blended(1), store)
     with pytest.raises(
         ProfileError, match=r"sequence_length = 16: data\.sources\.1 has a weight and holds \d+ tok"
     ):
-        DatasetStep(tokens).run(Context(blended(1), store))
+        make_dataset(tokenizer, blended(1), store)
     with pytest.raises(
-        ProfileError, match=r"data\.sources\.1\.weight = 1e-07: .*never be read; .*: 2\.9e-06"
+        ProfileError, match=r"data\.sources\.1\.weight = 1e-07: .*never be sampled; .*: 2\.9e-06"
     ):
-        DatasetStep(tokens).key(Context(blended(1e-7), store))
+        key_of(tokenizer, blended(1e-7), store)
     write(tmp_path / "b.jsonl", DOCUMENTS[:100])
-    assert DatasetStep(tokens).run(Context(blended(2.9e-6), store)).summary["shards"] == 2
+    assert make_dataset(tokenizer, blended(2.9e-6), store).summary["shards"] == 2
 
 
-@pytest.mark.parametrize(
-    ("shuffle", "message"),
-    [
-        (
-            "null",
-            r"data\.cache_gigabytes = 1e-05: 0\.0 GB of data are shuffled together.*shuffle_tokens = 1666",
-        ),
-        ("4000", r"data\.shuffle_tokens = 4000: 0\.0 GB of data are shuffled together.*nearest valid: 1666"),
-        ("1666", None),
-    ],
-)
-def test_data_that_would_be_fetched_again_and_again_is_refused(tmp_path, monkeypatch, shuffle, message):
-    """Ten kilobytes for a node, of a corpus of more, in a store that is elsewhere."""
+def test_shuffling_more_remote_data_than_the_cache_holds_is_rejected(tmp_path, monkeypatch):
+    """A cache of ten kilobytes and a larger corpus, in a remote store."""
     texts = write(tmp_path / "a.jsonl", DOCUMENTS * 3)
+    cache = r"data\.cache_gigabytes = 1e-05: 0\.0 GB of data are shuffled together.*shuffle_tokens = 1666"
+    shuffle = r"data\.shuffle_tokens = 4000: 0\.0 GB of data are shuffled together.*nearest valid: 1666"
     with s3.bucket(monkeypatch) as bucket:
-        there = Store(f"{bucket}/store", tmp_path / "work")
-        wanted = profile(texts, "data.cache_gigabytes=1e-5", f"data.shuffle_tokens={shuffle}")
-        tokens = TokenizerStep().run(Context(wanted, there))
-        with pytest.raises(ProfileError, match=message) if message else nullcontext():
-            DatasetStep(tokens).run(Context(wanted, there))
+        remote = Store(f"{bucket}/store", tmp_path / "work")
+        tokenizer = make_tokenizer(profile(texts), remote)
+        for tokens, message in (("null", cache), ("4000", shuffle), ("1666", None)):
+            wanted = profile(texts, "data.cache_gigabytes=1e-5", f"data.shuffle_tokens={tokens}")
+            with pytest.raises(ProfileError, match=message) if message else nullcontext():
+                make_dataset(tokenizer, wanted, remote)
 
 
-def test_python_docs_are_much_english_text_in_a_fixed_order_without_repetition():
-    documents = list(python_docs.documents())
-    assert documents[:150] == list(islice(python_docs.documents(), 150))
-    assert len(set(documents)) == len(documents) > 500
-    assert sum(map(len, documents)) > 1.8e6
-    assert "\n".join(documents).count(" the ") > 10_000
-    assert python_docs.digest() == python_docs.digest()
-
-
-def test_files_on_s3(store, tmp_path, monkeypatch):
+def test_source_on_s3_gives_the_same_documents(store, tmp_path, monkeypatch):
     import fsspec
 
     local = write(tmp_path / "a.jsonl.gz")
@@ -302,7 +294,7 @@ def test_files_on_s3(store, tmp_path, monkeypatch):
         with fsspec.open(f"{bucket}/texts/a.jsonl.gz", "wb") as file:
             file.write(local.read_bytes())
         there, here = profile(f"{bucket}/texts/*.gz"), profile(local)
-        tokens = TokenizerStep().run(Context(there, store))
-        documents = documents_of(DatasetStep(tokens).run(Context(there, store)), store, "train")
-    assert documents == documents_of(DatasetStep(tokens).run(Context(here, store)), store, "train")
+        tokenizer = make_tokenizer(there, store)
+        documents = documents_of(make_dataset(tokenizer, there, store), store, "train")
+    assert documents == documents_of(make_dataset(tokenizer, here, store), store, "train")
     assert len(documents) > 150

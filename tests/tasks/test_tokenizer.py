@@ -1,4 +1,4 @@
-"""Tokenizers from every source end as one kind of folder, with the source's own tokens."""
+"""Tokenizer step: trained, from the hub, from a folder or S3; the artifact keeps the tokens of the source."""
 
 import io
 import json
@@ -33,7 +33,7 @@ TEXT = [
 
 @pytest.fixture
 def texts(tmp_path):
-    """A source of small text files; returns its overrides."""
+    """Overrides for a source of small text files."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for i, text in enumerate(islice(python_docs.documents(), 60)):
@@ -51,19 +51,19 @@ def from_source(source, *overrides):
 
 @pytest.fixture(scope="module")
 def gpt2_files():
-    """tokenizer.json, vocab.json and merges.txt of one GPT-2-like tokenizer."""
+    """tokenizer.json, vocab.json and merges.txt of a GPT-2-style tokenizer."""
     from tokenizers import pre_tokenizers, trainers
 
-    made = byte_level(models.BPE())
+    tokenizer = byte_level(models.BPE())
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=600, initial_alphabet=alphabet, special_tokens=[EOS], show_progress=False
     )
-    made.train_from_iterator(islice(python_docs.documents(), 60), trainer)
-    state = json.loads(made.to_str())
+    tokenizer.train_from_iterator(islice(python_docs.documents(), 60), trainer)
+    state = json.loads(tokenizer.to_str())
     merges = "\n".join(" ".join(pair) for pair in state["model"]["merges"])
     return {
-        "tokenizer.json": made.to_str().encode(),
+        "tokenizer.json": tokenizer.to_str().encode(),
         "vocab.json": json.dumps(state["model"]["vocab"]).encode(),
         "merges.txt": f"#version: 0.2\n{merges}\n".encode(),
     }
@@ -71,16 +71,16 @@ def gpt2_files():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes files into a folder and gives its path."""
+    """Function that writes files into a folder and returns its path."""
 
-    def make(files, name="source"):
+    def write(files, name="source"):
         path = tmp_path / name
         path.mkdir()
         for file, content in files.items():
             (path / file).write_bytes(content)
         return path
 
-    return make
+    return write
 
 
 @pytest.fixture
@@ -90,36 +90,40 @@ def hub(monkeypatch, tmp_path):
         yield hub
 
 
+def run(wanted, store, **options):
+    return TokenizerStep().run(Context(wanted, store, **options))
+
+
 def encode(encoder, text):
     return encoder.encode(text, add_special_tokens=False).ids
 
 
-def test_trained_tokenizer_loads_everywhere_and_loses_nothing(store, texts):
+def test_trained_tokenizer_is_lossless_and_loads_in_transformers(store, texts):
     from transformers import AutoTokenizer
 
-    artifact = TokenizerStep().run(Context(profile("tokenizer.vocabulary_size=700", *texts), store))
+    artifact = run(profile("tokenizer.vocabulary_size=700", *texts), store)
     assert artifact.summary["vocabulary_size"] == 700
-    own = tokenizer_files.load(store.artifacts.path(artifact))
-    theirs = AutoTokenizer.from_pretrained(store.artifacts.path(artifact))
-    assert artifact.summary["eos"] == own.token_to_id(EOS) == theirs.eos_token_id
+    loaded = tokenizer_files.load(store.artifacts.path(artifact))
+    in_transformers = AutoTokenizer.from_pretrained(store.artifacts.path(artifact))
+    assert artifact.summary["eos"] == loaded.token_to_id(EOS) == in_transformers.eos_token_id
     for text in TEXT:
-        ids = encode(own, text)
-        assert own.decode(ids) == text
-        assert theirs(text, add_special_tokens=False).input_ids == ids
+        ids = encode(loaded, text)
+        assert loaded.decode(ids) == text
+        assert in_transformers(text, add_special_tokens=False).input_ids == ids
 
 
-def test_training_is_deterministic_and_sees_no_held_out_document(store, tmp_path, texts):
+def test_training_is_deterministic_and_skips_held_out_documents(store, tmp_path, texts):
     overrides = ["tokenizer.vocabulary_size=700", *texts]
-    first = store.artifacts.path(TokenizerStep().run(Context(profile(*overrides), store))) / "tokenizer.json"
+    first = store.artifacts.path(run(profile(*overrides), store)) / "tokenizer.json"
     other = Store(str(tmp_path / "other"))
-    second = other.artifacts.path(TokenizerStep().run(Context(profile(*overrides), other))) / "tokenizer.json"
+    second = other.artifacts.path(run(profile(*overrides), other)) / "tokenizer.json"
     assert first.read_bytes() == second.read_bytes()
     nothing_left = profile(*overrides, "data.validation_fraction=0.999999")
-    artifact = TokenizerStep().run(Context(nothing_left, store))
-    assert artifact.summary["vocabulary_size"] == 257  # the bytes and EOS: there was no text to learn from
+    artifact = run(nothing_left, store)
+    assert artifact.summary["vocabulary_size"] == 257  # the bytes and EOS: no text is left to train on
 
 
-def test_key_is_of_contents_not_of_paths(texts, tmp_path, store):
+def test_key_depends_on_contents_not_paths(texts, tmp_path, store):
     size = "tokenizer.vocabulary_size=700"
     key = TokenizerStep().key(Context(profile(size, *texts), store))
     assert TokenizerStep().key(Context(profile(size, "train.seed=7", *texts), store)) == key
@@ -129,21 +133,13 @@ def test_key_is_of_contents_not_of_paths(texts, tmp_path, store):
     assert TokenizerStep().key(Context(profile(size, moved), store)) == key
 
 
-def test_second_run_takes_the_first_ones_result(store, texts):
+def test_second_run_reuses_the_artifact(store, texts):
     small = profile("tokenizer.vocabulary_size=700", *texts)
     messages = []
-    first = Tokenizer().run(
-        Context(small, store, progress=lambda message, fraction: messages.append(fraction))
-    )
-    assert messages[0] == 0.0
-    assert messages[-1] == 1.0
+    first = run(small, store, progress=lambda message, fraction: messages.append(message))
+    assert messages == ["reading the training text"]
     messages.clear()
-    assert (
-        TokenizerStep().run(
-            Context(small, store, progress=lambda message, fraction: messages.append(fraction))
-        )
-        == first
-    )
+    assert run(small, store, progress=lambda message, fraction: messages.append(message)) == first
     assert not messages
 
 
@@ -155,30 +151,32 @@ def test_second_run_takes_the_first_ones_result(store, texts):
         {"vocab.json": "gpt2-vocab.json", "merges.txt": "gpt2-merges.txt"},
     ],
 )
-def test_folder_in_every_form_gives_the_same_tokens(store, folder, gpt2_files, names):
+def test_every_file_format_gives_the_same_tokens(store, folder, gpt2_files, names):
     from transformers import AutoTokenizer
 
     source = folder({new: gpt2_files[old] for old, new in names.items()})
-    artifact = TokenizerStep().run(Context(from_source(source), store))
+    artifact = run(from_source(source), store)
     original = Tokenizer.from_str(gpt2_files["tokenizer.json"].decode())
-    made = tokenizer_files.load(store.artifacts.path(artifact))
-    theirs = AutoTokenizer.from_pretrained(store.artifacts.path(artifact))
+    loaded = tokenizer_files.load(store.artifacts.path(artifact))
+    in_transformers = AutoTokenizer.from_pretrained(store.artifacts.path(artifact))
     for text in TEXT:
         assert (
-            encode(made, text) == encode(original, text) == theirs(text, add_special_tokens=False).input_ids
+            encode(loaded, text)
+            == encode(original, text)
+            == in_transformers(text, add_special_tokens=False).input_ids
         )
-    assert theirs.eos_token == EOS
-    assert artifact.summary["eos"] == theirs.eos_token_id
+    assert in_transformers.eos_token == EOS
+    assert artifact.summary["eos"] == in_transformers.eos_token_id
     assert artifact.summary["vocabulary_size"] == 600
 
 
-def test_sentencepiece_model_gives_sentencepieces_tokens(store, tmp_path):
+def test_sentencepiece_model_gives_the_tokens_of_sentencepiece(store, tmp_path):
     import sentencepiece
     from transformers import AutoTokenizer
 
     model = io.BytesIO()
     documents = list(islice(python_docs.documents(), 150))
-    sentencepiece.SentencePieceTrainer.train(  # with the settings of Llama 2's
+    sentencepiece.SentencePieceTrainer.train(  # Llama 2's settings
         sentence_iterator=iter(text.replace("\n", " ") for text in documents),
         model_writer=model,
         vocab_size=1000,
@@ -192,28 +190,26 @@ def test_sentencepiece_model_gives_sentencepieces_tokens(store, tmp_path):
     source = tmp_path / "llama"
     source.mkdir()
     (source / "tokenizer.model").write_bytes(model.getvalue())
-    artifact = TokenizerStep().run(Context(from_source(source), store))
+    artifact = run(from_source(source), store)
     reference = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    made = tokenizer_files.load(store.artifacts.path(artifact))
+    loaded = tokenizer_files.load(store.artifacts.path(artifact))
     for text in [*TEXT, " leading", "   ", *documents]:
-        assert encode(made, text) == reference.encode(text)
-        assert made.decode(reference.encode(text)) == text
-    theirs = AutoTokenizer.from_pretrained(store.artifacts.path(artifact))
-    assert theirs("A fox").input_ids == [reference.bos_id(), *reference.encode("A fox")]
+        assert encode(loaded, text) == reference.encode(text)
+        assert loaded.decode(reference.encode(text)) == text
+    in_transformers = AutoTokenizer.from_pretrained(store.artifacts.path(artifact))
+    assert in_transformers("A fox").input_ids == [reference.bos_id(), *reference.encode("A fox")]
     summary = artifact.summary
     assert (summary["vocabulary_size"], summary["bos"], summary["eos"]) == (1000, 1, 2)
 
 
-def test_truncation_and_padding_of_a_source_cut_no_document(store, folder, gpt2_files):
+def test_truncation_and_padding_of_the_source_are_disabled(store, folder, gpt2_files):
     cutting = Tokenizer.from_str(gpt2_files["tokenizer.json"].decode())
     cutting.enable_truncation(4)
     cutting.enable_padding(length=4)
     source = folder({"tokenizer.json": cutting.to_str().encode()})
-    made = tokenizer_files.load(
-        store.artifacts.path(TokenizerStep().run(Context(from_source(source), store)))
-    )
-    assert len(encode(made, TEXT[0] * 9)) > 4
-    assert len(encode(made, "a")) == 1
+    loaded = tokenizer_files.load(store.artifacts.path(run(from_source(source), store)))
+    assert len(encode(loaded, TEXT[0] * 9)) > 4
+    assert len(encode(loaded, "a")) == 1
 
 
 @pytest.mark.parametrize(
@@ -227,17 +223,17 @@ def test_truncation_and_padding_of_a_source_cut_no_document(store, folder, gpt2_
         ("config.json", {"eos_token_id": [300]}),
     ],
 )
-def test_eos_is_the_one_that_the_source_names(store, folder, gpt2_files, name, content):
+def test_eos_is_read_from_the_source(store, folder, gpt2_files, name, content):
     state = json.loads(gpt2_files["tokenizer.json"])
     token = next(token for token, i in state["model"]["vocab"].items() if i == 300)
     content = json.dumps(content).replace('"dog"', json.dumps(token))
     source = folder({"tokenizer.json": gpt2_files["tokenizer.json"], name: content.encode()})
-    artifact = TokenizerStep().run(Context(from_source(source), store))
+    artifact = run(from_source(source), store)
     assert artifact.summary["eos"] == 300
     assert "auto_map" not in (store.artifacts.path(artifact) / "tokenizer_config.json").read_text()
 
 
-def test_hub_repository_at_a_pinned_revision(store, hub, gpt2_files):
+def test_hub_revision_is_pinned_and_only_tokenizer_files_are_fetched(store, hub, gpt2_files):
     files = {
         "tokenizer.json": gpt2_files["tokenizer.json"],
         "model.safetensors": b"weights",
@@ -245,45 +241,39 @@ def test_hub_repository_at_a_pinned_revision(store, hub, gpt2_files):
     }
     pinned = hub.commit("org/name", files)
     newest = hub.commit("org/name", {**files, "README.md": b"newer"})
-    artifact = TokenizerStep().run(Context(from_source("org/name", f"tokenizer.revision={pinned}"), store))
+    artifact = run(from_source("org/name", f"tokenizer.revision={pinned}"), store)
     assert artifact.summary["revision"] == pinned
     assert (store.artifacts.path(artifact) / "tokenizer.json").read_bytes() == files["tokenizer.json"]
     read = {path.rpartition("/")[2] for _, path, _ in hub.requests if "/resolve/" in path}
     assert read == {"tokenizer.json"}
-    latest = Tokenizer().run(
-        Context(from_source("org/name"), store)
-    )  # no revision: the newest one, by its commit
+    latest = run(from_source("org/name"), store)  # no revision: resolved to the latest commit
     assert latest.summary["revision"] == newest
     assert latest.key != artifact.key
 
 
-def test_pinned_hub_tokenizer_in_the_store_needs_no_hub(store, hub, gpt2_files):
+def test_pinned_tokenizer_in_the_store_needs_no_hub(store, hub, gpt2_files):
     pinned = hub.commit("org/name", {"tokenizer.json": gpt2_files["tokenizer.json"]})
     wanted = from_source("org/name", f"tokenizer.revision={pinned}")
-    first = TokenizerStep().run(Context(wanted, store))
+    first = run(wanted, store)
     hub.requests.clear()
-    assert TokenizerStep().run(Context(wanted, store)) == first
+    assert run(wanted, store) == first
     assert not hub.requests
 
 
-def test_gated_repository_needs_the_token_which_is_never_shown(store, hub, gpt2_files, caplog, monkeypatch):
+def test_gated_repository_needs_a_token_which_is_never_logged(store, hub, gpt2_files, caplog, monkeypatch):
     caplog.set_level(logging.DEBUG)
     pinned = hub.commit("org/gated", {"tokenizer.json": gpt2_files["tokenizer.json"]}, gated=True)
     wanted = from_source("org/gated", f"tokenizer.revision={pinned}")
     with pytest.raises(ProfileError, match=r"tokenizer\.source = org/gated: is gated.*HF_TOKEN"):
-        TokenizerStep().run(Context(wanted, store))
-    artifact = TokenizerStep().run(Context(wanted, store, token=TOKEN))
+        run(wanted, store)
+    artifact = run(wanted, store, token=TOKEN)
     assert {token for _, _, token in hub.requests if token} == {TOKEN}
     shown = [caplog.text, str(artifact), *(f.read_text() for f in store.artifacts.path(artifact).iterdir())]
     assert not any(TOKEN in text for text in shown)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     again = hub.commit("org/gated", {"tokenizer.json": gpt2_files["tokenizer.json"], "a": b""}, gated=True)
-    assert (
-        TokenizerStep()
-        .run(Context(from_source("org/gated", f"tokenizer.revision={again}"), store))
-        .summary["revision"]
-        == again
-    )
+    artifact = run(from_source("org/gated", f"tokenizer.revision={again}"), store)
+    assert artifact.summary["revision"] == again
 
 
 @pytest.mark.parametrize(
@@ -299,50 +289,50 @@ def test_gated_repository_needs_the_token_which_is_never_shown(store, hub, gpt2_
         ("org/weights", None, r"tokenizer\.source = org/weights: contains config\.json; a tokenizer needs"),
     ],
 )
-def test_source_without_a_tokenizer_is_refused(store, hub, gpt2_files, source, revision, message):
+def test_source_without_a_tokenizer_is_rejected(store, hub, gpt2_files, source, revision, message):
     hub.commit("org/name", {"tokenizer.json": gpt2_files["tokenizer.json"]})
     hub.commit("org/weights", {"config.json": b"{}"})
     with pytest.raises(ProfileError, match=message):
-        TokenizerStep().run(Context(from_source(source, f"tokenizer.revision={revision or 'null'}"), store))
+        run(from_source(source, f"tokenizer.revision={revision or 'null'}"), store)
 
 
-def test_damaged_tokenizer_is_refused_by_file(store, folder):
+def test_corrupted_tokenizer_is_rejected_by_file_name(store, folder):
     with pytest.raises(ProfileError, match=r"tokenizer\.json cannot be read"):
-        TokenizerStep().run(Context(from_source(folder({"tokenizer.json": b'{"version": 1'})), store))
+        run(from_source(folder({"tokenizer.json": b'{"version": 1'})), store)
     with pytest.raises(ProfileError, match=r"tokenizer\.model cannot be read"):
-        TokenizerStep().run(Context(from_source(folder({"tokenizer.model": b"\xff\xff"}, "other")), store))
+        run(from_source(folder({"tokenizer.model": b"\xff\xff"}, "other")), store)
 
 
-def test_tokenizer_without_eos_is_refused_where_documents_are_to_be_ended(store, folder, texts):
+def test_tokenizer_without_eos_is_rejected_if_append_eos_is_set(store, folder, texts):
     source = folder({"tokenizer.json": Tokenizer(models.WordLevel({"a": 0, "?": 1}, "?")).to_str().encode()})
     for append, message in (
         ("false", None),
         ("true", r"data\.append_eos = true: .*/source has no EOS token"),
     ):
         wanted = from_source(source, f"data.append_eos={append}", *texts)
-        made = TokenizerStep().run(Context(wanted, store))
-        assert made.summary["eos"] is None
+        loaded = run(wanted, store)
+        assert loaded.summary["eos"] is None
         with pytest.raises(ProfileError, match=message) if message else nullcontext():
-            DatasetStep(made).key(Context(wanted, store))
+            DatasetStep(loaded).key(Context(wanted, store))
 
 
-def test_tokenizer_larger_than_the_model_is_refused(store, folder, gpt2_files):
+def test_tokenizer_larger_than_the_embedding_is_rejected(store, folder, gpt2_files):
     source = folder({"tokenizer.json": gpt2_files["tokenizer.json"]})
     small = from_source(source, "model.vocab_size=599")
-    artifact = TokenizerStep().run(Context(small, store))
+    artifact = run(small, store)
     with pytest.raises(ProfileError, match=r"model\.vocab_size = 599: the tokenizer has 600 tokens.*600"):
         tokenizer.check_fits(small, artifact)
     tokenizer.check_fits(from_source(source, "model.vocab_size=600"), artifact)
 
 
-def test_folder_on_s3(store, gpt2_files, monkeypatch):
+def test_tokenizer_folder_on_s3(store, gpt2_files, monkeypatch):
     import fsspec
 
     with s3.bucket(monkeypatch) as bucket:
         for name in "vocab.json", "merges.txt":
             with fsspec.open(f"{bucket}/tokenizers/ours/{name}", "wb") as file:
                 file.write(gpt2_files[name])
-        artifact = TokenizerStep().run(Context(from_source(f"{bucket}/tokenizers/ours"), store))
+        artifact = run(from_source(f"{bucket}/tokenizers/ours"), store)
         with pytest.raises(ProfileError, match=r"tokenizers/none: folder does not exist"):
-            TokenizerStep().run(Context(from_source(f"{bucket}/tokenizers/none"), store))
+            run(from_source(f"{bucket}/tokenizers/none"), store)
     assert artifact.summary["vocabulary_size"] == 600
