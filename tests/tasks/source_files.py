@@ -1,4 +1,4 @@
-"""What tests of sources share: texts, the files they lie in, profiles that name them."""
+"""Helpers for tests of sources: documents, files that contain them, profiles that name the files."""
 
 import json
 from itertools import chain
@@ -57,7 +57,7 @@ def arrow(path, form):
 
 
 def texts(wanted, token=None):
-    """The texts of all shards of a profile, a list a shard."""
+    """Texts of all shards of a profile, one list per shard."""
     found = []
     for shard in corpus.shards(wanted.data, token=token):
         documents = readers.documents(shard, token)

@@ -1,4 +1,4 @@
-"""Every kind of source gives the documents that are in it, in shards that are keyed by what they hold."""
+"""File sources: all documents in order, shards keyed by their contents, and errors with file and position."""
 
 import gzip
 import io
@@ -44,18 +44,18 @@ WRITERS = {
     "a.arrow": lambda path: arrow(path, pa.ipc.new_stream),
     "b.arrow": lambda path: arrow(path, pa.ipc.new_file),
 }
-IN_PARTS = {"a.jsonl", "a.json", "a.parquet", "a.arrow", "b.arrow"}
+SPLIT_FORMATS = {"a.jsonl", "a.json", "a.parquet", "a.arrow", "b.arrow"}
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_document_is_in_one_shard_and_in_order(name, tmp_path, small_shards):
+def test_shards_contain_every_document_once_in_order(name, tmp_path, small_shards):
     WRITERS[name](tmp_path / name)
     shards = texts(profile(files(tmp_path / name)))
     assert joined(shards) == DOCUMENTS
-    assert (len(shards) > 3) is (name in IN_PARTS)
+    assert (len(shards) > 3) is (name in SPLIT_FORMATS)
 
 
-def test_lines_of_plain_text_are_documents_where_that_is_asked_for(tmp_path, small_shards):
+def test_lines_option_reads_each_line_of_text_as_a_document(tmp_path, small_shards):
     (tmp_path / "a.txt").write_text("\n".join(DOCUMENTS))
     shards = texts(profile(files(tmp_path / "a.txt", lines=True)))
     assert joined(shards) == DOCUMENTS
@@ -63,7 +63,7 @@ def test_lines_of_plain_text_are_documents_where_that_is_asked_for(tmp_path, sma
     assert texts(profile(files(tmp_path / "a.txt"))) == [["\n".join(DOCUMENTS)]]
 
 
-def test_a_long_file_is_one_document_read_in_parts(tmp_path, monkeypatch):
+def test_a_long_text_file_is_read_in_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "LONG_FILE", 100)
     monkeypatch.setattr("tasks.sources.long_text.READ", 64)
     (tmp_path / "a.txt").write_text("日本語 naïve " * 40)
@@ -79,29 +79,29 @@ def test_a_long_file_is_one_document_read_in_parts(tmp_path, monkeypatch):
     st.booleans(),
     st.integers(1, 40),
 )
-def test_long_json_strings_are_read_in_parts_as_the_same_text(documents, ascii_alone, part):
+def test_long_json_strings_decode_in_chunks_to_the_same_text(documents, ensure_ascii, part):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "LONG_FILE", 30)
         patch.setattr(readers, "LONG_STRING", 10)
         patch.setattr("tasks.sources.long_text.READ", part)
         records = ({"a": text, "text": text, "b": [text, 1.5]} for text in documents)
-        made = (json.dumps(record, ensure_ascii=ascii_alone).encode() for record in records)
+        made = (json.dumps(record, ensure_ascii=ensure_ascii).encode() for record in records)
         shard = Shard("a.jsonl", "jsonl", "digest", ("a.jsonl",), column="text")
         found = readers._json_texts(shard, ((lambda: "a.jsonl, line 1", line) for line in made))
         assert [each if isinstance(each, str) else "".join(each.chunks()) for each in found] == documents
 
 
 @pytest.mark.parametrize("text", ["12,3.5\n", "\n", "日本", "👩", "\\n", '"a" b'])
-def test_a_long_json_string_is_never_decoded_at_once(text, monkeypatch):
+def test_a_long_json_string_decodes_in_bounded_chunks(text, monkeypatch):
     monkeypatch.setattr("tasks.sources.long_text.READ", 64)
-    for ascii_alone in True, False:
-        literal = json.dumps(text * 1000, ensure_ascii=ascii_alone).encode()[1:-1]
+    for ensure_ascii in True, False:
+        literal = json.dumps(text * 1000, ensure_ascii=ensure_ascii).encode()[1:-1]
         chunks = list(long_text.of_json(memoryview(literal), lambda: "a.jsonl, line 1").chunks())
         assert "".join(chunks) == text * 1000
         assert max(map(len, chunks)) <= 128
 
 
-def test_a_long_json_string_that_is_damaged_is_refused_by_its_line(tmp_path, monkeypatch):
+def test_an_invalid_long_json_string_is_an_error_with_its_line(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "LONG_FILE", 100)
     monkeypatch.setattr(readers, "LONG_STRING", 50)
     good = json.dumps({"text": "words " * 30})
@@ -110,18 +110,18 @@ def test_a_long_json_string_that_is_damaged_is_refused_by_its_line(tmp_path, mon
         texts(profile(files(tmp_path / "a.jsonl")))
 
 
-def test_lines_on_s3_are_read_in_blocks_and_about_once(tmp_path, monkeypatch):
+def test_lines_on_s3_are_read_in_blocks_about_once(tmp_path, monkeypatch):
     import fsspec
     import s3fs
 
     monkeypatch.setattr(file_shards, "SHARD_BYTES", 400_000)
     monkeypatch.setattr("tasks.sources.shard.BLOCK", 50_000)
     fetched = []
-    honest = s3fs.S3File._fetch_range
+    original = s3fs.S3File._fetch_range
 
     def counted(self, start, end):
         fetched.append(end - start)
-        return honest(self, start, end)
+        return original(self, start, end)
 
     monkeypatch.setattr(s3fs.S3File, "_fetch_range", counted)
     documents = [f"{i} {text}" for i in range(60) for text in DOCUMENTS]
@@ -131,11 +131,11 @@ def test_lines_on_s3_are_read_in_blocks_and_about_once(tmp_path, monkeypatch):
         shards = texts(profile(files(f"{bucket}/a.jsonl")))
     assert joined(shards) == documents
     assert len(shards) > 4
-    assert len(content) < sum(fetched) < 1.4 * len(content)  # what follows a part is read ahead
+    assert len(content) < sum(fetched) < 1.4 * len(content)  # the end of a part is read ahead
     assert len(fetched) < 1.4 * len(content) / 50_000
 
 
-def test_a_file_that_grows_changes_its_last_shard_alone(tmp_path, small_shards):
+def test_appending_to_a_file_changes_only_its_last_shard(tmp_path, small_shards):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(DOCUMENTS))
     before = [shard.digest for shard in corpus.shards(profile(files(path)).data)]
@@ -146,7 +146,7 @@ def test_a_file_that_grows_changes_its_last_shard_alone(tmp_path, small_shards):
     assert len(after) > len(before)
 
 
-def test_small_files_share_shards_and_a_new_one_changes_only_its_own(tmp_path):
+def test_text_files_are_grouped_and_a_new_file_changes_only_its_group(tmp_path):
     for i, text in enumerate(DOCUMENTS):
         (tmp_path / f"{i:03}.txt").write_text(f"{i} {text}")
     before = {shard.digest for shard in corpus.shards(profile(files(tmp_path)).data)}
@@ -157,7 +157,7 @@ def test_small_files_share_shards_and_a_new_one_changes_only_its_own(tmp_path):
     assert joined(texts(profile(files(tmp_path)))).count("a new document") == 1
 
 
-def test_a_folder_is_all_its_data_however_deep(tmp_path, monkeypatch):
+def test_a_folder_includes_nested_data_but_no_hidden_files(tmp_path, monkeypatch):
     made = {"a.jsonl": DOCUMENTS[:9], "b/c/d.jsonl": DOCUMENTS[9:20], "e[1].jsonl": DOCUMENTS[20:]}
     for name, documents in made.items():
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ def test_a_folder_is_all_its_data_however_deep(tmp_path, monkeypatch):
     with_brackets = profile(files(tmp_path / "data/e[1].jsonl"))
     resolve.check(with_brackets)
     assert joined(texts(with_brackets)) == DOCUMENTS[20:]
-    assert texts(profile(files(tmp_path / "data/*.md"))) == [["# no training text"]]  # where it is asked for
+    assert texts(profile(files(tmp_path / "data/*.md"))) == [["# no training text"]]  # if matched explicitly
     with s3.bucket(monkeypatch) as bucket:
         s3.fill(tmp_path / "data", "data")
         assert joined(texts(profile(files(f"{bucket}/data")))) == DOCUMENTS
@@ -179,7 +179,7 @@ def test_a_folder_is_all_its_data_however_deep(tmp_path, monkeypatch):
         texts(profile(files(tmp_path / "data")))
 
 
-def test_digests_are_remembered_until_a_file_changes(tmp_path, store, monkeypatch):
+def test_digests_are_cached_until_a_file_changes(tmp_path, store, monkeypatch):
     import os
 
     from tasks.store.digest_cache import DigestCache
@@ -204,7 +204,7 @@ def stream(rows=40):
 
 
 def cut_after(content, batches):
-    """An arrow stream's first batches, without its end."""
+    """The first batches of an arrow stream, without its end marker."""
     file = io.BytesIO(content)
     reader = pa.ipc.open_stream(file)
     for _ in range(batches):
@@ -233,13 +233,13 @@ def cut_after(content, batches):
         ("a.parquet", b"PAR1" + bytes(99) + b"PAR1", r"a\.parquet, footer: corrupted parquet"),
     ],
 )
-def test_damaged_files_are_refused_by_name_and_place(name, content, message, tmp_path):
+def test_corrupted_files_are_errors_with_file_and_position(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SourceError, match=message):
         texts(profile(files(tmp_path / name)))
 
 
-def test_a_parquet_file_with_a_damaged_page_is_refused(tmp_path):
+def test_a_corrupted_parquet_page_is_an_error_with_its_row_group(tmp_path):
     path = tmp_path / "a.parquet"
     options = {"compression": "zstd", "use_dictionary": False, "row_group_size": 200}
     parquet.write_table(table(), path, **options)
@@ -253,7 +253,7 @@ def test_a_parquet_file_with_a_damaged_page_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_a_text_of_a_table_that_is_not_utf8_is_refused_by_its_record(ending, tmp_path):
+def test_invalid_utf8_in_a_table_is_an_error_with_its_record(ending, tmp_path):
     values = [b"good", b"as good", b"bad \xff"]
     found = pa.table({"text": pa.array(values, pa.binary()).view(pa.string())})
     if ending == "parquet":
@@ -270,14 +270,14 @@ def test_a_text_of_a_table_that_is_not_utf8_is_refused_by_its_record(ending, tmp
 @pytest.mark.parametrize(
     "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
 )
-def test_texts_of_a_table_are_read_however_they_are_laid_out(kind, tmp_path):
+def test_every_arrow_string_type_is_read(kind, tmp_path):
     column = pa.array([*DOCUMENTS, None, ""]).cast(kind)
     with pa.ipc.new_stream(str(tmp_path / "a.arrow"), pa.schema([("text", kind)])) as writer:
         writer.write_batch(pa.record_batch({"text": column}))
     assert texts(profile(files(tmp_path / "a.arrow"))) == [[*DOCUMENTS, None, ""]]
 
 
-def test_long_texts_of_a_table_are_read_a_few_at_a_time(tmp_path, monkeypatch):
+def test_long_texts_of_a_table_are_read_in_bounded_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("tasks.sources.columnar.LONG_VALUE", 1 << 18)
     documents = [f"{i} naïve " + "word " * 200_000 for i in range(30)] + ["short"]
     options = {"use_dictionary": False, "write_batch_size": 1, "data_page_size": 1}
@@ -295,7 +295,7 @@ def test_long_texts_of_a_table_are_read_a_few_at_a_time(tmp_path, monkeypatch):
         pa.set_memory_pool(before)
 
 
-def test_a_text_with_half_a_surrogate_pair_is_no_text_and_stops_nothing(tmp_path, monkeypatch):
+def test_a_lone_surrogate_makes_a_record_without_text(tmp_path, monkeypatch):
     good, bad = r'{"text": "a pair \ud83d\ude00", "n": "\ud800"}', r'{"text": "half a pair \ud83d"}'
     (tmp_path / "a.jsonl").write_text("\n".join([good, bad, good]))
     assert texts(profile(files(tmp_path / "a.jsonl"))) == [["a pair 😀", None, "a pair 😀"]]
@@ -304,7 +304,7 @@ def test_a_text_with_half_a_surrogate_pair_is_no_text_and_stops_nothing(tmp_path
     assert texts(profile(files(tmp_path / "a.jsonl"))) == [["a pair 😀", None, "a pair 😀"]]
 
 
-def test_an_arrow_file_elsewhere_is_read_once_whole(monkeypatch, small_shards):
+def test_a_remote_arrow_file_is_one_shard(monkeypatch, small_shards):
     import fsspec
 
     with s3.bucket(monkeypatch) as bucket:

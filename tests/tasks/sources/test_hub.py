@@ -1,4 +1,4 @@
-"""Data sets of a hub, on loopback."""
+"""Hub sources, against a hub on loopback."""
 
 import io
 
@@ -54,7 +54,7 @@ def hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_split_of_a_configuration_of_a_hub_data_set(hub, streaming, tmp_path):
+def test_a_split_of_a_configuration_is_read(hub, streaming, tmp_path):
     source = {"kind": "hub", "repository": "org/texts", "config": "en", "streaming": streaming}
     shards = texts(profile(source))
     assert joined(shards) == DOCUMENTS
@@ -66,7 +66,7 @@ def test_a_split_of_a_configuration_of_a_hub_data_set(hub, streaming, tmp_path):
     assert {path.name for path in (tmp_path / "cache").rglob("*.parquet")} == (set() if streaming else tables)
 
 
-def test_lines_of_a_hub_data_set_are_streamed_in_blocks(hub, monkeypatch):
+def test_streaming_reads_lines_in_blocks(hub, monkeypatch):
     monkeypatch.setattr("tasks.sources.shard.BLOCK", 20_000)
     content = lines(DOCUMENTS * 5)
     hub.commit("org/lines", {"a.jsonl": content}, kind="datasets")
@@ -75,7 +75,7 @@ def test_lines_of_a_hub_data_set_are_streamed_in_blocks(hub, monkeypatch):
     assert 2 < len(asked) <= len(content) // 20_000 + 1
 
 
-def test_hub_shards_are_keyed_by_their_files_not_by_the_commit(hub):
+def test_shards_are_keyed_by_their_files_not_by_the_commit(hub):
     source = profile({"kind": "hub", "repository": "org/texts", "config": "en"})
     before = [shard.digest for shard in corpus.shards(source.data)]
     content = dict(next(reversed(hub.repositories["datasets", "org/texts"].commits.values())))
@@ -100,12 +100,12 @@ def test_hub_shards_are_keyed_by_their_files_not_by_the_commit(hub):
         ({"repository": "org/script"}, r"repository = org/script: .*loading script.*no refs/convert/parquet"),
     ],
 )
-def test_what_the_hub_does_not_have_is_refused(hub, source, message):
+def test_what_the_hub_lacks_is_an_error_with_the_valid_choices(hub, source, message):
     with pytest.raises(ProfileError, match=message):
         texts(profile({"kind": "hub", **source}))
 
 
-def test_a_loading_script_is_refused_with_the_revision_that_serves(hub):
+def test_a_loading_script_is_rejected_with_the_converted_revision(hub):
     hub.commit(
         "org/script",
         {"default/train/0000.parquet": as_parquet(DOCUMENTS), "other/train/0000.parquet": as_parquet(["x"])},
@@ -119,7 +119,7 @@ def test_a_loading_script_is_refused_with_the_revision_that_serves(hub):
     assert texts(profile({**source, "revision": "refs/convert/parquet", "config": "other"})) == [["x"]]
 
 
-def test_a_gated_data_set_needs_a_token(hub):
+def test_a_gated_data_set_is_read_with_a_token(hub):
     hub.commit("org/gated", {"a.jsonl": lines(DOCUMENTS)}, kind="datasets", gated=True)
     source = profile({"kind": "hub", "repository": "org/gated"})
     assert texts(source, TOKEN) == [DOCUMENTS]

@@ -1,4 +1,4 @@
-"""Sources that are tokens already: Megatron's pairs, and data sets written by `save_to_disk`."""
+"""Tokenized sources: Megatron pairs, and data sets written by save_to_disk."""
 
 import struct
 import subprocess
@@ -19,7 +19,7 @@ from tests import s3
 from tests.tasks.source_files import DOCUMENTS, files, joined, profile, write_pair
 
 
-def test_a_saved_data_set_of_tokens_is_used_as_it_is(tmp_path, store):
+def test_a_saved_data_set_of_tokens_is_used_unchanged(tmp_path, store):
     (tmp_path / "text.txt").write_text(" ".join(DOCUMENTS))
     rows = [list(range(i, i + 20)) for i in range(60)]
     datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(tmp_path / "saved", num_shards=3)
@@ -61,7 +61,7 @@ def words(tmp_path, store):
     return TokenizerStep().run(Context(profile(files(tmp_path / "text.txt")), store))
 
 
-def test_a_megatron_pair_is_read_where_it_lies(tmp_path, store, words):
+def test_a_megatron_pair_is_read_in_place(tmp_path, store, words):
     documents = [list(range(i, i + 30)) for i in range(100)]
     write_pair(tmp_path / "my_text_document", documents)
     made = DatasetStep(words).run(Context(pair_profile(tmp_path / "my_text_document"), store))
@@ -72,22 +72,22 @@ def test_a_megatron_pair_is_read_where_it_lies(tmp_path, store, words):
     assert not list((tmp_path / "store/artifacts/tokens").glob("*/*.bin"))
 
 
-def test_a_megatron_pair_that_was_moved_is_read_where_it_lies_now(tmp_path, store, words):
+def test_a_moved_megatron_pair_is_read_at_its_new_path(tmp_path, store, words):
     (tmp_path / "old").mkdir()
     write_pair(tmp_path / "old/pair", [list(range(i, i + 30)) for i in range(100)])
     before = DatasetStep(words).run(Context(pair_profile(tmp_path / "old/pair"), store))
     assert DatasetStep(words).key(Context(pair_profile(tmp_path / "old/pair"), store)) == before.key
-    assert store.artifacts.find(DatasetStep.kind, before.key)
+    assert DatasetStep(words).find(Context(pair_profile(tmp_path / "old/pair"), store), before.key) == before
     (tmp_path / "old").rename(tmp_path / "new")
     wanted = pair_profile(tmp_path / "new/pair")
-    assert DatasetStep(words).key(Context(wanted, store)) == before.key  # so that a run goes on
-    assert store.artifacts.find(DatasetStep.kind, before.key) is None
+    assert DatasetStep(words).key(Context(wanted, store)) == before.key  # so a run resumes
+    assert DatasetStep(words).find(Context(wanted, store), before.key) is None
     after = DatasetStep(words).run(Context(wanted, store))
     for split, first in ("train", 0), ("validation", 90):
         assert Corpus.open(store.artifacts.path(after), split).read(0, 2).tolist() == [first, first + 1]
 
 
-def test_a_damaged_pair_is_refused_with_file_and_offset(tmp_path, store, words):
+def test_a_corrupted_pair_is_an_error_with_file_and_offset(tmp_path, store, words):
     write_pair(tmp_path / "a", [[1, 2], [3, 299], [300, 5]])
     with pytest.raises(IndexedError, match=r"a\.bin, byte 8: token 300 is not in the vocabulary of 300"):
         DatasetStep(words).run(Context(pair_profile(tmp_path / "a"), store))
@@ -107,8 +107,8 @@ def test_a_damaged_pair_is_refused_with_file_and_offset(tmp_path, store, words):
         DatasetStep(words).run(Context(pair_profile(tmp_path / "b"), store))
 
 
-def test_a_pair_of_many_documents_is_checked_in_little_memory(tmp_path):
-    """Four million documents of a token: 80 MB of index, which is sound, and then is not in its last entries."""
+def test_a_pair_of_many_documents_is_checked_in_bounded_memory(tmp_path):
+    """Four million documents of one token: 80 MB of index, first valid, then corrupted in one of the last entries."""
     count = 4_000_000
     with (tmp_path / "a.idx").open("wb") as file:
         file.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, count, count + 1))
@@ -127,8 +127,8 @@ splits = megatron.check(Shard("a", "megatron", "", (sys.argv[1],)), 300, 0.25, l
 print(splits["train"]["tokens"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     command = [sys.executable, "-c", program, str(tmp_path / "a.idx")]
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
-    tokens, kilobytes = map(int, told.stdout.split())
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    tokens, kilobytes = map(int, done.stdout.split())
     assert tokens == 3_000_000
     assert kilobytes < 80_000  # less than the index alone
     with (tmp_path / "a.idx").open("r+b") as file:

@@ -1,4 +1,4 @@
-"""Pretrained weights from a hub and from a bucket: what is fetched, what is refused."""
+"""Pretrained weights from folders, the hub and object stores."""
 
 import json
 
@@ -33,7 +33,7 @@ def embedding(folder) -> torch.Tensor:
     return found.read("embedding.weight", (0, 0), found.shapes["embedding.weight"])
 
 
-def test_a_hub_repository_and_only_what_is_needed_of_it(files, hub, tmp_path):
+def test_only_the_needed_files_of_a_repository_are_downloaded(files, hub, tmp_path):
     extra = {
         "pytorch_model.bin": b"the same again",
         "original/model.safetensors": b"",
@@ -50,15 +50,15 @@ def test_a_hub_repository_and_only_what_is_needed_of_it(files, hub, tmp_path):
     assert one != weights.identity("org/name", None, None, "init.from", DigestCache())
 
 
-def test_a_hub_that_does_not_answer_is_said_to_be_one(monkeypatch, tmp_path):
-    with Hub() as gone:
-        gone.patch(monkeypatch, tmp_path / "hub-cache")
+def test_an_unreachable_hub_is_a_connection_error(monkeypatch, tmp_path):
+    with Hub() as hub:
+        hub.patch(monkeypatch, tmp_path / "hub-cache")
     source = weights.fetch("org/name", None, tmp_path / "out")
     with pytest.raises(ConnectionError, match="org/name: the hub does not answer"), source:
         pass
 
 
-def test_a_folder_in_a_bucket_goes_on_with_the_files_that_are_missing(files, tmp_path, monkeypatch):
+def test_an_interrupted_download_resumes_with_the_missing_files(files, tmp_path, monkeypatch):
     import s3fs
 
     with s3.bucket(monkeypatch) as bucket:
@@ -86,7 +86,7 @@ def test_a_folder_in_a_bucket_goes_on_with_the_files_that_are_missing(files, tmp
         assert weights.identity(source, None, None, "init.from", DigestCache()) != before
 
 
-def test_a_folders_identity_is_its_contents(files, tmp_path):
+def test_identity_of_a_folder_depends_on_its_contents(files, tmp_path):
     def identity(name: str) -> str:
         return weights.identity(
             str(tmp_path / name), None, None, "init.from", DigestCache(tmp_path / "cache")
@@ -109,7 +109,7 @@ def test_a_folders_identity_is_its_contents(files, tmp_path):
         ("org/tokenizer", "SOURCE = org/tokenizer: has neither model.safetensors nor"),
     ],
 )
-def test_what_is_not_there_is_refused(source, message, hub, tmp_path):
+def test_missing_weights_are_an_error(source, message, hub, tmp_path):
     hub.commit("org/tokenizer", {"tokenizer.json": b"{}"})
     with pytest.raises(ProfileError, match=message), weights.fetch(source, None, tmp_path / "out"):
         pass
