@@ -1,4 +1,8 @@
-"""The rules between a profile's sections, and the files that it names: all that can be refused without a device."""
+"""Validation rules between a profile's sections, and of the local files it names; needs no device.
+
+`check` runs the rules in order. Where no choice follows from a rule itself, the nearest valid values are found by trying the
+values around the invalid one.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,15 @@ from parallel.constraints import (
     supports_microbatches,
     valid_tensor_degrees,
 )
-from profiles import functions, sources
+from profiles import data_sources, user_functions
 from profiles.errors import ProfileError
 from profiles.model import LARGEST, neighbours
 from profiles.schema import Profile
 
 CPU_PROCESSES = 16
-FARTHEST = 1024  # steps from a value that its nearest valid ones are looked for
+SEARCH_STEPS = 1024  # how far from an invalid value valid ones are searched, in each direction
 ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200"), "neuron": ("trn1", "trn2", "trn3")}
-# Accelerators that runs are planned and checkpoints converted for, with the reason and what trains instead.
+# Accelerators that can be planned and converted for but not trained on: the reason, and alternatives.
 PLANNED_ONLY = {
     "trn1": (
         "native PyTorch does not train on it, nor does AWS's older stack since SDK 2.30",
@@ -30,8 +34,8 @@ PLANNED_ONLY = {
     )
 }
 BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron",)}
-# Options of sbatch that the launcher sets itself, or that have a key of their own.
-OWN_OPTIONS = {
+# sbatch options that the launcher sets itself, or that have their own profile key.
+LAUNCHER_OPTIONS = {
     *(
         "array",
         "chdir",
@@ -51,23 +55,23 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check(profile: Profile) -> None:
-    """Refuse what cannot work.
+    """Check that a profile can be planned.
 
     Raises:
-        ProfileError: the first such thing.
+        ProfileError: for the first rule that is broken.
     """
-    for rule in (*TOPOLOGY, _trace, _schedule, _vocabulary, _files, _compile, sources.check):
+    for rule in (*TOPOLOGY, _trace, _schedule, _vocabulary, _files, _compile, data_sources.check):
         try:
             rule(profile)
         except ProfileError as error:
-            if rule in CURES and not error.choices:
-                choices = _cures(profile, rule, error.key)
+            if rule in ALTERNATIVES and not error.choices:
+                choices = _alternatives(profile, rule, error.key)
                 raise ProfileError(error.key, error.value, error.reason, choices) from None
             raise
 
 
 def passes(profile: Profile, rules: Iterable[Callable[[Profile], None]] | None = None) -> bool:
-    """Whether a profile can be spread over its cluster as it says: those rules, or all that look at degrees and batches."""
+    """Whether a profile satisfies these rules; by default those on parallel degrees, batch sizes and the cluster."""
     try:
         for rule in TOPOLOGY if rules is None else rules:
             rule(profile)
@@ -76,69 +80,68 @@ def passes(profile: Profile, rules: Iterable[Callable[[Profile], None]] | None =
     return True
 
 
-def value_of(profile: Profile, key: str) -> Any:
-    """What a profile says under `section.name`."""
+def get_value(profile: Profile, key: str) -> Any:
+    """The value of `section.name`."""
     section, name = key.split(".")
     return getattr(getattr(profile, section), name)
 
 
-def changed(profile: Profile, key: str, value: Any) -> Profile:
-    """The profile with one key (`section.name`) of another value."""
+def with_value(profile: Profile, key: str, value: Any) -> Profile:
+    """A copy of the profile with another value of `section.name`."""
     section, name = key.split(".")
-    part = getattr(profile, section).model_copy(update={name: value})
-    return profile.model_copy(update={section: part})
+    return profile.model_copy(update={section: getattr(profile, section).model_copy(update={name: value})})
 
 
 def check_start(profile: Profile) -> None:
-    """Refuse what can be planned on this machine but not started from it.
+    """Check that a run can be started from this machine, which planning does not need.
 
     Raises:
-        ProfileError: the first such thing.
+        ProfileError: for the first rule that is broken.
     """
     cluster = profile.cluster
     if cluster.accelerator in PLANNED_ONLY:
         raise ProfileError("cluster.accelerator", cluster.accelerator, *PLANNED_ONLY[cluster.accelerator])
     if cluster.launcher == "slurm" and shutil.which("sbatch") is None:
-        raise ProfileError("cluster.launcher", "slurm", "this machine has no sbatch", ["local"])
-    functions.check(profile)
+        raise ProfileError("cluster.launcher", "slurm", "sbatch is not on this machine's PATH", ["local"])
+    user_functions.check(profile)
 
 
 def _cluster(profile: Profile) -> None:
     cluster = profile.cluster
     if cluster.accelerator is not None and cluster.accelerator not in ACCELERATORS[cluster.device]:
-        reason = f"is no model of device {cluster.device}"
+        reason = f"is not an accelerator of device {cluster.device}"
         valid = ACCELERATORS[cluster.device] or ["null"]
         raise ProfileError("cluster.accelerator", cluster.accelerator, reason, valid)
     if cluster.launcher == "local" and cluster.nodes > 1:
-        raise ProfileError("cluster.nodes", cluster.nodes, "the local launcher is for one node", [1])
+        raise ProfileError("cluster.nodes", cluster.nodes, "the local launcher runs on one node", [1])
     if cluster.launcher == "local" and cluster.device == "cpu" and cluster.devices_per_node > CPU_PROCESSES:
-        reason = f"more than {CPU_PROCESSES} processes on one machine's CPU"
+        reason = f"is more than {CPU_PROCESSES} processes, the limit on one machine's CPU"
         raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason, [CPU_PROCESSES])
     limit = cluster.time and seconds(cluster.time)
     if limit and cluster.time_left >= limit:
-        reason = f"leaves nothing of cluster.time {cluster.time} to train in"
+        reason = f"leaves no time to train within cluster.time {cluster.time}"
         raise ProfileError("cluster.time_left", cluster.time_left, reason, [limit - 1])
     for number, option in enumerate(cluster.slurm):
         name = option.removeprefix("--").partition("=")[0]
-        if name in OWN_OPTIONS:
+        if name in LAUNCHER_OPTIONS:
             keys = [f"cluster.{name}"] if hasattr(cluster, name) else []
-            raise ProfileError(f"cluster.slurm.{number}", option, f"the launcher sets --{name} itself", keys)
+            raise ProfileError(f"cluster.slurm.{number}", option, f"the launcher sets --{name}", keys)
 
 
 def seconds(time: str) -> int:
-    """A time limit as Slurm takes it, which rounds up to minutes; 0: none.
+    """Seconds of a Slurm time limit, rounded up to minutes as Slurm does; 0: no limit.
 
-    minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
+    Formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
     """
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:
-        hours, minutes, more = (*parts, 0, 0)[:3]
+        hours, minutes, rest_seconds = (*parts, 0, 0)[:3]
     elif len(parts) < 3:
-        hours, minutes, more = (0, *parts, 0)[:3]
+        hours, minutes, rest_seconds = (0, *parts, 0)[:3]
     else:
-        hours, minutes, more = parts
-    return 60 * (int(days or 0) * 1440 + hours * 60 + minutes + (more + 59) // 60)
+        hours, minutes, rest_seconds = parts
+    return 60 * (int(days or 0) * 1440 + hours * 60 + minutes + (rest_seconds + 59) // 60)
 
 
 def _trace(profile: Profile) -> None:
@@ -172,18 +175,16 @@ def _pipeline(profile: Profile) -> None:
     ranks, cuts = parallel.pipeline, parallel.pipeline_cuts
     stages = ranks * minimum_stages_per_rank(parallel.schedule, ranks)
     if ranks > layers:
-        raise ProfileError(
-            "parallel.pipeline", ranks, f"more stages than the model's {layers} layers", [layers]
-        )
+        raise ProfileError("parallel.pipeline", ranks, f"is more than the model's {layers} layers", [layers])
     if stages > layers:
-        reason = f"has 2 stages or more a rank, and {stages} are more than the model's {layers} layers"
+        reason = f"needs at least 2 stages per rank, and {stages} are more than the model's {layers} layers"
         raise ProfileError("parallel.schedule", parallel.schedule, reason, ["1f1b", "zero_bubble"])
     if parallel.schedule == "zero_bubble" and ranks > 1:
-        reason = "parallel.schedule zero_bubble splits backward in two, which does not work with"
+        reason = "parallel.schedule zero_bubble splits the backward pass and does not support"
         if profile.compile.enabled:
             raise ProfileError("compile.enabled", True, f"{reason} compiled graphs", [False])
         if profile.train.recompute != "none":
-            reason = f"{reason} recomputation"
+            reason = f"{reason} activation checkpointing"
             raise ProfileError("train.recompute", profile.train.recompute, reason, ["none"])
     if cuts is not None and (reason := invalid_cuts(cuts, layers, ranks, parallel.schedule)):
         raise ProfileError("parallel.pipeline_cuts", cuts, reason, ["null"])
@@ -193,9 +194,7 @@ def _microbatches(profile: Profile) -> None:
     ranks, schedule = profile.parallel.pipeline, profile.parallel.schedule
     count = profile.accumulation_steps
     if not supports_microbatches(schedule, ranks, count):
-        reason = (
-            f"makes {count} microbatches a step, which schedule {schedule} on {ranks} ranks does not take"
-        )
+        reason = f"makes {count} microbatches per step, which schedule {schedule} on {ranks} ranks does not support"
         raise ProfileError("train.global_batch_size", profile.train.global_batch_size, reason)
 
 
@@ -204,10 +203,10 @@ def _context(profile: Profile) -> None:
     s, size = train.sequence_length, train.micro_batch_size
     if parallel.context > 1:
         parts = 2 * parallel.context
-        _multiple("train.sequence_length", s, parts, f"every context rank has 2 of {parts} equal parts of it")
+        _multiple("train.sequence_length", s, parts, f"each context rank holds 2 of {parts} equal parts")
     if parallel.sequence_parallel and size * s // parallel.context % parallel.tensor:
         parts = parallel.context * parallel.tensor * (2 if parallel.context > 1 else 1)
-        reason = f"sequence parallelism splits it over {parallel.tensor} tensor ranks"
+        reason = f"sequence parallelism divides it among {parallel.tensor} tensor ranks"
         _multiple("train.sequence_length", s, parts, reason)
     if profile.model.architecture == "gpt" and s > profile.model.max_position_embeddings:
         longest = profile.model.max_position_embeddings
@@ -215,47 +214,49 @@ def _context(profile: Profile) -> None:
 
 
 def _data_parallel(profile: Profile) -> None:
-    world, copy = profile.world_size, profile.model_parallel
-    if world % copy == 0:
+    world, replica = profile.world_size, profile.model_parallel
+    if world % replica == 0:
         return
     cluster, parallel = profile.cluster, profile.parallel
-    degrees = f"tensor {parallel.tensor} × pipeline {parallel.pipeline} × context {parallel.context} = {copy}"
+    degrees = (
+        f"tensor {parallel.tensor} × pipeline {parallel.pipeline} × context {parallel.context} = {replica}"
+    )
     if cluster.launcher == "local":
         raise ProfileError(
-            "cluster.devices_per_node", cluster.devices_per_node, f"is no multiple of {degrees}"
+            "cluster.devices_per_node", cluster.devices_per_node, f"is not a multiple of {degrees}"
         )
     reason = (
-        f"with {cluster.devices_per_node} devices on each that is {world} processes, no multiple of {degrees}"
+        f"times {cluster.devices_per_node} devices per node is {world} processes, not a multiple of {degrees}"
     )
     raise ProfileError("cluster.nodes", cluster.nodes, reason)
 
 
 def _batch(profile: Profile) -> None:
-    train, copies = profile.train, profile.data_parallel
-    reason = f"micro_batch_size {train.micro_batch_size} × data-parallel degree {copies} does not divide it"
-    _multiple("train.global_batch_size", train.global_batch_size, train.micro_batch_size * copies, reason)
+    train, replicas = profile.train, profile.data_parallel
+    reason = f"micro_batch_size {train.micro_batch_size} × data-parallel degree {replicas} does not divide it"
+    _multiple("train.global_batch_size", train.global_batch_size, train.micro_batch_size * replicas, reason)
 
 
 def _recompute(profile: Profile) -> None:
     train = profile.train
     if train.recompute_layers is not None and train.recompute == "none":
-        reason = "says of how many layers, but train.recompute is none"
+        reason = "has no effect: train.recompute is none"
         raise ProfileError("train.recompute_layers", train.recompute_layers, reason, ["null"])
 
 
 def _schedule(profile: Profile) -> None:
     train = profile.train
     if train.steps is not None and train.epochs is not None:
-        reason = f"and train.steps {train.steps} say two things; set the other to null"
+        reason = f"conflicts with train.steps {train.steps}; set one of them to null"
         raise ProfileError("train.epochs", train.epochs, reason, ["null"])
     if train.epochs is not None and any(source.weight for source in profile.data.sources):
-        reason = "is not defined for sources with weights, which end at different times; give train.steps"
+        reason = "is undefined for weighted sources, which end at different times; set train.steps"
         raise ProfileError("train.epochs", train.epochs, reason, ["null"])
     if train.steps is None and train.epochs is None:
-        raise ProfileError("train.steps", None, "is missing: give train.steps or train.epochs")
+        raise ProfileError("train.steps", None, "is missing; set train.steps or train.epochs")
     if train.steps is not None and train.warmup_steps + train.constant_steps > train.steps:
         key = "warmup_steps" if train.warmup_steps > train.steps else "constant_steps"
-        reason = f"warm-up and constant steps together are more than train.steps {train.steps}"
+        reason = f"warmup_steps + constant_steps exceed train.steps {train.steps}"
         raise ProfileError(
             f"train.{key}",
             getattr(train, key),
@@ -270,13 +271,13 @@ def _schedule(profile: Profile) -> None:
 
 
 def _vocabulary(profile: Profile) -> None:
-    size, room = profile.tokenizer.vocabulary_size, profile.model.vocab_size
+    size, embeddings = profile.tokenizer.vocabulary_size, profile.model.vocab_size
     if profile.tokenizer.source == "train" and size is None:
-        reason = "is missing: a tokenizer that is trained needs its size"
-        raise ProfileError("tokenizer.vocabulary_size", None, reason, [room])
-    if size is not None and size > room:
+        reason = "is missing; training a tokenizer needs its size"
+        raise ProfileError("tokenizer.vocabulary_size", None, reason, [embeddings])
+    if size is not None and size > embeddings:
         raise ProfileError(
-            "tokenizer.vocabulary_size", size, f"is larger than model.vocab_size {room}", [room]
+            "tokenizer.vocabulary_size", size, f"is larger than model.vocab_size {embeddings}", [embeddings]
         )
 
 
@@ -290,19 +291,19 @@ def _files(profile: Profile) -> None:
 def _compile(profile: Profile) -> None:
     compile, device = profile.compile, profile.cluster.device
     if compile.backend not in (None, *BACKENDS[device]):
-        reason = f"does not compile for device {device}"
+        reason = f"does not support device {device}"
         raise ProfileError("compile.backend", compile.backend, reason, BACKENDS[device])
     if compile.flags is not None and device != "neuron":
-        reason = f"are the Neuron compiler's, and the device is {device}"
+        reason = f"only applies to device neuron; the device is {device}"
         raise ProfileError("compile.flags", compile.flags, reason, ["null"])
 
 
 def _folder_or_repository(key: str, source: str) -> None:
-    """Whether a hub or a bucket has it is found out when it is fetched."""
+    """Check that a source is a local folder or may be a hub repository; buckets and the hub are checked when fetched."""
     if "://" in source or Path(source).expanduser().is_dir():
         return
     if source.startswith((".", "~")) or not REPOSITORY.fullmatch(source):
-        raise ProfileError(key, source, "there is no such folder, and a hub repository is named org/name")
+        raise ProfileError(key, source, "there is no such folder; a hub repository has the form org/name")
 
 
 def _multiple(key: str, value: int, of: int, reason: str) -> None:
@@ -310,10 +311,10 @@ def _multiple(key: str, value: int, of: int, reason: str) -> None:
         raise ProfileError(key, value, reason)
 
 
-# The rules that look at degrees, batches and the cluster, in order.
+# Rules on parallel degrees, batch sizes and the cluster, in order.
 TOPOLOGY = (_cluster, _tensor, _pipeline, _context, _data_parallel, _batch, _microbatches, _recompute)
-# By rule, what else than the refused key may be changed to keep it.
-CURES: dict[Callable[[Profile], None], tuple[str, ...]] = {
+# Rules whose choices are searched, with further keys that may be changed to satisfy them.
+ALTERNATIVES: dict[Callable[[Profile], None], tuple[str, ...]] = {
     _context: ("parallel.context",),
     _data_parallel: ("parallel.pipeline", "parallel.context", "parallel.tensor"),
     _batch: (),
@@ -321,13 +322,13 @@ CURES: dict[Callable[[Profile], None], tuple[str, ...]] = {
 }
 
 
-def _cures(profile: Profile, rule: Callable[[Profile], None], key: str) -> list[Any]:
-    """Values of the refused key, and `key=value` of others, with which a profile passes; one that breaks more rules, this one."""
+def _alternatives(profile: Profile, rule: Callable[[Profile], None], key: str) -> list[Any]:
+    """Values of the invalid key, and `key=value` of others, that satisfy all topology rules; else only those up to this one."""
     for rules in (TOPOLOGY, TOPOLOGY[: TOPOLOGY.index(rule) + 1]):
         found = [
-            value if each == key else f"{each}={value}"
-            for each in (key, *CURES[rule])
-            for value in _nearest(profile, each, rules)
+            value if candidate == key else f"{candidate}={value}"
+            for candidate in (key, *ALTERNATIVES[rule])
+            for value in _nearest(profile, candidate, rules)
         ]
         if found:
             return found
@@ -335,17 +336,17 @@ def _cures(profile: Profile, rule: Callable[[Profile], None], key: str) -> list[
 
 
 def _nearest(profile: Profile, key: str, rules: Sequence[Callable[[Profile], None]]) -> list[int]:
-    """The values of a key next to its own, below and above, with which a profile keeps these rules."""
-    value = value_of(profile, key)
+    """The nearest values of a key, below and above its own, that satisfy the rules."""
+    value = get_value(profile, key)
     step = {
         "train.global_batch_size": profile.train.micro_batch_size * max(1, profile.data_parallel),
         "train.sequence_length": 2 * profile.parallel.context if profile.parallel.context > 1 else 1,
     }.get(key, 1)
-    here = value // step
-    below = range(here - (value % step == 0), max(0, here - FARTHEST), -1)
-    above = range(here + 1, min(here + FARTHEST, LARGEST // step + 1))
+    multiple = value // step
+    below = range(multiple - (value % step == 0), max(0, multiple - SEARCH_STEPS), -1)
+    above = range(multiple + 1, min(multiple + SEARCH_STEPS, LARGEST // step + 1))
     found = (
-        next((n * step for n in way if passes(changed(profile, key, n * step), rules)), None)
-        for way in (below, above)
+        next((n * step for n in direction if passes(with_value(profile, key, n * step), rules)), None)
+        for direction in (below, above)
     )
-    return [each for each in found if each]
+    return [nearest for nearest in found if nearest]

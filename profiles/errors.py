@@ -1,21 +1,21 @@
-"""The one error that a user's profile can cause: which key, which value, why not, and what would do instead."""
+"""ProfileError: which key is invalid, its value, why, and the nearest valid choices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-LONGEST_VALUE = 80
+LONGEST_VALUE = 80  # characters
 
 
 class ProfileError(ValueError):
-    """A profile that is refused; as text, one line.
+    """An invalid profile; its text is one line, `key = value: reason; nearest valid: choices`.
 
     Attributes:
-        key: dotted path of the key, as `parallel.tensor` or `data.sources.0.path`.
-        value: what it was given as; None where it is missing.
-        reason: why it is refused, to be read after the value.
-        choices: the nearest values that would do, best first; empty where none can be named.
+        key: dotted path, such as `parallel.tensor` or `data.sources.0.path`.
+        value: the given value; None if it is missing.
+        reason: why it is invalid, phrased to follow the value.
+        choices: nearest valid values, best first; empty if there are none to name.
     """
 
     def __init__(self, key: str, value: Any, reason: str, choices: Sequence[Any] = ()) -> None:
@@ -26,17 +26,17 @@ class ProfileError(ValueError):
         self.choices = tuple(choices)
 
     def __str__(self) -> str:
-        subject = self.key if self.value is None else f"{self.key} = {shown(self.value)}"
-        nearest = f"; nearest valid: {', '.join(map(shown, self.choices))}" if self.choices else ""
+        subject = self.key if self.value is None else f"{self.key} = {format_value(self.value)}"
+        nearest = f"; nearest valid: {', '.join(map(format_value, self.choices))}" if self.choices else ""
         return f"{subject}: {self.reason}{nearest}"
 
     def within(self, section: str) -> ProfileError:
-        """The same error as seen from outside of a section."""
+        """The same error with its key prefixed by a section."""
         return ProfileError(f"{section}.{self.key}", self.value, self.reason, self.choices)
 
 
-def shown(value: Any) -> str:
-    """A value as YAML would have it, in one line and not too long."""
+def format_value(value: Any) -> str:
+    """A value as in YAML, on one line, truncated to LONGEST_VALUE characters."""
     if isinstance(value, bool):
         return str(value).lower()
     text = " ".join(str(value).split())

@@ -1,4 +1,4 @@
-"""What profiles take from the Hugging Face hub: a model's config.json; and the hub's refusals in a profile's words."""
+"""Hugging Face hub: fetch a model's config.json, resolve revisions, and translate hub errors to ProfileError."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def config_json(repository: str, key: str) -> Path:
-    """A repository's config.json, fetched unless it is in the hub's own cache and current.
+    """Fetch a repository's config.json, or take it from the hub cache if it is current.
 
     Raises:
-        ProfileError: no such repository or file, or one that may not be read, or no way to the hub.
+        ProfileError: no such repository or file, no access, or the hub is unreachable.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -26,8 +26,8 @@ def config_json(repository: str, key: str) -> Path:
     try:
         with hub_errors(key, repository, revision or None):
             return Path(hf_hub_download(name, "config.json", revision=revision or None))
-    except LocalEntryNotFoundError:  # a kind of the next
-        reason = "cannot be fetched: the hub does not answer, and its cache here lacks it"
+    except LocalEntryNotFoundError:  # subclass of EntryNotFoundError
+        reason = "cannot be fetched: the hub is unreachable, and the hub cache does not have it"
         raise ProfileError(key, repository, reason) from None
     except EntryNotFoundError:
         raise ProfileError(key, repository, "the repository has no config.json") from None
@@ -37,27 +37,26 @@ def config_json(repository: str, key: str) -> Path:
 
 @contextmanager
 def hub_errors(key: str, repository: str, revision: str | None) -> Iterator[None]:
-    """Turns the hub's refusals of what a key names into the profile's, and its silence into a ConnectionError."""
+    """Translate hub errors to ProfileError for a key, and network failures to ConnectionError."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         yield
-    except GatedRepoError:  # a kind of the next
+    except GatedRepoError:  # subclass of RepositoryNotFoundError
         reason = "is gated: accept its terms on the hub, and set HF_TOKEN to a token of that account"
         raise ProfileError(key, repository, reason) from None
     except RepositoryNotFoundError:
-        reason = "is no folder here and no repository on the hub, or a private one that needs HF_TOKEN"
+        reason = "is neither a local folder nor a hub repository; set HF_TOKEN if it is private"
         raise ProfileError(key, repository, reason) from None
     except RevisionNotFoundError:
-        own = {"SOURCE": "--revision", "model.config": key}
-        where = own.get(key, f"{key.rpartition('.')[0]}.revision")
-        raise ProfileError(where, revision, f"{repository} has no such revision") from None
+        revision_keys = {"SOURCE": "--revision", "model.config": key}
+        revision_key = revision_keys.get(key, f"{key.rpartition('.')[0]}.revision")
+        raise ProfileError(revision_key, revision, f"{repository} has no such revision") from None
     except Exception as error:
-        if not any(
-            kind.__name__ == "TransportError" for kind in type(error).__mro__
-        ):  # of httpx, or its heir
+        # By name: httpx, or whatever the hub client uses instead.
+        if not any(kind.__name__ == "TransportError" for kind in type(error).__mro__):
             raise
-        raise ConnectionError(f"{repository}: the hub does not answer: {error}") from error
+        raise ConnectionError(f"{repository}: the hub is unreachable: {error}") from error
 
 
 def resolve_commit(repository: str, revision: str | None, token: str | None, key: str) -> str:

@@ -1,7 +1,7 @@
-"""The architecture's numbers: the fields of a Hugging Face config.json under Llama's names, for Llama and GPT alike.
+"""Model section: the fields of a Hugging Face config.json, under Llama's names for both Llama and GPT.
 
-`Model` refuses what no such network can be; `from_config_json` and `to_config_json` translate to and from the file that
-`transformers` reads, for LlamaForCausalLM and GPT2LMHeadModel.
+`Model` validates them; `from_config_json` and `to_config_json` convert from and to the config.json of LlamaForCausalLM and
+GPT2LMHeadModel.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 ACTIVATIONS = {"llama": ("silu",), "gpt": ("gelu", "gelu_new")}
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-LARGEST = 2**24  # of a tensor's dimensions: products of them stay within a computer's integers
+LARGEST = 2**24  # of a tensor dimension, so that products of two fit 64-bit integers
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
 
 
 class Section(BaseModel):
-    """What all parts of a profile share: frozen, no unknown keys, no conversion of types."""
+    """Base of all sections: frozen, no unknown keys, no type conversion."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True
@@ -30,20 +30,22 @@ class Section(BaseModel):
 
 
 class LinearRope(Section):
-    """Rotary positions slowed down evenly (arXiv 2306.15595)."""
+    """Linear RoPE scaling: position interpolation (arXiv 2306.15595)."""
 
     rope_type: Literal["linear"] = Field(description="kind of scaling")
-    factor: float = Field(ge=1, description="every frequency is divided by it")
+    factor: float = Field(ge=1, description="divides every frequency")
 
 
 class Llama3Rope(Section):
-    """Rotary positions slowed down at the low frequencies only (Llama 3.1)."""
+    """Llama 3.1 RoPE scaling: only low frequencies are scaled."""
 
     rope_type: Literal["llama3"] = Field(description="kind of scaling")
-    factor: float = Field(ge=1, description="low frequencies are divided by it")
-    low_freq_factor: float = Field(gt=0, description="wavelengths above original / this are scaled")
-    high_freq_factor: float = Field(gt=0, description="wavelengths below original / this are kept")
-    original_max_position_embeddings: Count = Field(description="length that the model was first trained on")
+    factor: float = Field(ge=1, description="divides low frequencies")
+    low_freq_factor: float = Field(gt=0, description="wavelengths above original length / this are scaled")
+    high_freq_factor: float = Field(
+        gt=0, description="wavelengths below original length / this are unchanged"
+    )
+    original_max_position_embeddings: Count = Field(description="context length of pretraining")
 
     @model_validator(mode="after")
     def _ordered(self) -> Llama3Rope:
@@ -57,36 +59,40 @@ RopeScaling = Annotated[LinearRope | Llama3Rope, Field(discriminator="rope_type"
 
 
 class Model(Section):
-    """A Llama or GPT network. What has a default here has it per architecture."""
+    """The model: a Llama or GPT architecture."""
 
-    architecture: Literal["llama", "gpt"] = Field("llama", description="kind of network")
+    architecture: Literal["llama", "gpt"] = Field("llama", description="model architecture")
     hidden_size: Size = Field(description="width of the residual stream")
     intermediate_size: Size = Field(description="width of the MLP")
     num_hidden_layers: Annotated[int, Field(ge=1, le=1024)] = Field(description="number of layers")
     num_attention_heads: Size = Field(description="number of query heads")
     num_key_value_heads: Size = Field(description="number of KV heads (default: as many as query heads)")
-    head_dim: Size = Field(description="width of a head (default: hidden_size / num_attention_heads)")
-    vocab_size: Size = Field(description="number of token embeddings")
+    head_dim: Size = Field(
+        description="size of an attention head (default: hidden_size / num_attention_heads)"
+    )
+    vocab_size: Size = Field(description="vocabulary size: number of token embeddings")
     max_position_embeddings: Size = Field(
-        description="longest sequence; for gpt, number of learned positions"
+        description="maximum sequence length; for gpt, the number of learned positions"
     )
     norm_eps: float = Field(
-        1e-5, gt=0, description="epsilon of the norms; rms_norm_eps and layer_norm_epsilon mean the same"
+        1e-5, gt=0, description="epsilon of the norms; aliases: rms_norm_eps, layer_norm_epsilon"
     )
-    rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies (llama)")
-    rope_scaling: RopeScaling | None = Field(None, description="how rotary frequencies are stretched (llama)")
+    rope_theta: float = Field(10000.0, gt=0, description="RoPE base (llama)")
+    rope_scaling: RopeScaling | None = Field(None, description="RoPE scaling for longer contexts (llama)")
     tie_word_embeddings: bool = Field(
-        description="whether the output projection is the embedding (default: gpt only)"
+        description="share the embedding with the output projection (default: true for gpt)"
     )
-    attention_bias: bool = Field(description="biases in the attention's projections (default: gpt only)")
-    mlp_bias: bool = Field(description="biases in the MLP (default: gpt only)")
-    hidden_act: str = Field(description="activation of the MLP (default: silu for llama, gelu for gpt)")
+    attention_bias: bool = Field(description="biases in the attention projections (default: true for gpt)")
+    mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt)")
+    hidden_act: str = Field(description="MLP activation function (default: silu for llama, gelu for gpt)")
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
-    dropout: float = Field(0.0, ge=0, lt=1, description="of embedding, attention and residual alike (gpt)")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="dropout probability of embeddings, attention and residuals (gpt)"
+    )
 
     @property
     def parameters(self) -> int:
-        """How many the network has, for lists; the planner counts them from the layers."""
+        """Parameter count from the formula, for listings; the planner counts them from the layers."""
         h, f, llama = self.hidden_size, self.intermediate_size, self.architecture == "llama"
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         norm = h if llama else 2 * h
@@ -111,7 +117,7 @@ class Model(Section):
             if isinstance(hidden, int) and "head_dim" not in values:
                 if hidden % heads:
                     below = hidden // heads * heads
-                    reason = f"is no multiple of {heads} query heads, and head_dim is not given"
+                    reason = f"is not a multiple of {heads} query heads, and head_dim is not given"
                     raise ProfileError(
                         "hidden_size", hidden, reason, [n for n in (below, below + heads) if n]
                     )
@@ -139,7 +145,7 @@ class Model(Section):
             if self.dropout:
                 raise ProfileError("dropout", self.dropout, "llama has no dropout", [0.0])
             if self.head_dim % 2:
-                reason = "rotary positions turn pairs, so it must be even"
+                reason = "RoPE rotates pairs, so it must be even"
                 raise ProfileError(
                     "head_dim", self.head_dim, reason, [self.head_dim - 1 or 2, self.head_dim + 1]
                 )
@@ -149,12 +155,10 @@ class Model(Section):
                 "num_key_value_heads", kv_heads, "gpt has a KV head for each query head", [heads]
             )
         if self.head_dim * heads != self.hidden_size:
-            reason = f"gpt's {heads} heads together are as wide as hidden_size {self.hidden_size}"
+            reason = f"gpt needs {heads} heads · head_dim = hidden_size {self.hidden_size}"
             raise ProfileError("head_dim", self.head_dim, reason, [self.hidden_size // heads])
         if self.rope_scaling:
-            raise ProfileError(
-                "rope_scaling", self.rope_scaling.rope_type, "gpt has no rotary positions", ["null"]
-            )
+            raise ProfileError("rope_scaling", self.rope_scaling.rope_type, "gpt has no RoPE", ["null"])
         return self
 
 
@@ -169,7 +173,7 @@ _DERIVED = (
 
 
 def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values with norm_eps under its one name.
+    """The values with aliases of norm_eps replaced.
 
     Raises:
         ProfileError: it is given under two names.
@@ -177,13 +181,13 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
     given = [name for name in ("norm_eps", *NORM_EPS_ALIASES) if name in values]
     if len(given) > 1:
         raise ProfileError(
-            given[1], values[given[1]], f"means the same as {given[0]}, which is given too", given[:1]
+            given[1], values[given[1]], f"is an alias of {given[0]}, which is set too; set one", given[:1]
         )
     return {"norm_eps" if name in NORM_EPS_ALIASES else name: value for name, value in values.items()}
 
 
 def neighbours(value: int, valid: list[int]) -> list[int]:
-    """The valid values next to one that is not: the one below, if there is one, and the one above."""
+    """The nearest valid values below and above an invalid one, if there are any."""
     return [n for n in valid if 0 < n < value][-1:] + [n for n in valid if n > value][:1]
 
 
@@ -206,7 +210,7 @@ LLAMA_FIELDS = (
     ),
     *("mlp_bias", "hidden_act", "initializer_range"),
 )
-GPT_FIELDS = {  # ours to GPT-2's
+GPT_FIELDS = {  # our name: name in GPT-2's config.json
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
     "num_hidden_layers": "n_layer",
@@ -219,7 +223,7 @@ GPT_FIELDS = {  # ours to GPT-2's
     "tie_word_embeddings": "tie_word_embeddings",
 }
 GPT_DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
-# What changes the network and is built in one way only, with that way's value, which is transformers' default.
+# Fields that change the model but support one value only, which is transformers' default.
 FIXED = {
     "llama": {"attention_dropout": 0.0},
     "gpt": {
@@ -228,32 +232,30 @@ FIXED = {
         "add_cross_attention": False,
     },
 }
-# What transformers assumes where a config.json does not say.
-GPT_ASSUMED = {"activation_function": "gelu_new", **dict.fromkeys(GPT_DROPOUTS, 0.1)}
+# Defaults of transformers for fields that a config.json omits.
+GPT_DEFAULTS = {"activation_function": "gelu_new", **dict.fromkeys(GPT_DROPOUTS, 0.1)}
 
 
 def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Model` that a Hugging Face config.json sets.
+    """`Model` fields from a Hugging Face config.json.
 
     Raises:
-        ProfileError: another kind of model, or one that needs what these networks do not have.
+        ProfileError: an unsupported architecture, or an unsupported feature of it.
     """
     kind = config.get("model_type")
     architectures = {"llama": "llama", "gpt2": "gpt"}
     if kind not in architectures:
-        raise ProfileError(
-            "model_type", kind, "is not an architecture that can be trained here", architectures
-        )
+        raise ProfileError("model_type", kind, "is not a supported architecture", architectures)
     architecture = architectures[kind]
     for name, value in FIXED[architecture].items():
         if config.get(name, value) != value:
-            raise ProfileError(name, config[name], f"{architecture} is built without it", [value])
+            raise ProfileError(name, config[name], f"is not supported for {architecture}", [value])
     values: dict[str, Any] = {"architecture": architecture}
     if architecture == "llama":
         values |= {name: config[name] for name in LLAMA_FIELDS if config.get(name) is not None}
         values["norm_eps"] = config.get("rms_norm_eps", 1e-6)
         return values | _rope(config)
-    config = GPT_ASSUMED | dict(config)
+    config = GPT_DEFAULTS | dict(config)
     values |= {ours: config[theirs] for ours, theirs in GPT_FIELDS.items() if config.get(theirs) is not None}
     if "hidden_size" in values:
         values.setdefault("intermediate_size", 4 * values["hidden_size"])
@@ -266,7 +268,7 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling from either form: together in rope_parameters (transformers 5), or each for itself."""
+    """rope_theta and rope_scaling, from rope_parameters (transformers 5) or from separate fields (transformers 4)."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
@@ -280,7 +282,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_config_json(model: Model) -> dict[str, Any]:
-    """The config.json of the same network, as `transformers` 4 and 5 read it."""
+    """The config.json of a model, readable by transformers 4 and 5."""
     if model.architecture == "llama":
         fields = {name: getattr(model, name) for name in LLAMA_FIELDS}
         scaling = model.rope_scaling and model.rope_scaling.model_dump()

@@ -1,10 +1,10 @@
-"""From a name and overrides to the one resolved profile, and from that back to text.
+"""Resolve a profile: from a name or file and overrides to a validated Profile, and back to YAML.
 
-    shipped or user's file, and what it `extends`  →  overrides  →  model.config's defaults  →  Profile
+    shipped or user's file, over what it `extends`  →  overrides  →  defaults from model.config  →  Profile
 
-Sections merge key by key, lists are replaced whole. A relative path of `extends` or `model.config` counts from the file
-that says so; one of an override, and all other paths, from the working directory. `model.config` may be a hub repository,
-org/name or org/name@revision, whose config.json is fetched.
+Sections merge key by key; lists are replaced. Relative paths of `extends` and `model.config` are relative to the file that has
+them; those of overrides, and all other paths, to the working folder. `model.config` may be a hub repository, org/name or
+org/name@revision, whose config.json is fetched.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from profiles import text
+from profiles import yaml_text
 from profiles.check import check, check_start
 from profiles.errors import ProfileError
 from profiles.hub import REPOSITORY, config_json
 from profiles.model import canonical, from_config_json
-from profiles.refusals import refusal
 from profiles.schema import Profile
+from profiles.validation_errors import profile_error
 
 __all__ = ["check", "check_start", "dump", "load", "names"]
 
@@ -31,17 +31,17 @@ SHIPPED = Path(__file__).parent
 
 
 def load(name_or_path: str, overrides: Sequence[str] = (), name: str | None = None) -> Profile:
-    """Resolve a shipped profile, by name, or the YAML file at a path (which ends in .yaml or .yml or has a slash).
+    """Resolve a shipped profile by name, or a YAML file by path (with a slash or ending in .yaml or .yml).
 
     Args:
-        overrides: `key.path=value` each, values in YAML, later ones over earlier ones; entries of lists go by number.
-        name: the run's own name, in place of the profile's.
+        overrides: `key.path=value` in YAML; later ones win; list entries are addressed by number.
+        name: name of the run, if not the profile's.
 
     Raises:
-        ProfileError: no such profile or file, an unknown key, a value of a wrong type. Rules between sections, and
-            files that the profile names, are `check`'s.
+        ProfileError: no such profile or file, an unknown key, or a value of the wrong type. `check` has the rules
+            between sections and on files.
     """
-    values = _chain(_find(str(name_or_path), Path(), "profile"), ())
+    values = _load_chain(_find(str(name_or_path), Path(), "profile"), ())
     for override in overrides:
         _apply(values, override)
     if name is not None:
@@ -52,51 +52,53 @@ def load(name_or_path: str, overrides: Sequence[str] = (), name: str | None = No
     try:
         return Profile.model_validate(values)
     except ValidationError as error:
-        raise refusal(error, values, Profile) from None
+        raise profile_error(error, values, Profile) from None
 
 
 def dump(profile: Profile) -> str:
-    """YAML that loads back to an equal profile."""
-    return text.write(profile.model_dump(mode="json"))
+    """Format a profile as YAML that loads back to an equal profile."""
+    return yaml_text.write(profile.model_dump(mode="json"))
 
 
 def names() -> list[str]:
-    """The shipped profiles."""
+    """Names of the shipped profiles."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
-def _find(wanted: str, folder: Path, key: str) -> Path:
-    """The file of a profile that is named, or whose path is given from this folder."""
-    if "/" in wanted or wanted.endswith((".yaml", ".yml")):
-        path = folder / Path(wanted).expanduser()
+def _find(name_or_path: str, folder: Path, key: str) -> Path:
+    """The file of a profile, by name or by path relative to a folder."""
+    if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
+        path = folder / Path(name_or_path).expanduser()
         if path.is_file():
             return path
-        siblings = [str(Path(wanted).with_name(found.name)) for found in path.parent.glob("*.y*ml")]
-        raise ProfileError(key, wanted, "there is no such file", difflib.get_close_matches(wanted, siblings))
-    path = SHIPPED / f"{wanted}.yaml"
-    if wanted in names():
+        siblings = [str(Path(name_or_path).with_name(found.name)) for found in path.parent.glob("*.y*ml")]
+        raise ProfileError(
+            key, name_or_path, "there is no such file", difflib.get_close_matches(name_or_path, siblings)
+        )
+    path = SHIPPED / f"{name_or_path}.yaml"
+    if name_or_path in names():
         return path
-    close = difflib.get_close_matches(wanted, names())
-    raise ProfileError(key, wanted, "there is no profile of this name", close or names())
+    close = difflib.get_close_matches(name_or_path, names())
+    raise ProfileError(key, name_or_path, "there is no such profile", close or names())
 
 
-def _chain(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
-    """The values of a file over those of what it extends."""
+def _load_chain(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
+    """The values of a file, merged over those of the profile it extends."""
     path = path.resolve()
-    if path in below:
-        circle = " → ".join(step.stem for step in (*below[below.index(path) :], path))
-        raise ProfileError("extends", path.stem, f"goes in a circle: {circle}")
+    if path in extended_by:
+        cycle = " → ".join(step.stem for step in (*extended_by[extended_by.index(path) :], path))
+        raise ProfileError("extends", path.stem, f"is circular: {cycle}")
     values = _read(path)
     model = values.get("model")
     if isinstance(model, Mapping):
         values["model"] = model = _canonical(model)
         if isinstance(model.get("config"), str):
-            model["config"] = _config_place(model["config"], path.parent)
+            model["config"] = _config_location(model["config"], path.parent)
     base = values.pop("extends", None)
     if base is not None:
         if not isinstance(base, str):
             raise ProfileError("extends", base, "is not the name or path of a profile", names())
-        inherited = _chain(_find(base, path.parent, "extends"), (*below, path))
+        inherited = _load_chain(_find(base, path.parent, "extends"), (*extended_by, path))
         inherited.pop("description", None)
         values = _merged(inherited, {"name": path.stem, **values})
     values.setdefault("name", path.stem)
@@ -105,11 +107,11 @@ def _chain(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = text.parse(path.read_text())
+        values = yaml_text.parse(path.read_text())
     except (ValueError, OSError) as error:
         raise ProfileError("profile", str(path), str(error)) from error
     if not isinstance(values, dict):
-        raise ProfileError("profile", str(path), "is no mapping of sections")
+        raise ProfileError("profile", str(path), "is not a mapping of sections")
     return values
 
 
@@ -122,19 +124,21 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    """Set one key. Whether there is such a key is for the schema to say, which knows what it resembles."""
-    path, equals, written = override.partition("=")
+    """Set one key; unknown keys are left to the schema, which suggests similar ones."""
+    path, equals, text = override.partition("=")
     parts = path.strip().split(".")
     if not equals or not all(parts):
         raise ProfileError(
             f"--set {override}", None, "is not of the form key.path=value", ["train.steps=100"]
         )
     if parts == ["extends"]:
-        raise ProfileError("extends", written, "belongs in a profile's file; run that profile instead")
+        raise ProfileError(
+            "extends", text, "cannot be overridden; set it in a profile file, or run that profile"
+        )
     try:
-        value = text.parse(written)
+        value = yaml_text.parse(text)
     except ValueError as error:
-        raise ProfileError(path, written, str(error)) from error
+        raise ProfileError(path, text, str(error)) from error
     if parts[0] == "model":
         parts[-1] = next(iter(_canonical({parts[-1]: value})))
     target: Any = values
@@ -148,48 +152,50 @@ def _apply(values: dict[str, Any], override: str) -> None:
     elif isinstance(target, dict):
         target[parts[-1]] = value
     else:
-        raise ProfileError(path, value, f"{'.'.join(parts[:-1])} is a value, which has no keys")
+        raise ProfileError(path, value, f"{'.'.join(parts[:-1])} is a value and has no keys")
 
 
 def _entry(target: Any, path: Sequence[str], override: str) -> Any:
     if isinstance(target, dict):
         return target[path[-1]]
-    where = ".".join(path[:-1])
+    parent = ".".join(path[:-1])
     if not isinstance(target, list):
-        raise ProfileError(f"--set {override}", None, f"{where} is a value, which has no keys")
+        raise ProfileError(f"--set {override}", None, f"{parent} is a value and has no keys")
     if not path[-1].isdigit() or int(path[-1]) >= len(target):
-        reason = f"{where} is a list, whose entries go by number"
-        raise ProfileError(f"--set {override}", None, reason, [f"{where}.{i}" for i in range(len(target))])
+        reason = f"{parent} is a list; address its entries by number"
+        raise ProfileError(f"--set {override}", None, reason, [f"{parent}.{i}" for i in range(len(target))])
     return target[int(path[-1])]
 
 
-def _config_place(config: str, folder: Path) -> str:
-    """A path as seen from a folder; a hub repository (org/name, or org/name@revision) as it stands."""
+def _config_location(config: str, folder: Path) -> str:
+    """A path resolved against a folder; a hub repository (org/name or org/name@revision) unchanged."""
     path = folder / Path(config).expanduser()
-    return config if not path.exists() and _repository(config) else str(path)
+    return config if not path.exists() and _is_repository(config) else str(path)
 
 
-def _repository(config: str) -> bool:
+def _is_repository(config: str) -> bool:
     return bool(REPOSITORY.fullmatch(config.partition("@")[0])) and not config.endswith(".json")
 
 
 def _with_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A model section over the config.json that it names."""
+    """A model section merged over the config.json that its `config` names."""
     model = dict(model)
     config = model.pop("config", None)
     if config is None:
         return model
     if not isinstance(config, str):
-        raise ProfileError("model.config", config, "is no path of a config.json and no hub repository")
+        raise ProfileError(
+            "model.config", config, "is neither the path of a config.json nor a hub repository"
+        )
     path = Path(config).expanduser()
-    if not path.exists() and _repository(config):
+    if not path.exists() and _is_repository(config):
         path = config_json(config, "model.config")
     elif path.is_dir():
         path /= "config.json"
     try:
         values = json.loads(path.read_text())
         if not isinstance(values, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except FileNotFoundError:
         raise ProfileError("model.config", config, f"there is no file {path}") from None
     except (ValueError, OSError) as error:

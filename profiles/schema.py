@@ -1,7 +1,7 @@
-"""What a profile may say: one class a section, each key with its type, its default and a sentence about it.
+"""Profile schema: one class per section, with the type, default and description of each key.
 
-Types are checked here, and what one section can know by itself; rules between sections are in check.py. A resolved
-profile is frozen: every step sees the same one, and it is what is stored with the run.
+Types and rules within a section are checked here; rules between sections in check.py. A resolved profile is frozen: every step
+sees the same one, which is stored with the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
 def _as_text(value: Any) -> Any:
-    """Minutes, which YAML takes for a number."""
+    """Accept minutes, which YAML reads as a number."""
     return str(value) if type(value) is int else value
 
 
@@ -55,307 +55,308 @@ class Tokenizer(Section):
     revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
     vocabulary_size: Count | None = Field(
         None,
-        description="size to train; of others, the size it is known to have, so that planning can check it",
+        description="vocabulary size to train; for an existing tokenizer, its size, so that planning can check it",
     )
 
 
 class Source(Section):
-    """One source of text, or of tokens."""
+    """A source of text or tokens."""
 
     kind: Literal["python-docs", "files", "hub", "tokens", "megatron"] = Field(
-        description="Python's own documentation; files of text (txt, md, json lines plain or as .gz or .zst, parquet, "
-        "arrow); a data set of the hub; a folder written by save_to_disk with a column of token ids; Megatron .bin/.idx"
+        description="python-docs: Python's documentation; files: text files (txt, md, JSON lines, also .gz and .zst; parquet, "
+        "arrow); hub: a hub dataset; tokens: a save_to_disk folder with a column of token ids; megatron: .bin/.idx files"
     )
     path: str | None = Field(
         None,
         min_length=1,
-        description="of files and tokens: a file, a folder or a pattern, of megatron: the files' common prefix or a "
-        "pattern of .idx files; local or s3://",
+        description="files, tokens: a file, folder or glob pattern; megatron: the common prefix of the files or a glob of "
+        ".idx files; local or s3://",
     )
-    repository: str | None = Field(None, min_length=1, description="of hub: org/name")
+    repository: str | None = Field(None, min_length=1, description="hub: dataset repository, org/name")
     config: str | None = Field(
-        None, min_length=1, description="of hub: configuration, where there are several"
+        None, min_length=1, description="hub: configuration of a dataset that has several"
     )
-    split: str = Field("train", min_length=1, description="of hub: the split to read")
-    revision: str | None = Field(None, min_length=1, description="of hub: commit, tag or branch")
+    split: str = Field("train", min_length=1, description="hub: split to read")
+    revision: str | None = Field(None, min_length=1, description="hub: commit, tag or branch")
     streaming: bool = Field(
-        False, description="of hub: read over the network as it is needed; false: download files first"
+        False, description="hub: stream over the network; false: download the files first"
     )
     text: str | None = Field(
-        None, min_length=1, description="name of the field with the text, or with token ids; null: data.text"
+        None, min_length=1, description="name of the field with the text or the token ids; null: data.text"
     )
-    lines: bool = Field(False, description="of plain text: a document is a line; false: a file")
-    anonymous: bool = Field(False, description="of s3:// paths: read without credentials")
+    lines: bool = Field(False, description="plain text: one document per line; false: one per file")
+    anonymous: bool = Field(False, description="s3:// paths: read without credentials")
     weight: float | None = Field(
         None,
         gt=0,
-        description="share of the training samples, as a proportion; all sources have one or none has",
+        description="share of training samples, relative to the other weights; set for all training sources or none",
     )
     use: Literal["split", "train", "validation"] = Field(
-        "split", description="train on it, validate on it, or split it by data.validation_fraction"
+        "split", description="training, validation, or split between both by data.validation_fraction"
     )
 
 
 class Data(Section):
-    """The text to train on."""
+    """Training and validation data."""
 
-    sources: list[Source] = Field(
-        min_length=1, description="where the text comes from, read one after another"
-    )
-    text: str = Field("text", min_length=1, description="name of the field that holds a record's text")
+    sources: list[Source] = Field(min_length=1, description="sources, read in order")
+    text: str = Field("text", min_length=1, description="name of the field with a record's text")
     validation_fraction: Fraction = Field(
-        0.01, description="share of documents, by their hash, held out from training"
+        0.01, description="fraction of documents, chosen by hash, held out for validation"
     )
-    append_eos: bool = Field(True, description="end every document with the tokenizer's EOS token")
-    prepend_bos: bool = Field(False, description="begin every document with the tokenizer's BOS token")
-    deduplicate: bool = Field(False, description="keep one of equal documents of a source")
-    minimum_length: Natural = Field(0, description="characters that a document must have to be kept")
+    append_eos: bool = Field(True, description="append the tokenizer's EOS token to every document")
+    prepend_bos: bool = Field(False, description="prepend the tokenizer's BOS token to every document")
+    deduplicate: bool = Field(False, description="drop exact duplicates of documents within a source")
+    minimum_length: Natural = Field(
+        0, description="minimum characters per document; shorter ones are dropped"
+    )
     shuffle_tokens: Wide | None = Field(
         None,
-        description="tokens that are shuffled together, where not all of the data fits a node's disk; null: all",
+        description="tokens per shuffle window, if the data does not fit a node's disk; null: shuffle all",
     )
     cache_gigabytes: Annotated[float, Field(gt=0)] = Field(
-        200.0, description="disk of a node for data that is read from s3://"
+        200.0, description="disk space per node to cache data from s3://"
     )
     maximum_missing: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="share of records without text above which the data is refused"
+        0.1, description="fraction of records without text above which the data is rejected"
     )
 
 
 class Init(Section):
-    """Pretrained weights to start from."""
+    """Pretrained weights."""
 
     from_: str | None = Field(
         None,
         alias="from",
         min_length=1,
-        description="hub repository, folder or s3:// folder; null: from scratch",
+        description="hub repository, folder or s3:// folder of initial weights; null: train from scratch",
     )
     revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
 
 
 class Parallel(Section):
-    """How the model is spread; the data-parallel degree is what the cluster has left over."""
+    """Parallelism; the data-parallel degree is world size / (tensor × pipeline × context)."""
 
     tensor: Size = Field(1, description="tensor-parallel degree")
-    pipeline: Size = Field(1, description="pipeline stages")
-    context: Size = Field(1, description="context-parallel degree: parts a sequence is split into")
+    pipeline: Size = Field(1, description="pipeline-parallel degree: ranks per pipeline")
+    context: Size = Field(1, description="context-parallel degree: ranks that share a sequence")
     kv_replication: Count | None = Field(
-        None, description="ranks that hold the same KV head; derived, must agree where given"
+        None, description="tensor ranks per KV head; derived, and checked if set"
     )
     sequence_parallel: bool = Field(
-        True, description="split activations between layers over the tensor ranks"
+        True, description="sequence parallelism: shard activations between layers over tensor ranks"
     )
-    zero1: bool = Field(True, description="shard optimizer states over data and context ranks")
+    zero1: bool = Field(True, description="ZeRO-1: shard optimizer states over data and context ranks")
     schedule: Literal["1f1b", "interleaved", "zero_bubble"] = Field(
         "1f1b",
-        description="order of a pipeline's microbatches; zero_bubble runs eager and without recomputation",
+        description="pipeline schedule; zero_bubble needs compile.enabled false and train.recompute none",
     )
     pipeline_cuts: list[Count] | None = Field(
-        None, description="numbers of the layers that begin the second and later stages; null: balanced"
+        None, description="first layer of each stage after the first; null: balanced by cost"
     )
 
 
 class Train(Section):
-    """The training itself: what determines the weights that come out, but for the data."""
+    """Training hyperparameters."""
 
-    steps: Count | None = Field(None, description="optimizer steps; null where train.epochs is given")
+    steps: Count | None = Field(None, description="optimizer steps; null if train.epochs is set")
     epochs: Count | None = Field(
         None,
-        description="times through the data, as many steps as that takes; null where train.steps is given",
+        description="passes over the data, which determine the steps; null if train.steps is set",
     )
-    global_batch_size: Count = Field(description="samples a step, over all ranks")
-    micro_batch_size: Size = Field(1, description="samples a forward pass on one rank")
-    sequence_length: Size = Field(description="tokens a sample")
-    learning_rate: Rate = Field(description="its highest value")
-    minimum_learning_rate: Rate = Field(0.0, description="its value at the last step")
-    warmup_steps: Natural = Field(0, description="steps of linear rise from zero")
-    constant_steps: Natural = Field(0, description="steps at the highest value, after the rise")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="form of the decay")
-    weight_decay: Rate = Field(0.1, description="AdamW's decoupled weight decay")
-    norm_weight_decay: bool = Field(False, description="decay weights of norms and biases too")
+    global_batch_size: Count = Field(description="samples per optimizer step over all ranks")
+    micro_batch_size: Size = Field(1, description="samples per forward pass on a rank")
+    sequence_length: Size = Field(description="tokens per sample")
+    learning_rate: Rate = Field(description="peak learning rate")
+    minimum_learning_rate: Rate = Field(0.0, description="learning rate at the last step")
+    warmup_steps: Natural = Field(0, description="linear warm-up steps")
+    constant_steps: Natural = Field(0, description="steps at the peak after warm-up")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape of the decay")
+    weight_decay: Rate = Field(0.1, description="decoupled weight decay of AdamW")
+    norm_weight_decay: bool = Field(False, description="apply weight decay to norm weights and biases too")
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
-        (0.9, 0.95), description="AdamW's betas"
+        (0.9, 0.95), description="betas of AdamW"
     )
-    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    epsilon: float = Field(1e-8, gt=0, description="epsilon of AdamW")
     clip: Annotated[float, Field(gt=0)] | None = Field(
-        1.0, description="highest gradient norm; null: no clipping"
+        1.0, description="gradient norm to clip to; null: no clipping"
     )
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
-        1234, description="of initial weights, data order and dropout"
+        1234, description="seed of initial weights, data order and dropout"
     )
     precision: Literal["float32", "bf16"] = Field(
-        "bf16", description="of weights and activations; master weights are float32"
+        "bf16", description="dtype of weights and activations; master weights are float32"
     )
-    gradient_dtype: Literal["float32", "bf16"] = Field("float32", description="that gradients are summed in")
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="activations computed again in backward"
+    gradient_dtype: Literal["float32", "bf16"] = Field(
+        "float32", description="dtype of gradient accumulation"
     )
+    recompute: Literal["none", "selective", "full"] = Field("none", description="activation checkpointing")
     recompute_layers: Count | None = Field(
-        None, description="layers of each pipeline stage that this applies to, from its first on; null: all"
+        None, description="number of layers of each pipeline stage, from its first, to checkpoint; null: all"
     )
     document_masks: bool = Field(
-        False, description="attention stays within a document, and positions begin again with each"
+        False, description="mask attention across documents and restart positions at each document"
     )
     loss: str | None = Field(
         None,
         pattern=FUNCTION,
-        description="module:function of the user's, (logits (tokens, vocabulary) float32, targets (tokens), -100 where nothing "
-        "counts) -> their sum, a 0-dim tensor; null: cross-entropy",
+        description="user loss, module:function: (logits (tokens, vocabulary) float32, targets (tokens), -100 is ignored) -> sum "
+        "over tokens, a 0-dim tensor; null: cross-entropy",
     )
-    log_every: Count = Field(
-        1, description="steps between lines in the job's log; metrics.jsonl has every step"
-    )
+    log_every: Count = Field(1, description="steps between log lines; metrics.jsonl has every step")
     spike_factor: Annotated[float, Field(gt=1)] | None = Field(
         None,
-        description="a step whose loss is so many times the usual one is skipped; null: only where it is not finite",
+        description="skip a step whose loss exceeds this multiple of the recent median; null: only if it is not finite",
     )
     bad_steps: Count = Field(
         10,
-        description="steps skipped in a row after which the run goes back to a checkpoint, without their samples",
+        description="skipped steps in a row after which the run rolls back to a checkpoint and excludes their samples",
     )
-    rollbacks: Natural = Field(2, description="times that a run goes back before it stops")
+    rollbacks: Natural = Field(2, description="rollbacks before the run stops")
 
 
 class Compile(Section):
     """Compilation of the training graphs."""
 
-    enabled: bool = Field(True, description="compile, ahead of time; false: eager")
+    enabled: bool = Field(True, description="compile graphs ahead of time; false: eager")
     backend: str | None = Field(
         None,
         min_length=1,
-        description="inductor or neuron; null: the device's own",
+        description="inductor or neuron; null: the device's default",
     )
-    processes: Count | None = Field(None, description="graphs compiled at a time; null: one a core")
+    processes: Count | None = Field(None, description="graphs compiled concurrently; null: one per core")
     memory_gib: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="memory that each process of a compile may take; null: this machine's, shared out"
+        None,
+        description="memory limit of each compiler process; null: this machine's memory divided among them",
     )
-    flags: str | None = Field(
-        None, min_length=1, description="flags of the Neuron compiler (NEURON_CC_FLAGS)"
-    )
+    flags: str | None = Field(None, min_length=1, description="Neuron compiler flags (NEURON_CC_FLAGS)")
 
 
 class Checkpoint(Section):
-    """When training is saved, and what a run resumes from."""
+    """Checkpoints: when to save, what to keep, what to resume from."""
 
     every: Natural = Field(0, description="steps between checkpoints; 0: only at the end")
-    keep: Natural = Field(3, description="newest checkpoints that are kept; 0: all")
+    keep: Natural = Field(3, description="number of latest checkpoints to keep; 0: all")
     keep_every: Natural = Field(
-        0, description="checkpoints of multiples of this many steps are kept for good; 0: none"
+        0, description="keep checkpoints at multiples of this many steps permanently; 0: none"
     )
-    async_: bool = Field(False, alias="async", description="write while training goes on")
-    resume: Literal["newest", "none"] | Natural = Field(
-        "newest", description='"newest", "none", or the number of a step'
-    )
-    on_stop: bool = Field(True, description="save when it is asked to stop, before it ends")
-    weights: bool = Field(False, description="resume the weights alone, with a new optimizer and schedule")
+    async_: bool = Field(False, alias="async", description="save asynchronously, while training continues")
+    resume: Literal["newest", "none"] | Natural = Field("newest", description='"newest", "none", or a step')
+    on_stop: bool = Field(True, description="save before exiting when stopped by a signal")
+    weights: bool = Field(False, description="resume only the weights, with a new optimizer and schedule")
 
 
 class Evaluate(Section):
-    """Evaluation during training; there is always one at the end."""
+    """Evaluation during training; the final model is always evaluated."""
 
     every: Natural = Field(0, description="steps between evaluations; 0: only at the end")
     batches: Count | None = Field(
-        None, description="microbatches a data rank, of each during training; null: all held-out text"
+        None, description="global batches per evaluation during training; null: the whole validation split"
     )
     tolerance: Rate = Field(
         0.0,
-        description="rise of held-out loss, in nats a token, at which continual pretraining still promotes a model",
+        description="increase in validation loss, in nats per token, up to which continual pretraining promotes a model",
     )
     metrics: list[Annotated[str, Field(pattern=FUNCTION)]] = Field(
         [],
-        description="module:function of the user's, each called as train.loss is; their means a token go into metrics.jsonl "
-        "under the functions' names",
+        description="user metrics, module:function, called like train.loss; metrics.jsonl has their means per token under the "
+        "function names",
     )
 
 
 class Cluster(Section):
-    """Where the processes run."""
+    """Cluster and launcher."""
 
-    launcher: Literal["local", "slurm"] = Field("local", description="this machine, or a Slurm cluster")
-    nodes: Size = Field(1, description="number of machines")
-    devices_per_node: Size = Field(1, description="devices, and so processes, on each")
-    device: Literal["cpu", "cuda", "neuron"] = Field(description="kind of device; never guessed")
+    launcher: Literal["local", "slurm"] = Field(
+        "local", description="local: this machine; slurm: a Slurm cluster"
+    )
+    nodes: Size = Field(1, description="number of nodes")
+    devices_per_node: Size = Field(1, description="devices per node, with one process each")
+    device: Literal["cpu", "cuda", "neuron"] = Field(description="device type; never detected automatically")
     accelerator: Literal["trn1", "trn2", "trn3", "h100", "h200"] | None = Field(
-        None, description="model of the device, whose memory and speed planning counts with"
+        None, description="accelerator model, which gives memory and speed for planning"
     )
     node_price: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="price of a node an hour, in any currency, for planning"
+        None, description="price per node hour in any currency, for planning"
     )
-    work_dir: str | None = Field(None, min_length=1, description="folder for runs where the store is on S3")
+    work_dir: str | None = Field(
+        None, min_length=1, description="local folder for runs if the store is on S3"
+    )
     threads: Count | None = Field(
-        None, description="torch threads a process on CPUs; null: its share of the cores"
+        None, description="torch threads per process; null: the node's cores divided among its processes"
     )
     retries: Natural = Field(
         2,
-        description="further attempts after failures in a row; a new checkpoint starts the count again",
+        description="retries after consecutive failures; a new checkpoint resets the count",
     )
     hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
-        20.0, description="a step may take so long beyond hang_factor median steps; null: it is not watched"
+        20.0, description="hang timeout = hang_factor × median step time + this; null: no hang detection"
     )
-    hang_factor: Annotated[float, Field(ge=1)] = Field(5.0, description="median steps that a step may take")
+    hang_factor: Annotated[float, Field(ge=1)] = Field(
+        5.0, description="multiple of the median step time in the hang timeout"
+    )
     partition: str | None = Field(
         None, pattern=WORD, description="Slurm partition; null: the cluster's default"
     )
     shards_partition: str | None = Field(
         None,
         pattern=WORD,
-        description="Slurm partition that tokenizes shards, side by side; null: this machine does",
+        description="Slurm partition that tokenizes shards in parallel; null: tokenize on this machine",
     )
     account: str | None = Field(None, pattern=WORD, description="Slurm account; null: the user's default")
     time: Annotated[str, Field(pattern=TIME), BeforeValidator(_as_text)] | None = Field(
         None,
-        description="Slurm time limit of a job, as in 1-12:00:00; a run goes on in the next one",
+        description="Slurm time limit of a job, such as 1-12:00:00; the run resumes in the next job",
     )
     time_left: Count = Field(
-        120, description="seconds before the time limit at which training is saved and queued again"
+        120, description="seconds before the time limit at which training saves and requeues"
     )
     grace: Natural = Field(
-        30, description="seconds that training has to save when it is stopped, before it is ended by force"
+        30, description="seconds to save after a stop signal before the processes are killed"
     )
     constraint: str | None = Field(
-        None, pattern=LINE, description="features that Slurm's nodes must have, as in trn2&efa"
+        None, pattern=LINE, description="required Slurm node features, such as trn2&efa"
     )
-    exclusive: bool = Field(True, description="whether Slurm gives whole nodes")
+    exclusive: bool = Field(True, description="request exclusive nodes from Slurm")
     slurm: list[Annotated[str, Field(pattern=OPTION)]] = Field(
-        [], description="further options of sbatch, as in --reservation=name"
+        [], description="further sbatch options, such as --reservation=name"
     )
     trace: Annotated[tuple[Count, Count], Field(strict=False)] | None = Field(
-        None, description="first and last step of which torch.profiler writes a Chrome trace; null: none"
+        None, description="first and last step to profile with torch.profiler, as a Chrome trace; null: none"
     )
 
 
 class Profile(Section):
-    """A whole run: sections as in the YAML file, and what follows from them."""
+    """A run: the sections of the YAML file, and quantities derived from them."""
 
     name: str = Field(
-        pattern=f"^{NAME}$", description="of the profile, and of the run unless it gets its own"
+        pattern=f"^{NAME}$", description="name of the profile, and of the run unless set with --name"
     )
-    description: str = Field("", description="one line for people")
-    model: Model = Field(description="what is trained")
-    tokenizer: Tokenizer = Field(description="from text to tokens")
-    data: Data = Field(description="what it is trained on")
-    init: Init = Field(Init(), description="what it starts from")
-    parallel: Parallel = Field(Parallel(), description="how it is spread")
-    train: Train = Field(description="how it is trained")
-    compile: Compile = Field(Compile(), description="graphs ahead of time")
-    checkpoint: Checkpoint = Field(Checkpoint(), description="saving and resuming")
-    evaluate: Evaluate = Field(Evaluate(), description="held-out loss on the way")
-    cluster: Cluster = Field(description="where it runs")
+    description: str = Field("", description="one-line description")
+    model: Model = Field(description="model architecture")
+    tokenizer: Tokenizer = Field(description="tokenizer")
+    data: Data = Field(description="training and validation data")
+    init: Init = Field(Init(), description="initial weights")
+    parallel: Parallel = Field(Parallel(), description="parallelism")
+    train: Train = Field(description="training hyperparameters")
+    compile: Compile = Field(Compile(), description="graph compilation")
+    checkpoint: Checkpoint = Field(Checkpoint(), description="checkpoints and resume")
+    evaluate: Evaluate = Field(Evaluate(), description="evaluation during training")
+    cluster: Cluster = Field(description="cluster and launcher")
 
     @property
     def world_size(self) -> int:
-        """Processes of the run: nodes × devices_per_node."""
+        """Number of processes: nodes × devices_per_node."""
         return self.cluster.nodes * self.cluster.devices_per_node
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that one copy of the model is spread over: tensor × pipeline × context."""
+        """Ranks per model replica: tensor × pipeline × context."""
         return self.parallel.tensor * self.parallel.pipeline * self.parallel.context
 
     @property
     def data_parallel(self) -> int:
-        """Copies of the model."""
+        """Data-parallel degree: number of model replicas."""
         return self.world_size // self.model_parallel
 
     @property
@@ -365,5 +366,5 @@ class Profile(Section):
 
     @property
     def accumulation_steps(self) -> int:
-        """Microbatches that each copy of the model works through in a step."""
+        """Gradient accumulation: microbatches per replica and step."""
         return self.train.global_batch_size // (self.data_parallel * self.train.micro_batch_size)

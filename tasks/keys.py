@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from profiles import functions
+from profiles import user_functions
 from profiles.schema import Profile
 
 # Keys of `train` that change how the same mathematics is computed or shown.
@@ -177,7 +177,7 @@ def code_digest(*packages: str) -> str:
 
 def _own(name: str) -> list[str | None]:
     """A function of the user's, `module:function`, and what its module's file holds."""
-    path = functions.source(name.partition(":")[0])
+    path = user_functions.module_file(name.partition(":")[0])
     return [name, file_digest(path) if path else None]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_error
-from profiles import nxdt, resolve, text
+from profiles import nxdt, resolve, yaml_text
 from profiles.errors import ProfileError
 
 
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     profile_path = str(target) if target.is_absolute() else f"./{target}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text.write(values))
+        target.write_text(yaml_text.write(values))
         profile = resolve.load(profile_path)
     except OSError as error:
         raise ProfileError("OUT", str(target), str(error)) from error

@@ -17,8 +17,8 @@ from flows.cli.exit_codes import DONE, REJECTED
 from flows.ui.console import print_error
 from modeling.planning.planner import MARGIN, device_bytes
 from modeling.planning.search import Rejected, Topology, search
-from profiles.check import value_of
-from profiles.errors import shown
+from profiles.check import get_value
+from profiles.errors import format_value
 from profiles.schema import Profile
 from tasks.reporting.format import format_bytes, format_duration
 
@@ -96,9 +96,9 @@ def _print(
 
 def _command(profile: Profile, typed: str, overrides: Sequence[str], topology: Topology) -> str:
     """The command that plans a topology: the typed one with the overrides that the topology changes."""
-    changes = {key: value for key, value in topology.overrides.items() if value_of(profile, key) != value}
+    changes = {key: value for key, value in topology.overrides.items() if get_value(profile, key) != value}
     unchanged = [override for override in overrides if override.partition("=")[0].strip() not in changes]
-    changed = (f"{key}={'null' if value is None else shown(value)}" for key, value in changes.items())
+    changed = (f"{key}={'null' if value is None else format_value(value)}" for key, value in changes.items())
     options = [word for override in (*unchanged, *changed) for word in ("--set", override)]
     return shlex.join(["trainshed", "plan", typed, *options])
 

@@ -37,7 +37,7 @@ from parallel import device as devices
 from parallel import parameter_count
 from parallel.activation_checkpointing import MODES
 from parallel.constraints import valid_tensor_degrees
-from profiles.check import ACCELERATORS, changed, passes
+from profiles.check import ACCELERATORS, passes, with_value
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 
@@ -197,7 +197,7 @@ def lighter(profile: Profile, accept: Callable[[Plan], bool]) -> dict[str, Plan]
     choices: dict[str, Plan] = {}
     for key, values in _savings(profile):
         for value in values:
-            other = changed(profile, key, value)
+            other = with_value(profile, key, value)
             if passes(other) and accept(planned := plan(other, cache)):
                 choices[f"{key}={value}"] = planned
                 break

@@ -16,7 +16,7 @@ from modeling.planning.planner import Plan, plan
 from modeling.planning.stage_costs import CostCache
 from parallel.activation_checkpointing import MODES
 from parallel.constraints import valid_tensor_degrees
-from profiles.check import changed, check, value_of
+from profiles.check import check, get_value, with_value
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 
@@ -87,7 +87,7 @@ def _best(profile: Profile, degrees: dict[str, int], cache: CostCache) -> Topolo
         overrides |= {"train.recompute": mode, **_reset_derived(profile)}
         candidate = profile
         for key, value in overrides.items():
-            candidate = changed(candidate, key, value)
+            candidate = with_value(candidate, key, value)
         try:
             check(candidate)
         except ProfileError as error:
@@ -102,7 +102,7 @@ def _best(profile: Profile, degrees: dict[str, int], cache: CostCache) -> Topolo
 
 def _reset_derived(profile: Profile) -> dict[str, None]:
     """Resets the keys that the profile sets for its own degrees, so that they are derived again."""
-    return {key: None for key in DERIVED if value_of(profile, key) is not None}
+    return {key: None for key in DERIVED if get_value(profile, key) is not None}
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,17 +1,17 @@
-"""Losses and metrics of the user's own, named in a profile as `module:function`.
+"""Loads and calls user functions: losses and metrics named in a profile as `module:function`.
 
 Both are functions of a microbatch's logits and targets:
 
     def function(logits: Tensor, targets: Tensor) -> Tensor
 
-    logits   (tokens, vocabulary), float32; of a loss with gradients
-    targets  (tokens), int64: the token that follows each; -100 where nothing counts
-    returns  0-dim tensor, the SUM over the tokens that count
+    logits   (tokens, vocabulary), float32; differentiable for a loss
+    targets  (tokens), int64: the next token of each position; -100 is ignored
+    returns  0-dim tensor, the SUM over tokens that are not ignored
 
-A sum, since tokens are spread over microbatches and ranks: Trainshed adds up and divides. `train.loss` takes the place of the
-cross-entropy, in training and in validation_loss; each of `evaluate.metrics` is shown as its mean a token, under the function's
-name. The module is imported as Python finds it from the folder that the run is started in. Every tensor rank calls the
-function on whole logits, which costs tokens × vocabulary × 4 bytes.
+It returns a sum because tokens are spread over microbatches and ranks: Trainshed adds the sums and divides. `train.loss`
+replaces the cross-entropy in training and in validation_loss; each of `evaluate.metrics` is reported as its mean per token under
+the function's name. The module is searched on Python's path, then in the working folder (profiles/user_functions.py). Every
+tensor rank calls the function on the full logits, which takes tokens × vocabulary × 4 bytes.
 """
 
 from __future__ import annotations
@@ -19,50 +19,44 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from torch import Tensor
 
-import parallel  # noqa: F401  before the working folder is on sys.path, which may hold modules of these names
-import profiles  # noqa: F401
+from profiles.user_functions import is_reserved, search_path
 
-Function = Callable[[Tensor, Tensor], Tensor]
+UserFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-def load(name: str) -> Function:
-    """The function of a `module:function`.
+def load(name: str) -> UserFunction:
+    """Import the function `module:function`.
 
     Raises:
         ValueError: there is no such module, or no such function in it.
     """
     module, _, function = name.partition(":")
-    if str(Path.cwd()) not in sys.path:  # our programs run with PYTHONSAFEPATH
-        sys.path.append(str(Path.cwd()))
+    if is_reserved(module):
+        raise ValueError(f"{name}: {module} is a module of Trainshed; rename the file")
+    sys.path[:] = search_path()
     try:
-        found = getattr(importlib.import_module(module), function)
+        loaded = getattr(importlib.import_module(module), function)
     except ImportError as error:
         raise ValueError(f"{name}: {error}") from error
     except AttributeError:
         raise ValueError(f"{name}: {module} has no {function}") from None
-    if not callable(found):
-        raise ValueError(f"{name} is no function")
-    return found
+    if not callable(loaded):
+        raise ValueError(f"{name}: is not a function")
+    return loaded
 
 
-def call(function: Function, logits: Tensor, targets: Tensor) -> Tensor:
-    """Call it, and see to what it returned.
+def call(function: UserFunction, logits: Tensor, targets: Tensor) -> Tensor:
+    """Call a user function and check its result.
 
     Raises:
-        ValueError: it returned something other than a 0-dim tensor.
+        ValueError: it did not return a 0-dim tensor.
     """
     result = function(logits, targets)
-    if not isinstance(result, Tensor) or result.dim():
-        kind = (
-            f"a tensor of shape {tuple(result.shape)}"
-            if isinstance(result, Tensor)
-            else type(result).__name__
-        )
-        raise ValueError(
-            f"{function.__module__}:{function.__name__} returned {kind}, a sum is a 0-dim tensor"
-        )
-    return result
+    if isinstance(result, Tensor) and result.dim() == 0:
+        return result
+    kind = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    name = f"{function.__module__}:{function.__name__}"
+    raise ValueError(f"{name}: returned {kind}; return the sum, a 0-dim tensor")

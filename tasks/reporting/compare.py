@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles import resolve
-from profiles.errors import ProfileError, shown
+from profiles.errors import ProfileError, format_value
 from profiles.schema import Profile
 from tasks.reporting import html
 from tasks.reporting.chart import Series, line_chart
@@ -65,7 +65,7 @@ def table_rows(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         if any(value is not None for value in values):
             rows.append((name, *(UNKNOWN if value is None else show(value) for value in values)))
     for path, values in profile_differences(runs).items():
-        rows.append((path, *(UNKNOWN if value is None else shown(value) for value in values)))
+        rows.append((path, *(UNKNOWN if value is None else format_value(value) for value in values)))
     return rows
 
 

@@ -238,7 +238,7 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
         (["plan"], "required: PROFILE"),
         (["plan", "tiny", "extra"], "unrecognized arguments: extra"),
         (["plan", "./nope.yaml"], "profile = ./nope.yaml: there is no such file"),
-        (["plan", "."], "there is no profile of this name"),
+        (["plan", "."], "there is no such profile"),
         (["plan", "tiny", "--set", "train.steps=["], "is not YAML"),
         (["plan", "tinny", "--search"], "nearest valid: tiny"),
         (["run", "tiny", "--store", "ftpp://somewhere"], "store = ftpp://somewhere"),

@@ -72,16 +72,22 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             ["compile.backend=eager"],
             "compile.backend",
             "eager",
-            "does not compile for device cpu",
+            "does not support device cpu",
             ("inductor",),
         ),
-        (["compile.flags=-O1"], "compile.flags", "-O1", "are the Neuron compiler's", ("null",)),
-        (["cluster.time=2"], "cluster.time_left", 120, "leaves nothing of cluster.time 2", (119,)),
+        (["compile.flags=-O1"], "compile.flags", "-O1", "only applies to device neuron", ("null",)),
+        (
+            ["cluster.time=2"],
+            "cluster.time_left",
+            120,
+            "leaves no time to train within cluster.time 2",
+            (119,),
+        ),
         (
             ["cluster.time=0-1:00", "cluster.time_left=9000"],
-            *("cluster.time_left", 9000, "leaves nothing of cluster.time 0-1:00", (3599,)),
+            *("cluster.time_left", 9000, "leaves no time to train within cluster.time 0-1:00", (3599,)),
         ),
-        (["parallel.pipeline=4"], "parallel.pipeline", 4, "more stages than the model's 3 layers", (3,)),
+        (["parallel.pipeline=4"], "parallel.pipeline", 4, "is more than the model's 3 layers", (3,)),
         (["parallel.pipeline_cuts=[1]"], "parallel.pipeline_cuts", [1], "takes 0 cuts", ("null",)),
         (
             ["parallel.pipeline=3", "parallel.pipeline_cuts=[2, 1]", "cluster.devices_per_node=6"],
@@ -110,11 +116,11 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
         ),
         (
             [*EIGHT_LAYERS, "train.global_batch_size=4"],
-            *("train.global_batch_size", 4, "makes 1 microbatches a step", (8,)),
+            *("train.global_batch_size", 4, "makes 1 microbatches per step", (8,)),
         ),
         (
             [*EIGHT_LAYERS, "train.global_batch_size=20", "parallel.schedule=interleaved"],
-            *("train.global_batch_size", 20, "makes 5 microbatches a step", (16, 24)),
+            *("train.global_batch_size", 20, "makes 5 microbatches per step", (16, 24)),
         ),
         (
             ["parallel.context=2", "parallel.tensor=1", "train.sequence_length=250"],
@@ -304,7 +310,7 @@ def test_functions_of_the_users_are_found_without_running_them(mine):
     [
         ("train.loss=package.none:loss", "there is no module package.none", ()),
         ("train.loss=package.mine:los", "mine.py has no los", ("package.mine:loss",)),
-        ("evaluate.metrics=['package.mine:exp', 'package.mine:exp']", "another number", ()),
+        ("evaluate.metrics=['package.mine:exp', 'package.mine:exp']", "another metric", ()),
     ],
 )
 def test_functions_of_the_users_that_are_not_there_are_refused(mine, override, reason, choices):

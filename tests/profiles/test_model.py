@@ -77,15 +77,15 @@ def test_the_norms_epsilon_is_known_by_all_its_names(name):
     values = {key: value for key, value in LLAMA.items() if key != "norm_eps"}
     assert Model(**values, **{name: 3e-6}).norm_eps == 3e-6
     assert resolve.load("tiny", [f"model.{name}=3e-6"]).model.norm_eps == 3e-6
-    assert "means the same as norm_eps" in refused(LLAMA, **{name: 3e-6})
+    assert "is an alias of norm_eps" in refused(LLAMA, **{name: 3e-6})
 
 
 @pytest.mark.parametrize(
     ("base", "changes", "message"),
     [
         (LLAMA, {"num_key_value_heads": 3}, "num_key_value_heads = 3: does not divide 8 query heads; nearest valid: 2, 4"),
-        (LLAMA, {"hidden_size": 68}, "hidden_size = 68: is no multiple of 8 query heads"),
-        (LLAMA, {"head_dim": 9}, "head_dim = 9: rotary positions turn pairs, so it must be even; nearest valid: 8, 10"),
+        (LLAMA, {"hidden_size": 68}, "hidden_size = 68: is not a multiple of 8 query heads"),
+        (LLAMA, {"head_dim": 9}, "head_dim = 9: RoPE rotates pairs, so it must be even; nearest valid: 8, 10"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act = gelu: is not an activation of llama; nearest valid: silu"),
         (LLAMA, {"dropout": 0.1}, "dropout = 0.1: llama has no dropout; nearest valid: 0.0"),
         (LLAMA, {"architecture": "bert"}, "architecture = bert: is not one of the choices; nearest valid: llama, gpt"),
@@ -95,8 +95,8 @@ def test_the_norms_epsilon_is_known_by_all_its_names(name):
         (LLAMA, {"rope_scaling": {"rope_type": "linear"}}, "model.rope_scaling.factor: is missing"),
         (LLAMA, {"rope_scaling": {**LLAMA3, "facto": 1.0}}, "model.rope_scaling.facto = 1.0: there is no such key"),
         (GPT, {"num_key_value_heads": 2}, "gpt has a KV head for each query head; nearest valid: 4"),
-        (GPT, {"head_dim": 32}, "as wide as hidden_size 64; nearest valid: 16"),
-        (GPT, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "gpt has no rotary positions"),
+        (GPT, {"head_dim": 32}, "= hidden_size 64; nearest valid: 16"),
+        (GPT, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "gpt has no RoPE"),
         (GPT, {"dropout": 1.0}, "model.dropout = 1.0: is not below 1"),
     ],
 )  # fmt: skip
@@ -153,7 +153,7 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "mamba"}, "model_type = mamba: is not an architecture that can be trained here"),
+        ({"model_type": "mamba"}, "model_type = mamba: is not a supported architecture"),
         ({"model_type": "llama", "attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = dynamic"),
         ({"model_type": "gpt2", "attn_pdrop": 0.2}, "attn_pdrop and resid_pdrop must be equal"),
@@ -187,7 +187,7 @@ def test_a_profile_takes_a_config_json_and_overrides_it(tmp_path):
         (None, "there is no file"),
         ("{", "cannot be read"),
         ("[]", "cannot be read"),
-        ('{"model_type": "mamba"}', "is not an architecture that can be trained here"),
+        ('{"model_type": "mamba"}', "is not a supported architecture"),
     ],
 )
 def test_a_config_json_that_cannot_be_used_is_refused(tmp_path, content, message):

@@ -279,7 +279,11 @@ def test_gated_repository_needs_a_token_which_is_never_logged(store, hub, gpt2_f
 @pytest.mark.parametrize(
     ("source", "revision", "message"),
     [
-        ("org/missing", None, r"tokenizer\.source = org/missing: is no folder here and no repository"),
+        (
+            "org/missing",
+            None,
+            r"tokenizer\.source = org/missing: is neither a local folder nor a hub repository",
+        ),
         (
             "org/name",
             "no-such-branch",

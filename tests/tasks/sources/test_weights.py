@@ -54,7 +54,7 @@ def test_an_unreachable_hub_is_a_connection_error(monkeypatch, tmp_path):
     with Hub() as hub:
         hub.patch(monkeypatch, tmp_path / "hub-cache")
     source = weights.fetch("org/name", None, tmp_path / "out")
-    with pytest.raises(ConnectionError, match="org/name: the hub does not answer"), source:
+    with pytest.raises(ConnectionError, match="org/name: the hub is unreachable"), source:
         pass
 
 
@@ -105,7 +105,7 @@ def test_identity_of_a_folder_depends_on_its_contents(files, tmp_path):
     ("source", "message"),
     [
         ("./nowhere", r"SOURCE = \./nowhere: there is no such file or folder"),
-        ("org/none", "SOURCE = org/none: is no folder here and no repository"),
+        ("org/none", "SOURCE = org/none: is neither a local folder nor a hub repository"),
         ("org/tokenizer", "SOURCE = org/tokenizer: has neither model.safetensors nor"),
     ],
 )

@@ -1,8 +1,7 @@
-"""YAML as profiles are written in it: safe loading, with some traps of PyYAML closed.
+"""Read and write the YAML of profiles: PyYAML's safe loader without its YAML 1.1 surprises.
 
-PyYAML follows YAML 1.1, where 3e-4 is text for want of a dot, and 12:30:00 a number to the base of 60; here it is the other
-way round. And a key that stands twice in one mapping is refused, where PyYAML lets the last one win without a word, and so is
-a key that is no word.
+PyYAML follows YAML 1.1, in which 3e-4 is a string (no dot) and 12:30:00 a base-60 number; here they are a number and a string.
+Duplicate keys in a mapping, of which PyYAML silently takes the last, and keys that are not scalars are errors.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ CLOCK = re.compile(r"\d+(:\d+)+")
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, with the traps closed."""
+    """PyYAML's safe loader with YAML 1.2 numbers and without duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(
-                    problem="a list or a mapping stands here as a key", problem_mark=key.start_mark
+                    problem="a list or a mapping is not a valid key", problem_mark=key.start_mark
                 )
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"key {key.value} stands here a second time", problem_mark=key.start_mark
+                    problem=f"duplicate key {key.value}", problem_mark=key.start_mark
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 class Dumper(yaml.SafeDumper):
-    """Its counterpart, which quotes text that the loader would take for a number."""
+    """Quotes strings that `Loader` would read as numbers."""
 
 
 for _class in (Loader, Dumper):
@@ -46,21 +45,21 @@ for _first in "123456789":
 
 
 def parse(text: str) -> Any:
-    """The value of a YAML document.
+    """Parse a YAML document.
 
     Raises:
-        ValueError: it is none; one line says what and where.
+        ValueError: invalid YAML; one line with the position.
     """
     try:
         return yaml.load(text, Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ValueError(f"is not YAML{place}: {error.problem}") from error
-    except (yaml.YAMLError, ValueError) as error:  # unprintable characters; a date that is none
+        position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"is not YAML{position}: {error.problem}") from error
+    except (yaml.YAMLError, ValueError) as error:  # unprintable characters; an impossible date
         raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from error
 
 
 def write(value: Any) -> str:
-    """A value as YAML that `parse` reads back as it was, keys in their own order."""
+    """Format a value as YAML that `parse` reads back unchanged, keys in their order."""
     return yaml.dump(value, Dumper=Dumper, sort_keys=False, width=110)

@@ -1,0 +1,100 @@
+"""User functions that a profile names as `module:function`: where their modules are searched, and checks without running them.
+
+Modules are searched on sys.path and, last, in the working folder. The working folder is on it whether or not Python runs with
+a safe path (-P, PYTHONSAFEPATH), and always last, so that a user's own tasks.py, profiles/ or modeling/ there never replaces
+Trainshed's packages; a function in a module of one of those names is rejected.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+
+PACKAGES = ("flows", "tasks", "modeling", "parallel", "profiles")  # Trainshed's own
+# Names in rows of metrics.jsonl that a user metric may not have.
+RESERVED_METRICS = (
+    "step",
+    "loss",
+    "validation_loss",
+    "perplexity",
+    "tokens",
+    "skipped",
+    "rank_seconds",
+)
+
+
+def search_path() -> list[str]:
+    """Folders in which user modules are searched: sys.path with the working folder last."""
+    folder = str(Path.cwd())
+    return [*(entry for entry in sys.path if entry not in ("", folder)), folder]
+
+
+def is_reserved(module: str) -> bool:
+    """Whether a module's name is taken by one of Trainshed's packages."""
+    return module.partition(".")[0] in PACKAGES
+
+
+def module_file(module: str) -> Path | None:
+    """The file of a user module, found without running any of its code; None if there is none."""
+    folders: list[str] | None = search_path()
+    for depth in range(module.count(".") + 1):
+        spec = PathFinder.find_spec(".".join(module.split(".")[: depth + 1]), folders)
+        if spec is None:
+            return None
+        folders = list(spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec.origin else None
+
+
+def check(profile: Profile) -> None:
+    """Check that the functions a profile names exist, and that metric names are distinct.
+
+    Raises:
+        ProfileError: for the first function that fails.
+    """
+    metrics: set[str] = set(RESERVED_METRICS)
+    for key, name in _named_functions(profile):
+        module, _, function = name.partition(":")
+        if is_reserved(module):
+            raise ProfileError(key, name, f"{module} is a module of Trainshed; rename the file")
+        path = module_file(module)
+        if path is None:
+            raise ProfileError(key, name, f"there is no module {module} in {Path.cwd()} or on Python's path")
+        try:
+            defined = _defined_names(path)
+        except (SyntaxError, UnicodeDecodeError, OSError) as error:
+            raise ProfileError(key, name, f"{path} cannot be read: {error}") from error
+        if function not in defined:
+            close = [f"{module}:{match}" for match in difflib.get_close_matches(function, defined)]
+            raise ProfileError(key, name, f"{path.name} has no {function}", close)
+        if key != "train.loss":
+            if function in metrics:
+                raise ProfileError(key, name, f"{function} is already the name of another metric; rename it")
+            metrics.add(function)
+
+
+def _named_functions(profile: Profile) -> Iterator[tuple[str, str]]:
+    """Profile key and `module:function` of each user function."""
+    if profile.train.loss is not None:
+        yield "train.loss", profile.train.loss
+    for number, name in enumerate(profile.evaluate.metrics):
+        yield f"evaluate.metrics.{number}", name
+
+
+def _defined_names(path: Path) -> list[str]:
+    """Names that a module defines or imports at its top level."""
+    names = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names += [alias.asname or alias.name for alias in node.names]
+        elif isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return names

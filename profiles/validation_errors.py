@@ -1,0 +1,147 @@
+"""Translate pydantic's validation errors to one ProfileError with the key, the reason and valid choices."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from profiles.errors import ProfileError
+from profiles.model import NORM_EPS_ALIASES, Model
+from profiles.schema import FUNCTION, LINE, OPTION, TIME, WORD
+
+NOT_A_SECTION = "is not a section with keys"
+INVALID_NAME = "may have letters, digits, '.', '_' and '-', at most 100, and begins with a letter or digit"
+REASONS = {  # by pydantic's error type
+    "int_type": "is not a whole number",
+    "float_type": "is not a number",
+    "bool_type": "is not true or false",
+    "string_type": "is not a string",
+    "list_type": "is not a list",
+    "tuple_type": "is not a list",
+    "model_type": NOT_A_SECTION,
+    "model_attributes_type": NOT_A_SECTION,
+    "finite_number": "is not a finite number",
+    "string_too_short": "is empty",
+    "too_short": "has too few entries",
+    "too_long": "has too many entries",
+    "union_tag_not_found": "has no rope_type",
+}
+PATTERN_REASONS = {  # by the pattern that a value does not match
+    FUNCTION: "is not of the form module:function",
+    LINE: "is not one line of text",
+    OPTION: "is not an option of sbatch of the form --name or --name=value",
+    TIME: "is not a Slurm time limit, such as 90, 12:00:00 or 1-12:00:00",
+    WORD: "may only have letters, digits and @ . , + - _",
+}
+LIMITS = {  # by pydantic's error type: the name of the bound in the context, and the reason
+    "greater_than_equal": ("ge", "is below {}"),
+    "greater_than": ("gt", "is not above {}"),
+    "less_than_equal": ("le", "is above {}"),
+    "less_than": ("lt", "is not below {}"),
+}
+
+
+def profile_error(error: ValidationError, given: Mapping[str, Any], root: type[BaseModel]) -> ProfileError:
+    """The first error as a ProfileError, which also names the keys of others."""
+    errors: dict[str, list[dict[str, Any]]] = {}  # by key: a union has one error for each of its members
+    for entry in error.errors():
+        errors.setdefault(_key(entry, given), []).append(entry)
+    # Unknown keys first: a mistyped key is often why another one is missing.
+    first, *others = sorted(errors, key=lambda key: errors[key][0]["type"] != "extra_forbidden")
+    translated = _translate(first, errors[first], root)
+    if others:
+        translated.reason += (
+            f" ({len(others)} more: {', '.join(others[:3])}{', …' if len(others) > 3 else ''})"
+        )
+    return translated
+
+
+def unknown_key(key: str, value: Any, known: Iterable[str]) -> ProfileError:
+    """A key that its section does not have; the choices are similar keys, else all keys."""
+    parent, _, name = key.rpartition(".")
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=3)
+    where = f"in {parent}" if parent else "at the top level"
+    return ProfileError(key, value, f"there is no such key {where}", close or known)
+
+
+def _key(error: dict[str, Any], given: Any) -> str:
+    """Dotted path of an error, without the names that pydantic inserts for members of a union."""
+    path = []
+    for part in error["loc"]:
+        listed = isinstance(given, list) and isinstance(part, int) and part < len(given)
+        if listed or (isinstance(given, Mapping) and part in given):
+            given = given[part]
+        elif error["type"] != "missing" or isinstance(part, int) or part != error["loc"][-1]:
+            continue
+        path.append(str(part))
+    return ".".join(path)
+
+
+def _translate(key: str, errors: list[dict[str, Any]], root: type[BaseModel]) -> ProfileError:
+    """The errors of one key as a ProfileError."""
+    error = errors[0]
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if isinstance(context.get("error"), ProfileError):
+        return context["error"].within(key) if key else context["error"]
+    if kind == "extra_forbidden":
+        return unknown_key(
+            key, None if isinstance(value, Mapping) else value, _keys(key.split(".")[:-1], root)
+        )
+    if kind == "missing":
+        is_entry = isinstance(error["loc"][-1], int)  # of a tuple
+        reason = REASONS["too_short"] if is_entry else "is missing"
+        return ProfileError(key, value if is_entry else None, reason)
+    choices = [choice for member in errors for choice in _choices(member)]
+    if choices:
+        also = "" if len(errors) == 1 else ", nor a whole number from 0"
+        return ProfileError(key, _brief(value), f"is not one of the choices{also}", choices)
+    if kind in LIMITS:
+        limit, reason = LIMITS[kind]
+        bound = context[limit]
+        return ProfileError(key, value, reason.format(bound), [bound] if limit in ("ge", "le") else [])
+    if kind == "string_pattern_mismatch":
+        return ProfileError(key, value, PATTERN_REASONS.get(context["pattern"], INVALID_NAME))
+    message = error["msg"]
+    return ProfileError(key, _brief(value), REASONS.get(kind, message[:1].lower() + message[1:]))
+
+
+def _brief(value: Any) -> Any:
+    return "a section" if isinstance(value, Mapping) else value
+
+
+def _choices(error: dict[str, Any]) -> list[str]:
+    """The valid values of a literal or of a union's tag, which pydantic has only as text."""
+    context = error.get("ctx", {})
+    if error["type"] in ("literal_error", "union_tag_invalid"):
+        return re.findall(r"'([^']*)'", context.get("expected") or context["expected_tags"])
+    return []
+
+
+def _keys(path: list[str], root: type[BaseModel]) -> set[str]:
+    """The keys of the section at a path."""
+    sections = [root]
+    for part in path:
+        fields = [
+            field
+            for section in sections
+            for name, field in section.model_fields.items()
+            if part == (field.alias or name)
+        ]
+        if fields:  # an index into a list is not a field
+            sections = [section for field in fields for section in _sections(field.annotation)]
+    names = {field.alias or name for section in sections for name, field in section.model_fields.items()}
+    if root in sections:
+        names |= {"extends"}
+    return names | {"config", *NORM_EPS_ALIASES} if Model in sections else names
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes in a type: itself, a list's entries, a union's members."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for member in get_args(annotation) for section in _sections(member)]
