@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from profiles.errors import ProfileError
+from profiles.hub import hub_errors
 from profiles.schema import Source
 from tasks.sources.file_shards import split_files
 from tasks.sources.files import describe_files, require_known_formats
@@ -26,7 +27,10 @@ def shards(source: Source, key: str, column: str, digests: DigestCache, token: s
     Raises:
         ProfileError: no such data set, configuration or split; a loading script; files of unknown format.
     """
-    commit = _dataset_commit(source, key, token)
+    from huggingface_hub import HfApi
+
+    with hub_errors(f"{key}.repository", source.repository, source.revision):
+        commit = HfApi(token=token).dataset_info(source.repository, revision=source.revision).sha
     if source.revision == CONVERTED:
         paths = _converted_files(source, key, commit, token)
     else:
@@ -37,24 +41,6 @@ def shards(source: Source, key: str, column: str, digests: DigestCache, token: s
         replace(shard, fetch=not source.streaming, name=shard.name.removeprefix(HUB_PREFIX))
         for shard in split_files(files, source, column, digests, token)
     ]
-
-
-def _dataset_commit(source: Source, key: str, token: str | None) -> str:
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    repository = source.repository
-    try:
-        return HfApi(token=token).dataset_info(repository, revision=source.revision).sha
-    except GatedRepoError:  # a subclass of the next
-        reason = "is gated: accept its terms on the hub, and set HF_TOKEN to a token of that account"
-        raise ProfileError(f"{key}.repository", repository, reason) from None
-    except RepositoryNotFoundError:
-        reason = "is not a data set on the hub, or is private; set HF_TOKEN to read a private one"
-        raise ProfileError(f"{key}.repository", repository, reason) from None
-    except RevisionNotFoundError:
-        reason = f"{repository} has no such revision"
-        raise ProfileError(f"{key}.revision", source.revision, reason) from None
 
 
 def _split_files(source: Source, key: str, commit: str, token: str | None) -> list[str]:

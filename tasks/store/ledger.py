@@ -23,11 +23,8 @@ class Entry:
     """One run's entry.
 
     Attributes:
-        run: its name.
-        identity: hash of what determines its mathematics.
         parent: identity of the run whose weights it started from; None for a run from scratch.
-        dataset: key of its dataset.
-        shards: keys of the dataset's shards.
+        dataset, shards: keys of its dataset and of the dataset's shards.
     """
 
     run: str

@@ -14,13 +14,7 @@ START_TOLERANCE = 5.0  # seconds; start times shift when the clock is set
 
 @dataclass(frozen=True)
 class LockOwner:
-    """One process on one host.
-
-    Attributes:
-        host: its host name.
-        pid: its process id.
-        started: start time in seconds since 1970, which tells it from a later process with the same id.
-    """
+    """One process on one host; `started` (seconds since 1970) tells it from a later process with the same pid."""
 
     host: str
     pid: int

@@ -46,10 +46,7 @@ class Manifest:
     """Contents of manifest.json.
 
     Attributes:
-        kind: the artifact's kind.
-        key: the artifact's key.
         created: time in UTC, ISO 8601.
-        files: all files but the manifest.
         requires: kind and key of each artifact that this one points to.
         summary: small facts for later steps, JSON.
         seconds: how long the artifact took to make; None if unknown.
@@ -81,9 +78,7 @@ class Manifest:
         paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
         for path in paths:
             if path.is_symlink() or not path.is_file():
-                raise ValueError(
-                    f"{kind} {key}: {path.relative_to(folder)} is not a regular file; an artifact has no others"
-                )
+                raise ValueError(f"{kind} {key}: {path.relative_to(folder)} is not a regular file")
         if folder / NAME in paths:
             raise ValueError(f"{kind} {key}: {NAME} is a reserved file name; rename the file")
         names = [path.relative_to(folder).as_posix() for path in paths]
