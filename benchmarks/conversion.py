@@ -127,9 +127,9 @@ def make(folder: Path, shape: tuple[int, ...]) -> None:
     import torch
 
     from modeling.conversion import huggingface
-    from modeling.conversion.convert import write_all
-    from modeling.conversion.journal import opened
-    from modeling.conversion.weights import Part, Weights, shapes
+    from modeling.conversion.convert import write_files
+    from modeling.conversion.journal import open_journal
+    from modeling.conversion.weights import Part, Weights, global_shapes
     from profiles.model import Model
 
     hidden, intermediate, layers, heads, kv_heads, vocabulary = shape
@@ -159,10 +159,10 @@ def make(folder: Path, shape: tuple[int, ...]) -> None:
             first = torch.arange(index[0].start, index[0].stop) % len(self.rows)
             return self.rows[first][(slice(None), *index[1:])]
 
-    weights = Weights(model, {name: [part(size)] for name, size in shapes(model).items()})
+    weights = Weights(model, {name: [part(size)] for name, size in global_shapes(model).items()})
     files = huggingface.files(weights)
-    with opened(folder, {}, sum(file.nbytes for file in files)) as journal:
-        write_all(files, folder, 32 << 20, journal)
+    with open_journal(folder, {}, sum(file.nbytes for file in files)) as journal:
+        write_files(files, folder, 32 << 20, journal)
         huggingface.finish(folder, files, weights)
         journal.finish(files, {})
 

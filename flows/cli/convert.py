@@ -14,7 +14,7 @@ from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.ui.console import print_error
 from modeling.conversion import formats
 from modeling.conversion.compare import differences
-from modeling.conversion.convert import Options, convert, options_of
+from modeling.conversion.convert import Options, convert, options_from
 from profiles.errors import ProfileError
 from tasks.sources import weights
 
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     if "://" in options.destination:
         raise ProfileError("DESTINATION", options.destination, "is not a local folder")
     destination = Path(options.destination).expanduser()
-    conversion = options_of(options)
+    conversion = options_from(options)
     facts: dict[str, object] = {"destination": str(destination)}
     different: list[str] = []
     try:

@@ -1,10 +1,10 @@
-"""Conversion of checkpoints: `python -m modeling.conversion.convert SOURCE DESTINATION --to hf|nxd|trainshed ...`, one process.
+"""Convert checkpoints: `python -m modeling.conversion.convert SOURCE DESTINATION --to hf|nxd|trainshed ...`, in one process.
 
-    source -> Weights (global tensors in parts, mapped) -> files of the destination, each written in slices by one thread
+    source -> Weights (memory-mapped parts of global tensors) -> files of the destination, written in slices
 
-Several files are under way at a time, so that reading and writing overlap. Memory is the slices', within the budget, whatever
-the model's size. A file is hashed as it is written, under another name, noted in the journal and renamed, so a conversion
-that was interrupted goes on with the files that are missing.
+Several files are written concurrently, so that reading and writing overlap. Memory is bounded by the budget for slices,
+whatever the model's size. A file is hashed while it is written under a temporary name, recorded in the journal, then renamed:
+an interrupted conversion resumes with the missing files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from modeling.conversion import formats, huggingface, journal, native, nxd_files
-from modeling.conversion.journal import Journal, Progress
-from modeling.conversion.nxd_layout import FORMS, LAYOUTS, Form, Layout
+from modeling.conversion import formats, huggingface, native, nxd_files
+from modeling.conversion.journal import Journal, Progress, open_journal
+from modeling.conversion.nxd_layout import NXD_LAYOUTS, QKV_FORMS, NxDLayout, QKVForm
 from modeling.conversion.tensor_files import File
 from modeling.conversion.weights import Weights
 from parallel.constraints import valid_tensor_degrees
@@ -34,23 +34,23 @@ from profiles.model import neighbours
 
 KINDS = ("hf", "nxd", "trainshed")
 BUDGET = 512  # MB
-WORKERS = 4  # files under way
-COPIES = 4  # of a slice that a worker may hold: assembled, converted, laid out, being written
+WORKERS = 4  # files written concurrently
+COPIES = 4  # of a slice per worker: assembled, cast, contiguous, being written
 M_MMAP_THRESHOLD = -3  # of malloc.h
 log = logging.getLogger("trainshed")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to read and write.
+    """Options of a conversion.
 
     Attributes:
-        to: kind of the destination, one of KINDS.
-        config: config.json of the model, or its folder; needed where the source has none.
-        tensor, pipeline: degrees that NxD's shards are for, and that a Trainshed checkpoint is split for.
-        cuts: layers that begin the second and later stages of a Trainshed checkpoint; None cuts evenly.
-        nxd_layout: of NxD's shards; None where nobody said.
-        nxd_qkv: how Q, K and V lie in written shards; None takes what NxD's converter is mostly used with.
+        to: destination format, one of KINDS.
+        config: config.json of the model or its folder; required if the source has none.
+        tensor, pipeline: degrees that NxD shards or a Trainshed checkpoint are split for.
+        cuts: first layer of the second and each later stage of a Trainshed checkpoint; None cuts evenly.
+        nxd_layout: of NxD shards to read; None if not arguments.
+        nxd_qkv: form of Q, K and V in written NxD shards; None uses coalesced without GQA, separate with GQA.
         budget: MB of memory for slices.
     """
 
@@ -59,8 +59,8 @@ class Options:
     tensor: int = 1
     pipeline: int = 1
     cuts: tuple[int, ...] | None = None
-    nxd_layout: Layout | None = None
-    nxd_qkv: Form | None = None
+    nxd_layout: NxDLayout | None = None
+    nxd_qkv: QKVForm | None = None
     budget: int = BUDGET
 
     @property
@@ -68,51 +68,56 @@ class Options:
         return max(1 << 20, self.budget * 10**6 // (WORKERS * COPIES))
 
     def job(self, source: Path) -> dict[str, Any]:
-        """What determines the result, as JSON: the source's files by name, size and time, and how they are converted."""
+        """What determines the result, as JSON: name, size and time of the source's files, and the options."""
         paths = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
         stats = [(path.relative_to(source).as_posix(), path.stat()) for path in paths]
-        how = {name: value for name, value in vars(self).items() if name not in ("config", "budget")}
-        how["cuts"] = self.cuts and list(self.cuts)
-        return {"source": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats], **how}
+        options = {name: value for name, value in vars(self).items() if name not in ("config", "budget")}
+        options["cuts"] = self.cuts and list(self.cuts)
+        return {"source": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats], **options}
 
 
 def convert(
     source: Path, destination: Path, options: Options, *, name: str | None = None, replace: bool = False
 ) -> dict[str, Any]:
-    """Convert a checkpoint; returns the record: kind, tensors, bytes, files with their sizes and hashes.
+    """Convert a checkpoint; resumes an interrupted conversion.
 
     Args:
-        source: file or folder; of a run's folder its newest complete checkpoint is taken.
-        destination: folder; new, empty, or of the same conversion, which is gone on with.
-        name: of the source, to be told to whoever loads the result.
-        replace: whether the destination may be emptied, where something else is in it.
+        source: file or folder; of a run folder the latest complete checkpoint is used.
+        destination: folder; new, empty, or of the same conversion.
+        name: of the source, stored in the result.
+        replace: whether to empty a destination that holds anything else.
+
+    Returns:
+        The record: format, number of tensors, bytes, and the files with their sizes and hashes.
 
     Raises:
-        ProfileError: an option that cannot be.
-        ValueError: a source that is refused or damaged.
+        ProfileError: an invalid option.
+        ValueError: the source is rejected or corrupted.
     """
     source = formats.locate(source)
-    weights = formats.read(source, options.config, options.nxd_layout, trained=options.to != "trainshed")
-    files = files_of(weights, options)
+    weights = formats.read(
+        source, options.config, options.nxd_layout, training_dtype=options.to != "trainshed"
+    )
+    files = destination_files(weights, options)
     size = sum(file.nbytes for file in files)
-    with journal.opened(destination, options.job(source), size, replace) as done:
-        if done.finished:
-            return done.finished
-        notes = write_all(files, destination, options.slice_bytes, done)
+    with open_journal(destination, options.job(source), size, replace) as journal:
+        if journal.finished:
+            return journal.finished
+        notes = write_files(files, destination, options.slice_bytes, journal)
         if options.to == "hf":
             huggingface.finish(destination, files, weights)
         elif options.to == "trainshed":
             native.finish(destination, notes, weights.model, name or source.name)
-        return done.finish(
+        return journal.finish(
             files, {"to": options.to, "tensors": len(weights.shapes), "bytes": weights.nbytes()}
         )
 
 
-def files_of(weights: Weights, options: Options) -> Sequence[File]:
-    """The files of the destination.
+def destination_files(weights: Weights, options: Options) -> Sequence[File]:
+    """The files to write.
 
     Raises:
-        ProfileError: degrees that the model cannot have.
+        ProfileError: degrees that do not fit the model.
     """
     model = weights.model
     heads, kv_heads, layers = model.num_attention_heads, model.num_key_value_heads, model.num_hidden_layers
@@ -128,7 +133,9 @@ def files_of(weights: Weights, options: Options) -> Sequence[File]:
     if options.to == "hf":
         return huggingface.files(weights)
     if options.to == "nxd":
-        return nxd_files.files(weights, options.tensor, options.pipeline, options.nxd_layout, options.nxd_qkv)
+        return nxd_files.shard_files(
+            weights, options.tensor, options.pipeline, options.nxd_layout, options.nxd_qkv
+        )
     stages = None
     if options.cuts is not None:
         stages = [range(low, high) for low, high in pairwise((0, *options.cuts, layers))]
@@ -137,71 +144,71 @@ def files_of(weights: Weights, options: Options) -> Sequence[File]:
     return native.files(weights, options.tensor, stages)
 
 
-def write_all(files: Sequence[File], destination: Path, limit: int, done: Journal) -> list[Any]:
-    """Write the files that are not there yet, several at a time; all files' notes, in their order."""
-    left = [file for file in files if file.name not in done.files]
-    if len(left) < len(files):
-        there = len(files) - len(left)
-        log.info("going on with an interrupted conversion: %d of %d files are there", there, len(files))
-    progress = Progress(sum(file.nbytes for file in left))
-    _return_memory()
+def write_files(files: Sequence[File], destination: Path, limit: int, journal: Journal) -> list[Any]:
+    """Write the missing files concurrently, in slices of at most `limit` bytes; returns every file's note, in order."""
+    missing = [file for file in files if file.name not in journal.files]
+    if len(missing) < len(files):
+        complete = len(files) - len(missing)
+        log.info("resuming an interrupted conversion: %d of %d files are complete", complete, len(files))
+    progress = Progress(sum(file.nbytes for file in missing))
+    _release_freed_memory()
 
     def write(file: File) -> None:
         path = destination / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
         note, sha256 = file.write(partial, limit, progress.add)
-        done.note(file.name, partial, note, sha256)
+        journal.add(file.name, partial, note, sha256)
         partial.replace(path)
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        waiting = [pool.submit(write, file) for file in left]
+        writes = [pool.submit(write, file) for file in missing]
         try:
-            for each in as_completed(waiting):
-                each.result()
+            for done in as_completed(writes):
+                done.result()
         except BaseException:
-            progress.stop()  # what is under way ends at its next slice
+            progress.stop()  # running writes end at their next slice
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [done.files[file.name]["note"] for file in files]
+    return [journal.files[file.name]["note"] for file in files]
 
 
-def _return_memory() -> None:
-    """Have glibc give freed slices back at once: kept in its arenas, a thread's, they add up to the model's size."""
+def _release_freed_memory() -> None:
+    """Make glibc return freed slices to the system; kept in the threads' arenas they add up to the model's size."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
-def options_of(given: argparse.Namespace) -> Options:
-    """Options out of parsed arguments."""
-    cuts = getattr(given, "cuts", None)
+def options_from(arguments: argparse.Namespace) -> Options:
+    """Options from parsed command line arguments."""
+    cuts = getattr(arguments, "cuts", None)
     return Options(
-        to=given.to,
-        config=Path(given.config).expanduser() if given.config else None,
-        tensor=given.tensor,
-        pipeline=given.pipeline,
+        to=arguments.to,
+        config=Path(arguments.config).expanduser() if arguments.config else None,
+        tensor=arguments.tensor,
+        pipeline=arguments.pipeline,
         cuts=None if cuts is None else tuple(cuts),
-        nxd_layout=given.nxd_layout,
-        nxd_qkv=given.nxd_qkv,
-        budget=given.budget,
+        nxd_layout=arguments.nxd_layout,
+        nxd_qkv=arguments.nxd_qkv,
+        budget=arguments.budget,
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="modeling.conversion.convert")
-    parser.add_argument("source", type=Path, help="checkpoint of any kind, or a run's folder")
+    parser.add_argument("source", type=Path, help="checkpoint of any format, or a run folder")
     parser.add_argument("destination", type=Path)
     parser.add_argument("--to", choices=KINDS, required=True)
-    parser.add_argument("--cuts", type=int, nargs="*", help="layers that begin the second and later stages")
+    parser.add_argument("--cuts", type=int, nargs="*", help="first layer of the second and each later stage")
     parser.add_argument("--config")
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--pipeline", type=int, default=1)
-    parser.add_argument("--nxd-layout", choices=LAYOUTS)
-    parser.add_argument("--nxd-qkv", choices=FORMS)
-    parser.add_argument("--budget", type=int, default=BUDGET, help="MB of memory for tensors under way")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--nxd-layout", choices=NXD_LAYOUTS)
+    parser.add_argument("--nxd-qkv", choices=QKV_FORMS)
+    parser.add_argument("--budget", type=int, default=BUDGET, help="MB of memory for slices of tensors")
+    parsed = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    record = convert(given.source, given.destination, options_of(given))
+    record = convert(parsed.source, parsed.destination, options_from(parsed))
     log.info(json.dumps({name: value for name, value in record.items() if name not in ("job", "files")}))
     return 0
 

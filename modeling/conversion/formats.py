@@ -1,4 +1,4 @@
-"""Which kind of checkpoint lies somewhere, and what model it is of."""
+"""Detect the format of a checkpoint and read it as `Weights`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from modeling.conversion import huggingface, native, nxd_files
-from modeling.conversion.nxd_layout import Layout
+from modeling.conversion.nxd_layout import NxDLayout
 from modeling.conversion.weights import Weights
 from parallel.checkpoint import checkpoint
 from profiles.errors import ProfileError
@@ -14,53 +14,55 @@ from profiles.model import Model, from_config_json
 
 
 def locate(source: Path) -> Path:
-    """The checkpoint itself: of a run's folder its newest complete one, of anything else what was named."""
+    """The checkpoint to read: of a run folder its latest complete one, otherwise `source` itself."""
     saved = list(checkpoint.complete_checkpoints(source / "checkpoints")) if source.is_dir() else []
     return saved[-1][1] if saved else source
 
 
-def read(source: Path, config: Path | None, layout: Layout | None, trained: bool = True) -> Weights:
-    """The weights of a checkpoint of whatever kind, at a place that `locate` gave.
+def read(source: Path, config: Path | None, layout: NxDLayout | None, training_dtype: bool = True) -> Weights:
+    """The weights of a checkpoint of any format, at a path from `locate`.
 
     Args:
-        config: config.json of the model or its folder, in place of the source's own; needed where that has none.
-        layout: of NxD's shards; None where nobody said.
-        trained: read a run's float32 master weights as the type that it trained in.
+        config: config.json of the model or its folder; overrides the source's, required if it has none.
+        layout: of NxD shards; None if not given.
+        training_dtype: read a run's float32 master weights in the precision that it trained in.
 
     Raises:
-        ProfileError: no checkpoint, or one that needs a configuration or a layout.
-        ValueError: it is refused or damaged.
+        ProfileError: not a checkpoint, or one that needs `config` or `layout`.
+        ValueError: a file is rejected or corrupted.
     """
     model = read_config(config) if config else None
     if (source / checkpoint.MARKER).is_file():
-        own, dtype = native.describe(source)
-        return native.read(source, model or own, dtype if trained else None)
-    if shards := nxd_files.find(source):
+        stored_model, dtype = native.describe(source)
+        return native.read(source, model or stored_model, dtype if training_dtype else None)
+    if shards := nxd_files.find_shards(source):
         if model is None:
-            reason = "is missing: NxD's shards do not say what model they are of; name its config.json or the folder of that"
+            reason = (
+                "is missing: NxD shards do not contain the model's config; name its config.json or folder"
+            )
             raise ProfileError("--config", None, reason)
         return nxd_files.read(shards, model, layout)
-    if files := huggingface.files_of(source):
+    if files := huggingface.weight_files(source):
         if model is None:
             model = read_config(source if source.is_dir() else source.parent)
         return huggingface.read(files, model)
-    reason = "is no checkpoint: no safetensors or .bin, no NxD shards, no complete Trainshed checkpoint"
-    raise ProfileError("SOURCE", str(source), reason if source.exists() else "is not there")
+    reason = "is not a checkpoint: no safetensors or .bin, no NxD shards, no complete Trainshed checkpoint"
+    raise ProfileError("SOURCE", str(source), reason if source.exists() else "does not exist")
 
 
 def read_config(path: Path) -> Model:
-    """The model that a config.json, or the one in a folder, describes.
+    """The model of a config.json, given as the file or its folder.
 
     Raises:
-        ProfileError: there is none, or it describes nothing that can be trained here.
+        ProfileError: the file is missing, or its model is not supported.
     """
     path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         return Model(**from_config_json(config))
     except FileNotFoundError:
-        raise ProfileError("--config", None, f"is needed: there is no {path}") from None
+        raise ProfileError("--config", None, f"is required: {path} does not exist") from None
     except (ValueError, OSError) as error:
         raise ProfileError("--config", str(path), f"cannot be used: {error}") from error

@@ -1,7 +1,7 @@
-"""What is done of a conversion: its journal while it is under way, its record afterwards.
+"""Progress of a conversion on disk: a journal while it runs, a record once it is complete.
 
-`conversion.jsonl` begins with the job and gains a line with size and sha256 for each file that is written; a later attempt at
-the same job takes the files whose hash still holds. `conversion.json` is written last, in place of the journal.
+`conversion.jsonl` begins with the job and gets a line with size and sha256 for each file written; a later attempt at the same
+job keeps the files whose hash still matches. `conversion.json` is written last and replaces the journal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from modeling.conversion.tensor_files import File, digest
+from modeling.conversion.tensor_files import File, file_sha256
 from profiles.errors import ProfileError
 
 JOURNAL, RECORD = "conversion.jsonl", "conversion.json"
@@ -24,11 +24,16 @@ log = logging.getLogger("trainshed")
 
 
 class Journal:
-    """See the module's text.
+    """The journal of one job in its destination folder.
+
+    Args:
+        folder: destination; exists.
+        job: what determines the result, as JSON.
+        replace: whether to empty a folder that holds anything else.
 
     Attributes:
-        files: of each file that is done, by name: size, sha256 and its format's note.
-        finished: the record, once there is one.
+        files: size, sha256 and format note of each complete file, by name.
+        finished: the record, or None while the conversion is incomplete.
     """
 
     def __init__(self, folder: Path, job: dict[str, Any], replace: bool) -> None:
@@ -37,38 +42,39 @@ class Journal:
         self.finished: dict[str, Any] | None = None
         self._lock = Lock()
         record = _json(folder / RECORD)
-        if record and record.get("job") == job and all(map(self._there, record["files"].items())):
-            log.info("%s: this conversion was done before", folder)
+        if record and record.get("job") == job and all(map(self._has_size, record["files"].items())):
+            log.info("%s: already converted", folder)
             self.finished = record
             return
         lines = _lines(folder / JOURNAL)
         if any(folder.iterdir()) and (not lines or lines[0] != {"job": job}):
             if not replace:
-                reason = "has something else in it; name a new folder, or an empty one"
+                reason = "is not empty and holds something else; name a new or empty folder"
                 raise ProfileError("DESTINATION", str(folder), reason)
             shutil.rmtree(folder)
             folder.mkdir()
             lines = []
         for line in lines[1:]:
             name = line["file"]
-            if self._there((name, line)) and digest(folder / name) == line["sha256"]:
+            if self._has_size((name, line)) and file_sha256(folder / name) == line["sha256"]:
                 self.files[name] = line
         with (folder / JOURNAL).open("w") as file:
             file.writelines(json.dumps(line) + "\n" for line in ({"job": job}, *self.files.values()))
 
-    def _there(self, described: tuple[str, dict[str, Any]]) -> bool:
-        path = self.folder / described[0]
-        return path.is_file() and path.stat().st_size == described[1]["size"]
+    def _has_size(self, entry: tuple[str, dict[str, Any]]) -> bool:
+        """Whether a file exists with its recorded size."""
+        path = self.folder / entry[0]
+        return path.is_file() and path.stat().st_size == entry[1]["size"]
 
-    def note(self, name: str, path: Path, note: Any, sha256: str) -> None:
-        """A file is written; it still lies at `path`, under another name."""
+    def add(self, name: str, path: Path, note: Any, sha256: str) -> None:
+        """Record that file `name` is complete, before it is renamed from the temporary `path`."""
         line = {"file": name, "size": path.stat().st_size, "sha256": sha256, "note": note}
         with self._lock, (self.folder / JOURNAL).open("a") as file:
             file.write(json.dumps(line) + "\n")
             self.files[name] = line
 
     def finish(self, files: Sequence[File], facts: dict[str, Any]) -> dict[str, Any]:
-        """Everything is written; returns the record."""
+        """Replace the journal by the record of all files and `facts`; returns the record."""
         described = {
             file.name: {key: self.files[file.name][key] for key in ("size", "sha256")} for file in files
         }
@@ -81,38 +87,38 @@ class Journal:
 
 
 @contextmanager
-def opened(folder: Path, job: dict[str, Any], size: int, replace: bool = False) -> Iterator[Journal]:
-    """The journal of a job in a folder, made where there is none; leaves no empty folder behind.
+def open_journal(folder: Path, job: dict[str, Any], size: int, replace: bool = False) -> Iterator[Journal]:
+    """Open or create the journal of a job; creates `folder`, unless the job is rejected.
 
     Args:
         size: bytes that the job writes.
-        replace: remove something else that is in the folder, rather than refuse it.
+        replace: whether to empty a folder that holds anything else.
 
     Raises:
-        ProfileError: something else is in the folder, or its disk is too full.
+        ProfileError: the folder holds something else, or its disk has too little space.
     """
     existed = folder.is_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise ProfileError("DESTINATION", str(folder), "is a file; name a folder") from None
-    done = Journal(folder, job, replace)
-    left = 0 if done.finished else size - sum(line["size"] for line in done.files.values())
+    journal = Journal(folder, job, replace)
+    missing = 0 if journal.finished else size - sum(line["size"] for line in journal.files.values())
     free = shutil.disk_usage(folder).free
-    if left > free:
+    if missing > free:
         if not existed:
             shutil.rmtree(folder)
-        reason = f"its disk has {free / 1e9:.1f} GB left, and {left / 1e9:.1f} GB are to be written"
+        reason = f"its disk has {free / 1e9:.1f} GB free, the conversion needs {missing / 1e9:.1f} GB"
         raise ProfileError("DESTINATION", str(folder), reason)
-    yield done
+    yield journal
 
 
 class Stopped(RuntimeError):
-    """Another file could not be written, or the user has had enough."""
+    """The conversion was stopped: another file failed, or the user interrupted it."""
 
 
 class Progress:
-    """A line in the log for every tenth of so many bytes."""
+    """Logs progress and throughput at every tenth of `total` bytes; safe to use from several threads."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done, self._begun = total, 0, time.monotonic()
@@ -120,7 +126,7 @@ class Progress:
         self._lock = Lock()
 
     def add(self, count: int) -> None:
-        """So many bytes more are written.
+        """Count bytes written.
 
         Raises:
             Stopped: after `stop`.
@@ -135,7 +141,7 @@ class Progress:
             log.info("%3.0f %% of %.1f GB, %.0f MB/s", 100 * done / total, total / 1e9, speed)
 
     def stop(self) -> None:
-        """Make everybody stop who adds."""
+        """Make every later `add` raise Stopped."""
         self._stopped = True
 
 
@@ -147,11 +153,11 @@ def _json(path: Path) -> Any:
 
 
 def _lines(path: Path) -> list[Any]:
-    """What a journal says; a line that was being written when the process ended does not count."""
-    found = []
+    """The lines of a journal up to the first incomplete one, which a killed process was writing."""
+    lines = []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
-            found.append(json.loads(line))
+            lines.append(json.loads(line))
         except ValueError:
             break
-    return found
+    return lines

@@ -1,7 +1,8 @@
-"""Trainshed's own checkpoints as weights: read at whatever topology they were saved, written for the one that will load them.
+"""Read and write weights as Trainshed checkpoints.
 
-Written for some tensor ranks and pipeline stages, each rank's pieces lie in a file of their own, in the order of its layers, so
-a rank reads one range; any other topology loads them too. Without a topology files are cut where they reach FILE_BYTES.
+Checkpoints of any topology are read. Written for given tensor ranks and pipeline stages, a checkpoint has one file per rank
+with the rank's boxes in the order of its layers, so that each rank reads one range; any other topology can load it too.
+Without a topology, files hold up to FILE_BYTES.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ PREFIX = checkpoint.PREFIX["master"]
 
 
 def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
-    """The model of a complete checkpoint, and the type that its run trained in; None where it is no run's.
+    """The model of a complete checkpoint and the dtype that its run trained in; None if a conversion wrote it.
 
     Raises:
-        ValueError: it is not complete, or does not say what model it is of.
+        ValueError: the checkpoint is incomplete, or its marker does not describe a model.
     """
     about = checkpoint.read_marker(folder)
     try:
@@ -46,11 +47,11 @@ def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
         precision = profile.get("train", {}).get("precision")
         return Model(**profile["model"]), DTYPES[precision] if precision else None
     except (KeyError, TypeError, ValidationError) as error:
-        raise ValueError(f"{folder / checkpoint.MARKER} does not describe a model: {error}") from error
+        raise ValueError(f"{folder / checkpoint.MARKER}: does not describe a model: {error}") from error
 
 
 def read(folder: Path, model: Model, dtype: torch.dtype | None = None) -> Weights:
-    """The weights of a complete checkpoint; master weights where it has more than those, as `dtype` if it is given."""
+    """The master weights of a complete checkpoint, as `dtype` if given."""
     parts = {}
     reader = Reader(folder)
     for name, stored in reader.tensors.items():
@@ -62,50 +63,50 @@ def read(folder: Path, model: Model, dtype: torch.dtype | None = None) -> Weight
     return Weights(model, parts, dtype)
 
 
-def files(weights: Weights, tensor: int = 1, stages: Sequence[range] | None = None) -> list[ItemFile]:
-    """The files to write for so many tensor ranks and these stages' layers."""
+def files(weights: Weights, tensor: int = 1, stages: Sequence[range] | None = None) -> list[BoxFile]:
+    """The files to write for a tensor degree and the layers of each pipeline stage; by size without either."""
     if tensor == 1 and stages is None:
-        cut = _cut(weights, boxes_of_rank(weights.model, 1, None, 0, 0))
-        return [ItemFile(f"__{number}_0.distcp", weights, boxes) for number, boxes in enumerate(cut)]
+        groups = _group_by_size(weights, boxes_of_rank(weights.model, 1, None, 0, 0))
+        return [BoxFile(f"__{number}_0.distcp", weights, boxes) for number, boxes in enumerate(groups)]
     stages = stages or [range(weights.model.num_hidden_layers)]
     ranks = [(stage, rank) for stage in range(len(stages)) for rank in range(tensor)]
     return [
-        ItemFile(f"__{number}_0.distcp", weights, list(boxes_of_rank(weights.model, tensor, stages, *place)))
-        for number, place in enumerate(ranks)
+        BoxFile(f"__{number}_0.distcp", weights, list(boxes_of_rank(weights.model, tensor, stages, *rank)))
+        for number, rank in enumerate(ranks)
     ]
 
 
 def boxes_of_rank(
     model: Model, tensor: int, stages: Sequence[range] | None, stage: int, rank: int
 ) -> Iterator[Box]:
-    """The boxes that a tensor rank of a stage holds and is the first of its replicas to hold, as its layers declare them."""
+    """The boxes of a tensor rank of a stage, in the order of its layers, without those that another rank writes."""
     count = len(stages) if stages else 1
     mesh = Mesh(count, 1, 1, tensor, kv_replicas(model.num_key_value_heads, tensor), rank=stage * tensor)
     layers = stages[stage] if stages else None
-    built = MODELS[model.architecture](model, mesh, layers, device=torch.device("meta"))
-    for name, parameter in built.named_parameters():
+    stage_model = MODELS[model.architecture](model, mesh, layers, device=torch.device("meta"))
+    for name, parameter in stage_model.named_parameters():
         layout = layout_of(parameter)
-        if "embedding" in layout.partial_axes and stage:  # the first stage has it too
+        if "embedding" in layout.partial_axes and stage:  # the first stage writes it
             continue
         yield from (box for box in layout.boxes(name, rank) if box.replica == 0)
 
 
-def _cut(weights: Weights, boxes: Iterable[Box]) -> Iterator[list[Box]]:
-    """Boxes for one file after another."""
-    held: list[Box] = []
+def _group_by_size(weights: Weights, boxes: Iterable[Box]) -> Iterator[list[Box]]:
+    """Boxes in consecutive groups of at most FILE_BYTES, but at least one box."""
+    group: list[Box] = []
     size = 0
     for box in boxes:
         nbytes = math.prod(box.sizes) * weights.dtype_of(box.name).itemsize
-        if held and size + nbytes > FILE_BYTES:
-            yield held
-            held, size = [], 0
-        held.append(box)
+        if group and size + nbytes > FILE_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(box)
         size += nbytes
-    yield held
+    yield group
 
 
-class ItemFile(File):
-    """A file of items, one after another."""
+class BoxFile(File):
+    """A `.distcp` file of boxes."""
 
     def __init__(self, name: str, weights: Weights, boxes: list[Box]) -> None:
         self.name, self.weights, self.boxes = name, weights, boxes
@@ -114,7 +115,7 @@ class ItemFile(File):
     def write(
         self, path: Path, limit: int, progress: Callable[[int], None]
     ) -> tuple[list[dict[str, Any]], str]:
-        def items() -> Iterator[tuple[GlobalBox, torch.Tensor]]:
+        def boxes() -> Iterator[tuple[GlobalBox, torch.Tensor]]:
             for box in self.boxes:
                 dtype = self.weights.dtype_of(box.name)
                 for offsets, sizes in slices(box.offsets, box.sizes, dtype.itemsize, limit):
@@ -123,12 +124,12 @@ class ItemFile(File):
                     progress(tensor.nbytes)
 
         digest = hashlib.sha256()
-        written = write_boxes(path, items(), digest.update)
+        written = write_boxes(path, boxes(), digest.update)
         return [{**asdict(each), "file": self.name} for each in written], digest.hexdigest()
 
 
 def finish(folder: Path, notes: Iterable[list[dict[str, Any]]], model: Model, source: str) -> None:
-    """Write the metadata of all files, then the marker that makes the checkpoint complete."""
+    """Write `.metadata` from the notes of all files, then the marker that makes the checkpoint complete."""
     write_metadata(folder, [Written.from_json(each) for note in notes for each in note])
     about = {
         "step": 0,

@@ -1,18 +1,19 @@
-"""NxD's checkpoints on disk: finding a model's shards in any of their forms, reading and writing them.
+"""Read and write NxD checkpoints: find a model's shards in any of their forms, validate, read and write them.
 
     <folder>/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt    converter and training run (there under <folder>/<tag>/)
     <folder>/tp_rank_TT_pp_rank_PP[/checkpoint.pt]        an older form
-    <file>.tensors/tensor_N.pt                            tensors of the "xser" form, see torch_files.py
+    <file>.tensors/tensor_N.pt                            tensors of the "xser" form (torch_files.py)
 
-Degrees come from the files' names, the KV multiplier from the tensors' shapes, and which layers a file holds from its keys.
-What NxD itself loses without saying so is refused here by name.
+Degrees come from the file names, the KV multiplier from the shapes of tensors, and the layers of a file from its keys. Shards
+in which NxD silently dropped weights are rejected.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,26 +24,34 @@ from torch.serialization import skip_data
 
 from modeling.conversion import torch_files
 from modeling.conversion.huggingface import BUFFERS
-from modeling.conversion.nxd_layout import Form, Layout, Split, keys, stage_layers
-from modeling.conversion.tensor_files import Entry, FilledFile
-from modeling.conversion.torch_files import Stored
+from modeling.conversion.nxd_layout import (
+    NXD_LAYOUTS,
+    NxDLayout,
+    QKVForm,
+    TensorSplit,
+    stage_keys,
+    stage_layers,
+)
+from modeling.conversion.tensor_files import Entry, PreallocatedFile
+from modeling.conversion.torch_files import LazyTensor
 from modeling.conversion.weights import Part, Weights
 from parallel.layout import Box
 from profiles.errors import ProfileError
 from profiles.model import Model
 
 RANK = re.compile(r"(?:dp_rank_(\d+)_)?tp_rank_(\d+)_pp_rank_(\d+)(?:\.pt)?")
-PADDING = 128  # vocabularies are padded to a multiple of at most this, times the tensor degree
+PADDING = 128  # a vocabulary is padded to a multiple of at most this times the tensor degree
 log = logging.getLogger("trainshed")
 
-Shards = dict[tuple[int, int], Path]  # by (tensor rank, pipeline rank)
+Ranks = tuple[int, int]  # (tensor rank, pipeline rank)
+Tensors = Mapping[str, LazyTensor]  # of one file, by NxD's names
 
 
-def find(source: Path) -> Shards:
-    """The model's files in a folder; none where there are none.
+def find_shards(source: Path) -> dict[Ranks, Path]:
+    """The model's files in a folder, by (tensor rank, pipeline rank); empty if there are none.
 
     Raises:
-        ValueError: some of the ranks' files are missing.
+        ValueError: files of some ranks are missing.
     """
     folders = [source, source / "model"]
     newest = source / "newest"
@@ -51,174 +60,215 @@ def find(source: Path) -> Shards:
         if Path(tag).name == tag:
             folders.append(source / tag / "model")
     for folder in folders:
-        found = _ranks(folder)
-        if found:
-            return found
+        shards = _shards_in(folder)
+        if shards:
+            return shards
     return {}
 
 
-def _ranks(folder: Path) -> Shards:
-    found: Shards = {}
+def _shards_in(folder: Path) -> dict[Ranks, Path]:
+    shards: dict[Ranks, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = RANK.fullmatch(path.name)
-        if not match or int(match[1] or 0):  # every data-parallel rank has the same model
+        if not match or int(match[1] or 0):  # all data-parallel ranks have the same model
             continue
         file = path / "checkpoint.pt" if path.is_dir() else path
         if file.is_file():
-            found[int(match[2]), int(match[3])] = file
-    if found:
-        tensor, pipeline = (1 + max(ranks) for ranks in zip(*found, strict=True))
-        missing = [(t, p) for t in range(tensor) for p in range(pipeline) if (t, p) not in found]
+            shards[int(match[2]), int(match[3])] = file
+    if shards:
+        tensor, pipeline = (1 + max(ranks) for ranks in zip(*shards, strict=True))
+        missing = [(t, p) for t in range(tensor) for p in range(pipeline) if (t, p) not in shards]
         if missing:
             t, p = missing[0]
             raise ValueError(
-                f"{folder}: of {tensor} x {pipeline} ranks' files {len(missing)} are missing, among them that of "
+                f"{folder}: {len(missing)} of the {tensor} x {pipeline} ranks' files are missing, among them that of "
                 f"tensor rank {t}, pipeline rank {p}"
             )
-    return found
+    return shards
 
 
-def read(files: Shards, model: Model, layout: Layout | None) -> Weights:
+def read(files: Mapping[Ranks, Path], model: Model, layout: NxDLayout | None) -> Weights:
     """The weights in these files.
 
     Args:
-        layout: as the shards were written for; None where nobody said, which is refused where it matters.
+        layout: of the shards; None if not given, which is rejected where it matters.
 
     Raises:
-        ProfileError: the layout must be said.
-        ValueError: a file that is refused or damaged, tensors that are not this model's, a known defect of NxD's.
+        ProfileError: the layout is required.
+        ValueError: a file is rejected or corrupted, tensors are not this model's, or NxD lost some of them.
     """
     if model.architecture != "llama":
         raise ProfileError(
-            "--config", model.architecture, "NxD's shards are read for this architecture", ["llama"]
+            "--config", model.architecture, "NxD shards of this architecture are not supported", ["llama"]
         )
     tensor = 1 + max(t for t, _ in files)
-    stored = {ranks: _tensors(path) for ranks, path in files.items()}
-    split = _split(stored, model, tensor, layout)
+    shards = {ranks: _tensors(path) for ranks, path in files.items()}
+    split = _detect_split(shards.values(), model, tensor, layout)
     parts: dict[str, list[Part]] = {}
-    for (t, _), held in stored.items():
-        for key, value in held.items():
+    for (t, p), tensors in shards.items():
+        for key, stored in tensors.items():
             shape, boxes = split.boxes(key, t)
-            if value.shape != shape:
+            if stored.shape != shape:
                 raise ValueError(
-                    f"{files[t, _].name}: {key} is of shape {value.shape}, of this model over {tensor} ranks it is {shape}"
+                    f"{files[t, p].name}: {key} has shape {stored.shape}; this model over {tensor} ranks has {shape}"
                 )
             for box in boxes:
                 if box.replica or (box.name == "head.weight" and model.tie_word_embeddings):
                     continue
-                box_parts = parts.setdefault(box.name, [])
-                box_parts.append(Part(box.offsets, box.sizes, value.dtype, partial(_piece, value, box)))
+                part = Part(box.offsets, box.sizes, stored.dtype, partial(_open_box, stored, box))
+                parts.setdefault(box.name, []).append(part)
     return Weights(model, parts)
 
 
-def _tensors(path: Path) -> dict[str, Stored]:
+def _tensors(path: Path) -> Tensors:
     return {key: value for key, value in torch_files.read(path).items() if not key.endswith(BUFFERS)}
 
 
-def _piece(stored: Stored, box: Box) -> Tensor:
+def _open_box(stored: LazyTensor, box: Box) -> Tensor:
     return box.view(stored.open())
 
 
-def _split(
-    stored: Mapping[tuple[int, int], Mapping[str, Stored]], model: Model, tensor: int, layout: Layout | None
-) -> Split:
-    """How the shards are split; refuses those that lack heads."""
-    heads, kv_heads, d = model.num_attention_heads, model.num_key_value_heads, model.head_dim
-    split = Split(model, tensor)
-    q_rows = kv_rows = vocabulary_rows = None
-    for key, value in ((k, v) for held in stored.values() for k, v in held.items()):
-        names = [name.split(".", 2)[-1] for name, _ in split.sections(key)]
-        if names == ["attention.output.weight"]:
-            q_rows = value.shape[1]
-        elif names[0] in ("embedding.weight", "head.weight"):
-            vocabulary_rows = value.shape[0]
-    for key, value in ((k, v) for held in stored.values() for k, v in held.items()):
-        letters = "".join(name[-8] for name, _ in split.sections(key) if ".attention.qkv." in name)
-        if letters == "q" and value.shape[0] != q_rows:
-            raise ValueError(f"{key} has {value.shape[0]} rows, where the output projection takes {q_rows}")
-        if letters in ("k", "kv", "qkv"):
-            kv_rows = (value.shape[0] - (q_rows or 0) * ("q" in letters)) // len(letters.strip("q"))
-    if q_rows is None or kv_rows is None:
-        raise ValueError("the shards hold no attention weights: they are not a Llama's")
-    multiplier = kv_rows * tensor // (kv_heads * d)
-    if multiplier > 1 and kv_heads * multiplier > tensor:
-        raise ValueError(
-            f"the shards repeat {kv_heads} KV heads {multiplier} times, which is more than their {tensor} tensor ranks: NxD "
-            f"drops query heads then (it keeps {q_rows * tensor // d} of {heads}), so they cannot be used"
-        )
-    if q_rows * tensor != heads * d:
-        raise ValueError(
-            f"the shards hold {q_rows * tensor / d:g} of the model's {heads} query heads: the rest was lost when they were "
-            "written, or they are of another model"
-        )
-    if kv_rows * tensor != max(kv_heads, tensor) * d:
-        raise ValueError(
-            f"the shards hold {kv_rows * tensor / d:g} KV heads, replicas included; over {tensor} ranks this model's "
-            f"{kv_heads} make {max(kv_heads, tensor)}"
-        )
-    if (
-        vocabulary_rows is not None
-        and not 0 <= vocabulary_rows * tensor - model.vocab_size < PADDING * tensor
-    ):
-        raise ValueError(
-            f"the shards hold {vocabulary_rows * tensor} rows of the vocabulary, the model has {model.vocab_size}"
-        )
+@dataclass(frozen=True)
+class _LocalRows:
+    """Rows of a rank's shards, d rows per head.
+
+    Attributes:
+        q: of Q, which are the columns of the output projection.
+        kv: of K, and of V.
+        vocabulary: of embedding and head, with padding; None if neither is there.
+    """
+
+    q: int
+    kv: int
+    vocabulary: int | None
+
+
+def _detect_split(
+    shards: Iterable[Tensors], model: Model, tensor: int, layout: NxDLayout | None
+) -> TensorSplit:
+    """How the shards were split, from the shapes of their tensors.
+
+    Raises:
+        ProfileError: ranks share KV heads and `layout` is None.
+        ValueError: heads or vocabulary rows are missing, or are another model's.
+    """
+    rows = _local_rows(shards, TensorSplit(model, tensor))
+    multiplier = rows.kv * tensor // (model.num_key_value_heads * model.head_dim)
+    _check_heads(rows, model, tensor, multiplier)
+    _check_vocabulary(rows, model, tensor)
     if multiplier > 1 and layout is None:
         reason = f"is missing: {multiplier} ranks share each KV head, and files cannot show which layout they are in"
-        raise ProfileError("--nxd-layout", None, reason, ["trn1", "trn2"])
-    log.info(
-        "NxD shards of %d tensor ranks, KV multiplier %d, layout %s", tensor, multiplier, layout or "trn1"
-    )
-    return Split(model, tensor, layout or "trn1", vocabulary_rows)
+        raise ProfileError("--nxd-layout", None, reason, list(NXD_LAYOUTS))
+    layout = layout or "trn1"
+    log.info("NxD shards of %d tensor ranks, KV multiplier %d, layout %s", tensor, multiplier, layout)
+    return TensorSplit(model, tensor, layout, rows.vocabulary)
 
 
-def files(
-    weights: Weights, tensor: int, pipeline: int, layout: Layout | None = None, form: Form | None = None
+def _local_rows(shards: Iterable[Tensors], split: TensorSplit) -> _LocalRows:
+    """Measure the shards; raises ValueError if Q and the output projection disagree, or attention is missing."""
+    attention: list[tuple[str, str, int]] = []  # (key, stacked letters of q, k and v, rows)
+    q = kv = vocabulary = None
+    for key, stored in (item for tensors in shards for item in tensors.items()):
+        weights = [section.weight for section in split.sections(key)]
+        letters = "".join(re.findall(r"\.attention\.qkv\.([qkv])\.", " ".join(weights)))
+        if letters:
+            attention.append((key, letters, stored.shape[0]))
+        elif weights[0].endswith(".attention.output.weight"):
+            q = stored.shape[1]
+        elif weights[0] in ("embedding.weight", "head.weight"):
+            vocabulary = stored.shape[0]
+    for key, letters, rows in attention:
+        if letters == "q" and rows != q:
+            raise ValueError(f"{key}: {rows} rows, but the output projection has {q} columns")
+        if letters in ("k", "kv", "qkv"):
+            kv = (rows - (q or 0) * letters.count("q")) // len(letters.strip("q"))
+    if q is None or kv is None:
+        raise ValueError("the shards have no attention weights; they are not a Llama's")
+    return _LocalRows(q, kv, vocabulary)
+
+
+def _check_heads(rows: _LocalRows, model: Model, tensor: int, multiplier: int) -> None:
+    heads, kv_heads, d = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    if multiplier > 1 and kv_heads * multiplier > tensor:
+        raise ValueError(
+            f"the shards repeat {kv_heads} KV heads {multiplier} times, more than their {tensor} tensor ranks: NxD then "
+            f"drops query heads ({rows.q * tensor // d} of {heads} are left), so they cannot be used"
+        )
+    if rows.q * tensor != heads * d:
+        raise ValueError(
+            f"the shards hold {rows.q * tensor / d:g} of the model's {heads} query heads; NxD lost the others, or they "
+            "are of another model"
+        )
+    if rows.kv * tensor != max(kv_heads, tensor) * d:
+        raise ValueError(
+            f"the shards hold {rows.kv * tensor / d:g} KV heads with replicas; this model's {kv_heads} over {tensor} ranks "
+            f"are {max(kv_heads, tensor)}"
+        )
+
+
+def _check_vocabulary(rows: _LocalRows, model: Model, tensor: int) -> None:
+    if rows.vocabulary is None:
+        return
+    padding = rows.vocabulary * tensor - model.vocab_size
+    if not 0 <= padding < PADDING * tensor:
+        raise ValueError(
+            f"the shards hold {rows.vocabulary * tensor} rows of the vocabulary; the model has {model.vocab_size}"
+        )
+
+
+def shard_files(
+    weights: Weights,
+    tensor: int,
+    pipeline: int,
+    layout: NxDLayout | None = None,
+    form: QKVForm | None = None,
 ) -> list[ShardFile]:
     """The files to write, in the trn1 layout.
 
     Raises:
-        ProfileError: a degree that the model cannot have, the trn2 layout where it would be wrong.
+        ProfileError: NxD has no names for this model, `form` does not fit it, or the trn2 layout would be wrong.
     """
     model = weights.model
     if model.architecture != "llama" or model.attention_bias or model.mlp_bias:
-        raise ProfileError("--to", "nxd", "NxD's names are for Llamas without biases", ["hf", "trainshed"])
-    split = Split(model, tensor)
+        reason = "only Llamas without biases can be written as NxD shards"
+        raise ProfileError("--to", "nxd", reason, ["hf", "trainshed"])
+    split = TensorSplit(model, tensor)
     if layout == "trn2" and split.multiplier > 1:
-        reason = f"with {split.multiplier} ranks to a KV head, NxD's trn2 layout lets ranks hold query heads of another group"
+        reason = f"with {split.multiplier} ranks per KV head, ranks hold query heads of another group in this layout"
         raise ProfileError("--nxd-layout", layout, reason, ["trn1"])
-    form = form or ("coalesced" if model.num_key_value_heads == model.num_attention_heads else "separate")
-    if form == "coalesced" and model.num_key_value_heads != model.num_attention_heads:
-        raise ProfileError(
-            "--nxd-qkv", form, "is of models with a KV head for each query head", ["separate", "fused"]
-        )
+    multi_head = model.num_key_value_heads == model.num_attention_heads
+    form = form or ("coalesced" if multi_head else "separate")
+    if form == "coalesced" and not multi_head:
+        reason = "requires a KV head for each query head"
+        raise ProfileError("--nxd-qkv", form, reason, ["separate", "fused"])
     log.info(
         "NxD shards for %d tensor ranks, KV multiplier %d, layout trn1, %s Q, K and V",
         tensor,
         split.multiplier,
         form,
     )
-    made = []
-    for stage, layers in enumerate(stage_layers(model.num_hidden_layers, pipeline)):
-        for rank in range(tensor):
-            entries = []
-            for key in keys(model, layers, form):
-                shape, boxes = split.boxes(key, rank)
-                if key == "lm_head.weight" and model.tie_word_embeddings:
-                    boxes = [_renamed(box) for box in boxes]
-                first = split.sections(key)[0][0]
-                dtype = weights.dtype_of(first if first in weights.shapes else "embedding.weight")
-                entries.append(Entry(key, shape, dtype, partial(_rows, weights, boxes)))
-            made.append(ShardFile(f"model/dp_rank_00_tp_rank_{rank:02}_pp_rank_{stage:02}.pt", entries))
-    return made
+    return [
+        ShardFile(
+            f"model/dp_rank_00_tp_rank_{rank:02}_pp_rank_{stage:02}.pt",
+            [_entry(weights, split, key, rank) for key in stage_keys(model, layers, form)],
+        )
+        for stage, layers in enumerate(stage_layers(model.num_hidden_layers, pipeline))
+        for rank in range(tensor)
+    ]
 
 
-def _renamed(box: Box) -> Box:
-    return Box("embedding.weight", box.shape, box.offsets, box.sizes, box.local_offsets)
+def _entry(weights: Weights, split: TensorSplit, key: str, rank: int) -> Entry:
+    """A tensor of a rank's file; a tied head is written from the embedding."""
+    shape, boxes = split.boxes(key, rank)
+    if key == "lm_head.weight" and weights.model.tie_word_embeddings:
+        boxes = [replace(box, name="embedding.weight") for box in boxes]
+    weight = split.sections(key)[0].weight
+    dtype = weights.dtype_of(weight if weight in weights.shapes else "embedding.weight")
+    return Entry(key, shape, dtype, partial(_rows, weights, boxes))
 
 
 def _rows(weights: Weights, boxes: list[Box], low: int, high: int) -> Iterator[Tensor]:
-    """Rows [low, high) of a rank's tensor, but for padding at its end."""
+    """Rows [low, high) of a rank's tensor, without padding at its end."""
     for box in boxes:
         top = box.local_offsets[0]
         first, stop = max(low, top), min(high, top + box.sizes[0])
@@ -227,16 +277,16 @@ def _rows(weights: Weights, boxes: list[Box], low: int, high: int) -> Iterator[T
             yield from weights.blocks(box.name, offsets, (stop - first, *box.sizes[1:]))
 
 
-class ShardFile(FilledFile):
-    """A rank's file, as torch.save writes it."""
+class ShardFile(PreallocatedFile):
+    """A rank's file, in torch.save's format."""
 
     def prepare(self, path: Path) -> Mapping[str, int]:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Tensors without memory: torch.save leaves room for their bytes, and torch.load says where that is.
+        # With tensors without memory torch.save reserves the space of their elements, and torch.load returns its offsets.
         with FakeTensorMode():
-            form = {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in self.entries}
+            tensors = {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in self.entries}
         with skip_data(materialize_fake_tensors=True):
-            torch.save(form, path)
+            torch.save(tensors, path)
         with FakeTensorMode():
-            made = torch.load(path, weights_only=True)
-        return {name: tensor.untyped_storage()._checkpoint_offset for name, tensor in made.items()}
+            loaded = torch.load(path, weights_only=True)
+        return {name: tensor.untyped_storage()._checkpoint_offset for name, tensor in loaded.items()}

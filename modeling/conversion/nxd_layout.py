@@ -1,14 +1,14 @@
-"""NxD's shards: which piece of which weight lies in which rank's file, for reading and for writing.
+"""NxD shards: which part of which weight each rank's file holds, for reading and writing.
 
-A file belongs to a tensor rank of a pipeline stage and holds its tensors by name; a tensor is pieces of one or more global
-weights stacked along dim 0 ([q; k; v], [gate; up]). Rows are split for Q, K, V, gate, up, embedding and head, columns
-for the two projections onto the residual stream; norms are whole everywhere. Layers keep their global numbers.
+The file of a tensor rank of a pipeline stage holds tensors by name; each is one or more sections stacked along dim 0 ([q; k;
+v], [gate; up]), a section being this rank's shard of a global weight. Q, K, V, gate, up, embedding and head are split by
+rows, the two projections onto the residual stream by columns; norms are replicated. Layers keep their global numbers.
 
 With fewer KV heads than tensor ranks, m = tensor / KV heads ranks hold the same KV head. In the trn1 layout K and V are
-repeated as a whole ([K0 ... Kn-1] m times), so rank t = i · KV heads + j holds KV head j, and to meet it the Q heads of chunk
-j · m + i (of heads / tensor each); the columns of o_proj follow Q. The trn2 layout repeats K and V in the same way but leaves
-Q in its natural order, so that most ranks hold Q heads of another group: merged it is right, as it lies it is not. Names and
-shapes are equal in both, so files cannot say which one they are.
+repeated as a block ([K0 ... Kn-1] m times), so rank t = i · KV heads + j holds KV head j, and to match it the Q heads of
+chunk j · m + i (of heads / tensor each); the columns of o_proj follow Q. The trn2 layout repeats K and V in the same way but
+keeps Q in its natural order, so most ranks hold Q heads of another group: merging such shards is correct, training on them is
+not. Both layouts have the same names and shapes, so files cannot show which one they are in.
 """
 
 from __future__ import annotations
@@ -18,56 +18,93 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
-from modeling.conversion.weights import shapes
+from modeling.conversion.weights import global_shapes
 from parallel.layout import Box
 from profiles.model import Model
 
-Layout = Literal["trn1", "trn2"]
-Form = Literal["separate", "fused", "coalesced"]
-LAYOUTS = ("trn1", "trn2")
-# Of Q, K and V: the tensors' names, and our weights in each.
-FORMS: dict[str, dict[str, str]] = {
+NxDLayout = Literal["trn1", "trn2"]
+QKVForm = Literal["separate", "fused", "coalesced"]
+NXD_LAYOUTS = ("trn1", "trn2")
+# By form of Q, K and V: the names of their tensors, and which of q, k and v each stacks.
+QKV_FORMS: dict[str, dict[str, str]] = {
     "separate": {"weight_q": "q", "weight_k": "k", "weight_v": "v"},
     "fused": {"weight_qkv": "qkv"},
     "coalesced": {"weight": "qkv"},
 }
 
-# How a weight is split.
-_Q, _KV, _ROWS, _VOCABULARY = "heads of Q", "heads of K and V", "rows", "rows of the vocabulary"
-_Q_COLUMNS, _COLUMNS, _WHOLE = "columns, as Q", "columns", "whole"
-_HEADS = {letter: (f"layers.{{}}.attention.qkv.{letter}", _Q if letter == "q" else _KV) for letter in "qkv"}
-_OUTPUT, _DOWN = ("layers.{}.attention.output", _Q_COLUMNS), ("layers.{}.mlp.down", _COLUMNS)
-_GATE, _UP = ("layers.{}.mlp.gate_up.gate", _ROWS), ("layers.{}.mlp.gate_up.up", _ROWS)
-_NORMS = ("layers.{}.attention_norm", _WHOLE), ("layers.{}.mlp_norm", _WHOLE)
-_EMBEDDING, _NORM, _HEAD = ("embedding", _VOCABULARY), ("norm", _WHOLE), ("head", _VOCABULARY)
+
+class Split(Enum):
+    """How a weight is split over tensor ranks: along `dim`, or not at all if that is None."""
+
+    def __init__(self, _: str, dim: int | None) -> None:
+        self.dim = dim
+
+    Q_HEADS = "q heads", 0
+    KV_HEADS = "kv heads", 0
+    ROWS = "rows", 0
+    VOCABULARY = "vocabulary", 0
+    Q_COLUMNS = "q columns", 1  # in the order of the Q heads
+    COLUMNS = "columns", 1
+    REPLICATED = "replicated", None
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of an NxD tensor: this rank's shard of one of our weights.
+
+    Attributes:
+        weight: our name; a template with {} for the layer's number in the tables below.
+        split: over tensor ranks.
+    """
+
+    weight: str
+    split: Split
+
+
+_QKV = {
+    letter: Section(
+        f"layers.{{}}.attention.qkv.{letter}.weight", Split.Q_HEADS if letter == "q" else Split.KV_HEADS
+    )
+    for letter in "qkv"
+}
+_OUTPUT = Section("layers.{}.attention.output.weight", Split.Q_COLUMNS)
+_GATE = Section("layers.{}.mlp.gate_up.gate.weight", Split.ROWS)
+_UP = Section("layers.{}.mlp.gate_up.up.weight", Split.ROWS)
+_DOWN = Section("layers.{}.mlp.down.weight", Split.COLUMNS)
+_ATTENTION_NORM = Section("layers.{}.attention_norm.weight", Split.REPLICATED)
+_MLP_NORM = Section("layers.{}.mlp_norm.weight", Split.REPLICATED)
+_EMBEDDING = Section("embedding.weight", Split.VOCABULARY)
+_NORM = Section("norm.weight", Split.REPLICATED)
+_HEAD = Section("head.weight", Split.VOCABULARY)
 
 _LAYER = "model.layers.{}"
-NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+NAMES: dict[str, tuple[Section, ...]] = {
     "model.embed_tokens.weight": (_EMBEDDING,),
-    f"{_LAYER}.input_layernorm.weight": (_NORMS[0],),
+    f"{_LAYER}.input_layernorm.weight": (_ATTENTION_NORM,),
     **{
-        f"{_LAYER}.self_attn.qkv_proj.{name}": tuple(_HEADS[letter] for letter in letters)
-        for form in FORMS.values()
+        f"{_LAYER}.self_attn.qkv_proj.{name}": tuple(_QKV[letter] for letter in letters)
+        for form in QKV_FORMS.values()
         for name, letters in form.items()
     },
-    **{f"{_LAYER}.self_attn.{letter}_proj.weight": (_HEADS[letter],) for letter in "qkv"},
+    **{f"{_LAYER}.self_attn.{letter}_proj.weight": (_QKV[letter],) for letter in "qkv"},
     f"{_LAYER}.self_attn.o_proj.weight": (_OUTPUT,),
-    f"{_LAYER}.post_attention_layernorm.weight": (_NORMS[1],),
+    f"{_LAYER}.post_attention_layernorm.weight": (_MLP_NORM,),
     f"{_LAYER}.mlp.gate_up_proj.weight": (_GATE, _UP),
     f"{_LAYER}.mlp.down_proj.weight": (_DOWN,),
     "model.norm.weight": (_NORM,),
     "lm_head.weight": (_HEAD,),
 }
 _ENCODER = "language_model.encoder.layers.{}"
-MEGATRON: dict[str, tuple[tuple[str, str], ...]] = {
+MEGATRON: dict[str, tuple[Section, ...]] = {
     "language_model.embedding.word_embeddings.weight": (_EMBEDDING,),
-    f"{_ENCODER}.input_layernorm.weight": (_NORMS[0],),
-    f"{_ENCODER}.self_attention.query.weight": (_HEADS["q"],),
-    f"{_ENCODER}.self_attention.key_value.weight": (_HEADS["k"], _HEADS["v"]),
+    f"{_ENCODER}.input_layernorm.weight": (_ATTENTION_NORM,),
+    f"{_ENCODER}.self_attention.query.weight": (_QKV["q"],),
+    f"{_ENCODER}.self_attention.key_value.weight": (_QKV["k"], _QKV["v"]),
     f"{_ENCODER}.self_attention.dense.weight": (_OUTPUT,),
-    f"{_ENCODER}.post_attention_layernorm.weight": (_NORMS[1],),
+    f"{_ENCODER}.post_attention_layernorm.weight": (_MLP_NORM,),
     f"{_ENCODER}.mlp.dense_h_to_4h.weight": (_GATE, _UP),
     f"{_ENCODER}.mlp.dense_4h_to_h.weight": (_DOWN,),
     "language_model.encoder.final_layernorm.weight": (_NORM,),
@@ -77,103 +114,112 @@ _NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
-class Split:
-    """How NxD spreads a model over tensor ranks.
+class TensorSplit:
+    """How NxD splits a model over tensor ranks.
 
-    Args:
-        model: a Llama; NxD has no names for biases.
-        tensor: degree.
-        layout: matters where tensor is more than the KV heads.
-        vocabulary_rows: of the embedding on each rank, padding included; None where only what does not divide is padded.
+    Attributes:
+        model: the architecture.
+        tensor: tensor degree.
+        layout: matters only if `tensor` exceeds the number of KV heads.
+        vocabulary_rows: rows of the embedding per rank, with padding; None pads to a multiple of the degree.
     """
 
     model: Model
     tensor: int
-    layout: Layout = "trn1"
+    layout: NxDLayout = "trn1"
     vocabulary_rows: int | None = None
 
     @property
     def multiplier(self) -> int:
-        """How many ranks hold the same KV head: m."""
+        """Number of ranks that hold the same KV head: m."""
         return max(1, self.tensor // self.model.num_key_value_heads)
 
-    def sections(self, key: str) -> list[tuple[str, str]]:
-        """Our weights that a tensor of this name is stacked of, and how each is split.
+    def sections(self, key: str) -> list[Section]:
+        """The sections of the NxD tensor `key`, in the order they are stacked.
 
         Raises:
-            ValueError: NxD has no tensor of this name.
+            ValueError: NxD's Llama has no tensor of this name.
         """
         layer = _NUMBER.search(key)
         template = _NUMBER.sub("{}", key)
         found = NAMES.get(template) or MEGATRON.get(template.removeprefix("model."))
         if found is None:
-            raise ValueError(f"{key} is not a tensor of NxD's Llama")
+            raise ValueError(f"{key}: not a tensor of NxD's Llama")
         number = layer.group() if layer else ""
-        return [(f"{name.format(number)}.weight", split) for name, split in found]
+        return [Section(section.weight.format(number), section.split) for section in found]
 
     def boxes(self, key: str, rank: int) -> tuple[tuple[int, ...], list[Box]]:
-        """Shape of a tensor in a rank's file, and the boxes of global weights in it; padding has none."""
+        """The local shape of tensor `key` on a tensor rank, and the boxes of our weights in it (padding has none)."""
         row, boxes, local = 0, [], []
-        for name, split in self.sections(key):
-            if name not in self._shapes:
-                raise ValueError(f"{key} is not a tensor of this model")
-            shape = self._shapes[name]
+        for section in self.sections(key):
+            if section.weight not in self._shapes:
+                raise ValueError(f"{key}: not a tensor of this model")
+            shape = self._shapes[section.weight]
             offsets, sizes, local = [0] * len(shape), list(shape), list(shape)
-            replicas, replica = (self.tensor, rank) if split == _WHOLE else (1, 0)
-            if split != _WHOLE:
-                dim = 1 if split in (_COLUMNS, _Q_COLUMNS) else 0
-                index, piece = self._place(split, shape[dim], rank)
-                local[dim] = piece
-                offsets[dim] = min(index * piece, shape[dim])
-                sizes[dim] = min(piece, shape[dim] - offsets[dim])
-            if split == _KV and self.multiplier > 1:
-                replicas, replica = self.multiplier, rank // self.model.num_key_value_heads
+            dim = section.split.dim
+            if dim is not None:
+                index, length = self._shard(section.split, shape[dim], rank)
+                local[dim] = length
+                offsets[dim] = min(index * length, shape[dim])
+                sizes[dim] = min(length, shape[dim] - offsets[dim])
             if all(sizes):
-                at = (row, *[0] * (len(shape) - 1))
-                boxes.append(Box(name, shape, tuple(offsets), tuple(sizes), at, replicas, replica))
+                local_offsets = (row, *[0] * (len(shape) - 1))
+                replicas = self._replicas(section.split, rank)
+                boxes.append(
+                    Box(section.weight, shape, tuple(offsets), tuple(sizes), local_offsets, *replicas)
+                )
             row += local[0]
         return (row, *local[1:]), boxes
 
-    def _place(self, split: str, size: int, rank: int) -> tuple[int, int]:
-        """Which piece a rank holds, and how long each is."""
+    def _shard(self, split: Split, size: int, rank: int) -> tuple[int, int]:
+        """(index of the rank's shard, length of a shard) along the split dim of this size."""
         kv_heads, m = self.model.num_key_value_heads, self.multiplier
-        if split == _KV and m > 1:
+        if split is Split.KV_HEADS and m > 1:
             return rank % kv_heads, size // kv_heads
-        if split in (_Q, _Q_COLUMNS) and m > 1 and self.layout == "trn1":
+        if split in (Split.Q_HEADS, Split.Q_COLUMNS) and m > 1 and self.layout == "trn1":
             return rank % kv_heads * m + rank // kv_heads, size // self.tensor
-        if split == _VOCABULARY and self.vocabulary_rows:
+        if split is Split.VOCABULARY and self.vocabulary_rows:
             return rank, self.vocabulary_rows
         return rank, math.ceil(size / self.tensor)
 
+    def _replicas(self, split: Split, rank: int) -> tuple[int, int]:
+        """(number of ranks with the same shard, index of this rank among them)."""
+        if split is Split.REPLICATED:
+            return self.tensor, rank
+        if split is Split.KV_HEADS and self.multiplier > 1:
+            return self.multiplier, rank // self.model.num_key_value_heads
+        return 1, 0
+
     @property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
-        known = shapes(self.model)
-        # A tied head is there under its own name too.
-        return known | {"head.weight": known["embedding.weight"]} if self.model.tie_word_embeddings else known
+        shapes = global_shapes(self.model)
+        # NxD also stores a tied head.
+        return (
+            shapes | {"head.weight": shapes["embedding.weight"]} if self.model.tie_word_embeddings else shapes
+        )
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
-    """NxD's pipeline stages: layers divided evenly, the remainder on the last ones."""
-    each, more = divmod(layers, stages)
-    bounds = [stage * each + max(0, stage - (stages - more)) for stage in range(stages + 1)]
+    """NxD's pipeline stages: layers divided evenly, the remainder on the last stages."""
+    quotient, remainder = divmod(layers, stages)
+    bounds = [stage * quotient + max(0, stage - (stages - remainder)) for stage in range(stages + 1)]
     return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 
-def keys(model: Model, layers: range, form: Form) -> Iterator[str]:
-    """The names in the file of a stage, as the converter of NxD writes them."""
-    last = model.num_hidden_layers - 1
+def stage_keys(model: Model, layers: range, form: QKVForm) -> Iterator[str]:
+    """The names of the tensors in a stage's file, as NxD's converter writes them."""
     if 0 in layers:
         yield "model.embed_tokens.weight"
-    if last in layers:
+    if model.num_hidden_layers - 1 in layers:
         yield "model.norm.weight"
         yield "lm_head.weight"
-    heads = [f"self_attn.qkv_proj.{name}" for name in FORMS[form]]
-    rest = (
-        "self_attn.o_proj",
-        "mlp.gate_up_proj",
-        "mlp.down_proj",
-        "input_layernorm",
-        "post_attention_layernorm",
+    names = (
+        *(f"self_attn.qkv_proj.{name}" for name in QKV_FORMS[form]),
+        "self_attn.o_proj.weight",
+        "mlp.gate_up_proj.weight",
+        "mlp.down_proj.weight",
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
     )
     for layer in layers:
-        yield from (f"model.layers.{layer}.{name}" for name in (*heads, *(f"{name}.weight" for name in rest)))
+        yield from (f"model.layers.{layer}.{name}" for name in names)

@@ -1,6 +1,6 @@
-"""Files of tensors that are written in slices: made empty at their full size first, then filled in place.
+"""Files of tensors, written in slices: created at their full size, then filled in place.
 
-What is written next is asked of the source when it is due, so a file costs a slice of memory, whatever its size.
+Each slice is read from the source when it is due, so writing needs the memory of a few slices, whatever the file's size.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from torch import Tensor
 
 from parallel.checkpoint.writer import bytes_of
 
-SLICES = 2  # of a file, written at a time
-READ = 1 << 22  # bytes that are hashed at a time
+SLICES = 2  # slices of a file written concurrently
+READ = 1 << 22  # bytes hashed at a time
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written.
+    """A tensor to write.
 
     Attributes:
-        name: in the file.
-        shape, dtype: in the file.
-        rows: gives its rows [low, high) as tensors that follow each other, fewer where the last ones are padding, which
-            stays zero.
+        name, shape, dtype: in the file.
+        rows: (low, high) -> rows [low, high) as consecutive tensors; fewer rows at the end leave zeros as padding.
     """
 
     name: str
@@ -50,10 +48,10 @@ class Entry:
 
 
 class File(ABC):
-    """A file of a checkpoint, to be written.
+    """A file of a checkpoint to write.
 
     Attributes:
-        name: its path in the checkpoint's folder.
+        name: its path relative to the checkpoint folder.
         nbytes: of its tensors.
     """
 
@@ -62,15 +60,15 @@ class File(ABC):
 
     @abstractmethod
     def write(self, path: Path, limit: int, progress: Callable[[int], None]) -> tuple[Any, str]:
-        """Write it with slices of at most `limit` bytes; `progress` is told of bytes as they are done.
+        """Write the file in slices of at most `limit` bytes; calls `progress` with the bytes of each slice.
 
         Returns:
-            JSON that its format wants to know of it when all files are written, and the sha256 of its contents.
+            JSON that the format needs once all files are written, and the sha256 of the file.
         """
 
 
-class FilledFile(File):
-    """A file that is made at its full size and then filled; its format says how it begins."""
+class PreallocatedFile(File):
+    """A file that is created at its full size and then filled; subclasses define its format."""
 
     def __init__(self, name: str, entries: list[Entry]) -> None:
         self.name, self.entries = name, entries
@@ -78,53 +76,53 @@ class FilledFile(File):
 
     @abstractmethod
     def prepare(self, path: Path) -> Mapping[str, int]:
-        """Make the file, all but the tensors' bytes; where each tensor's bytes begin."""
+        """Create the file without the tensors' elements; returns the offset of each tensor's elements."""
 
     def write(self, path: Path, limit: int, progress: Callable[[int], None]) -> tuple[None, str]:
         starts = self.prepare(path)
         with path.open("r+b", buffering=0) as file, ThreadPoolExecutor(SLICES) as pool:
 
-            def fill(piece: tuple[Entry, int, int]) -> int:
-                entry, low, high = piece
+            def fill(rows: tuple[Entry, int, int]) -> int:
+                entry, low, high = rows
                 begin = offset = starts[entry.name] + low * entry.row_bytes
                 for tensor in entry.rows(low, high):
                     offset = write_at(file.fileno(), tensor.to(entry.dtype), offset)
                     progress(tensor.nbytes)
                 return begin
 
-            # What lies before a piece in the making is as it stays: it is hashed while what follows is written.
-            hashed = Hashed(file.fileno())
-            for begin in pool.map(fill, self._pieces(limit, starts)):
-                hashed.follow(begin)
-            return None, hashed.finish()
+            # The file is final up to the oldest slice in progress: hash it while later slices are written.
+            hasher = FileHasher(file.fileno())
+            for begin in pool.map(fill, self._slices(limit, starts)):
+                hasher.advance(begin)
+            return None, hasher.finish()
 
-    def _pieces(self, limit: int, starts: Mapping[str, int]) -> Iterator[tuple[Entry, int, int]]:
+    def _slices(self, limit: int, starts: Mapping[str, int]) -> Iterator[tuple[Entry, int, int]]:
         for entry in sorted(self.entries, key=lambda entry: starts[entry.name]):
             rows = max(1, limit // entry.row_bytes)
             for low in range(0, entry.shape[0], rows):
                 yield entry, low, min(low + rows, entry.shape[0])
 
 
-class Hashed:
-    """The sha256 of a file that is written from its beginning to its end."""
+class FileHasher:
+    """Incremental sha256 of a file that is written front to back."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._at, self._digest = descriptor, 0, hashlib.sha256()
 
-    def follow(self, stop: int) -> None:
-        """Hash on to this offset, up to which the file is written."""
+    def advance(self, stop: int) -> None:
+        """Hash up to offset `stop`, before which the file is final."""
         while data := os.pread(self._descriptor, min(READ, max(0, stop - self._at)), self._at):
             self._digest.update(data)
             self._at += len(data)
 
     def finish(self) -> str:
-        """Hash what is left; in hexadecimal."""
-        self.follow(os.fstat(self._descriptor).st_size)
+        """Hash the rest of the file; returns the hexadecimal digest."""
+        self.advance(os.fstat(self._descriptor).st_size)
         return self._digest.hexdigest()
 
 
 def write_at(descriptor: int, tensor: Tensor, offset: int) -> int:
-    """Write a tensor's bytes at an offset of a file; returns where they end. What is mapped is written from where it lies."""
+    """Write a tensor at an offset of a file without copying it; returns the end offset."""
     data = bytes_of(tensor)
     while data:
         count = os.pwrite(descriptor, data, offset)
@@ -132,7 +130,7 @@ def write_at(descriptor: int, tensor: Tensor, offset: int) -> int:
     return offset
 
 
-def digest(path: Path) -> str:
-    """sha256 of a file's contents, in hexadecimal."""
+def file_sha256(path: Path) -> str:
+    """Hexadecimal sha256 of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

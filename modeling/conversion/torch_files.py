@@ -1,8 +1,8 @@
-"""Tensors in files of torch.save, mapped into memory and unpickled with care.
+"""Read torch.save files lazily (memory-mapped) with restricted unpickling.
 
-Nothing but tensors and containers is unpickled (torch's `weights_only`), and one class more: torch_xla writes its "xser" form
-with a `TensorReference` of a number N in place of each tensor, which lies in `<file>.tensors/tensor_N.pt`. torch_xla itself is
-not needed. A file costs address space, not memory, until its tensors are read; files older than torch 1.6 are read whole.
+Only tensors and containers are unpickled (torch's `weights_only`), and torch_xla's `TensorReference`: in its "xser" form each
+tensor is replaced by a reference with a number N, and stored in `<file>.tensors/tensor_N.pt`. torch_xla is not needed. Files
+from before torch 1.6 cannot be mapped and are read into memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 OPEN_FILES = 256
-_ONE_AT_A_TIME = threading.Lock()  # which classes torch.load lets through is a setting of the process
+_SAFE_GLOBALS = threading.Lock()  # the classes that torch.load accepts are global to the process
 log = logging.getLogger("trainshed")
 
 
@@ -32,23 +32,23 @@ class TensorReference:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: its shape, its type, and how to map it into memory."""
+class LazyTensor:
+    """A tensor in a file: its shape, its dtype, and a function that maps it into memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     open: Callable[[], Tensor]
 
 
-def read(path: Path) -> dict[str, Stored]:
-    """Every tensor of a file by its name; of a training run's whole state, those of its model.
+def read(path: Path) -> dict[str, LazyTensor]:
+    """Every tensor of a file by name; of a training state, those of its model.
 
     Raises:
-        ValueError: the file is refused, is damaged, or holds no tensors by name.
+        ValueError: the file is rejected, is corrupted, or is not a dictionary of tensors.
     """
     content = _model(_load(path))
     if content is None:
-        raise ValueError(f"{path} holds no tensors by name")
+        raise ValueError(f"{path}: not a dictionary of tensors")
     found = {}
     for name, value in content.items():
         if isinstance(value, TensorReference):
@@ -56,14 +56,14 @@ def read(path: Path) -> dict[str, Stored]:
         elif isinstance(value, Tensor):
             opened = partial(_named, path, name)
         else:
-            continue  # a training run's numbers beside the weights
+            continue  # scalars in a training state
         tensor = opened()
-        found[name] = Stored(tuple(tensor.shape), tensor.dtype, opened)
+        found[name] = LazyTensor(tuple(tensor.shape), tensor.dtype, opened)
     return found
 
 
 def _model(content: Any) -> Mapping[str, Any] | None:
-    """The dictionary of names and tensors, which may lie under "model" or "state_dict"."""
+    """The dictionary of tensors, which may be nested under "model" or "state_dict"."""
     while isinstance(content, Mapping):
         if any(isinstance(value, Tensor | TensorReference) for value in content.values()):
             return content
@@ -78,10 +78,10 @@ def _named(path: Path, name: str) -> Tensor:
 def _referred(path: Path, name: str, reference: TensorReference) -> Tensor:
     number = getattr(reference, "tid", None)
     if type(number) is not int or number < 0:
-        raise ValueError(f"{path} is refused: {name} refers to {number!r}, which is no tensor's number")
+        raise ValueError(f"{path}: rejected: {name} refers to {number!r}, which is not a tensor number")
     tensor = _load(Path(f"{path}.tensors") / f"tensor_{number}.pt")
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{path}: {name} refers to tensor_{number}.pt, which holds no tensor")
+        raise ValueError(f"{path}: {name} refers to tensor_{number}.pt, which is not a tensor")
     return tensor
 
 
@@ -95,30 +95,30 @@ def _load(path: Path) -> Any:
     try:
         return _loaded(path, stamp(path))
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
+        raise ValueError(f"{path}: missing") from None
 
 
 @lru_cache(maxsize=OPEN_FILES)
 def _loaded(path: Path, _: tuple[int, int, int]) -> Any:
-    known = [(TensorReference, "torch_xla.utils.serialization.TensorReference")]
+    allowed = [(TensorReference, "torch_xla.utils.serialization.TensorReference")]
     try:
-        with _ONE_AT_A_TIME, torch.serialization.safe_globals(known):
+        with _SAFE_GLOBALS, torch.serialization.safe_globals(allowed):
             try:
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError as error:
                 if "mmap can only be used" not in str(error):
                     raise
             log.info(
-                "%s is in torch's oldest format: its %d MB are read whole",
+                "%s: in the format from before torch 1.6; reading all %d MB into memory",
                 path.name,
                 path.stat().st_size >> 20,
             )
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it would run {found[1]}" if found else "it is no plain pickle of tensors"
-        raise ValueError(f"{path} is refused: {what}, and only tensors are read") from None
+        reason = f"it would run {found[1]}" if found else "not a plain pickle of tensors"
+        raise ValueError(f"{path}: rejected: {reason}; only tensors are read") from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is damaged, or no file of torch.save: {str(error).partition(chr(10))[0]}"
+            f"{path}: corrupted, or not a torch.save file: {str(error).partition(chr(10))[0]}"
         ) from None

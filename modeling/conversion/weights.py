@@ -1,8 +1,8 @@
-"""A whole model's weights as global tensors in parts, wherever they lie: what conversion reads.
+"""A model's weights as global tensors in lazily read parts: the common form of every conversion source.
 
-A part is a box of a global tensor and how to map it into memory, so every source is the same to a reader: a Hugging Face file
-has one part a tensor, NxD's shards one a rank, a Trainshed checkpoint one an item. Names, shapes and boxes are those
-that the model's own layers declare. Reading a slice costs the slice; nothing else is held.
+A part is a box of a global tensor and a function that maps it into memory. A Hugging Face file has one part per tensor, NxD's
+shards one per rank, a Trainshed checkpoint one per stored box. Names and shapes are those that the model's layers declare.
+Reading a slice costs the memory of the slice.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a global tensor, and how to map it into memory.
+    """A box of a global tensor and how to map it into memory.
 
     Attributes:
         offsets, sizes: the box, in global coordinates.
-        dtype: as it is stored.
-        open: gives the box as a tensor of shape `sizes`, of any strides, not to be written to.
+        dtype: as stored.
+        open: returns the box as a read-only tensor of shape `sizes` with any strides.
     """
 
     offsets: tuple[int, ...]
@@ -41,59 +41,62 @@ class Part:
 
 
 class Weights:
-    """The parts of every global tensor of a model, each element once.
+    """The weights of a model; every element is in exactly one part.
 
     Args:
-        model: the architecture's numbers.
-        parts: by the names that our layers have.
-        dtype: to read as; None reads each tensor as it is stored.
+        model: the architecture.
+        parts: of every global tensor, by our name of it.
+        dtype: to read as; None reads each tensor as stored.
+
+    Attributes:
+        shapes: of every global tensor, by name.
 
     Raises:
-        ValueError: a tensor that is missing, incomplete, there twice, unknown or of a type that is no weight's; names it.
+        ValueError: a tensor is missing, incomplete, duplicated, unknown or of a wrong dtype; names it.
     """
 
     def __init__(
         self, model: Model, parts: Mapping[str, list[Part]], dtype: torch.dtype | None = None
     ) -> None:
         self.model, self.parts, self.dtype = model, dict(parts), dtype
-        self.shapes = shapes(model)
+        self.shapes = global_shapes(model)
         unknown = sorted(self.parts.keys() - self.shapes.keys())
         if unknown:
-            raise ValueError(f"there are tensors that the model does not have: {some(unknown)}")
+            raise ValueError(f"tensors that the model does not have: {summarize(unknown)}")
         missing = [name for name in self.shapes if not self.parts.get(name)]
         if missing:
-            raise ValueError(f"tensors of the model are missing: {some(missing)}")
+            raise ValueError(f"tensors of the model are missing: {summarize(missing)}")
         for name, shape in self.shapes.items():
             _check(name, shape, self.parts[name])
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The type that `read` gives a tensor in."""
+        """The dtype that `read` returns a tensor in."""
         return self.dtype or self.parts[name][0].dtype
 
     def nbytes(self) -> int:
-        """Of all tensors, as they are read."""
+        """Bytes of all tensors as read."""
         return sum(math.prod(shape) * self.dtype_of(name).itemsize for name, shape in self.shapes.items())
 
     def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """A box of a global tensor, of shape `sizes`; not to be written to, it may be the file itself."""
-        found = []
+        """A box of a global tensor, of shape `sizes`; read-only, it may be a view of the file."""
+        overlaps = []
         for part in self.parts[name]:
             low = [max(a, b) for a, b in zip(offsets, part.offsets, strict=True)]
             high = [
                 min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, part.offsets, part.sizes, strict=True)
             ]
             if all(a < b for a, b in zip(low, high, strict=True)):
-                found.append((part, low, high))
-        if len(found) == 1:
-            return _cut(*found[0]).to(self.dtype_of(name))
-        whole = torch.empty(sizes, dtype=self.dtype_of(name))
-        for part, low, high in found:
-            target = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
-            whole[target] = _cut(part, low, high)
-        return whole
+                overlaps.append((part, low, high))
+        if len(overlaps) == 1:
+            return _slice_part(*overlaps[0]).to(self.dtype_of(name))
+        tensor = torch.empty(sizes, dtype=self.dtype_of(name))
+        for part, low, high in overlaps:
+            index = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+            tensor[index] = _slice_part(part, low, high)
+        return tensor
 
     def blocks(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Tensor]:
-        """The same box as tensors whose rows follow each other, cut where parts begin: a block of one part is not copied."""
+        """The same box as consecutive blocks of rows, cut where parts begin; a block of one part is not copied."""
         low, high = offsets[0], offsets[0] + sizes[0]
         edges = {
             edge for part in self.parts[name] for edge in (part.offsets[0], part.offsets[0] + part.sizes[0])
@@ -103,7 +106,8 @@ class Weights:
             yield self.read(name, (start, *offsets[1:]), (stop - start, *sizes[1:]))
 
 
-def _cut(part: Part, low: list[int], high: list[int]) -> Tensor:
+def _slice_part(part: Part, low: list[int], high: list[int]) -> Tensor:
+    """Elements [low, high) of a part, in global coordinates."""
     return part.open()[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, part.offsets, strict=True))]
 
 
@@ -112,22 +116,20 @@ def _check(name: str, shape: tuple[int, ...], parts: list[Part]) -> None:
         if len(part.sizes) != len(shape) or any(
             o + s > n for o, s, n in zip(part.offsets, part.sizes, shape, strict=True)
         ):
-            raise ValueError(f"{name} is of shape {part.sizes}, the model's is {shape}")
+            raise ValueError(f"{name}: shape {part.sizes}, the model has {shape}")
         if part.dtype not in TYPES or part.dtype != parts[0].dtype:
             kinds = sorted({str(each.dtype).removeprefix("torch.") for each in parts})
-            raise ValueError(
-                f"{name} is of type {' and '.join(kinds)}, a weight is float32, bfloat16 or float16"
-            )
+            raise ValueError(f"{name}: dtype {' and '.join(kinds)}; weights are float32, bfloat16 or float16")
     if len({part.offsets for part in parts}) != len(parts):
-        raise ValueError(f"{name} is there twice")
-    held, wanted = sum(math.prod(part.sizes) for part in parts), math.prod(shape)
-    if held != wanted:
-        raise ValueError(f"{name} has {held:,} elements of {wanted:,}: shape {shape}")
+        raise ValueError(f"{name}: duplicate tensor")
+    found, needed = sum(math.prod(part.sizes) for part in parts), math.prod(shape)
+    if found != needed:
+        raise ValueError(f"{name}: {found:,} of the {needed:,} elements of shape {shape}")
 
 
 @lru_cache(maxsize=4)
-def shapes(model: Model) -> Mapping[str, tuple[int, ...]]:
-    """Name and shape of every global tensor of a model, in the order of its layers."""
+def global_shapes(model: Model) -> Mapping[str, tuple[int, ...]]:
+    """The unpadded shape of every global tensor of a model by name, in the order of its layers."""
     built = MODELS[model.architecture](model, Mesh(rank=0), device=torch.device("meta"))
     return {
         box.name: box.shape
@@ -139,13 +141,13 @@ def shapes(model: Model) -> Mapping[str, tuple[int, ...]]:
 def slices(
     offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int, limit: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """A box cut along its first dim into boxes of at most `limit` bytes, but of a row at least."""
+    """Cut a box along dim 0 into (offsets, sizes) of at most `limit` bytes, but at least one row."""
     rows = max(1, limit // (math.prod(sizes[1:]) * itemsize))
     for start in range(0, sizes[0], rows):
         yield (offsets[0] + start, *offsets[1:]), (min(rows, sizes[0] - start), *sizes[1:])
 
 
-def some(names: list[str]) -> str:
-    """The first few names, and how many there are."""
+def summarize(names: list[str]) -> str:
+    """The first three names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -52,7 +52,7 @@ def test_a_single_file_is_a_source(capsys, tmp_path):
         ([SOURCE, "--to", "hf", "--config", str(CASE / "hf")], "--nxd-layout: is missing"),
         ([SOURCE, *CONFIG], "--to: is missing"),
         (["/no/where", "--to", "hf"], "SOURCE = /no/where: there is no such file or folder"),
-        ([str(CASE), "--to", "hf"], "is no checkpoint"),
+        ([str(CASE), "--to", "hf"], "is not a checkpoint"),
         ([str(CASE / "hf"), "--to", "nxd", "--tensor", "3"], "--tensor = 3"),
     ],
 )

@@ -13,16 +13,16 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.checkpoint import CheckpointStep
 from tasks.step import Context
-from tests.modeling import nxd_shards as by_hand
+from tests.modeling.conversion import nxd_shards
 
-HEADS = {"num_attention_heads": by_hand.HEADS, "num_key_value_heads": by_hand.KV_HEADS}
+HEADS = {"num_attention_heads": nxd_shards.HEADS, "num_key_value_heads": nxd_shards.KV_HEADS}
 MODEL = {
-    "hidden_size": by_hand.HIDDEN,
-    "intermediate_size": by_hand.FFN,
-    "num_hidden_layers": by_hand.LAYERS,
+    "hidden_size": nxd_shards.HIDDEN,
+    "intermediate_size": nxd_shards.FFN,
+    "num_hidden_layers": nxd_shards.LAYERS,
     **HEADS,
-    "head_dim": by_hand.D,
-    "vocab_size": by_hand.VOCABULARY,
+    "head_dim": nxd_shards.D,
+    "vocab_size": nxd_shards.VOCABULARY,
     "max_position_embeddings": 64,
 }
 
@@ -31,8 +31,8 @@ MODEL = {
 def weights(tmp_path) -> Path:
     folder = tmp_path / "weights"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(by_hand.CONFIG))
-    save_file(by_hand.model(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(nxd_shards.CONFIG))
+    save_file(nxd_shards.model(), folder / "model.safetensors")
     return folder
 
 
@@ -61,15 +61,15 @@ def test_the_artifact_is_the_weights_split_as_the_profile_spreads_its_model(weig
 
 
 def test_weights_of_nxd_take_the_profiles_model(tmp_path, weights, store):
-    shards = by_hand.shards(by_hand.model(), 2, [range(4)])
-    folder = by_hand.save(shards, "model/dp_rank_00_tp_rank_{t:02}_pp_rank_{p:02}.pt", tmp_path / "nxd")
+    shards = nxd_shards.shards(nxd_shards.model(), 2, [range(4)])
+    folder = nxd_shards.save(shards, "model/dp_rank_00_tp_rank_{t:02}_pp_rank_{p:02}.pt", tmp_path / "nxd")
     run = profile(folder)
     assert same(weights, store.artifacts.path(CheckpointStep().run(Context(run, store))))
 
 
 def test_weights_of_another_model_are_refused_and_leave_no_artifact(weights, store):
     run = profile(weights, "model.intermediate_size=64")
-    with pytest.raises(ProfileError, match=r"init\.from = .*gate_proj\.weight is of shape \(48, 32\)"):
+    with pytest.raises(ProfileError, match=r"init\.from = .*gate_proj\.weight: shape \(48, 32\)"):
         CheckpointStep().run(Context(run, store))
     assert store.artifacts.find(CheckpointStep.kind, CheckpointStep().key(Context(run, store))) is None
 

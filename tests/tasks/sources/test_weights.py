@@ -12,13 +12,13 @@ from tasks.sources import weights
 from tasks.store.digest_cache import DigestCache
 from tests import s3
 from tests.hub import Hub
-from tests.modeling import nxd_shards as by_hand
+from tests.modeling.conversion import nxd_shards
 
 
 @pytest.fixture
 def files():
-    config = json.dumps(by_hand.CONFIG).encode()
-    return {"config.json": config, "model.safetensors": save(by_hand.model()), "README.md": b"a model"}
+    config = json.dumps(nxd_shards.CONFIG).encode()
+    return {"config.json": config, "model.safetensors": save(nxd_shards.model()), "README.md": b"a model"}
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_only_the_needed_files_of_a_repository_are_downloaded(files, hub, tmp_pa
     }
     commit = hub.commit("org/name", files | extra)
     with weights.fetch("org/name", None, tmp_path / "out") as folder:
-        assert torch.equal(embedding(folder), by_hand.model()["model.embed_tokens.weight"])
+        assert torch.equal(embedding(folder), nxd_shards.model()["model.embed_tokens.weight"])
     read = {path.rpartition("/")[2] for _, path, _ in hub.requests if "/resolve/" in path}
     assert read == {"config.json", "model.safetensors"}
     one = weights.identity("org/name", None, None, "init.from", DigestCache())
@@ -75,7 +75,7 @@ def test_an_interrupted_download_resumes_with_the_missing_files(files, tmp_path,
         assert set(before) == {"config.json", "model.safetensors"}
         (interrupted / "config.json").unlink()
         with weights.fetch(source, None, tmp_path / "out") as folder:
-            assert torch.equal(embedding(folder), by_hand.model()["model.embed_tokens.weight"])
+            assert torch.equal(embedding(folder), nxd_shards.model()["model.embed_tokens.weight"])
             assert times(folder).items() - before.items() == {
                 ("config.json", (folder / "config.json").stat().st_mtime_ns)
             }

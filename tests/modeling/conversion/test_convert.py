@@ -1,6 +1,7 @@
-"""Conversion of whole checkpoints: every form of Hugging Face's, interruption, damage, memory."""
+"""Conversion of checkpoints: Hugging Face forms, round trips, interruption, corrupted files, memory."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from modeling.conversion import convert as program
+from modeling.conversion import convert as convert_module
 from modeling.conversion import formats, huggingface, journal, native
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert
 from parallel.checkpoint.reader import Reader
 from profiles.errors import ProfileError
-from tests.modeling import nxd_shards as by_hand
+from tests.modeling.conversion import nxd_shards
 
 LLAMA = {
     "hidden_size": 32,
@@ -38,7 +39,7 @@ MODELS = {
 
 
 def save(model, folder: Path, **options) -> Path:
-    """A Hugging Face folder with random weights, biases too."""
+    """Save a Hugging Face model with random weights and biases."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -52,17 +53,17 @@ def llama(tmp_path) -> Path:
     return save(MODELS["llama"](), tmp_path / "hf")
 
 
-def same(one: Path, other: Path) -> bool:
+def equal(one: Path, other: Path) -> bool:
     return not differences(formats.read(one, None, None), formats.read(other, None, None), 1 << 20)
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_from_hugging_face_to_a_topology_and_back(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)  # so that there are several files, with an index
+def test_hugging_face_round_trips_through_a_topology(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)  # several files with an index
     monkeypatch.setattr(native, "FILE_BYTES", 20_000)
     source = save(make(), tmp_path / "hf", max_shard_size="20KB")
     expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
-    for name, degrees in {"whole": {}, "split": {"tensor": 4, "pipeline": 2}}.items():
+    for name, degrees in {"one": {}, "split": {"tensor": 4, "pipeline": 2}}.items():
         convert(source, tmp_path / name, Options("trainshed", **degrees))
         convert(tmp_path / name, tmp_path / f"back-{name}", Options("hf"))
         assert (tmp_path / f"back-{name}" / "model.safetensors.index.json").exists()
@@ -71,14 +72,14 @@ def test_from_hugging_face_to_a_topology_and_back(make, tmp_path, monkeypatch):
         assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_a_checkpoint_is_as_large_as_its_weights(llama, tmp_path):
+def test_checkpoint_is_as_large_as_its_weights(llama, tmp_path):
     convert(llama, tmp_path / "trainshed", Options("trainshed", tensor=2))
     stored = sum(path.stat().st_size for path in (tmp_path / "trainshed").glob("*.distcp"))
     weights = formats.read(llama, None, None)
-    assert stored < weights.nbytes() + 2000 * 2 * len(weights.shapes)  # each item has a header of its own
+    assert stored < weights.nbytes() + 2000 * 2 * len(weights.shapes)  # a header per box
 
 
-def test_a_checkpoint_split_for_a_topology_has_each_ranks_pieces_in_one_file(llama, tmp_path):
+def test_split_checkpoint_has_one_file_per_rank(llama, tmp_path):
     convert(llama, tmp_path / "split", Options("trainshed", tensor=4, cuts=(2,)))
     for name, stored in Reader(tmp_path / "split").tensors.items():
         files = {box.file for box in stored.boxes}
@@ -88,16 +89,16 @@ def test_a_checkpoint_split_for_a_topology_has_each_ranks_pieces_in_one_file(lla
             assert files == {f"__{rank}_0.distcp" for rank in range(4)}
         if (
             "layers.2" in name and ".qkv.k." in name
-        ):  # two KV heads on four ranks: the first of each pair has it
+        ):  # two KV heads on four ranks: the first rank of each pair writes them
             assert files == {"__4_0.distcp", "__6_0.distcp"}
 
 
 BIN_FORMS = {
-    "one file": lambda state, folder: torch.save(state, folder / "pytorch_model.bin"),
-    "torch's oldest format": lambda state, folder: torch.save(
+    "one bin file": lambda state, folder: torch.save(state, folder / "pytorch_model.bin"),
+    "format before torch 1.6": lambda state, folder: torch.save(
         state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False
     ),
-    "the network without its head": lambda state, folder: torch.save(
+    "base model without its head": lambda state, folder: torch.save(
         {
             name.removeprefix("transformer."): tensor
             for name, tensor in state.items()
@@ -105,26 +106,26 @@ BIN_FORMS = {
         },
         folder / "pytorch_model.bin",
     ),
-    "with masks of old versions": lambda state, folder: torch.save(
+    "with attention masks": lambda state, folder: torch.save(
         state | {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16)}, folder / "pytorch_model.bin"
     ),
-    "a single file named model": lambda state, folder: save_file(
+    "one safetensors file": lambda state, folder: save_file(
         {name: tensor.clone() for name, tensor in state.items()}, folder / "model.safetensors"
     ),
 }
 
 
 @pytest.mark.parametrize("write", BIN_FORMS.values(), ids=BIN_FORMS.keys())
-def test_other_forms_of_hugging_face(write, tmp_path):
+def test_reads_other_hugging_face_forms(write, tmp_path):
     source = save(MODELS["gpt"](), tmp_path / "hf")
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text((source / "config.json").read_text())
     write(AutoModelForCausalLM.from_pretrained(source).state_dict(), other)
-    assert same(source, other)
+    assert equal(source, other)
 
 
-def test_bin_with_an_index(llama, tmp_path):
+def test_reads_bin_with_an_index(llama, tmp_path):
     state = load_file(llama / "model.safetensors")
     other = tmp_path / "other"
     other.mkdir()
@@ -135,14 +136,14 @@ def test_bin_with_an_index(llama, tmp_path):
         torch.save({name: state[name] for name in names}, other / file)
         index |= dict.fromkeys(names, file)
     (other / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
-    assert same(llama, other)
+    assert equal(llama, other)
     (other / file).unlink()
-    with pytest.raises(ValueError, match=f"{file} is missing"):
+    with pytest.raises(ValueError, match=f"{file}: missing"):
         formats.read(other, None, None)
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("corrupt", "message"),
     [
         (
             lambda s: s.pop("model.layers.1.mlp.up_proj.weight"),
@@ -151,37 +152,37 @@ def test_bin_with_an_index(llama, tmp_path):
         (lambda s: s.update(extra=torch.ones(2)), "does not have: extra"),
         (
             lambda s: s.update({"lm_head.weight": torch.ones(101, 31)}),
-            r"lm_head\.weight is of shape \(101, 31\)",
+            r"lm_head\.weight: shape \(101, 31\)",
         ),
-        (lambda s: s.update({"model.norm.weight": torch.ones(32).int()}), r"norm\.weight is of type int32"),
+        (lambda s: s.update({"model.norm.weight": torch.ones(32).int()}), r"norm\.weight: dtype int32"),
     ],
 )
-def test_a_model_that_is_not_whole_is_refused_by_the_tensors_name(damage, message, llama):
+def test_incomplete_model_is_rejected_by_tensor_name(corrupt, message, llama):
     state = load_file(llama / "model.safetensors")
-    damage(state)
+    corrupt(state)
     save_file(state, llama / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         formats.read(llama, None, None)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_damaged_file_is_named(name, llama):
+def test_corrupted_file_is_named(name, llama):
     (llama / "model.safetensors").unlink()
     (llama / name).write_bytes(b"\x80\x02}q\x00")
-    with pytest.raises(ValueError, match=rf"{name} is damaged|{name} is refused"):
+    with pytest.raises(ValueError, match=rf"{name}: corrupted|{name}: rejected"):
         formats.read(llama, None, None)
 
 
-def test_a_hostile_bin_and_a_hostile_table_of_contents_are_refused(llama, tmp_path):
+def test_malicious_bin_and_metadata_are_rejected(llama, tmp_path):
     convert(llama, tmp_path / "trainshed", Options("trainshed"))
     import pickle
 
-    (tmp_path / "trainshed" / ".metadata").write_bytes(pickle.dumps(by_hand.Hostile(tmp_path / "ran")))
+    (tmp_path / "trainshed" / ".metadata").write_bytes(pickle.dumps(nxd_shards.Hostile(tmp_path / "ran")))
     with pytest.raises(ValueError, match=r"\.metadata: rejected: .* is not allowed"):
         formats.read(tmp_path / "trainshed", None, None)
     (llama / "model.safetensors").unlink()
-    torch.save({"lm_head.weight": by_hand.Hostile(tmp_path / "ran")}, llama / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is refused: it would run"):
+    torch.save({"lm_head.weight": nxd_shards.Hostile(tmp_path / "ran")}, llama / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: rejected: it would run"):
         formats.read(llama, None, None)
     assert not (tmp_path / "ran").exists()
 
@@ -190,44 +191,44 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_conversion_goes_on_where_it_stopped(llama, tmp_path, monkeypatch):
+def test_interrupted_conversion_resumes_with_the_missing_files(llama, tmp_path, monkeypatch):
     options = Options("nxd", tensor=4, pipeline=2)
     convert(llama, tmp_path / "undisturbed", options)
     target = tmp_path / "nxd"
-    monkeypatch.setattr(program, "WORKERS", 1)
-    noted = journal.Journal.note
+    monkeypatch.setattr(convert_module, "WORKERS", 1)
+    add = journal.Journal.add
 
-    def note(self, name, path, about, sha256):
+    def add_three(self, name, path, note, sha256):
         if len(self.files) == 3:
             raise Interrupted
-        noted(self, name, path, about, sha256)
+        add(self, name, path, note, sha256)
 
     with monkeypatch.context() as patched:
-        patched.setattr(journal.Journal, "note", note)
+        patched.setattr(journal.Journal, "add", add_three)
         with pytest.raises(Interrupted):
             convert(llama, target, options)
     done = {path: path.stat().st_mtime_ns for path in sorted((target / "model").glob("*.pt"))}
     assert len(done) == 3
-    damaged = min(done)
-    content = bytearray(damaged.read_bytes())
+    corrupted = min(done)
+    content = bytearray(corrupted.read_bytes())
     content[-400] ^= 1
-    damaged.write_bytes(content)
+    corrupted.write_bytes(content)
     assert not (target / "conversion.json").exists()
 
     record = convert(llama, target, options)
-    kept = [path for path in done if path != damaged]
-    assert [path.stat().st_mtime_ns for path in kept] == [done[path] for path in kept]
-    for name, about in record["files"].items():
+    intact = [path for path in done if path != corrupted]
+    assert [path.stat().st_mtime_ns for path in intact] == [done[path] for path in intact]
+    for name, entry in record["files"].items():
         assert (target / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
-        assert journal.digest(target / name) == about["sha256"]
+        assert journal.file_sha256(target / name) == entry["sha256"]
     assert not list(target.rglob("*.partial"))
-    assert convert(llama, target, options) == record  # and a third time there is nothing to do
+    assert convert(llama, target, options) == record  # already converted
 
 
-def test_a_folder_with_something_else_in_it_is_left_alone(llama, tmp_path):
+def test_destination_with_other_files_is_rejected_unchanged(llama, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(ProfileError, match=r"DESTINATION = .*something else in it"):
+    with pytest.raises(ProfileError, match=r"DESTINATION = .*holds something else"):
         convert(llama, tmp_path / "mine", Options("trainshed"))
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
@@ -240,33 +241,33 @@ def test_a_folder_with_something_else_in_it_is_left_alone(llama, tmp_path):
         (Options("nxd", nxd_qkv="coalesced"), "--nxd-qkv = coalesced.*: separate, fused"),
     ],
 )
-def test_impossible_destinations_are_refused(options, message, llama, tmp_path):
+def test_invalid_options_are_rejected(options, message, llama, tmp_path):
     with pytest.raises(ProfileError, match=message):
         convert(llama, tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
 
 
 PEAK = """
-import re, sys, threading, time
+import re, sys, threading
 from pathlib import Path
 from modeling.conversion.convert import Options, convert
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
-before, peak, ended = anonymous(), [0.0], threading.Event()
+peak, ended = [0.0], threading.Event()
 def watch():
     while not ended.wait(0.002):
         peak[0] = max(peak[0], anonymous())
 thread = threading.Thread(target=watch, daemon=True)
 thread.start()
-convert(Path(sys.argv[1]), Path(sys.argv[2]), Options(sys.argv[3], tensor=2, budget=32))
-ended.set()
-thread.join()
-print(peak[0] - before)
+for source, kind in (("hf", "trainshed"), ("hf", "nxd"), ("out-trainshed", "hf")):
+    before = peak[0] = anonymous()
+    convert(Path(source), Path(f"out-{kind}"), Options(kind, tensor=2, budget=32))
+    print("peak", kind, peak[0] - before)
 """
 
 
-def test_memory_is_the_budgets_whatever_the_models_size(tmp_path):
-    """200 MB of bf16, nearly all of it in two tensors that are larger than the budget."""
+def test_memory_is_bounded_by_the_budget(tmp_path):
+    """200 MB of bf16, most of it in two tensors that are larger than the budget; bounded in all three formats."""
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 100_000}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     shapes = LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "vocab_size": 8})).state_dict()
@@ -278,13 +279,14 @@ def test_memory_is_the_budgets_whatever_the_models_size(tmp_path):
         {n: torch.zeros(rows[n], *t.shape[1:], dtype=torch.bfloat16) for n, t in shapes.items()},
         folder / "model.safetensors",
     )
-    source = folder
-    for kind in ("trainshed", "nxd", "hf"):
-        target = tmp_path / f"out-{kind}"
-        command = [sys.executable, "-c", PEAK, source, target, kind]
-        if kind == "hf":
-            command[3] = tmp_path / "out-trainshed"
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert float(re.findall(r"[\d.]+", printed)[-1]) < 100, (kind, printed)  # MB
-        size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    command = [sys.executable, "-c", PEAK]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+    ).stdout
+    peaks = {kind: float(peak) for kind, peak in re.findall(r"peak (\w+) (.*)", printed)}  # MB
+    assert peaks.keys() == {"trainshed", "nxd", "hf"}
+    assert max(peaks.values()) < 100, peaks
+    for kind in peaks:
+        size = sum(path.stat().st_size for path in (tmp_path / f"out-{kind}").rglob("*") if path.is_file())
         assert size < 1.01 * (folder / "model.safetensors").stat().st_size

@@ -1,4 +1,4 @@
-"""NxD's shards made by hand from a Hugging Face model, straight from the description of the format, in all its forms."""
+"""NxD shards in all forms, built from a Hugging Face model by the description of the format, independently of `modeling`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ CONFIG = {
 
 
 def model(kv_heads: int = KV_HEADS) -> dict[str, Tensor]:
-    """Weights of a Llama by Hugging Face's names; rows of q, k and v and columns of o are random, so no two are equal."""
+    """Random weights of a Llama under Hugging Face names, so that no two heads are equal."""
     torch.manual_seed(0)
 
     def weight(*shape: int) -> Tensor:
         return torch.randn(*shape).bfloat16()
 
-    made = {"model.embed_tokens.weight": weight(VOCABULARY, HIDDEN)}
+    weights = {"model.embed_tokens.weight": weight(VOCABULARY, HIDDEN)}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"
-        made |= {
+        weights |= {
             f"{prefix}.self_attn.q_proj.weight": weight(HEADS * D, HIDDEN),
             f"{prefix}.self_attn.k_proj.weight": weight(kv_heads * D, HIDDEN),
             f"{prefix}.self_attn.v_proj.weight": weight(kv_heads * D, HIDDEN),
@@ -45,7 +45,7 @@ def model(kv_heads: int = KV_HEADS) -> dict[str, Tensor]:
             f"{prefix}.input_layernorm.weight": weight(HIDDEN),
             f"{prefix}.post_attention_layernorm.weight": weight(HIDDEN),
         }
-    return made | {"model.norm.weight": weight(HIDDEN), "lm_head.weight": weight(VOCABULARY, HIDDEN)}
+    return weights | {"model.norm.weight": weight(HIDDEN), "lm_head.weight": weight(VOCABULARY, HIDDEN)}
 
 
 def shards(
@@ -57,24 +57,24 @@ def shards(
     kv_heads: int = KV_HEADS,
     multiplier: int | None = None,
 ) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """What every (tensor rank, pipeline rank) holds."""
+    """The tensors of every (tensor rank, pipeline rank)."""
     m = multiplier or max(1, tensor // kv_heads)
     padded = -(-VOCABULARY // tensor) * tensor
-    made = {}
+    shards = {}
     for stage, layers in enumerate(stages):
         for rank in range(tensor):
-            held: dict[str, Tensor] = {}
+            tensors: dict[str, Tensor] = {}
             if 0 in layers:
-                held["model.embed_tokens.weight"] = _vocabulary(
+                tensors["model.embed_tokens.weight"] = _vocabulary(
                     weights["model.embed_tokens.weight"], padded, tensor, rank
                 )
             for layer in layers:
-                held |= _layer(weights, layer, tensor, rank, m, form, layout, kv_heads)
+                tensors |= _layer(weights, layer, tensor, rank, m, form, layout, kv_heads)
             if LAYERS - 1 in layers:
-                held["model.norm.weight"] = weights["model.norm.weight"]
-                held["lm_head.weight"] = _vocabulary(weights["lm_head.weight"], padded, tensor, rank)
-            made[rank, stage] = {name: tensor.clone() for name, tensor in held.items()}
-    return made
+                tensors["model.norm.weight"] = weights["model.norm.weight"]
+                tensors["lm_head.weight"] = _vocabulary(weights["lm_head.weight"], padded, tensor, rank)
+            shards[rank, stage] = {name: weight.clone() for name, weight in tensors.items()}
+    return shards
 
 
 def _vocabulary(weight: Tensor, padded: int, tensor: int, rank: int) -> Tensor:
@@ -93,9 +93,9 @@ def _layer(
 ) -> dict[str, Tensor]:
     prefix = f"model.layers.{layer}"
     take = {name: weights[f"{prefix}.self_attn.{name}_proj.weight"] for name in "qkvo"}
-    chunks = list(range(tensor))  # which chunk of Q's heads each rank holds
+    chunks = list(range(tensor))  # index of each rank's chunk of Q heads
     if m > 1 and layout == "trn1":
-        chunks = [j * m + i for i in range(m) for j in range(kv_heads)]  # with m too high some are lost
+        chunks = [j * m + i for i in range(m) for j in range(kv_heads)]  # if m is too high, some are lost
     q = take["q"].chunk(len(chunks))[chunks[rank]]
     k, v = (torch.cat([take[name]] * m).chunk(tensor)[rank] for name in "kv")
     o = take["o"].chunk(len(chunks), 1)[chunks[rank]]
@@ -118,8 +118,8 @@ def _layer(
     }
 
 
-def megatron(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same shard under Megatron's names."""
+def with_megatron_names(shard: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A shard under Megatron names."""
     parts = {
         "self_attn.qkv_proj.weight_q": "self_attention.query.weight",
         "self_attn.o_proj": "self_attention.dense",
@@ -130,24 +130,24 @@ def megatron(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "model.norm": "language_model.encoder.final_layernorm",
         "lm_head": "language_model.output_layer",
     }
-    made = {}
-    for name, tensor in held.items():
+    renamed = {}
+    for name, tensor in shard.items():
         if name.endswith("weight_k"):
             name, tensor = (
                 name.replace("self_attn.qkv_proj.weight_k", "self_attention.key_value.weight"),
-                torch.cat((tensor, held[name[:-1] + "v"])),
+                torch.cat((tensor, shard[name[:-1] + "v"])),
             )
         elif name.endswith("weight_v"):
             continue
-        for theirs, other in parts.items():
-            name = name.replace(theirs, other)
-        made[name] = tensor
-    return made
+        for part, megatron_part in parts.items():
+            name = name.replace(part, megatron_part)
+        renamed[name] = tensor
+    return renamed
 
 
-def save(held: Mapping[tuple[int, int], Mapping[str, Tensor]], pattern: str, folder: Path) -> Path:
-    """Write each rank's shard with torch.save; `pattern` is formatted with t and p."""
-    for (t, p), state in held.items():
+def save(shards: Mapping[tuple[int, int], Mapping[str, Tensor]], pattern: str, folder: Path) -> Path:
+    """Write each rank's shard with torch.save to `pattern`, a format string of t and p."""
+    for (t, p), state in shards.items():
         path = folder / pattern.format(t=t, p=p)
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(dict(state), path)
@@ -155,7 +155,7 @@ def save(held: Mapping[tuple[int, int], Mapping[str, Tensor]], pattern: str, fol
 
 
 class Hostile:
-    """Unpickled without care, it makes a file."""
+    """Creates a file when unpickled without restrictions."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
