@@ -1,4 +1,4 @@
-"""A disk that is soon full: a tmpfs of its own for one command, as root or in a user namespace."""
+"""A small disk: a tmpfs for one command, mounted as root or in a user namespace."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MOUNTED = 'mount -t tmpfs -o "size=$0" tmpfs "$1" && shift && exec "$@"'
 
 
 def small(folder: Path, size: str) -> list[str]:
-    """The beginning of a command that sees a tmpfs of this size ("3m") in a folder, which is made; skips where none can be."""
+    """Prefix of a command that sees a tmpfs of this size ("3m") in a new folder; skips the test if none can be mounted."""
     folder.mkdir(parents=True)
     unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
     command = [*unshare, "sh", "-c", MOUNTED, size, str(folder)]
     tried = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
-        pytest.skip(f"this machine lets nobody here mount a tmpfs: {tried.stderr.strip()}")
+        pytest.skip(f"this machine does not allow mounting a tmpfs: {tried.stderr.strip()}")
     return command

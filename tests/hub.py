@@ -19,7 +19,7 @@ TOKEN = "hf_a_token_that_only_the_tests_know"
 
 @dataclass
 class Repository:
-    """Files of every commit, newest last, and whether a token is needed to read them."""
+    """Files of every commit, newest last, and whether reading them requires a token."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Repository:
 
 
 class Hub:
-    """A context manager that serves until it is left.
+    """A context manager that serves during its block.
 
     Attributes:
         url: address, for HF_ENDPOINT.
@@ -49,10 +49,7 @@ class Hub:
         gated: bool = False,
         ref: str | None = None,
     ) -> str:
-        """Make these the files of the repository; returns the commit's hash, which `main` points to from now on.
-
-        With `ref` it is that reference which points to it, and `main` stays.
-        """
+        """Commit these files to the repository and point `main`, or `ref` instead, to the commit; returns its hash."""
         content = sorted((path, _hash(data)) for path, data in files.items())
         sha = _hash(repr((name, content)).encode())
         repository = self.repositories.setdefault((kind, name), Repository())
@@ -62,7 +59,7 @@ class Hub:
         return sha
 
     def patch(self, monkeypatch, cache) -> None:
-        """Point the clients of this process at the hub, with a cache folder of their own."""
+        """Point this process's clients at the hub, with their own cache folder."""
         from huggingface_hub import constants
 
         monkeypatch.setattr(constants, "ENDPOINT", self.url)
@@ -83,7 +80,7 @@ class Hub:
         self._server.server_close()
 
 
-class _Refused(Exception):
+class _HttpError(Exception):
     def __init__(self, status: int, code: str) -> None:
         self.status, self.code = status, code
 
@@ -115,15 +112,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.hub.requests.append((self.command, path, self.token))
         try:
             self.route(path, body)
-        except _Refused as refused:
-            headers = {"X-Error-Code": refused.code, "X-Error-Message": refused.code}
-            self.send(refused.status, json.dumps({"error": refused.code}).encode(), headers)
+        except _HttpError as error:
+            headers = {"X-Error-Code": error.code, "X-Error-Message": error.code}
+            self.send(error.status, json.dumps({"error": error.code}).encode(), headers)
 
     def route(self, path: str, body: dict) -> None:
         name = r"(?P<name>[^/]+(?:/[^/]+)?)"
         if path == "/api/whoami-v2":
             if self.token != TOKEN:
-                raise _Refused(401, "InvalidToken")
+                raise _HttpError(401, "InvalidToken")
             self.send_json({"type": "user", "name": "tester", "auth": {"type": "access_token"}})
         elif found := re.fullmatch(
             rf"/api/(?P<kind>models|datasets)/{name}/tree/(?P<revision>{REVISION})/?(?P<under>.*)", path
@@ -150,22 +147,22 @@ class _Handler(BaseHTTPRequestHandler):
             kind = "datasets" if found["kind"] else "models"
             sha, files = self.files(kind, found["name"], found["revision"])
             if found["file"] not in files:
-                raise _Refused(404, "EntryNotFound")
+                raise _HttpError(404, "EntryNotFound")
             self.send_file(sha, files[found["file"]])
         else:
-            raise _Refused(404, "RepoNotFound")
+            raise _HttpError(404, "RepoNotFound")
 
     def files(
         self, kind: str, name: str, revision: str | None, metadata: bool = False, **_: str
     ) -> tuple[str, dict[str, bytes]]:
         repository = self.server.hub.repositories.get((kind, name))
         if repository is None:
-            raise _Refused(404 if self.token else 401, "RepoNotFound")
+            raise _HttpError(404 if self.token else 401, "RepoNotFound")
         if repository.gated and not metadata and self.token != TOKEN:
-            raise _Refused(403 if self.token else 401, "GatedRepo")
+            raise _HttpError(403 if self.token else 401, "GatedRepo")
         sha = repository.refs.get(revision or "main", revision)
         if sha not in repository.commits:
-            raise _Refused(404, "RevisionNotFound")
+            raise _HttpError(404, "RevisionNotFound")
         return sha, repository.commits[sha]
 
     def send_file(self, sha: str, data: bytes) -> None:
@@ -195,10 +192,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _tree(files: dict[str, bytes], under: str, everything: bool) -> list[dict]:
-    """Entries of a folder, or of all below it, folders among them."""
+    """Entries of a folder, or of the whole tree below it, including folders."""
     prefix = under and f"{under}/"
     if prefix and not any(path.startswith(prefix) for path in files):
-        raise _Refused(404, "EntryNotFound")
+        raise _HttpError(404, "EntryNotFound")
     parts = [path.removeprefix(prefix).split("/") for path in files if path.startswith(prefix)]
     folders = {prefix + "/".join(path[:depth]) for path in parts for depth in range(1, len(path))}
     entries = [

@@ -1,4 +1,4 @@
-"""An S3 server on loopback (moto's), which s3fs reaches through the standard AWS environment variables."""
+"""An S3 server on loopback (moto), configured for s3fs by the standard AWS environment variables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def bucket(monkeypatch: pytest.MonkeyPatch, name: str = "bucket") -> Iterator[str]:
-    """A new bucket's `s3://` address, for as long as the block lasts."""
+    """The `s3://` address of a new bucket, which exists during the block."""
     import s3fs
     from moto.server import ThreadedMotoServer
 
@@ -20,7 +20,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch, name: str = "bucket") -> Iterator[st
     server.start()
     try:
         url = "http://{}:{}".format(*server.get_host_and_port())
-        urlopen(Request(f"{url}/moto-api/reset", method="POST")).close()  # moto's state is the process's
+        urlopen(
+            Request(f"{url}/moto-api/reset", method="POST")
+        ).close()  # moto's state is global to the process
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
@@ -34,7 +36,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, name: str = "bucket") -> Iterator[st
 
 
 def fill(folder: Path, prefix: str, name: str = "bucket") -> None:
-    """Put a folder's files into the bucket from within the server: what is not tested is not asked for by HTTP."""
+    """Put a folder's files into the bucket inside the server, without HTTP requests."""
     from moto.core import DEFAULT_ACCOUNT_ID
     from moto.s3.models import s3_backends
 

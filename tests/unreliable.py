@@ -1,4 +1,4 @@
-"""A network that fails: a proxy on loopback in front of an HTTP server, which a test tells what is to become of each request."""
+"""Fault injection: an HTTP proxy on loopback that fails the requests that a test chooses."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 Fault = str | None
-"""None: it goes through. "busy": answered 503. "lost": the connection ends before it gets there. "unanswered": after
-it was done. "half": in the answer's midst."""
+"""None: forwarded. "busy": answered with 503. "lost": the connection closes before the request is forwarded. "unanswered":
+it closes after the request was processed. "half": it closes in the middle of the response."""
 
 
 class Proxy:
-    """A context manager that serves until it is left.
+    """A context manager that serves during its block.
 
     Args:
         upstream: address of the real server.
 
     Attributes:
-        url: its own address.
-        fault: called with the method and the path of each request; may be exchanged at any time.
-        faults: how many requests did not go through.
+        url: address of the proxy.
+        fault: called with the method and the path of each request; may be replaced at any time.
+        faults: number of requests that failed.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -70,9 +70,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "unanswered":
             self.close_connection = True
             return
-        left_out = {"transfer-encoding", "connection", "content-length", "date", "server"}
-        headers = {name: value for name, value in answer.getheaders() if name.lower() not in left_out}
-        if self.command == "HEAD":  # the length of what a GET would give
+        excluded = {"transfer-encoding", "connection", "content-length", "date", "server"}
+        headers = {name: value for name, value in answer.getheaders() if name.lower() not in excluded}
+        if self.command == "HEAD":  # the length of a GET's body
             headers["Content-Length"] = answer.getheader("Content-Length") or "0"
             data = b""
         self._send(answer.status, headers, data, half=fault == "half")

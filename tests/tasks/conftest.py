@@ -1,4 +1,4 @@
-"""What tests of tasks share."""
+"""Fixtures of the tests of tasks."""
 
 import pytest
 

@@ -25,30 +25,30 @@ def test_a_saved_data_set_of_tokens_is_used_unchanged(tmp_path, store):
     datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(tmp_path / "saved", num_shards=3)
     source = {"kind": "tokens", "path": str(tmp_path / "saved"), "text": "input_ids"}
     wanted = profile(files(tmp_path / "text.txt", use="validation"), source, validation_fraction=0)
-    words = TokenizerStep().run(Context(profile(files(tmp_path / "text.txt")), store))
-    made = DatasetStep(words).run(Context(wanted, store))
-    corpus = Corpus.open(store.artifacts.path(made), "train")
+    tokenizer = TokenizerStep().run(Context(profile(files(tmp_path / "text.txt")), store))
+    corpus_artifact = DatasetStep(tokenizer).run(Context(wanted, store))
+    corpus = Corpus.open(store.artifacts.path(corpus_artifact), "train")
     assert corpus.read(0, corpus.tokens).tolist() == joined(rows)
-    assert made.summary["documents"] == 60
+    assert corpus_artifact.summary["documents"] == 60
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"x": [1]})}).save_to_disk(tmp_path / "dict")
     several = {**source, "path": str(tmp_path / "dict")}
     with pytest.raises(ProfileError, match=r"several splits.*nearest valid: .*dict/train"):
-        DatasetStep(words).run(Context(profile(several), store))
+        DatasetStep(tokenizer).run(Context(profile(several), store))
     large = datasets.Dataset.from_dict({"input_ids": [[1, 2], [1, 2], [3, 300]]})
     large.save_to_disk(tmp_path / "large")
     with pytest.raises(SourceError, match=r"arrow, record batch 0, record 2, token 1: token 300 is not in"):
-        DatasetStep(words).run(
+        DatasetStep(tokenizer).run(
             Context(profile({**source, "path": str(tmp_path / "large")}, deduplicate=True), store)
         )
     again = datasets.Dataset.from_dict({"input_ids": [[1, 2], [1, 2], [1, 2], [5, None, 6]]})
     again.save_to_disk(tmp_path / "again")
     with pytest.raises(SourceError, match=r"arrow, record batch 0, record 3, token 1: null"):
-        DatasetStep(words).run(
+        DatasetStep(tokenizer).run(
             Context(profile({**source, "path": str(tmp_path / "again")}, deduplicate=True), store)
         )
     (tmp_path / "again/state.json").write_text('{"_data_files": [')
     with pytest.raises(SourceError, match=r"again/state\.json: not written by save_to_disk: Expecting"):
-        DatasetStep(words).run(Context(profile({**source, "path": str(tmp_path / "again")}), store))
+        DatasetStep(tokenizer).run(Context(profile({**source, "path": str(tmp_path / "again")}), store))
 
 
 def pair_profile(path, **more):
@@ -56,55 +56,57 @@ def pair_profile(path, **more):
 
 
 @pytest.fixture
-def words(tmp_path, store):
+def tokenizer(tmp_path, store):
     (tmp_path / "text.txt").write_text(" ".join(DOCUMENTS))
     return TokenizerStep().run(Context(profile(files(tmp_path / "text.txt")), store))
 
 
-def test_a_megatron_pair_is_read_in_place(tmp_path, store, words):
+def test_a_megatron_pair_is_read_in_place(tmp_path, store, tokenizer):
     documents = [list(range(i, i + 30)) for i in range(100)]
     write_pair(tmp_path / "my_text_document", documents)
-    made = DatasetStep(words).run(Context(pair_profile(tmp_path / "my_text_document"), store))
+    corpus_artifact = DatasetStep(tokenizer).run(Context(pair_profile(tmp_path / "my_text_document"), store))
     for split, own in ("train", documents[:90]), ("validation", documents[90:]):
-        corpus = Corpus.open(store.artifacts.path(made), split)
+        corpus = Corpus.open(store.artifacts.path(corpus_artifact), split)
         assert corpus.read(0, corpus.tokens).tolist() == joined(own)
         assert set(corpus.document_starts(0, 60).tolist()) == {0, 30}
     assert not list((tmp_path / "store/artifacts/tokens").glob("*/*.bin"))
 
 
-def test_a_moved_megatron_pair_is_read_at_its_new_path(tmp_path, store, words):
+def test_a_moved_megatron_pair_is_read_at_its_new_path(tmp_path, store, tokenizer):
     (tmp_path / "old").mkdir()
     write_pair(tmp_path / "old/pair", [list(range(i, i + 30)) for i in range(100)])
-    before = DatasetStep(words).run(Context(pair_profile(tmp_path / "old/pair"), store))
-    assert DatasetStep(words).key(Context(pair_profile(tmp_path / "old/pair"), store)) == before.key
-    assert DatasetStep(words).find(Context(pair_profile(tmp_path / "old/pair"), store), before.key) == before
+    before = DatasetStep(tokenizer).run(Context(pair_profile(tmp_path / "old/pair"), store))
+    assert DatasetStep(tokenizer).key(Context(pair_profile(tmp_path / "old/pair"), store)) == before.key
+    assert (
+        DatasetStep(tokenizer).find(Context(pair_profile(tmp_path / "old/pair"), store), before.key) == before
+    )
     (tmp_path / "old").rename(tmp_path / "new")
     wanted = pair_profile(tmp_path / "new/pair")
-    assert DatasetStep(words).key(Context(wanted, store)) == before.key  # so a run resumes
-    assert DatasetStep(words).find(Context(wanted, store), before.key) is None
-    after = DatasetStep(words).run(Context(wanted, store))
+    assert DatasetStep(tokenizer).key(Context(wanted, store)) == before.key  # so a run resumes
+    assert DatasetStep(tokenizer).find(Context(wanted, store), before.key) is None
+    after = DatasetStep(tokenizer).run(Context(wanted, store))
     for split, first in ("train", 0), ("validation", 90):
         assert Corpus.open(store.artifacts.path(after), split).read(0, 2).tolist() == [first, first + 1]
 
 
-def test_a_corrupted_pair_is_an_error_with_file_and_offset(tmp_path, store, words):
+def test_a_corrupted_pair_is_an_error_with_file_and_offset(tmp_path, store, tokenizer):
     write_pair(tmp_path / "a", [[1, 2], [3, 299], [300, 5]])
     with pytest.raises(IndexedError, match=r"a\.bin, byte 8: token 300 is not in the vocabulary of 300"):
-        DatasetStep(words).run(Context(pair_profile(tmp_path / "a"), store))
+        DatasetStep(tokenizer).run(Context(pair_profile(tmp_path / "a"), store))
     write_pair(tmp_path / "b", [[1, 2], [3]])
     with (tmp_path / "b.bin").open("ab") as file:
         file.write(bytes(2))
     with pytest.raises(IndexedError, match=r"b\.bin, byte 6: has 8 bytes, but its index describes 6"):
-        DatasetStep(words).run(Context(pair_profile(tmp_path / "b"), store))
+        DatasetStep(tokenizer).run(Context(pair_profile(tmp_path / "b"), store))
     write_pair(tmp_path / "b", [[1, 2], [3], [4, 5]])
     index = bytearray((tmp_path / "b.idx").read_bytes())
     index[34 + 3 * 4 + 2 * 8] = 2  # where the last sequence starts: at byte 2, not 6
     (tmp_path / "b.idx").write_bytes(index)
     with pytest.raises(IndexedError, match=r"b\.idx, byte 62: sequence 2 does not follow the one before it"):
-        DatasetStep(words).run(Context(pair_profile(tmp_path / "b"), store))
+        DatasetStep(tokenizer).run(Context(pair_profile(tmp_path / "b"), store))
     (tmp_path / "b.bin").unlink()
     with pytest.raises(ProfileError, match=r"there is no .*b\.bin"):
-        DatasetStep(words).run(Context(pair_profile(tmp_path / "b"), store))
+        DatasetStep(tokenizer).run(Context(pair_profile(tmp_path / "b"), store))
 
 
 def test_a_pair_of_many_documents_is_checked_in_bounded_memory(tmp_path):
@@ -140,7 +142,7 @@ print(splits["train"]["tokens"], resource.getrusage(resource.RUSAGE_SELF).ru_max
         Index(tmp_path / "a", 2 * count)
 
 
-def test_pairs_and_saved_tokens_on_s3(tmp_path, store, words, monkeypatch):
+def test_pairs_and_saved_tokens_on_s3(tmp_path, store, tokenizer, monkeypatch):
     import fsspec
 
     write_pair(tmp_path / "a", [[1, 2], [3, 299, 7]])
@@ -150,12 +152,12 @@ def test_pairs_and_saved_tokens_on_s3(tmp_path, store, words, monkeypatch):
         for name in "a.bin", "a.idx", "b.bin", "b.idx":
             there.put_file(str(tmp_path / name), f"{bucket}/pairs/{name}")
         wanted = pair_profile(f"{bucket}/pairs/a", validation_fraction=0)
-        shard = DatasetStep(words).plan(Context(wanted, store)).shards[0]
+        shard = DatasetStep(tokenizer).plan(Context(wanted, store)).shards[0]
         from tasks.sources import megatron
 
         splits = megatron.check(shard, 300, 0.5, lambda tokens: None)
         assert splits["train"] == {"start": 0, "tokens": 2, "documents": 1}
         assert splits["validation"] == {"start": 2, "tokens": 3, "documents": 1}
-        shard = DatasetStep(words).plan(Context(pair_profile(f"{bucket}/pairs/b"), store)).shards[0]
+        shard = DatasetStep(tokenizer).plan(Context(pair_profile(f"{bucket}/pairs/b"), store)).shards[0]
         with pytest.raises(IndexedError, match=r"s3:/.*b\.bin, byte 6: token 301"):
             megatron.check(shard, 300, 0.5, lambda tokens: None)
