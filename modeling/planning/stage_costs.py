@@ -117,7 +117,7 @@ class StageCosts:
         positions, keys = tokens[0], tokens[:, 0]
         x = tokens if stage.first else self._hidden_states()
         existing = [*stage.parameters(), *stage.buffers(), tokens, x]
-        kernel = kernels.find_kernel(devices.resolve(cluster.device, cluster.accelerator).attention)
+        kernel = kernels.find_kernel(devices.resolve(cluster.device, cluster.accelerator).attention_kernel)
         with Meter(existing, axis_sizes(self.mesh), kernel) as meter:
             y = stage(x, positions, samples=keys)
             if stage.last:
