@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from flows.runner import Runner
 from flows.ui.overview import Overview
-from flows.ui.plan import plan_summary
 from flows.ui.progress import TrainingProgress
+from flows.ui.summaries import plan_summary
 from modeling.planning import planner
 from profiles.schema import Profile
 from tasks.step import Context

@@ -11,7 +11,7 @@ from pathlib import Path
 from botocore.exceptions import NoCredentialsError
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.ui.console import print_error
+from flows.ui.console import print_stderr
 from modeling.conversion import formats
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert, options_from
@@ -46,15 +46,15 @@ def run(options: argparse.Namespace) -> int:
         reason = "no S3 credentials; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         raise ProfileError("SOURCE", options.source, reason) from None
     except ValueError as error:
-        print_error(f"trainshed: {error}")
+        print_stderr(f"trainshed: {error}")
         return REJECTED
     except (OSError, RuntimeError) as error:
-        print_error(f"trainshed: {error}")
-        print_error("run the same command again to resume")
+        print_stderr(f"trainshed: {error}")
+        print_stderr("run the same command again to resume")
         return FAILED
     if different:
-        print_error(f"trainshed: {len(different)} of {compared} tensors differ")
-        print_error("\n".join(different))
+        print_stderr(f"trainshed: {len(different)} of {compared} tensors differ")
+        print_stderr("\n".join(different))
         if options.json:
             print(json.dumps({**facts, "differ": different}, indent=1))
         return FAILED

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_error
+from flows.ui.console import print_stderr
 from profiles import nxdt, resolve, yaml_text
 from profiles.errors import ProfileError
 
@@ -44,5 +44,5 @@ def run(options: argparse.Namespace) -> int:
     try:
         resolve.check(profile)
     except ProfileError as error:
-        print_error(f"fix before you run it: {error}")
+        print_stderr(f"fix before you run it: {error}")
     return DONE

@@ -1,7 +1,6 @@
 """The `trainshed` command: its arguments, errors and exit codes.
 
-Each subcommand is `run(options)` of the module of its name, which is imported when it is called, so that `--help` and
-`profiles` load neither torch nor Prefect.
+A subcommand's module is imported when it is called, so that `--help` and `profiles` load neither torch nor Prefect.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.ui.console import one_line, print_error, redirect_to_devnull, save_traceback
+from flows.ui.console import one_line, print_stderr, redirect_to_devnull, save_traceback
 from profiles.errors import ProfileError
 
 
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a closed pipe raises here, not at the interpreter's exit
         return code
     except ProfileError as error:
-        print_error(f"trainshed: {error}")
+        print_stderr(f"trainshed: {error}")
         return REJECTED
     except KeyboardInterrupt:
         return FAILED
@@ -37,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return DONE
         raise
     except Exception as error:
-        print_error(f"trainshed: {one_line(error)}")
+        print_stderr(f"trainshed: {one_line(error)}")
         if not isinstance(error, OSError):  # whose message suffices
-            print_error(f"traceback: {save_traceback()}")
+            print_stderr(f"traceback: {save_traceback()}")
         return FAILED
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.plan import mesh_summary
+from flows.ui.summaries import mesh_summary
 from modeling.planning.planner import MARGIN, Plan, plan, require_fit
 from profiles import resolve
 from profiles.errors import ProfileError
@@ -57,8 +57,8 @@ def _print(console: Console, profile: Profile, planned: Plan) -> None:
     console.print()
     console.print(_memory(planned))
     if len(planned.stages) > MAX_STAGES:
-        shown = "the first, the last, the fullest and the emptiest"
-        console.print(f"{shown} of {len(planned.stages)} stages", style="dim")
+        selection = "the first, the last, the fullest and the emptiest"
+        console.print(f"{selection} of {len(planned.stages)} stages", style="dim")
     console.print(_verdict(planned))
     try:
         resolve.check_start(profile)
@@ -110,7 +110,7 @@ def _memory(planned: Plan) -> Table:
     kinds = {"weights": "parameters", **{kind: kind for kind in ("gradients", "optimizer", "activations")}}
     process = [planned.host_bytes] if planned.host_bytes else []
     rows = []
-    for number in _shown(planned):
+    for number in _selected_stages(planned):
         stage = planned.stages[number]
         total = stage.total + planned.host_bytes
         sizes = (*(stage.bytes[kind] for kind in kinds.values()), *process, total)
@@ -133,7 +133,7 @@ def _memory(planned: Plan) -> Table:
     return table
 
 
-def _shown(planned: Plan) -> list[int]:
+def _selected_stages(planned: Plan) -> list[int]:
     """The stages that are shown: all, or those at both ends, the fullest and the emptiest."""
     count = len(planned.stages)
     if count <= MAX_STAGES:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.cli.exit_codes import DONE
+from flows.ui.summaries import cluster_summary
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
 def _print(profiles: list[Profile]) -> None:
     statuses = list(map(_status, profiles))
     rows = [
-        (profile.name, format_count(profile.model.parameters), _cluster(profile), status)
+        (profile.name, format_count(profile.model.parameters), cluster_summary(profile), status)
         for profile, (status, _) in zip(profiles, statuses, strict=True)
     ]
     table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
@@ -61,11 +62,6 @@ def _describe(profile: Profile) -> dict[str, Any]:
         "status": status,
         "reason": reason,
     }
-
-
-def _cluster(profile: Profile) -> str:
-    cluster = profile.cluster
-    return f"{cluster.nodes} × {cluster.devices_per_node} {cluster.accelerator or cluster.device}"
 
 
 def _status(profile: Profile) -> tuple[str, str]:

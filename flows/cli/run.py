@@ -26,7 +26,7 @@ from flows.ui.console import (
     TerminalHandler,
     configure_logging,
     one_line,
-    print_error,
+    print_stderr,
     relative,
 )
 from profiles import resolve
@@ -68,18 +68,18 @@ def run(options: argparse.Namespace) -> int:
     except ProfileError:
         raise
     except KeyboardInterrupt:
-        print_error("stopped; run the same command again to resume from the latest checkpoint")
+        print_stderr("stopped; run the same command again to resume from the latest checkpoint")
         return FAILED
     except SOURCE_ERRORS as error:
         log.debug("a source was rejected", exc_info=True)
-        print_error(f"trainshed: {one_line(error)}")
+        print_stderr(f"trainshed: {one_line(error)}")
         return REJECTED
     except Exception as error:
         log.debug("the run failed", exc_info=True)
-        print_error(f"trainshed: {one_line(error)}")
-        print_error("run the same command again to resume")
+        print_stderr(f"trainshed: {one_line(error)}")
+        print_stderr("run the same command again to resume")
         if log_file.is_file():
-            print_error(f"traceback: {log_file}")
+            print_stderr(f"traceback: {log_file}")
         return FAILED
     finally:
         terminal.end_progress()

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE, REJECTED
-from flows.ui.console import print_error
+from flows.ui.console import print_stderr
+from flows.ui.summaries import cluster_summary
 from modeling.planning.planner import MARGIN, device_bytes
 from modeling.planning.search import Rejected, Topology, search
 from profiles.check import get_value
@@ -47,8 +48,8 @@ def show_search(profile: Profile, typed: str, overrides: Sequence[str], *, as_js
     advice = (
         "use more nodes or devices with more memory" if too_little_memory else "change the batch or add nodes"
     )
-    cluster = f"{_cluster(profile)} of {format_bytes(device_bytes(profile))}"
-    print_error(f"trainshed: no topology of {profile.name} fits {cluster}; {advice}")
+    cluster = f"{cluster_summary(profile)} of {format_bytes(device_bytes(profile))}"
+    print_stderr(f"trainshed: no topology of {profile.name} fits {cluster}; {advice}")
     return REJECTED
 
 
@@ -65,11 +66,6 @@ def _describe(topology: Topology) -> dict[str, object]:
     }
 
 
-def _cluster(profile: Profile) -> str:
-    cluster = profile.cluster
-    return f"{cluster.nodes} × {cluster.devices_per_node} {cluster.accelerator or cluster.device}"
-
-
 def _print(
     console: Console, profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejected]
 ) -> None:
@@ -78,7 +74,7 @@ def _print(
     count = {0: "no topology fits", 1: "1 topology fits"}.get(
         len(found), f"{len(found)} topologies fit, {order}"
     )
-    console.print(Text.assemble((profile.name, "bold"), f" on {_cluster(profile)}: {count}"))
+    console.print(Text.assemble((profile.name, "bold"), f" on {cluster_summary(profile)}: {count}"))
     if found:
         speed = ("step time", "tokens/s", "MFU") if timed else ("sent per step",)
         table = Table(box=None, pad_edge=False, header_style="dim")

@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 
 from flows.cli.exit_codes import DONE, FAILED
-from flows.ui.console import print_error
+from flows.ui.console import print_stderr
 from profiles.errors import ProfileError
 
 
@@ -28,16 +28,16 @@ def run(options: argparse.Namespace) -> int:
         with contextlib.redirect_stderr(io.StringIO()):  # its notices about the data loader
             address = board.launch()
     except TensorBoardServerException:
-        print_error(
+        print_stderr(
             f"trainshed: port {options.port} is taken, perhaps by another TensorBoard; choose one with --port"
         )
         return FAILED
-    print_error(f"TensorBoard: {address}\nCtrl-C stops it")
+    print_stderr(f"TensorBoard: {address}\nCtrl-C stops it")
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         signal.pause()
     except KeyboardInterrupt:
-        print_error("stopping")
+        print_stderr("stopping")
     return DONE
 
 

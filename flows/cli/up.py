@@ -28,7 +28,7 @@ import yaml
 from flows.cli.exit_codes import DONE, FAILED
 from flows.cli.temporary_server import wait_healthy
 from flows.prefect_settings import AUTOMATION, POOL, SETTINGS
-from flows.ui.console import print_error
+from flows.ui.console import print_stderr
 
 GRACE = 60.0  # seconds for a flow run to save a checkpoint and stop
 WORKER_SECONDS = 60.0  # for a worker to report to the server
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     """Start what is missing, print the UI's address and wait; returns the exit code."""
     home = Path(__file__).parents[2]
     if not (home / "prefect.yaml").exists():
-        print_error(
+        print_stderr(
             f"trainshed: no prefect.yaml in {home}; `up` needs a checkout, installed with `pip install -e`"
         )
         return FAILED
@@ -50,14 +50,16 @@ def run(options: argparse.Namespace) -> int:
     if _is_taken(port):
         found = _missing(f"{address}/api", home)
         if found is None:
-            print_error(
+            print_stderr(
                 f"trainshed: port {port} is taken, perhaps by another `trainshed up`; choose one with --port"
             )
             return FAILED
         if not found:
-            print_error(f"Prefect's UI: {address}\nalready running; nothing was changed")
+            print_stderr(f"Prefect's UI: {address}\nalready running; nothing was changed")
             return DONE
-        print_error(f"a Prefect server is already running without {', '.join(found)}; adding what is missing")
+        print_stderr(
+            f"a Prefect server is already running without {', '.join(found)}; adding what is missing"
+        )
         missing = found
     for number in SIGNALS:  # also resets an ignored SIGINT, which children would inherit
         signal.signal(number, _interrupt)
@@ -75,27 +77,27 @@ def run(options: argparse.Namespace) -> int:
             server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
             children.append(_start(server, environment, logs / "server.log"))
             if not wait_healthy(f"{address}/api", children[0]):
-                print_error(f"trainshed: the Prefect server did not start; log: {logs / 'server.log'}")
+                print_stderr(f"trainshed: the Prefect server did not start; log: {logs / 'server.log'}")
                 return FAILED
         for module in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--all"]):
             if _start(module, environment, logs / "deploy.log", home).wait() != 0:
-                print_error(f"trainshed: `python -m {' '.join(module)}` failed; log: {logs / 'deploy.log'}")
+                print_stderr(f"trainshed: `python -m {' '.join(module)}` failed; log: {logs / 'deploy.log'}")
                 return FAILED
         if WORKER in missing:
             worker = ["prefect", "worker", "start", "--pool", POOL]
             children.append(_start(worker, environment, logs / "worker.log"))
-        print_error(f"Prefect's UI: {address}\nstart a run there, or in another terminal:")
-        print_error(f"  PREFECT_API_URL={address}/api .venv/bin/prefect deployment run pretrain/tiny")
+        print_stderr(f"Prefect's UI: {address}\nstart a run there, or in another terminal:")
+        print_stderr(f"  PREFECT_API_URL={address}/api .venv/bin/prefect deployment run pretrain/tiny")
         if not children:
             return DONE
         stops = "everything" if SERVER in missing else "the worker, not the server"
-        print_error(f"Ctrl-C stops {stops}")
+        print_stderr(f"Ctrl-C stops {stops}")
         while all(child.poll() is None for child in children):
             time.sleep(0.5)
-        print_error(f"trainshed: the server or the worker exited; logs: {logs}")
+        print_stderr(f"trainshed: the server or the worker exited; logs: {logs}")
         return FAILED
     except KeyboardInterrupt:
-        print_error("stopping; press Ctrl-C again to kill everything")
+        print_stderr("stopping; press Ctrl-C again to kill everything")
         return DONE
     finally:
         _stop(children)
@@ -128,7 +130,7 @@ def _has_online_worker(api: str) -> bool:
             return False
         if waited > 2 and not announced:
             announced = True
-            print_error("a Prefect server is already running; waiting for its worker")
+            print_stderr("a Prefect server is already running; waiting for its worker")
         time.sleep(0.5)
     return True
 
@@ -183,7 +185,7 @@ def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=GRACE)
     except KeyboardInterrupt:
-        print_error("killing everything")
+        print_stderr("killing everything")
     finally:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)

@@ -1,5 +1,5 @@
 """What a run shows: terminal lines (`console.py`), progress (`progress.py`), artifacts in Prefect's UI (`artifacts.py`).
 
-`overview.py` renders a flow run's overview artifact, `plan.py` a plan in one line. Start reading at `progress.py`. May
-import tasks, modeling and profiles, but no other part of flows.
+`overview.py` renders a flow run's overview artifact, `summaries.py` plans and clusters in one line. Start reading at
+`progress.py`. May import tasks, modeling and profiles, but no other part of flows.
 """

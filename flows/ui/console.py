@@ -101,7 +101,7 @@ def redirect_to_devnull(output: IO[str]) -> None:
     os.close(devnull)
 
 
-def print_error(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Print a line on standard error."""
     print(text, file=sys.stderr, flush=True)
 

@@ -1,11 +1,15 @@
-"""A plan in one line, for the log and for the `plan` step in Prefect's UI."""
+"""Summaries of a plan, a mesh and a cluster in one line."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from modeling.planning.planner import Plan
+from profiles.schema import Profile
 from tasks.reporting.format import format_bytes, format_count, format_duration
+
+if TYPE_CHECKING:  # it imports torch, and `trainshed profiles` does not
+    from modeling.planning.planner import Plan
 
 
 def plan_summary(planned: Plan) -> str:
@@ -22,3 +26,9 @@ def plan_summary(planned: Plan) -> str:
 def mesh_summary(degrees: Mapping[str, int]) -> str:
     """The axes above 1, outermost first: 'pipeline 2 × tensor 8'."""
     return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
+
+
+def cluster_summary(profile: Profile) -> str:
+    """Nodes and devices: '8 × 64 trn2'."""
+    cluster = profile.cluster
+    return f"{cluster.nodes} × {cluster.devices_per_node} {cluster.accelerator or cluster.device}"
