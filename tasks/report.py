@@ -30,7 +30,37 @@ from tasks.store.runs import INPUTS, read_events, read_inputs
 from tasks.store.store import Store
 
 
-def run(
+@dataclass
+class ReportStep(Step):
+    """Writes the run's report, and uploads the run folder, which is then complete, to a remote store.
+
+    Attributes:
+        evaluation: the evaluation step's artifact.
+        outcomes: of the run's steps.
+    """
+
+    plan: Plan
+    evaluation: Artifact
+    outcomes: Sequence[Outcome]
+
+    kind = "report"
+    name = "report"
+
+    def title(self, profile: Profile) -> str:
+        return f"report on {profile.name}"
+
+    def key(self, context: Context) -> None:
+        """Runs every time."""
+
+    def make(self, context: Context, key: str) -> Artifact:
+        folder, store = context.run_folder, context.store
+        plan, evaluation = self.plan.to_json(), self.evaluation.summary
+        path = write_report(context.profile, folder, plan, evaluation, self.outcomes)
+        store.run_folder(folder.name).sync().upload()
+        return Artifact(self.kind, key, str(path), {})
+
+
+def write_report(
     profile: Profile,
     folder: Path,
     plan: Mapping[str, Any],
@@ -127,33 +157,3 @@ def _write_atomically(path: Path, text: str) -> Path:
     partial = path.with_suffix(f"{path.suffix}.partial")
     partial.write_text(text)
     return partial.replace(path)
-
-
-@dataclass
-class ReportStep(Step):
-    """Writes the run's report; with it the run folder is complete, in a remote store too.
-
-    Attributes:
-        plan: of the run.
-        evaluation: the evaluation's artifact.
-        outcomes: of the run's steps.
-    """
-
-    plan: Plan
-    evaluation: Artifact
-    outcomes: Sequence[Outcome]
-
-    kind = "report"
-    name = "report"
-
-    def title(self, profile: Profile) -> str:
-        return f"report on {profile.name}"
-
-    def key(self, context: Context) -> None:
-        """Runs every time."""
-
-    def make(self, context: Context, key: str) -> Artifact:
-        folder, store = context.run_folder, context.store
-        path = run(context.profile, folder, self.plan.to_json(), self.evaluation.summary, self.outcomes)
-        store.run_folder(folder.name).sync().upload()
-        return Artifact(self.kind, key, str(path), {})

@@ -1,4 +1,4 @@
-"""The report and the comparison of runs in a real browser: light and dark, wide and narrow, on their own."""
+"""The report and the comparison page in a real browser: light and dark, wide and narrow, without requests."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.tasks.reporting.run_folders import write_report, write_run
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Addresses of a report and of a comparison."""
+    """URLs of a report and of a comparison page."""
     store = tmp_path_factory.mktemp("pages")
     for name, rate in (("first", "3e-3"), ("second", "1e-3")):
         write_run(store / "runs" / name, f"train.learning_rate={rate}")
@@ -24,7 +24,7 @@ def pages(tmp_path_factory):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "size"), [("wide", WIDE), ("narrow", NARROW)])
 @pytest.mark.parametrize("name", ["report", "compare"])
-def test_a_page_stands_alone_and_fits(browser, pages, name, width, size, scheme):
+def test_page_is_self_contained_and_fits_the_window(browser, pages, name, width, size, scheme):
     with visit(browser, pages[name], size, scheme) as seen:
         assert seen.page.locator("svg .line").count() >= 2
         background = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")

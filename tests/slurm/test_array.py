@@ -1,4 +1,4 @@
-"""Tokenizing on a cluster: shards side by side as an array of jobs, with the tokens that this machine would make."""
+"""SlurmArray on a real cluster: the tokens of local tokenization, secrets, and rejected sources."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ SPOT = ("cluster.launcher=slurm", "cluster.shards_partition=spot")
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A profile of five files of text."""
+    """A profile of five text files."""
     for number in range(5):
         write_texts(tmp_path / f"{number}.jsonl", number)
     data = {"sources": [{"kind": "files", "path": str(tmp_path / "*.jsonl")}], "validation_fraction": 0.1}
@@ -32,7 +32,7 @@ def corpus(tmp_path):
     return resolve.load(str(path), SPOT)
 
 
-def test_an_array_makes_the_tokens_that_this_machine_would(cluster, corpus, tmp_path):
+def test_array_makes_the_same_tokens_as_local_workers(cluster, corpus, tmp_path):
     there, here = Store(str(tmp_path / "there")), Store(str(tmp_path / "here"))
     made = DatasetStep(TokenizerStep().run(Context(corpus, there))).run(
         Context(corpus, there, token="hf_planted")
@@ -53,7 +53,7 @@ def test_an_array_makes_the_tokens_that_this_machine_would(cluster, corpus, tmp_
 
 @pytest.fixture
 def gated(tmp_path, monkeypatch):
-    """A profile of a gated data set of two files on a hub, which this process and its jobs reach."""
+    """A profile of a gated dataset of two files on a hub that this process and its jobs can reach."""
     with Hub() as hub:
         hub.patch(monkeypatch, tmp_path / "cache")
         for name, value in {
@@ -76,7 +76,7 @@ def gated(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("source", ["environment", "block"])
-def test_an_array_reads_gated_data_with_the_token_and_writes_it_nowhere(
+def test_array_reads_gated_data_and_never_writes_the_token(
     cluster, gated, prefect_server, tmp_path, monkeypatch, source
 ):
     from prefect.blocks.system import Secret
@@ -103,7 +103,7 @@ def test_an_array_reads_gated_data_with_the_token_and_writes_it_nowhere(
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
 
 
-def test_a_damaged_source_is_named_and_not_tried_again(cluster, corpus, tmp_path):
+def test_corrupted_source_is_rejected_without_a_retry(cluster, corpus, tmp_path):
     store = Store(str(tmp_path / "store"))
     made = TokenizerStep().run(Context(corpus, store))
     (tmp_path / "3.jsonl").write_text(json.dumps({"text": "abc"}) + "\n{broken")
@@ -111,7 +111,7 @@ def test_a_damaged_source_is_named_and_not_tried_again(cluster, corpus, tmp_path
         DatasetStep(made).run(Context(corpus, store))
 
 
-def test_arrays_of_two_flows_of_one_store_go_side_by_side(cluster, corpus, tmp_path):
+def test_two_flows_of_one_store_run_arrays_concurrently(cluster, corpus, tmp_path):
     store = Store(str(tmp_path / "store"))
     words = TokenizerStep().run(Context(corpus, store))
 

@@ -1,4 +1,4 @@
-"""The Slurm launcher against a real cluster: what runs where, under which names, how it is found again and ended."""
+"""SlurmLauncher on a real cluster: quoting, re-attaching, requeueing, cancelling, and jobs that Slurm ends."""
 
 import json
 import shlex
@@ -17,16 +17,16 @@ import os, pathlib, signal, sys, time
 rank, folder = os.environ.get("RANK", "alone"), pathlib.Path(sys.argv[1])
 code = int(sys.argv[sys.argv.index("ends-with") + 1]) if "ends-with" in sys.argv else 143
 def save(*_):
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # which comes again and again
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the script repeats it
     (folder / f"saved-{rank}").touch()
     while code not in (0, 143) and rank != "3":
-        time.sleep(1)  # for the one that failed
+        time.sleep(1)  # until rank 3 fails
     sys.exit(code)
 signal.signal(signal.SIGUSR1, save)
 print("rank", rank, "of", os.environ.get("WORLD_SIZE"), "on", os.environ["SLURMD_NODENAME"], "in", os.getcwd())
 print("secret", os.environ.get("PREFECT_API_KEY"), "arguments", sys.argv[2:])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
-while not (folder / "go-on").exists():
+while not (folder / "finish").exists():
     time.sleep(0.05)
 if "fail" in sys.argv and rank == "3":
     raise ValueError("what went wrong")
@@ -36,7 +36,7 @@ HOSTILE = """it's "a" $(touch hit) `touch hit` ; touch hit # $HOME & é"""
 
 @pytest.fixture
 def place(tmp_path, monkeypatch, cluster):
-    """A folder with a hostile name, in which the launcher is called."""
+    """A working folder whose name is full of shell syntax."""
     folder = tmp_path / HOSTILE
     folder.mkdir()
     (folder / "ranks.py").write_text(RANKS)
@@ -78,8 +78,8 @@ def wait_for(*paths: Path) -> None:
         time.sleep(0.05)
 
 
-def test_every_rank_runs_and_nothing_in_a_name_is_taken_for_shell(place, launcher, cluster):
-    (place / "go-on").touch()
+def test_ranks_run_on_their_nodes_and_names_are_quoted(place, launcher, cluster):
+    (place / "finish").touch()
     argument = HOSTILE + " %j \\"
     execute(launcher, job(place, argument))
     log = (place / "logs/work.log").read_text()
@@ -91,12 +91,12 @@ def test_every_rank_runs_and_nothing_in_a_name_is_taken_for_shell(place, launche
 
 
 @pytest.mark.parametrize("character", ["%", "\\", "\n"])
-def test_a_folder_that_slurm_would_misread_is_refused(place, launcher, character):
+def test_folder_with_characters_special_to_slurm_is_rejected(place, launcher, character):
     with pytest.raises(ProfileError, match="Slurm cannot write a log"):
         launcher.submit(job(place / f"a{character}j"))
 
 
-def test_options_reach_slurm_as_they_are(place, cluster):
+def test_options_reach_slurm_unchanged(place, cluster):
     comment = """a 'b' "c" \\ # $(touch hit)"""
     launcher = launcher_of(
         "cluster.partition=spot",
@@ -112,39 +112,39 @@ def test_options_reach_slurm_as_they_are(place, cluster):
     launcher.cancel(handle, grace=0)
 
 
-def test_the_script_that_is_kept_can_be_submitted_by_hand(place, launcher, cluster):
+def test_saved_script_can_be_submitted_by_hand(place, launcher, cluster):
     handle = launcher.submit(job(place))
     launcher.cancel(handle, grace=0)
     script = (place / "logs/work.sbatch").read_text()
     by_hand = next(line for line in script.splitlines() if "by hand" in line).partition(": ")[2]
-    (place / "go-on").touch()
+    (place / "finish").touch()
     cluster.command("bash", "-c", by_hand)
     wait_for(place / "logs/work.exit.json")
     assert json.loads((place / "logs/work.exit.json").read_text())["exit_code"] == 0
     assert shlex.quote(str(place)) in script
 
 
-def test_a_failure_names_the_rank_its_node_and_its_last_lines(place, launcher):
-    (place / "go-on").touch()
+def test_failure_has_rank_node_and_last_lines(place, launcher):
+    (place / "finish").touch()
     with pytest.raises(JobFailed, match="rank 3 on n2 ended with exit code 1") as failure:
         execute(launcher, job(place, "fail"))
     assert "ValueError: what went wrong" in failure.value.detail
     assert failure.value.exit_code == 1
 
 
-def test_whoever_comes_later_joins_the_job_that_runs(place, launcher, cluster):
+def test_another_process_re_attaches_to_the_running_job(place, launcher, cluster):
     first = launcher.submit(job(place))
     wait_for(place / "pid-0")
     later = launcher_of()
     assert later.find(job(place)).identifier == first.identifier
     assert later.submit(job(place)).identifier == first.identifier
     assert len(cluster.jobs()) == 1
-    (place / "go-on").touch()
+    (place / "finish").touch()
     execute(later, job(place))
     assert (place / "logs/work.log").read_text().count("rank 0 of 4") == 1
 
 
-def test_another_job_of_the_same_name_takes_its_place_after_it_has_saved(place, launcher, cluster):
+def test_another_job_of_the_same_name_replaces_the_running_one_after_it_saved(place, launcher, cluster):
     first = launcher.submit(job(place, saves=True))
     wait_for(*(place / f"pid-{rank}" for rank in range(4)))
     second = launcher_of()
@@ -157,8 +157,8 @@ def test_another_job_of_the_same_name_takes_its_place_after_it_has_saved(place, 
 
 
 @pytest.mark.parametrize("code", [0, 71, 143])
-def test_only_what_was_interrupted_before_the_time_limit_is_queued_again(place, launcher, cluster, code):
-    """Where the ranks end by themselves while the time is nearly over, that is how the job ended."""
+def test_only_interrupted_jobs_are_requeued_at_the_time_limit(place, launcher, cluster, code):
+    """Ranks that finish or fail by themselves near the time limit determine the job's exit code."""
     handle = launcher.submit(job(place, "ends-with", str(code), saves=True))
     wait_for(*(place / f"pid-{rank}" for rank in range(4)))
     cluster.command("scancel", "--batch", "--signal=USR1", handle.identifier)
@@ -178,8 +178,8 @@ def test_only_what_was_interrupted_before_the_time_limit_is_queued_again(place, 
         assert "rank 3 on n2 ended with exit code 71" in str(launcher.failure(handle, status))
 
 
-def test_a_job_that_is_to_begin_later_is_not_started_before(place, cluster):
-    """Slurm gives the same reason for it as for one that it holds after it was queued again, which is started."""
+def test_job_with_begin_option_is_not_released_early(place, cluster):
+    """Slurm gives the same pending reason as for a requeued job, which the launcher releases."""
     launcher = launcher_of("cluster.slurm=['--begin=now+600']")
     handle = launcher.submit(job(place))
     deadline = time.monotonic() + slurm.HELD_SECONDS + 3 * slurm.POLL_SECONDS
@@ -191,7 +191,7 @@ def test_a_job_that_is_to_begin_later_is_not_started_before(place, cluster):
     launcher.cancel(handle, grace=0)
 
 
-def test_what_does_not_save_is_stopped_at_once(place, launcher, cluster):
+def test_job_without_attempt_file_stops_at_once(place, launcher, cluster):
     handle = launcher.submit(job(place))
     wait_for(*(place / f"pid-{rank}" for rank in range(4)))
     begun = time.monotonic()
@@ -203,13 +203,13 @@ def test_what_does_not_save_is_stopped_at_once(place, launcher, cluster):
     assert launcher.poll(handle).exit_code not in (0, None)
 
 
-def test_what_does_not_save_ends_at_its_time_limit_which_is_said(place, cluster):
+def test_job_without_attempt_file_fails_at_its_time_limit(place, cluster):
     launcher = launcher_of("cluster.time=1", "cluster.time_left=59")
     number = launcher.submit(job(place)).identifier
     wait_for(place / "pid-0")
     cluster.command(
         "scontrol", "update", f"JobId={number}", "EndTime=now+2"
-    )  # a minute is the shortest limit
+    )  # the shortest limit is a minute
     with pytest.raises(JobFailed, match=r"at its time limit \(1\); increase cluster\.time"):
         execute(launcher, job(place))
     log = (place / "logs/work.log").read_text()
@@ -217,11 +217,10 @@ def test_what_does_not_save_ends_at_its_time_limit_which_is_said(place, cluster)
     assert cluster.jobs() == []
 
 
-def test_an_array_runs_each_of_its_jobs_and_fails_where_one_does(place, launcher):
+def test_array_runs_every_job_and_fails_if_one_fails(place, launcher):
     def array(*arguments: str) -> Job:
         return Job("parts", "part", arguments, place / "logs", array=5, key="k")
 
-    # argparse is not what is tried here: the number comes last, as --index NUMBER.
     (place / "part.py").write_text(
         "import sys\nnumber = sys.argv[sys.argv.index('--index') + 1]\nprint('part', number)\nsys.exit(number in sys.argv[1:2])"
     )
@@ -234,7 +233,7 @@ def test_an_array_runs_each_of_its_jobs_and_fails_where_one_does(place, launcher
         execute(launcher, array("3"))
 
 
-def test_a_controller_that_is_gone_for_a_while_changes_nothing(place, launcher, cluster):
+def test_job_survives_an_unavailable_controller(place, launcher, cluster):
     handle = launcher.submit(job(place))
     wait_for(place / "pid-0")
     cluster.stop_controller()
@@ -245,22 +244,22 @@ def test_a_controller_that_is_gone_for_a_while_changes_nothing(place, launcher, 
             time.sleep(0.2)
     finally:
         cluster.start_controller()
-    (place / "go-on").touch()
+    (place / "finish").touch()
     execute(launcher, job(place))
 
 
-def test_a_record_that_cannot_be_read_for_a_while_ends_no_job(place, launcher, cluster):
-    """The record's place is taken by a folder, which cannot be read as a file either."""
+def test_unreadable_record_does_not_stop_the_job(place, launcher, cluster):
+    """The record's path is a folder for a while, which cannot be read as a file."""
     record, asked = place / "logs/work.exit.json", []
 
     def watch():
         asked.append(len(asked))
-        if (place / "pid-3").exists() and not (place / "go-on").exists():
+        if (place / "pid-3").exists() and not (place / "finish").exists():
             if asked[-1] % 10 == 5:
                 record.mkdir(exist_ok=True)
             elif asked[-1] % 10 == 0 and record.exists():
                 record.rmdir()
-                (place / "go-on").touch()
+                (place / "finish").touch()
 
     execute(launcher, job(place), watch)
     assert json.loads(record.read_text())["exit_code"] == 0
@@ -268,7 +267,7 @@ def test_a_record_that_cannot_be_read_for_a_while_ends_no_job(place, launcher, c
     assert (place / "logs/work.log").read_text().count("rendezvous at") == 1
 
 
-def test_what_slurm_ends_without_a_record_is_said_to_be_so(place, launcher, cluster, monkeypatch):
+def test_job_that_slurm_ends_without_a_record_fails(place, launcher, cluster, monkeypatch):
     monkeypatch.setattr(slurm, "GONE_SECONDS", 1.0)
     handle = launcher.submit(job(place, nodes=1))
     wait_for(place / "pid-0")

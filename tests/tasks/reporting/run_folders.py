@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from tokenizers import Tokenizer, decoders, models
 
 from profiles import resolve
-from tasks.report import run
+from tasks import report
 from tasks.reporting.outcome import Outcome
 
 VOID = {"meta", "link", "br", "img"}
@@ -98,4 +98,4 @@ def write_report(folder):
         "metrics": {"user_accuracy": 0.123456},
         "samples": samples,
     }
-    return run(profile, folder, plan, evaluation, outcomes)
+    return report.write_report(profile, folder, plan, evaluation, outcomes)
