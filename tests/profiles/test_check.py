@@ -1,4 +1,4 @@
-"""What no run can be is refused before it begins, with the nearest thing that can."""
+"""Rules between sections: impossible profiles are rejected with the nearest valid choices."""
 
 import re
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def refused(*overrides) -> ProfileError:
 
 
 def not_started(*overrides) -> ProfileError:
-    """Of a profile that can be planned."""
+    """The error of starting a profile that can be planned."""
     accepted(*overrides)
     with pytest.raises(ProfileError) as caught:
         resolve.check_start(resolve.load("tiny", overrides))
@@ -45,7 +45,7 @@ def test_tiny_is_accepted():
         ("0", 0),  # no limit
     ],
 )
-def test_a_time_limit_is_read_as_slurm_reads_it(time, minutes):
+def test_time_limit_is_parsed_like_slurm(time, minutes):
     assert seconds(time) == 60 * minutes
     accepted(f"cluster.time='{time}'", "cluster.time_left=119")
 
@@ -183,13 +183,13 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_nearest_that_can(overrides, key, value, reason, choices):
+def test_impossible_values_are_rejected_with_nearest_valid_choices(overrides, key, value, reason, choices):
     error = refused(*overrides)
     assert (error.key, error.value, error.choices) == (key, value, choices)
     assert reason in error.reason
 
 
-def test_choices_that_are_named_work():
+def test_suggested_tensor_degrees_are_valid():
     for degree in refused("parallel.tensor=3").choices:
         accepted(f"parallel.tensor={degree}", f"cluster.devices_per_node={degree}")
 
@@ -210,7 +210,7 @@ def test_choices_that_are_named_work():
         ("tiny", ["cluster.devices_per_node=15"], None),
     ],
 )
-def test_every_choice_that_is_named_for_a_cluster_or_a_batch_passes(name, overrides, choices):
+def test_suggested_choices_for_cluster_and_batch_are_valid(name, overrides, choices):
     with pytest.raises(ProfileError) as caught:
         resolve.check(resolve.load(name, overrides))
     error = caught.value
@@ -229,7 +229,7 @@ def is_accepted(check: Callable[..., None], *arguments, error: type[Exception]) 
     return True
 
 
-def test_pipelines_are_accepted_exactly_where_the_library_can_run_them():
+def test_pipelines_are_accepted_exactly_if_the_library_supports_them():
     found = set()
     cuts = (None, [1], [2], [5], [2, 1, 4], [1, 2, 4], [1, 2, 3, 4, 5])
     for schedule, ranks, layers, count, cut in product(SCHEDULES, (2, 3), (2, 5, 6), (1, 2, 3, 4, 5), cuts):
@@ -261,24 +261,24 @@ def test_slurm_needs_sbatch_to_start_but_not_to_plan(monkeypatch, tmp_path):
     resolve.check_start(resolve.load("tiny", ["cluster.launcher=slurm", "cluster.nodes=2"]))
 
 
-def test_runs_on_an_accelerator_that_nothing_trains_on_are_planned_but_not_started():
+def test_planned_only_accelerator_can_be_planned_but_not_started():
     assert not_started("cluster.device=neuron", "cluster.accelerator=trn1").choices == ("trn2", "trn3")
     resolve.check_start(resolve.load("tiny", ["cluster.device=neuron", "cluster.accelerator=trn2"]))
 
 
-def test_an_accelerator_is_of_the_clusters_kind_of_device():
+def test_accelerator_must_match_the_device():
     assert refused("cluster.accelerator=trn1").choices == ("null",)
     assert refused("cluster.device=cuda", "cluster.accelerator=trn1").choices == ("h100", "h200")
     accepted("cluster.device=neuron", "cluster.accelerator=trn1")
 
 
-def test_options_of_sbatch_are_options_that_the_launcher_does_not_set():
+def test_sbatch_options_that_the_launcher_sets_are_rejected():
     accepted("cluster.slurm=[--gres=gpu:8, '--comment-file=a b', --overcommit]", "cluster.time=12:30:00")
     assert refused("cluster.slurm=[--time=5]").choices == ("cluster.time",)
     assert refused("cluster.slurm=[--wrap=id]").key == "cluster.slurm.0"
 
 
-def test_files_that_are_there_are_accepted(tmp_path):
+def test_existing_files_are_accepted(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     for path in (tmp_path, tmp_path / "a.txt", tmp_path / "*.txt"):
         accepted(f"data.sources.0={{kind: files, path: '{path}'}}")
@@ -286,21 +286,21 @@ def test_files_that_are_there_are_accepted(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["org/name", "s3://bucket/folder"])
-def test_what_lies_elsewhere_is_not_looked_for_here(source):
+def test_hub_and_bucket_sources_are_not_checked_locally(source):
     accepted(f"tokenizer.source={source}")
     accepted(f"init.from={source}")
 
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A folder to start runs in, with a module of the user's."""
+    """A working folder with a user module."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("raise RuntimeError('no code is run')")
     (tmp_path / "package" / "mine.py").write_text("from math import exp\ndef loss(logits, targets): ...\n")
     monkeypatch.chdir(tmp_path)
 
 
-def test_functions_of_the_users_are_found_without_running_them(mine):
+def test_user_functions_are_found_without_running_them(mine):
     profile = resolve.load("tiny", ["train.loss=package.mine:loss", "evaluate.metrics=['package.mine:exp']"])
     resolve.check_start(profile)
 
@@ -309,11 +309,12 @@ def test_functions_of_the_users_are_found_without_running_them(mine):
     ("override", "reason", "choices"),
     [
         ("train.loss=package.none:loss", "there is no module package.none", ()),
+        ("train.loss=tasks:loss", "tasks is a module of Trainshed; rename the file", ()),
         ("train.loss=package.mine:los", "mine.py has no los", ("package.mine:loss",)),
         ("evaluate.metrics=['package.mine:exp', 'package.mine:exp']", "another metric", ()),
     ],
 )
-def test_functions_of_the_users_that_are_not_there_are_refused(mine, override, reason, choices):
+def test_invalid_user_functions_are_rejected(mine, override, reason, choices):
     error = not_started(override)
     assert reason in error.reason
     assert error.choices == choices
@@ -350,14 +351,14 @@ def brute_force(heads: int, kv_heads: int, tensor: int) -> bool:
 
 
 @given(st.integers(1, 16), st.integers(1, 12), st.integers(1, 200))
-def test_tensor_degrees_are_those_that_share_heads_evenly(kv_heads, group, tensor):
+def test_valid_tensor_degrees_divide_heads_evenly(kv_heads, group, tensor):
     heads = kv_heads * group
     valid = valid_tensor_degrees(heads, kv_heads)
     assert (tensor in valid) == brute_force(heads, kv_heads, tensor)
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 70))
-def test_a_refused_degree_names_both_neighbours(kv_heads, group, tensor):
+def test_rejected_degree_names_both_nearest_degrees(kv_heads, group, tensor):
     heads = kv_heads * group
     overrides = [
         f"model.num_attention_heads={heads}",

@@ -1,4 +1,4 @@
-"""The architecture's numbers: what no such network can be, and config.json in both directions against transformers."""
+"""Model section: validation, and config.json in both directions against transformers."""
 
 import json
 
@@ -73,7 +73,7 @@ def test_defaults_follow_the_architecture():
 
 
 @pytest.mark.parametrize("name", ["rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"])
-def test_the_norms_epsilon_is_known_by_all_its_names(name):
+def test_norm_eps_aliases(name):
     values = {key: value for key, value in LLAMA.items() if key != "norm_eps"}
     assert Model(**values, **{name: 3e-6}).norm_eps == 3e-6
     assert resolve.load("tiny", [f"model.{name}=3e-6"]).model.norm_eps == 3e-6
@@ -100,18 +100,18 @@ def test_the_norms_epsilon_is_known_by_all_its_names(name):
         (GPT, {"dropout": 1.0}, "model.dropout = 1.0: is not below 1"),
     ],
 )  # fmt: skip
-def test_impossible_models_are_refused(base, changes, message):
+def test_impossible_models_are_rejected(base, changes, message):
     assert message in refused(base, **changes)
 
 
 @pytest.mark.parametrize("values", MODELS)
-def test_config_json_comes_back_the_same(values):
+def test_config_json_round_trip(values):
     model = Model(**values)
     assert Model(**from_config_json(json.loads(json.dumps(to_config_json(model))))) == model
 
 
 @pytest.mark.parametrize("values", MODELS)
-def test_transformers_builds_the_same_network_and_we_read_what_it_writes(values, tmp_path):
+def test_config_json_agrees_with_transformers(values, tmp_path):
     model = Model(**values)
     (tmp_path / "config.json").write_text(json.dumps(to_config_json(model)))
     config = AutoConfig.from_pretrained(tmp_path)
@@ -139,7 +139,7 @@ def test_transformers_builds_the_same_network_and_we_read_what_it_writes(values,
     assert Model(**from_config_json(json.loads((tmp_path / "again/config.json").read_text()))) == model
 
 
-def test_what_a_config_leaves_out_is_what_transformers_assumes():
+def test_omitted_config_fields_get_transformers_defaults():
     small = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 2}
     sizes = {"vocab_size": 32, "max_position_embeddings": 64}
     full = LlamaConfig(**small, **sizes).to_dict()
@@ -163,13 +163,13 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes():
         ),
     ],
 )
-def test_a_config_of_what_is_not_built_here_is_refused(config, message):
+def test_unsupported_config_json_is_rejected(config, message):
     with pytest.raises(ProfileError) as caught:
         from_config_json(config)
     assert message in str(caught.value)
 
 
-def test_a_profile_takes_a_config_json_and_overrides_it(tmp_path):
+def test_profile_overrides_its_config_json(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_config_json(Model(**LLAMA))))
     profile = resolve.load("tiny").model_dump(mode="json")
     sections = {name: section for name, section in profile.items() if name != "model"}
@@ -190,7 +190,7 @@ def test_a_profile_takes_a_config_json_and_overrides_it(tmp_path):
         ('{"model_type": "mamba"}', "is not a supported architecture"),
     ],
 )
-def test_a_config_json_that_cannot_be_used_is_refused(tmp_path, content, message):
+def test_unusable_config_json_is_rejected(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ProfileError) as caught:

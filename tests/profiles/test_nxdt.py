@@ -1,4 +1,4 @@
-"""NxD Training's configs become profiles, key by key."""
+"""Import of NxD Training configs, key by key."""
 
 import json
 from pathlib import Path
@@ -105,7 +105,7 @@ def write(folder: Path, text: str = CONFIG) -> Path:
     return path
 
 
-def test_their_llama3_70b_is_ours(tmp_path, capsys):
+def test_nxd_llama3_70b_imports_as_the_shipped_profile(tmp_path, capsys):
     out = tmp_path / "mine.yaml"
     assert main(["import-config", str(write(tmp_path)), str(out)]) == 0
     mine, ours = resolve.load(str(out)), resolve.load("llama3-70b-trn1")
@@ -119,7 +119,7 @@ def test_their_llama3_70b_is_ours(tmp_path, capsys):
     assert "wrote " in capsys.readouterr().out
 
 
-def test_every_key_is_told_what_became_of_it(tmp_path, capsys):
+def test_every_key_is_reported(tmp_path, capsys):
     path = write(tmp_path)
     assert main(["import-config", str(path), str(tmp_path / "mine.yaml"), "--json"]) == 0
     told = {line["key"]: line for line in json.loads(capsys.readouterr().out)["keys"]}
@@ -132,7 +132,7 @@ def test_every_key_is_told_what_became_of_it(tmp_path, capsys):
     assert "not supported by Trainshed" in told["trainer.max_epochs"]["note"]
 
 
-def test_a_key_of_ours_is_what_the_schema_knows():
+def test_rules_set_only_keys_of_the_schema():
     """Rules name keys that profiles have, whatever the value."""
     sections = resolve.load("tiny").model_dump(mode="json")
     named = {"train.steps": 1, "parallel.tensor": 1}
@@ -170,7 +170,7 @@ def test_a_key_of_ours_is_what_the_schema_knows():
         (("name: hf_llama", "name: [hf"), "is not YAML"),
     ],
 )
-def test_what_cannot_be_understood_is_refused_and_nothing_is_written(tmp_path, capsys, change, message):
+def test_untranslatable_config_is_rejected_and_nothing_is_written(tmp_path, capsys, change, message):
     assert change[0] in CONFIG
     out = tmp_path / "mine.yaml"
     assert main(["import-config", str(write(tmp_path, CONFIG.replace(*change, 1))), str(out)]) == 2
@@ -178,7 +178,7 @@ def test_what_cannot_be_understood_is_refused_and_nothing_is_written(tmp_path, c
     assert not out.exists()
 
 
-def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys):
+def test_existing_file_is_not_overwritten(tmp_path, capsys):
     out = tmp_path / "mine.yaml"
     out.write_text("mine")
     assert main(["import-config", str(write(tmp_path)), str(out)]) == 2
@@ -186,7 +186,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys):
     assert out.read_text() == "mine"
 
 
-def test_layers_that_end_a_stage_become_those_that_begin_one(tmp_path):
+def test_pipeline_cuts_convert_to_first_layers_of_stages(tmp_path):
     cuts = "[model.layers.18, model.layers.38, model.layers.58]"
     values, _ = nxdt.convert(
         nxdt.read(write(tmp_path, CONFIG.replace("pipeline_cuts: null", f"pipeline_cuts: {cuts}"))), tmp_path
@@ -194,7 +194,7 @@ def test_layers_that_end_a_stage_become_those_that_begin_one(tmp_path):
     assert values["parallel"]["pipeline_cuts"] == [19, 39, 59]
 
 
-def test_a_config_json_that_they_name_is_named_here_too(tmp_path):
+def test_model_config_path_is_imported(tmp_path):
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 128}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""From a name and overrides to one resolved profile, and back to text without loss."""
+"""Resolving profiles: names, files, extends and overrides; round trip to YAML."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_shipped_profiles_resolve(name):
     assert profile.description
 
 
-def test_a_minimal_file_gets_its_name_from_the_file_and_its_defaults_from_the_schema(tmp_path):
+def test_minimal_file_gets_name_and_defaults(tmp_path):
     profile = resolve.load(str(write(tmp_path / "mine.yaml", **MINIMAL)))
     assert profile.name == "mine"
     assert (profile.model.head_dim, profile.model.num_key_value_heads) == (16, 4)
@@ -57,7 +57,7 @@ def test_a_minimal_file_gets_its_name_from_the_file_and_its_defaults_from_the_sc
     resolve.check(profile)
 
 
-def test_a_child_changes_single_keys_of_what_it_extends_and_replaces_lists(tmp_path):
+def test_extends_merges_keys_and_replaces_lists(tmp_path):
     write(tmp_path / "base.yaml", **MINIMAL, description="the base", parallel={"tensor": 2, "zero1": False})
     write(tmp_path / "middle.yaml", extends="./base.yaml", train={"steps": 20})
     child = write(
@@ -73,13 +73,13 @@ def test_a_child_changes_single_keys_of_what_it_extends_and_replaces_lists(tmp_p
     assert [source.path for source in profile.data.sources] == ["x"]
 
 
-def test_a_file_may_extend_a_shipped_profile(tmp_path):
+def test_file_extends_a_shipped_profile(tmp_path):
     profile = resolve.load(str(write(tmp_path / "longer.yaml", extends="tiny", train={"steps": 999})))
     assert (profile.name, profile.train.steps) == ("longer", 999)
     assert profile.model == resolve.load("tiny").model
 
 
-def test_a_circle_of_extends_is_refused(tmp_path):
+def test_circular_extends_is_rejected(tmp_path):
     first = write(tmp_path / "first.yaml", extends="./second.yaml")
     write(tmp_path / "second.yaml", extends="./first.yaml")
     error = refused(str(first))
@@ -87,7 +87,7 @@ def test_a_circle_of_extends_is_refused(tmp_path):
     assert "first → second → first" in error.reason
 
 
-def test_overrides_are_yaml_and_the_last_one_stands():
+def test_overrides_are_yaml_and_the_last_one_wins():
     overrides = [
         "train.steps=7",
         "train.steps=8",
@@ -110,7 +110,7 @@ def test_overrides_are_yaml_and_the_last_one_stands():
     assert profile.data.sources[0].path == "a=b.txt"
 
 
-def test_a_run_may_have_its_own_name():
+def test_run_name_replaces_profile_name():
     assert resolve.load("tiny", name="first-try").name == "first-try"
     assert refused("tiny", name="../elsewhere").key == "name"
     assert refused("tiny", name="tiny~1").key == "name"
@@ -152,27 +152,27 @@ def test_a_run_may_have_its_own_name():
         ("cluster.device=null", "cluster.device", None, "choices", ("cpu", "cuda", "neuron")),
     ],
 )
-def test_a_bad_value_is_refused_by_key_value_reason_and_choices(override, key, value, reason, choices):
+def test_bad_value_is_rejected_with_key_reason_and_choices(override, key, value, reason, choices):
     error = refused("tiny", [override])
     assert (error.key, error.value) == (key, value)
     assert reason in error.reason
     assert set(choices) <= set(error.choices)
 
 
-def test_the_message_reads_as_one_line():
+def test_message_is_one_line():
     assert str(refused("tiny", ["train.precision=fp16"])) == (
         "train.precision = fp16: is not one of the choices; nearest valid: float32, bf16"
     )
 
 
-def test_one_mistake_is_told_and_the_others_counted():
+def test_first_error_is_reported_and_others_are_counted():
     error = refused("tiny", ["train.steps=x", "train.seed=y", "parallel.tenser=2", "train.clip=z"])
     assert error.key == "parallel.tenser"  # a mistyped key first: it may be why another one is missing
     assert "3 more: " in error.reason
     assert "train.steps" in error.reason
 
 
-def test_a_missing_key_is_named(tmp_path):
+def test_missing_key_is_named(tmp_path):
     sections = {**MINIMAL, "train": {"steps": 1}}
     error = refused(str(write(tmp_path / "short.yaml", **sections)))
     assert error.key == "train.global_batch_size"
@@ -193,11 +193,11 @@ def test_a_missing_key_is_named(tmp_path):
         ("extends=tiny", "file"),
     ],
 )
-def test_a_malformed_override_is_refused(override, reason):
+def test_malformed_override_is_rejected(override, reason):
     assert reason in str(refused("tiny", [override]))
 
 
-def test_an_unknown_profile_is_refused_with_close_names(tmp_path):
+def test_unknown_profile_is_rejected_with_similar_names(tmp_path):
     assert refused("tinny").choices == ("tiny",)
     assert refused("no-such-thing").choices == tuple(resolve.names())
     write(tmp_path / "mine.yaml", **MINIMAL)
@@ -217,7 +217,7 @@ def test_an_unknown_profile_is_refused_with_close_names(tmp_path):
         ("a: !!python/object/apply:os.getcwd []", "not YAML"),
     ],
 )
-def test_a_file_that_is_no_profile_is_refused(tmp_path, content, reason):
+def test_invalid_profile_file_is_rejected(tmp_path, content, reason):
     path = tmp_path / "bad.yaml"
     path.write_text(content)
     error = refused(str(path))
@@ -225,13 +225,13 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, content, reason):
     assert reason in error.reason
 
 
-def test_a_file_that_is_not_text_is_refused(tmp_path):
+def test_binary_file_is_rejected(tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_bytes(b"\xff\xfe\xfa")
     assert "codec" in refused(str(path)).reason
 
 
-def test_a_resolved_profile_cannot_be_changed():
+def test_resolved_profile_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
         resolve.load("tiny").train.steps = 5
 
@@ -269,7 +269,7 @@ CHANGES = {
 
 @settings(max_examples=50)
 @given(st.fixed_dictionaries({}, optional=CHANGES))
-def test_dumping_and_loading_gives_the_same_profile(tmp_path_factory, changes):
+def test_dump_and_load_round_trip(tmp_path_factory, changes):
     profile = Profile.model_validate({"name": "drawn", **MINIMAL, **changes})
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"
     path.write_text(resolve.dump(profile))
@@ -280,7 +280,7 @@ def test_dumping_and_loading_gives_the_same_profile(tmp_path_factory, changes):
 @pytest.mark.parametrize(
     "value", ["1e5", "3e-4", "-1E+2", "1_0e3", "yes", "null", "1:30", "0x10", "=", "~", "\x85"]
 )
-def test_text_that_looks_like_something_else_stays_text(tmp_path, value):
+def test_strings_that_look_like_other_types_stay_strings(tmp_path, value):
     path = tmp_path / "text.yaml"
     path.write_text(resolve.dump(resolve.load("tiny").model_copy(update={"description": value})))
     assert resolve.load(str(path)).description == value
@@ -301,9 +301,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("place", ["config.json", ".", "org/name"])
-def test_the_models_own_configuration_comes_from_a_file_a_folder_or_a_repository(
-    place, tmp_path, monkeypatch
-):
+def test_model_config_is_a_file_folder_or_repository(place, tmp_path, monkeypatch):
     text = json.dumps(CONFIG)
     with Hub() as hub:
         hub.patch(monkeypatch, tmp_path / "hub-cache")
@@ -332,7 +330,7 @@ def test_the_models_own_configuration_comes_from_a_file_a_folder_or_a_repository
         ("org/empty@0123", "no such revision"),
     ],
 )
-def test_a_repository_without_a_configuration_is_refused(config, reason, tmp_path, monkeypatch):
+def test_repository_without_config_json_is_rejected(config, reason, tmp_path, monkeypatch):
     with Hub() as hub:
         hub.patch(monkeypatch, tmp_path / "hub-cache")
         hub.commit("org/empty", {"README.md": b""})

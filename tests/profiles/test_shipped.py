@@ -1,4 +1,4 @@
-"""Every profile that comes with Trainshed, at full size: parameters, topology and shapes without a device."""
+"""Every shipped profile at full size: parameters, topology and shapes, without a device."""
 
 import math
 from collections import Counter
@@ -86,7 +86,7 @@ def test_every_shipped_profile_is_in_the_table():
     assert {*RUNS, "tiny"} == set(resolve.names())
 
 
-def test_accelerators_that_profiles_may_name_are_those_with_figures():
+def test_schema_accelerators_are_those_with_specifications():
     field = Cluster.model_fields["accelerator"].annotation
     assert {*get_args(get_args(field)[0])} == devices.ACCELERATORS.keys()
     kinds = {name: kind for kind, names in ACCELERATORS.items() for name in names}
@@ -94,7 +94,7 @@ def test_accelerators_that_profiles_may_name_are_those_with_figures():
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_set_as_in_the_table(name):
+def test_shipped_settings_match_the_table(name):
     accelerator, nodes, degrees, kv_replication, batch, steps = RUNS[name]
     profile = load(name)
     assert (profile.cluster.accelerator, profile.cluster.nodes) == (accelerator, nodes)
@@ -107,7 +107,7 @@ def test_a_run_is_set_as_in_the_table(name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_parameters_are_the_tables_and_the_plan_fits_with_5_percent_to_spare(name):
+def test_parameters_match_the_table_and_the_plan_fits_with_5_percent_margin(name):
     planned = plan(load(name))
     assert planned.parameters == load(name).model.parameters == parameters_of(name)
     assert max(stage.total for stage in planned.stages) <= 0.95 * planned.device_bytes
@@ -115,7 +115,7 @@ def test_parameters_are_the_tables_and_the_plan_fits_with_5_percent_to_spare(nam
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_rank_holds_its_share_and_all_ranks_together_the_model(name):
+def test_ranks_hold_their_shares_of_the_whole_model(name):
     profile = load(name)
     model, stages = profile.model, partition_layers(profile)
     assert [layer for layers in stages for layer in layers] == list(range(model.num_hidden_layers))
@@ -145,7 +145,7 @@ def test_every_rank_holds_its_share_and_all_ranks_together_the_model(name):
 
 
 @pytest.mark.parametrize("name", ["llama3-70b", "llama3-70b-cp", "gpt3-175b"])
-def test_a_rank_of_the_real_world_finds_its_place(name):
+def test_rank_of_the_full_world_builds_its_stage(name):
     """Under a process group of the run's size, of which one rank is here."""
     profile = load(name)
     pipeline, data, context, tensor = degrees_of(profile)

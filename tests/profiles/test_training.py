@@ -105,7 +105,7 @@ def losses(profile: Profile) -> list[float]:
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_it_trains_like_one_process(pool, name):
+def test_profile_trains_like_one_process(pool, name):
     profile = small(name)
     assert profile.model.architecture == resolve.load(name).model.architecture
     spread = pool.run(losses, profile.world_size, profile=profile)[0]

@@ -1,4 +1,4 @@
-"""What training guards itself against: losses that would spoil it, ranks that hold others up, a disk that is full."""
+"""Loss anomalies and rollback, stragglers, and metrics on a full disk."""
 
 import json
 import time
@@ -15,7 +15,7 @@ from modeling.training.stragglers import Stragglers
 from tests.modeling import micro
 
 STEPS, BATCH = 60, 4
-BAD = (33, 34, 35, 36)  # steps whose samples are of another language
+BAD = (33, 34, 35, 36)  # steps whose samples are random tokens
 SETTINGS = (
     *("parallel.tensor=1", "cluster.devices_per_node=1", f"train.steps={STEPS}", "evaluate.every=0"),
     *("checkpoint.every=10", "train.spike_factor=1.4"),
@@ -24,7 +24,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
-    """The learnable corpus, but what the steps BAD read is drawn from the rarest of its tokens at random."""
+    """The learnable corpus, with random tokens in the samples that the steps BAD read."""
     folder = micro.dataset(tmp_path_factory.mktemp("data"), tokens=12000)
     corpus = json.loads((folder / "corpus.json").read_text())
     from modeling.data.corpus import Corpus
@@ -55,7 +55,7 @@ def rows(run):
     return {row["step"]: row for row in micro.metrics(run) if "loss" in row}
 
 
-def test_a_spike_is_skipped_and_counted_and_changes_no_weight(poisoned, tmp_path):
+def test_loss_spike_skips_step_and_keeps_weights(poisoned, tmp_path):
     run = micro.run_folder(tmp_path / "run", *SETTINGS, "train.bad_steps=10")
     train(run, poisoned)
     found = rows(run)
@@ -66,7 +66,7 @@ def test_a_spike_is_skipped_and_counted_and_changes_no_weight(poisoned, tmp_path
     assert "times the median" in events(run)[0]["reason"]
 
 
-def test_after_some_in_a_row_it_goes_back_and_leaves_their_samples_out(poisoned, tmp_path):
+def test_skipped_steps_in_a_row_roll_back_and_exclude_their_samples(poisoned, tmp_path):
     run = micro.run_folder(tmp_path / "run", *SETTINGS, "train.bad_steps=4", "checkpoint.keep=0")
     log = train(run, poisoned)
     assert "rolled back to step 30: steps 33 to 36 were skipped" in log
@@ -76,7 +76,7 @@ def test_after_some_in_a_row_it_goes_back_and_leaves_their_samples_out(poisoned,
     assert list(found) == list(range(1, STEPS + 1))
     assert not any(row["skipped"] for row in found.values())
 
-    # What is left out is part of the checkpoint: the run resumes into the same losses.
+    # Excluded samples are part of the checkpoint: the resumed run has the same losses.
     for later in (50, 60):
         for path in sorted((run / f"checkpoints/step_{later}").iterdir()):
             path.unlink()
@@ -87,7 +87,7 @@ def test_after_some_in_a_row_it_goes_back_and_leaves_their_samples_out(poisoned,
     }
 
 
-def test_it_stops_for_good_where_going_back_does_not_help(poisoned, tmp_path):
+def test_run_stops_as_diverged_after_allowed_rollbacks(poisoned, tmp_path):
     run = micro.run_folder(
         *(tmp_path / "run", *SETTINGS, "train.learning_rate=1e30", "train.clip=null", "train.warmup_steps=0"),
         *("checkpoint.every=1", "train.bad_steps=3", "train.rollbacks=1"),
@@ -99,13 +99,13 @@ def test_it_stops_for_good_where_going_back_does_not_help(poisoned, tmp_path):
     assert "rolled back 1 times" in log
 
 
-def test_samples_that_are_left_out_are_the_only_ones():
+def test_sample_number_omits_exactly_the_excluded_ranges():
     excluded = [(40, 48), (8, 12)]
     read = [sample_number(position, excluded) for position in range(60)]
     assert read == [number for number in range(72) if not (8 <= number < 12 or 40 <= number < 48)]
 
 
-def test_a_slow_rank_is_named(poisoned, tmp_path):
+def test_slow_rank_is_recorded_as_straggler(poisoned, tmp_path):
     run = micro.run_folder(
         *(tmp_path / "run", "train.steps=150", "evaluate.every=0", "parallel.tensor=1", "checkpoint.every=0")
     )
@@ -135,7 +135,7 @@ def test_a_slow_rank_is_named(poisoned, tmp_path):
     assert all(len(row["rank_seconds"]) == 2 for row in rows(run).values())
 
 
-def test_equal_ranks_are_no_stragglers():
+def test_equal_ranks_are_not_stragglers():
     stragglers = Stragglers(["n1", "n1", "n2", "n2"])
     assert not any(stragglers.update(step, [0.1, 0.1, 0.13, 0.1]) for step in range(1, 100))
     said = [stragglers.update(step, [0.1, 0.1, 0.2, 0.1]) for step in range(100, 400)]
@@ -143,7 +143,7 @@ def test_equal_ranks_are_no_stragglers():
     assert sum(map(bool, said)) == 2
 
 
-def test_metrics_wait_for_a_full_disk_and_are_written_whole(tmp_path, monkeypatch):
+def test_metrics_are_buffered_while_disk_is_full(tmp_path, monkeypatch):
     from modeling.training.metrics import MetricsWriter
 
     run = tmp_path / "run"

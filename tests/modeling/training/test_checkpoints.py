@@ -1,4 +1,4 @@
-"""A run's checkpoints: resuming by choice, retention, failing saves; the program runs as one process."""
+"""Checkpoints of a run, trained in one process: resume requests, retention, failed saves."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def command(run: Path, dataset: Path, *arguments: object) -> list[str]:
 
 
 def train(run: Path, dataset: Path, *overrides: str, code: int = 0, arguments: tuple = ()) -> str:
-    """Run the program; what it said."""
+    """Run training; returns its output."""
     micro.run_folder(run, *ALONE, *overrides)
     done = subprocess.run(command(run, dataset, *arguments), capture_output=True, text=True, check=False)
     said = done.stdout + done.stderr
@@ -39,7 +39,7 @@ def steps(run: Path, place: str = "checkpoints") -> list[int]:
     return sorted(int(p.parent.name.removeprefix("step_")) for p in (run / place).glob("*/complete.json"))
 
 
-def test_beside_training_it_saves_the_same_and_keeps_what_it_should(dataset, tmp_path):
+def test_async_saves_keep_losses_and_retention(dataset, tmp_path):
     train(tmp_path / "plain", dataset)
     saved = ("checkpoint.async=true", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=5")
     run = tmp_path / "beside"
@@ -56,7 +56,7 @@ def test_beside_training_it_saves_the_same_and_keeps_what_it_should(dataset, tmp
     assert set(marker["versions"]) == {"python", "torch", "trainshed"}
 
 
-def test_which_checkpoints_are_kept():
+def test_retained_checkpoints():
     saved = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.5}
     assert retained(saved, 2, 0) == {20, 40, 50}
     assert retained(saved, 1, 30) == {20, 30, 50}
@@ -67,7 +67,7 @@ def test_which_checkpoints_are_kept():
 ONE_FITS = "700k"
 
 
-def test_on_a_full_disk_training_goes_on_and_only_the_last_save_ends_it(dataset, tmp_path):
+def test_full_disk_fails_the_run_only_at_the_final_save(dataset, tmp_path):
     run = micro.run_folder(tmp_path / "full", *ALONE)
     place = tmp_path / "disk"
     whole = command(run, dataset, "--checkpoints", place)
@@ -83,7 +83,7 @@ def test_on_a_full_disk_training_goes_on_and_only_the_last_save_ends_it(dataset,
     assert list(micro.losses(run)) == list(range(1, 13))
 
 
-def test_a_disk_that_was_full_for_a_while_costs_no_checkpoint_but_those(dataset, finished, tmp_path):
+def test_failed_save_is_retried_once_the_disk_has_room(dataset, finished, tmp_path):
     run = micro.run_folder(tmp_path / "full", *ALONE, "checkpoint.keep=1")
     place = tmp_path / "disk"
     whole = command(run, dataset, "--checkpoints", place)
@@ -113,7 +113,7 @@ def run(finished, tmp_path) -> Path:
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def test_a_given_step_is_resumed_once_and_later_ones_are_moved_aside(run, finished, dataset):
+def test_requested_step_is_resumed_once_and_later_checkpoints_move_aside(run, finished, dataset):
     said = train(run, dataset, "checkpoint.resume=4")
     assert "moved to checkpoints~1: step_8, step_12" in said
     assert "resumed from step 4" in said
@@ -126,7 +126,7 @@ def test_a_given_step_is_resumed_once_and_later_ones_are_moved_aside(run, finish
     assert "resumed from step 8" in said
 
 
-def test_weights_alone_begin_the_schedule_anew(run, dataset):
+def test_resuming_weights_only_restarts_the_schedule(run, dataset):
     before = micro.losses(run)
     said = train(run, dataset, "checkpoint.weights=true")
     assert "moved to checkpoints~1: step_4, step_8, step_12" in said
@@ -138,13 +138,13 @@ def test_weights_alone_begin_the_schedule_anew(run, dataset):
     assert "resumed from step 12" in train(run, dataset, "checkpoint.weights=true")
 
 
-def test_a_step_that_is_not_there_is_refused_with_those_that_are(run, dataset):
+def test_missing_step_is_rejected_with_available_steps(run, dataset):
     said = train(run, dataset, "checkpoint.resume=5", code=2)
     assert "checkpoint.resume = 5: is not a complete checkpoint; complete checkpoints are 4, 8, 12" in said
     assert "Traceback" not in said
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_first_field(run, dataset):
+def test_checkpoint_of_another_model_is_rejected_with_first_differing_field(run, dataset):
     said = train(run, dataset, "model.intermediate_size=128", "model.norm_eps=1e-6", code=2)
     assert (
         "step_12 belongs to another model: model.intermediate_size is 64 in the checkpoint, 128 in the profile"

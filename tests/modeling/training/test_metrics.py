@@ -1,4 +1,4 @@
-"""What a run's metrics are written to: a file that is mended when training resumes, and TensorBoard's groups."""
+"""metrics.jsonl on resume, and TensorBoard tags."""
 
 import json
 
@@ -7,7 +7,7 @@ from modeling.training.telemetry import Telemetry
 from parallel.device import resolve
 
 
-def test_lines_that_are_damaged_are_dropped_when_training_resumes(tmp_path):
+def test_resume_drops_corrupted_and_later_rows(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
         b'{"step": 1}\n{"step": 2, "lo\n5\n{}\n\0\xff\n{"step": "two"}\n{"step": 2}\n{"step": 3}\n'
@@ -18,7 +18,7 @@ def test_lines_that_are_damaged_are_dropped_when_training_resumes(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_metrics_of_the_users_own_stand_apart_from_what_the_device_tells():
+def test_user_metrics_and_telemetry_have_separate_tags():
     assert tag("accuracy") == "evaluation/accuracy"
     assert tag("device_celsius") == "device/device_celsius"
     monitor = Telemetry(resolve("cpu"))

@@ -1,4 +1,4 @@
-"""Figures of devices: read where there are any, and missing without a word where there are none."""
+"""Device telemetry: read from devices that have it, omitted silently elsewhere."""
 
 import contextlib
 
@@ -8,7 +8,7 @@ import torch
 from modeling.training.telemetry import READERS, Telemetry, neuron_readings
 from parallel import device
 
-# As neuron-monitor prints it, shortened.
+# Shortened output of neuron-monitor.
 REPORT = {
     "neuron_runtime_data": [
         {
@@ -27,7 +27,7 @@ REPORT = {
 }
 
 
-def test_neuron_monitors_document_becomes_figures():
+def test_neuron_monitor_document_is_parsed():
     assert neuron_readings(REPORT) == {
         "device_utilization": pytest.approx(0.6),
         "device_memory_bytes": 3 << 30,
@@ -37,7 +37,7 @@ def test_neuron_monitors_document_becomes_figures():
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "neuron"])
-def test_a_machine_without_the_device_tells_its_own_figures_and_nothing_else(kind, capfd, caplog):
+def test_machine_without_the_device_reads_only_host_telemetry(kind, capfd, caplog):
     monitor = Telemetry(device.resolve(kind))
     figures = monitor.readings()
     monitor.close()
@@ -47,7 +47,7 @@ def test_a_machine_without_the_device_tells_its_own_figures_and_nothing_else(kin
     assert caplog.records == []
 
 
-def test_every_device_names_a_reader_that_there_is():
+def test_every_device_has_a_telemetry_reader():
     for each in device.KINDS.values():
         with contextlib.ExitStack() as stack:
             assert iter(READERS[each.monitor](stack))

@@ -1,4 +1,4 @@
-"""The programs as a launcher starts them: resume, interruption, compiled graphs, export."""
+"""Training and evaluation started as a launcher does: resume, interruption, user functions, export."""
 
 import gzip
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.modeling import micro
+from tests.modeling.training.test_user_functions import shadow_packages
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def undisturbed(tmp_path_factory, dataset) -> Path:
     return run
 
 
-def test_training_learns_and_records_every_step_once(undisturbed):
+def test_training_learns_and_records_each_step_once(undisturbed):
     losses = micro.losses(undisturbed)
     assert list(losses) == list(range(1, 13))
     assert losses[12] < losses[1] - 0.5
@@ -36,7 +37,7 @@ def test_training_learns_and_records_every_step_once(undisturbed):
     assert sorted(p.name for p in (undisturbed / "checkpoints").iterdir()) == ["step_12", "step_4", "step_8"]
 
 
-def test_each_step_is_recorded_with_its_parts_and_what_it_took(undisturbed):
+def test_each_step_records_timings_and_resources(undisturbed):
     for row in (row for row in micro.metrics(undisturbed) if "loss" in row):
         parts = row["data_wait_seconds"] + row["forward_backward_seconds"] + row["optimizer_seconds"]
         assert 0 < parts <= row["step_seconds"]
@@ -45,7 +46,7 @@ def test_each_step_is_recorded_with_its_parts_and_what_it_took(undisturbed):
         assert row["host_cpu_cores"] >= 0
 
 
-def test_tensorboard_has_every_figure_in_groups(undisturbed):
+def test_tensorboard_has_all_metrics_in_groups(undisturbed):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(undisturbed / "tensorboard"))
@@ -60,7 +61,7 @@ def test_tensorboard_has_every_figure_in_groups(undisturbed):
     assert [event.step for event in board.Scalars("loss/loss")] == list(range(1, 13))
 
 
-def test_the_steps_that_a_profile_names_are_traced(undisturbed):
+def test_requested_steps_are_profiled(undisturbed):
     (path,) = (undisturbed / "traces").iterdir()
     assert path.name == "steps_2-3.json.gz"
     with gzip.open(path, "rt") as file:
@@ -68,7 +69,7 @@ def test_the_steps_that_a_profile_names_are_traced(undisturbed):
     assert "aten::mm" in names or "aten::addmm" in names
 
 
-def test_killed_run_resumes_with_the_same_losses_to_the_bit(undisturbed, dataset, tmp_path):
+def test_killed_run_resumes_with_bit_identical_losses(undisturbed, dataset, tmp_path):
     run = micro.run_folder(tmp_path / "killed")
     process = micro.start("training.train", "--run-folder", run, "--dataset", dataset)
     ranks: list[int] = []
@@ -87,14 +88,14 @@ def test_killed_run_resumes_with_the_same_losses_to_the_bit(undisturbed, dataset
 
 
 def _ranks(process: subprocess.Popen, run: Path) -> list[int]:
-    """Its processes that train."""
+    """PIDs of its training processes."""
     found = subprocess.run(
         ["pgrep", "-f", f"modeling.training.train.*{run}"], capture_output=True, text=True, check=True
     )
     return [pid for pid in map(int, found.stdout.split()) if pid != process.pid]
 
 
-def test_sigterm_leaves_a_checkpoint_and_the_rest_is_the_same(undisturbed, dataset, tmp_path):
+def test_sigterm_saves_and_resume_is_bit_identical(undisturbed, dataset, tmp_path):
     run = micro.run_folder(tmp_path / "stopped")
     process = micro.start("training.train", "--run-folder", run, "--dataset", dataset)
     for line in process.stdout:
@@ -110,7 +111,7 @@ def test_sigterm_leaves_a_checkpoint_and_the_rest_is_the_same(undisturbed, datas
     assert micro.losses(run) == micro.losses(undisturbed)
 
 
-def test_an_attempt_that_another_has_followed_completes_no_checkpoint(dataset, tmp_path):
+def test_stale_attempt_completes_no_checkpoint(dataset, tmp_path):
     run = micro.run_folder(tmp_path / "superseded")
     (run / "attempt").write_text("3")
     arguments = ("training.train", "--run-folder", run, "--dataset", dataset, "--attempt")
@@ -121,7 +122,7 @@ def test_an_attempt_that_another_has_followed_completes_no_checkpoint(dataset, t
     assert (run / "checkpoints/step_12/complete.json").exists()
 
 
-def test_another_topology_continues_the_run(undisturbed, dataset, tmp_path):
+def test_run_resumes_on_another_topology(undisturbed, dataset, tmp_path):
     run = micro.run_folder(tmp_path / "moved", "train.steps=12")
     (run / "checkpoints").mkdir()
     source = undisturbed / "checkpoints" / "step_8"
@@ -184,10 +185,12 @@ def accuracy(logits, targets):
 
 
 @pytest.mark.parametrize("topology", [("parallel.tensor=2",), ("parallel.tensor=1", "parallel.pipeline=2")])
-def test_loss_and_metrics_of_the_users_own(undisturbed, dataset, tmp_path, monkeypatch, topology):
-    """Twice the cross-entropy with half the clipping trains alike, so every number says whether it ran."""
+def test_user_loss_and_metrics(undisturbed, dataset, tmp_path, monkeypatch, topology):
+    """Twice the cross-entropy with twice the clipping norm trains identically, so every number shows whether it ran."""
     (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    shadow_packages(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
     functions = ("train.loss=own:doubled", "evaluate.metrics=[own:accuracy]")
     run = micro.run_folder(tmp_path / "run", *functions, *topology, "train.clip=2.0", "train.steps=6")
     usual = micro.run_folder(tmp_path / "usual", "train.steps=6")
@@ -209,7 +212,7 @@ def test_loss_and_metrics_of_the_users_own(undisturbed, dataset, tmp_path, monke
     assert len(result["samples"]) == 3
 
 
-def test_the_training_program_needs_neither_prefect_nor_transformers():
+def test_training_imports_neither_prefect_nor_transformers():
     code = (
         "import sys, modeling.training.train; "
         "print([name for name in ('prefect', 'transformers', 'datasets') if name in sys.modules])"

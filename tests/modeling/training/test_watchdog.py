@@ -1,4 +1,4 @@
-"""A rank that stands still leaves its stacks and ends, whether it can tell them itself or not."""
+"""Hang watchdog: a hung rank leaves its stacks and ends, even if it is stopped or blocked in native code."""
 
 import os
 import re
@@ -14,31 +14,31 @@ from modeling import exit_codes
 from tests.slurm.conftest import until
 
 HOME = Path(__file__).parents[3]
-# Three steps, from which the limit follows; then rank 1 stands still, and rank 0 waits for it.
+# Three steps, which set the hang timeout; then rank 1 hangs and rank 0 waits for it.
 PROGRAM = """
 import ctypes, os, pathlib, signal, sys, time
 from modeling.training.watchdog import Watchdog
 
 folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
 rank = int(os.environ["RANK"])
-signal.signal(signal.SIGTERM, lambda *_: None)  # as training does, which saves
+signal.signal(signal.SIGTERM, lambda *_: None)  # as training does
 
 def wait_for_the_other():
     time.sleep(300)
 
-def hold_the_lock_for_ever():
+def hold_the_gil():
     ctypes.PyDLL(None).sleep(300)
 
 with Watchdog(folder / "stacks", rank, 1.0, 4.0) as watchdog:
     for step in 1, 2, 3:
         watchdog.beat(step, 0.1)
     (folder / f"{rank}.there").touch()
-    hold_the_lock_for_ever() if rank == 1 and how == "holds" else wait_for_the_other()
+    hold_the_gil() if rank == 1 and how == "holds" else wait_for_the_other()
 """
 
 
 @pytest.mark.parametrize("how", ["waits", "holds", "stopped"])
-def test_every_rank_leaves_its_stacks(how, tmp_path):
+def test_hung_ranks_leave_their_stacks(how, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     torchrun = ["modeling.training.torchrun", "--standalone", "--nproc-per-node", "2"]
     process = subprocess.Popen(
@@ -63,7 +63,7 @@ def test_every_rank_leaves_its_stacks(how, tmp_path):
     assert exit_codes.HANG_MESSAGE in first
     assert "wait_for_the_other" in first
     assert exit_codes.HANG_MESSAGE in second
-    assert ("hold_the_lock_for_ever" if how == "holds" else "wait_for_the_other") in second
+    assert ("hold_the_gil" if how == "holds" else "wait_for_the_other") in second
     assert how == "waits" or "captured externally" in second
     code = int(re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", said, re.DOTALL)[1])
     assert code in (exit_codes.HUNG, -signal.SIGALRM), said
