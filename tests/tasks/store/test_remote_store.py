@@ -96,12 +96,11 @@ def test_a_process_killed_during_its_upload_publishes_nothing(network, tmp_path)
     proxy.fault = slow
     code = """
         import os, sys
-        from tasks.store.artifacts import LIST_WHOLE_KIND
-from tasks.store.store import Store
+        from tasks.store.store import Store
         with Store(sys.argv[1], sys.argv[2]).artifacts.publish("tokens", "k1") as folder:
             for part in range(4):
                 (folder / f"{part}-large.bin").write_bytes(os.urandom(12 << 20))
-    """
+        """
     writer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), address, str(tmp_path / "here")])
     try:
         assert uploading.wait(60)
