@@ -19,6 +19,9 @@ os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 for _name in ("PREFECT_API_URL", "PREFECT_PROFILE"):
     os.environ.pop(_name, None)
 
+# Inductor otherwise compiles, and loads in another interpreter, a probe of every instruction set in each process: 9 s of CPU.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+
 # No deadlines: a loaded machine is not a failure.
 hypothesis.settings.register_profile(
     "trainshed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -8,10 +8,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
 from prefect.states import Failed
 
-from flows import steps
-from flows.runner import worth_retrying
+from flows.runner import Runner, worth_retrying
 from modeling.data.indexed import IndexedError
 from profiles.errors import ProfileError
+from tasks.dataset import DatasetStep
 from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.store.store import Store
@@ -22,7 +22,8 @@ from tests.tasks.tokenization.tokenizers import DOCUMENTS
 
 @flow
 def only_the_dataset(wanted, store, words):
-    return steps.dataset(wanted, store, words)
+    with Runner(Context(wanted, store)) as runner:
+        return runner.run(DatasetStep(words))
 
 
 def _seen(run_id):
@@ -44,7 +45,7 @@ def _seen(run_id):
     ],
 )
 def test_refused_data_is_not_tried_again(error, again):
-    assert worth_retrying(steps.dataset, None, Failed(data=error)) is again
+    assert worth_retrying(None, None, Failed(data=error)) is again
 
 
 def test_shards_are_mapped_tasks_with_progress(prefect_server, tmp_path):
