@@ -119,7 +119,7 @@ def test_the_page_of_a_run_shows_curve_plan_and_places_while_it_trains(killed):
     assert complaints == []
     assert asked == []
     assert 0 < float(shown["training"]["data"]) < 100
-    assert float(shown["tokenizing"]["data"]) == 100
+    assert float(shown["dataset"]["data"]) == 100
     steps = json.loads(shown["last-steps"]["data"])
     assert len(steps) == ROWS
     assert re.fullmatch(r"[\d,]+", steps[0]["tokens/s"])
@@ -128,7 +128,7 @@ def test_the_page_of_a_run_shows_curve_plan_and_places_while_it_trains(killed):
 
 def test_the_flow_run_lists_steps_by_readable_names_and_its_artifacts(killed):
     text, broken, complaints, asked = killed[2]["flow run"]
-    for part in ("live", "training", "last-steps", "tokenizing"):
+    for part in ("live", "training", "last-steps", "dataset"):
         assert part in text
     assert not broken
     assert complaints == []

@@ -30,7 +30,7 @@ def _seen(run_id):
     run = FlowRunFilter(id=FlowRunFilterId(any_=[run_id]))
     with get_client(sync_client=True) as client:
         tasks = client.read_task_runs(flow_run_filter=run)
-        key = ArtifactFilter(key=ArtifactFilterKey(any_=["tokenizing"]))
+        key = ArtifactFilter(key=ArtifactFilterKey(any_=["dataset"]))
         bars = client.read_artifacts(artifact_filter=key, flow_run_filter=run)
     return {task.name: task.state_name for task in tasks}, [bar.data for bar in bars]
 
