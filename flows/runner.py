@@ -170,8 +170,11 @@ class Runner:
     def _prepare(self, step: Step, context: Context) -> _Call:
         call, profile = _Call(step, self._reserve(step.name)), context.profile
         if reason := step.skip_reason(profile):
-            skipped = Completed(name="Skipped", message=reason)
-            call.task = task(lambda: skipped, name=step.name, task_run_name=step.name, cache_policy=NO_CACHE)
+
+            def skip() -> State:
+                return Completed(name="Skipped", message=reason)
+
+            call.task = task(skip, name=step.name, task_run_name=step.name, cache_policy=NO_CACHE)
             return call
         key = step.key(context)
         context = replace(
