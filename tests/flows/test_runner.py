@@ -1,0 +1,123 @@
+"""Runner: a new step is one class and one line in a flow, cache and concurrency included."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+from prefect import flow
+
+from flows.runner import THREADS, Runner
+from profiles import resolve
+from tasks import keys
+from tasks.step import Context, Step
+from tasks.store.store import Store
+
+
+@dataclass
+class ToyStep(Step):
+    """Writes a number to a file, once the other step of its meeting is running too."""
+
+    number: int
+    meeting: threading.Barrier | None = None
+    made: ClassVar[list[int]] = []
+
+    kind = "toy"
+    name = "toy"
+
+    def key(self, context):
+        return keys.digest({"step": self.kind, "number": self.number})
+
+    def make(self, context, key):
+        self.made.append(self.number)
+        if self.meeting:
+            self.meeting.wait(timeout=60)
+        with context.store.artifacts.publish(self.kind, key, {"number": self.number}) as folder:
+            (folder / "number").write_text(str(self.number))
+        return context.store.artifacts.expect(self.kind, key)
+
+    def describe(self, summary):
+        return f"number {summary['number']}"
+
+
+@dataclass
+class EndlessStep(Step):
+    """Runs until it is interrupted."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    ended: list[str] = field(default_factory=list)
+
+    kind = "endless"
+    name = "endless"
+
+    def key(self, context):
+        return keys.digest(self.kind)
+
+    def make(self, context, key):
+        self.begun.set()
+        try:
+            while True:
+                time.sleep(0.01)
+        except BaseException as error:
+            self.ended.append(type(error).__name__)
+            raise
+
+
+def _broken_barrier():
+    barrier = threading.Barrier(2)
+    barrier.abort()
+    return barrier
+
+
+@pytest.fixture
+def context(prefect_server, tmp_path):
+    ToyStep.made.clear()
+    return Context(resolve.load("tiny"), Store(str(tmp_path / "store")))
+
+
+def test_background_step_runs_beside_the_others_and_both_are_cached(context):
+    @flow(task_runner=THREADS)
+    def toys(meeting):
+        with Runner(context) as runner:
+            first = runner.start(ToyStep(1, meeting))
+            second = runner.run(ToyStep(2, meeting))
+            return [first.result().summary, second.summary], runner.outcomes
+
+    summaries, outcomes = toys(threading.Barrier(2))
+    assert summaries == [{"number": 1}, {"number": 2}]
+    assert [(outcome.how, outcome.note) for outcome in outcomes] == [
+        ("done", "number 1"),
+        ("done", "number 2"),
+    ]
+    _, outcomes = toys(None)
+    assert [outcome.how for outcome in outcomes] == ["cached", "cached"]
+    assert sorted(ToyStep.made) == [1, 2]
+
+
+def test_background_step_is_interrupted_when_the_flow_fails(context):
+    endless = EndlessStep()
+
+    @flow(task_runner=THREADS)
+    def failing():
+        with Runner(context) as runner:
+            runner.start(endless)
+            endless.begun.wait(60)
+            raise ValueError("the flow fails")
+
+    with pytest.raises(ValueError, match="the flow fails"):
+        failing()
+    assert endless.ended == ["Interrupted"]
+
+
+def test_failed_background_step_raises_where_its_result_is_needed(context):
+    @flow(task_runner=THREADS)
+    def failing():
+        with Runner(context) as runner:
+            broken = runner.start(ToyStep(1, _broken_barrier()))
+            runner.run(ToyStep(2))
+            broken.result()
+
+    with pytest.raises(threading.BrokenBarrierError):
+        failing()
+    assert ToyStep.made.count(2) == 1
