@@ -46,7 +46,7 @@ def read_marker(checkpoint: Location) -> dict[str, Any]:
     """The marker of a complete checkpoint.
 
     Raises:
-        ValueError: there is none: nothing is there, or the save did not finish.
+        ValueError: there is no marker: no checkpoint, or its save did not finish.
     """
     files, root = filesystem(checkpoint)
     try:

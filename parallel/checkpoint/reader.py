@@ -1,10 +1,10 @@
-"""Read tensors from a checkpoint folder: for loading, conversion and comparison alike.
+"""Read tensors from a checkpoint folder: for loading, conversion and comparison.
 
 The folder is torch.distributed.checkpoint's (DCP's): `*.distcp` files of boxes end to end, each one torch.save of a contiguous
 tensor, and `.metadata`, a pickle that maps (tensor name, offsets) to (file, offset, length). Only DCP's classes are unpickled.
 
-Local files are mapped into memory: reading a slice costs the slice. From a remote store a box is fetched whole, or, where that
-would be several times more than needed, only its rows.
+Local files are mapped into memory: reading a slice costs the slice. From a remote store all of a box is
+fetched, or only the rows needed if these are less than a quarter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from parallel.checkpoint.boxes import BoxedTensor
 from parallel.checkpoint.locations import Location, filesystem, is_local
 
 REQUESTS = 16  # concurrent requests to a remote store
-FETCH_WHOLE = 1 << 20  # bytes; a smaller box is always fetched whole
+FETCH_ALL = 1 << 20  # bytes; of a smaller box all is fetched
 
 # Every class and function that the `.metadata` of tensors refers to.
 _ALLOWED = {
@@ -125,7 +125,7 @@ class Reader:
             return narrow_tensor_by_index(self.map(box), offsets, sizes)
         path = f"{self._root}/{box.file}"
         try:
-            if box.length < FETCH_WHOLE or 4 * math.prod(sizes) > math.prod(box.sizes):
+            if box.length < FETCH_ALL or 4 * math.prod(sizes) > math.prod(box.sizes):
                 data = self._files.cat_file(path, start=box.start, end=box.start + box.length)
                 stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
                 return narrow_tensor_by_index(stored, offsets, sizes)
@@ -184,8 +184,8 @@ class Reader:
             info = self._metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
             if info is None or Path(info.relative_path).name != info.relative_path:
                 raise ValueError(f"{self._root}/.metadata: no file for {name} at {tuple(chunk.offsets)}")
-            place = (info.relative_path, info.offset, info.length)
-            boxes.append(StoredBox(tuple(chunk.offsets), tuple(chunk.sizes), dtype, *place))
+            position = (info.relative_path, info.offset, info.length)
+            boxes.append(StoredBox(tuple(chunk.offsets), tuple(chunk.sizes), dtype, *position))
         return StoredTensor(tuple(stored.size), dtype, tuple(boxes))
 
 

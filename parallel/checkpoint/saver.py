@@ -1,12 +1,12 @@
 """Write checkpoints, synchronously or while training continues.
 
-    begin    rank 0 makes room; each rank copies its shards to host memory: on a CPU in a thread, beside the next forward and
-             backward (the next update waits for it), from a device before returning. Training waits for nothing else
-    (write)  a thread of each rank writes its boxes to a file of its own, without communication
+    begin    rank 0 makes room; each rank copies its shards to host memory: on a CPU in a thread, overlapping the next
+             forward and backward (the next update waits for it); from a device before returning
+    (write)  a thread of each rank writes the rank's boxes to one file, without communication
     finish   rank 0 gathers the positions of all boxes, writes DCP's index and the marker last; all ranks learn the outcome
 
-Only `begin` and `finish` are collective, so no collective of a save runs beside those of training. The plan (which rank writes
-which box) is the same for every save of a run and is made once.
+Only `begin` and `finish` are collective, so no collective of a save runs concurrently with those of training. The plan (which
+rank writes which box) is the same for every save of a run and is computed once.
 
 Memory of asynchronous saves: 12 bytes of host memory per parameter of the shard, page-locked where that speeds up the copy.
 """
@@ -86,7 +86,7 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Whether a save was begun and not finished; the same on all ranks."""
+        """Whether a save awaits `finish`; the same on all ranks."""
         return self._pending is not None
 
     @property

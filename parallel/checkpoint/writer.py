@@ -52,7 +52,7 @@ class Writer(FsspecWriter):
         return super().write_data(dataclasses.replace(plan, storage_data=self.prefix), planner)
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # DCP's own names the folder, and checkpoints are moved
+        return StorageMeta()  # DCP's default names the folder, and checkpoints are moved
 
 
 @dataclass(frozen=True)

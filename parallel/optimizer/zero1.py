@@ -59,7 +59,7 @@ class ZeRO1:
         clip: maximum global gradient norm; None disables clipping.
         shard: False replicates the states on every rank (plain data parallelism).
         gradient_dtype: in which gradients are accumulated and reduced.
-        bucket_size: minimum number of elements in a bucket before the next one is begun.
+        bucket_size: minimum number of elements in a bucket before the next one starts.
         compiled: compiled `adamw.update`, for devices without torch's fused kernel.
     """
 
@@ -245,7 +245,7 @@ def fill_buckets(
 
     Args:
         weight_decay: of a parameter.
-        size: minimum number of elements in a bucket before the next one is begun.
+        size: minimum number of elements in a bucket before the next one starts.
 
     Returns:
         (weight decay, partial axes, named parameters) of each bucket.

@@ -1,7 +1,7 @@
-"""Train a case for some steps, on one process or spread over a pool's, and compare what came out.
+"""Train a small model at some topology and compare it with one process: losses, gradients, norms, weights.
 
-`train` runs on every rank with the trainer and optimizer of training itself; `assemble` puts the ranks' pieces
-together by their global boxes; `differences` holds them against one process, at the tolerances that any topology must keep.
+`train` runs on every rank with the trainer and optimizer of real runs; `assemble` builds global tensors from the ranks' boxes;
+`differences` compares them with one process, within the tolerances of every topology.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ LOSS, GRADIENT, NORM, WEIGHT = 1e-5, 1e-5, 1e-4, 1e-3  # tolerances, all relativ
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
          "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "initializer_range": 0.1}  # fmt: skip
-GPT = {**LLAMA, "architecture": "gpt", "num_key_value_heads": 8, "vocab_size": 101}  # with biases, and tied
+GPT = {
+    **LLAMA,
+    "architecture": "gpt",
+    "num_key_value_heads": 8,
+    "vocab_size": 101,
+}  # with biases and tied embeddings
 MODELS = {
     "llama": LLAMA,
     "llama 4 layers": {**LLAMA, "num_hidden_layers": 4},
@@ -42,12 +47,12 @@ MODELS = {
 }  # fmt: skip
 
 
-BOUNDARIES = ((5, 19), (11,), (), (16, 17, 30))  # places where documents begin, of one sample after another
+BOUNDARIES = ((5, 19), (11,), (), (16, 17, 30))  # positions where documents begin, for consecutive samples
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the topology that it is trained on; by default one process."""
+    """A model and the topology it is trained on; by default one process."""
 
     model: str = "llama"
     tensor: int = 1
@@ -60,8 +65,8 @@ class Case:
     recompute: str = "none"
     recompute_layers: int | None = None
     precision: str = "float32"
-    documents: bool = False  # whether attention stays within documents
-    native: bool = False  # whether the backend's own reductions are used, as on accelerators
+    documents: bool = False  # whether attention is masked to documents
+    native: bool = False  # whether to use the backend's reductions, as on accelerators
 
     @property
     def world(self) -> int:
@@ -73,7 +78,7 @@ class Case:
         return Case(self.model, documents=self.documents, precision=self.precision)
 
     def profile(self) -> Profile:
-        """The run's profile; a pipeline gets microbatches of one sample, others two microbatches a step."""
+        """The profile: microbatches of one sample with a pipeline, otherwise two microbatches per step."""
         micro_batch = 1 if self.pipeline > 1 else BATCH // self.data // 2
         return Profile.model_validate(
             {
@@ -97,17 +102,17 @@ class Case:
 
 @dataclass
 class Results:
-    """What a run leaves: by step, and by global tensor once the ranks' pieces are assembled."""
+    """Results of a run: per step, and per global tensor once the ranks' boxes are assembled."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last
-    pieces: list[tuple[str, ShardBox, Tensor]] = field(default_factory=list)
+    boxes: list[tuple[str, ShardBox, Tensor]] = field(default_factory=list)  # of this rank
 
 
 def batch(step: int) -> Tensor:
-    """Token ids (batch, s + 1) of a step: the same for all topologies, and learnable in part."""
+    """Token ids (batch, s + 1) of a step: the same for all topologies, and partly learnable."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 100, (BATCH, SEQUENCE + 1), generator=generator)
     repeated = torch.rand(tokens.shape, generator=generator) < 0.5
@@ -124,10 +129,10 @@ def train(
     """Train on this rank.
 
     Args:
-        fault: spoils the trainer before, for negative controls.
-        steps: by their numbers.
+        fault: breaks the trainer before training, for negative controls.
+        steps: their numbers.
         resume: checkpoint to start from.
-        save: folders of the checkpoints to write after so many steps.
+        save: checkpoint folders by number of completed steps.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(devices.KINDS, "cpu", replace(devices.CPU, supports_reduction=case.native))
@@ -139,28 +144,30 @@ def train(
         if resume:
             checkpoint.load(resume, optimizer)
         results = Results()
-        own = BATCH // trainer.mesh.data.size
-        first = trainer.mesh.data.rank * own
+        samples = BATCH // trainer.mesh.data.size
+        first = trainer.mesh.data.rank * samples
         for step in steps:
             optimizer.begin_step(trainer.profile.accumulation_steps)
-            mine = batch(step)[first : first + own] if trainer.reads_samples else None
-            starts = document_starts(first, own) if case.documents else None
-            loss = trainer.forward_backward(mine, 1 / (BATCH * SEQUENCE), step * BATCH + first, starts)
+            local = batch(step)[first : first + samples] if trainer.reads_samples else None
+            starts = document_starts(first, samples) if case.documents else None
+            loss = trainer.forward_backward(local, 1 / (BATCH * SEQUENCE), step * BATCH + first, starts)
             if step == steps[0]:
                 optimizer.reduce()
-                results.pieces += kept("gradients", optimizer.gradient_boxes())
+                results.boxes += saved_boxes("gradients", optimizer.gradient_boxes())
             results.norms.append(optimizer.step(RATE).gradient_norm)
             results.losses += trainer.sum(loss[None])
             if save and step + 1 in save:
                 checkpoint.save(save[step + 1], optimizer, {"step": step + 1})
-        results.pieces += kept("weights", ((p, states["master"]) for p, states in optimizer.state_boxes()))
+        results.boxes += saved_boxes(
+            "weights", ((box, states["master"]) for box, states in optimizer.state_boxes())
+        )
         return results
     finally:
         trainer.mesh.close()
 
 
 def document_starts(first: int, samples: int, known: Sequence[Sequence[int]] = BOUNDARIES) -> Tensor:
-    """Where each token's document begins (samples, s), in the samples from `first` on."""
+    """Position where each token's document begins (samples, s), for the samples from `first` on."""
     starts = torch.zeros(samples, SEQUENCE, dtype=torch.int64)
     for i in range(samples):
         for boundary in known[(first + i) % len(known)]:
@@ -168,61 +175,66 @@ def document_starts(first: int, samples: int, known: Sequence[Sequence[int]] = B
     return starts
 
 
-def kept(kind: str, pieces: Iterable[tuple[ShardBox, Tensor]]) -> list[tuple[str, ShardBox, Tensor]]:
-    """Copies of the pieces that this rank is to save."""
-    return [(kind, piece, view.clone()) for piece, view in pieces if piece.saved]
+def saved_boxes(kind: str, boxes: Iterable[tuple[ShardBox, Tensor]]) -> list[tuple[str, ShardBox, Tensor]]:
+    """Copies of the boxes that this rank saves."""
+    return [(kind, box, view.clone()) for box, view in boxes if box.saved]
 
 
 def assemble(ranks: list[Results]) -> Results:
-    """Global tensors from the pieces of all ranks, each element from exactly one."""
-    whole = replace(ranks[0], pieces=[])
-    for kind, piece, view in (entry for rank in ranks for entry in rank.pieces):
-        tensors: dict[str, Tensor] = getattr(whole, kind)
-        tensor = tensors.setdefault(piece.name, torch.full(piece.shape, math.nan))
-        index = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
-        assert tensor[index].isnan().all(), f"{kind}: {piece.name} comes from two ranks"
+    """Build global tensors from the boxes of all ranks; asserts that each element comes from exactly one."""
+    results = replace(ranks[0], boxes=[])
+    for kind, box, view in (entry for rank in ranks for entry in rank.boxes):
+        tensors: dict[str, Tensor] = getattr(results, kind)
+        tensor = tensors.setdefault(box.name, torch.full(box.shape, math.nan))
+        index = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+        assert tensor[index].isnan().all(), f"{kind}: {box.name} comes from two ranks"
         tensor[index] = view
-    for tensors in (whole.gradients, whole.weights):
-        assert not any(tensor.isnan().any() for tensor in tensors.values()), "a piece comes from no rank"
-    return whole
+    for tensors in (results.gradients, results.weights):
+        assert not any(tensor.isnan().any() for tensor in tensors.values()), "a box comes from no rank"
+    return results
 
 
 @cache
 def one_process(case: Case) -> Results:
-    """A case's reference."""
+    """Results of a case on one process, trained once."""
     assert case.world == 1
     return assemble([train(case)])
 
 
 def run(case: Case, pool: Pool, fault: Callable | None = None) -> Results:
-    """A case on a pool of processes."""
+    """Results of a case on a pool of processes."""
     return assemble(pool.run(train, case.world, case=case, fault=fault))
 
 
 def differences(results: Results, reference: Results) -> list[str]:
-    """Where a tolerance is not kept: the kind, the step or tensor, and how far apart."""
+    """Every violated tolerance: the kind, the step or tensor, and the distance."""
     found = []
     for kind, tolerance in (("losses", LOSS), ("norms", NORM)):
         pairs = zip(getattr(results, kind), getattr(reference, kind), strict=True)
-        for step, (ours, exact) in enumerate(pairs):
-            if not math.isclose(ours, exact, rel_tol=tolerance):
-                found.append(f"{kind}, step {step}: {ours} for {exact}")
-    whole = math.sqrt(sum(float(gradient.square().sum()) for gradient in reference.gradients.values()))
-    # Of exact zeros AdamW makes steps of full size in any direction, out of rounding errors; they change no output.
-    furthest = 2 * RATE * STEPS
-    for kind, tolerance, zero in (("gradients", GRADIENT, GRADIENT * whole), ("weights", WEIGHT, furthest)):
-        ours, exact = getattr(results, kind), getattr(reference, kind)
-        assert ours.keys() == exact.keys()
+        for step, (found_value, exact) in enumerate(pairs):
+            if not math.isclose(found_value, exact, rel_tol=tolerance):
+                found.append(f"{kind}, step {step}: {found_value} instead of {exact}")
+    total_norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in reference.gradients.values()))
+    # Where the exact gradient is zero, AdamW turns rounding errors into full-size steps; they do not change outputs.
+    largest_distance = 2 * RATE * STEPS
+    for kind, tolerance, zero in (
+        ("gradients", GRADIENT, GRADIENT * total_norm),
+        ("weights", WEIGHT, largest_distance),
+    ):
+        tensors, exact = getattr(results, kind), getattr(reference, kind)
+        assert tensors.keys() == exact.keys()
         for name, tensor in exact.items():
-            distance = (ours[name] - tensor).norm()
+            distance = (tensors[name] - tensor).norm()
             allowed = tolerance * tensor.norm()
             if is_exactly_zero(name, reference):
                 allowed = zero * math.sqrt(tensor.numel())
             if not distance <= allowed:
-                found.append(f"{kind}, {name}: {distance:.1e} from a tensor of norm {tensor.norm():.1e}")
+                found.append(
+                    f"{kind}, {name}: distance {distance:.1e} from a tensor of norm {tensor.norm():.1e}"
+                )
     return found
 
 
 def is_exactly_zero(name: str, reference: Results) -> bool:
-    """Whether a gradient is rounding errors alone: a bias of all keys shifts a query's scores alike, where none are turned."""
+    """Whether the exact gradient is zero: without rotation, the key bias shifts all scores of a query equally."""
     return name.endswith("qkv.k.bias") and "positions.weight" in reference.gradients

@@ -1,4 +1,4 @@
-"""What must not pass: a suite that cannot fail proves nothing."""
+"""Negative controls: the parity comparison detects deliberate faults."""
 
 import pytest
 import torch.nn.functional as F
@@ -10,13 +10,13 @@ from tests.parity.harness import Case, differences, document_starts, one_process
 
 
 def drop_an_all_reduce(trainer: Trainer, optimizer: ZeRO1) -> None:
-    """One row-parallel layer gives its own term for the sum."""
+    """One row-parallel layer returns its partial sum."""
     down = trainer.stages[0].layers["1"].mlp.down
     down.forward = lambda x: F.linear(x, down.weight)
 
 
 def swap_kv_heads(trainer: Trainer, optimizer: ZeRO1) -> None:
-    """In one layer the first half of the tensor ranks has the other half's KV head."""
+    """In one layer the first half of the tensor ranks holds the KV head of the second half, and vice versa."""
     qkv, axis = trainer.stages[0].layers["0"].attention.qkv, trainer.mesh.tensor
     layout = layout_of(qkv.weight)
     other = (axis.rank + axis.size // 2) % axis.size
@@ -26,16 +26,16 @@ def swap_kv_heads(trainer: Trainer, optimizer: ZeRO1) -> None:
 
 
 def count_replicas_twice(trainer: Trainer, optimizer: ZeRO1) -> None:
-    """Each of the two ranks that share a KV head counts it whole in the norm."""
+    """Both ranks that share a KV head count it fully in the gradient norm."""
     for bucket in optimizer.buckets:
         bucket.segments = [(a, b, 1.0 if weight == 0.5 else weight) for a, b, weight in bucket.segments]
 
 
 def ignore_a_boundary(trainer: Trainer, optimizer: ZeRO1) -> None:
-    """One context rank sees two documents as one."""
+    """One context rank treats two documents as one."""
     if trainer.mesh.context.rank == 0:
-        right = trainer.forward_backward
-        trainer.forward_backward = lambda samples, scale, first, _: right(
+        forward_backward = trainer.forward_backward
+        trainer.forward_backward = lambda samples, scale, first, _: forward_backward(
             samples, scale, first, document_starts(first, len(samples), ((5,),))
         )
 
@@ -49,7 +49,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_fault_is_found(fault, pool):
-    case, where = FAULTS[fault]
+def test_fault_is_detected(fault, pool):
+    case, expected = FAULTS[fault]
     found = differences(run(case, pool, fault), one_process(case.reference))
-    assert any(difference.startswith(where) for difference in found), found
+    assert any(difference.startswith(expected) for difference in found), found

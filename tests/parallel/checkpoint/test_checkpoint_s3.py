@@ -1,4 +1,4 @@
-"""Checkpoints under an `s3://` address, where each rank moves its own bytes."""
+"""Checkpoints under an `s3://` address: each rank reads only its shard; incomplete ones are removed."""
 
 import os
 
@@ -16,34 +16,34 @@ WIDTH = 1_200_000  # 4.8 MB a tensor
 
 @pytest.fixture
 def address(monkeypatch):
-    with s3.bucket(monkeypatch) as made:
-        yield f"{made}/runs/r/checkpoints"
+    with s3.bucket(monkeypatch) as bucket:
+        yield f"{bucket}/runs/r/checkpoints"
 
 
-def on_ranks(pool: Pool, ranks: int, act, address: str):
+def run_on_ranks(pool: Pool, ranks: int, function, address: str):
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    return pool.run(within, ranks, environment=environment, act=act, address=address)
+    return pool.run(call_with_environment, ranks, environment=environment, case=function, address=address)
 
 
-def within(environment: dict[str, str], act, address: str):
-    """Call a function with the server's address and keys in the environment, as a launcher would hand them on."""
+def call_with_environment(environment: dict[str, str], case, address: str):
+    """Call a function with the S3 server's address and credentials in the environment."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
         s3fs.S3FileSystem.clear_instance_cache()
-        return act(address)
+        return case(address)
 
 
 def optimizer(on: Mesh, seed: int) -> ZeRO1:
     layer = RMSNorm(WIDTH, on.tensor)
     initialize(layer, on.tensor, 1)
-    made = ZeRO1(layer.named_parameters(), on)
+    built = ZeRO1(layer.named_parameters(), on)
     generator = torch.Generator().manual_seed(seed)
-    whole = torch.randn(WIDTH, generator=generator)
-    bucket = made.buckets[0]
+    values = torch.randn(WIDTH, generator=generator)
+    bucket = built.buckets[0]
     for state in (bucket.master, bucket.exp_avg, bucket.exp_avg_sq):
-        state.copy_(whole[bucket.first : bucket.first + bucket.length])
-    return made
+        state.copy_(values[bucket.first : bucket.first + bucket.length])
+    return built
 
 
 def save(address: str) -> None:
@@ -52,7 +52,7 @@ def save(address: str) -> None:
 
 
 def load(address: str) -> tuple[bool, int]:
-    """Whether a rank of another topology has loaded what was saved, and how many bytes it has fetched for it."""
+    """Load at another topology; returns whether the states are those that were saved, and the bytes fetched."""
     with mesh(data=8) as on:
         fetched = []
         cat, fetch = s3fs.S3FileSystem._cat_file, s3fs.S3File._fetch_range
@@ -78,18 +78,17 @@ def load(address: str) -> tuple[bool, int]:
         return same, sum(map(len, fetched))
 
 
-def test_a_rank_fetches_its_own_bytes_alone(pool, address):
-    on_ranks(pool, 2, save, address)
+def test_rank_fetches_only_its_shard(pool, address):
+    run_on_ranks(pool, 2, save, address)
     assert [step for step, _ in checkpoint.complete_checkpoints(address)] == [3]
-    for same, fetched in on_ranks(pool, 8, load, address):
+    for same, fetched in run_on_ranks(pool, 8, load, address):
         assert same
-        own = 3 * 4 * WIDTH / 8
-        assert (
-            own <= fetched < 1.1 * own + 100_000
-        )  # marker, index, and where in a file an item's elements begin
+        shard = 3 * 4 * WIDTH / 8
+        # Besides the shard: the marker, the index, and the header of each box.
+        assert shard <= fetched < 1.1 * shard + 100_000
 
 
-def test_partial_ones_are_not_seen_and_are_removed(address):
+def test_incomplete_checkpoints_are_ignored_and_removed(address):
     for step in (1, 2):
         checkpoint.save(f"{address}/step_{step}", optimizer(Mesh(), step), {"step": step})
     files = s3fs.S3FileSystem()
