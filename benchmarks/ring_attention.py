@@ -22,8 +22,8 @@ from torch import Tensor
 
 from parallel import device
 from parallel.attention.attention import attention
-from parallel.attention.ring import zigzag_merge, zigzag_split
 from parallel.mesh import Mesh
+from tests.parallel.attention.reference import zigzag_merge, zigzag_split
 
 RANKS = 2
 TARGET = 0.85

@@ -45,18 +45,6 @@ def zigzag_positions(sequence: int, size: int, rank: int) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
-def zigzag_split(x: Tensor, size: int, rank: int, dim: int) -> Tensor:
-    """The shard of x that a rank of the context axis holds: (..., s, ...) -> (..., s/c, ...)."""
-    return x.index_select(dim, zigzag_positions(x.shape[dim], size, rank).to(x.device))
-
-
-def zigzag_merge(shards: list[Tensor], dim: int) -> Tensor:
-    """Inverse of `zigzag_split`, from all ranks' shards in rank order."""
-    size, x = len(shards), torch.cat(shards, dim)
-    positions = torch.cat([zigzag_positions(x.shape[dim], size, rank) for rank in range(size)])
-    return x.index_select(dim, positions.argsort().to(x.device))
-
-
 def ring_attention(
     q: Tensor,
     k: Tensor,

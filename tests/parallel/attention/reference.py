@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from parallel.attention.ring import zigzag_positions
+
 
 def dense(q, k, v, causal=True, documents=None, scale=None):
     """softmax(scale · q kᵀ) v of q (b, n, s, d) and k, v (b, k, s, d), materializing all scores."""
@@ -59,6 +61,18 @@ class Case:
     def tolerance(self):
         """Allowed relative error norm for the dtype."""
         return {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1.5e-2}[self.dtype]
+
+
+def zigzag_split(x, size, rank, dim):
+    """The shard of x that a rank of the context axis holds: (..., s, ...) -> (..., s/c, ...)."""
+    return x.index_select(dim, zigzag_positions(x.shape[dim], size, rank).to(x.device))
+
+
+def zigzag_merge(shards, dim):
+    """Inverse of `zigzag_split`, from all ranks' shards in rank order."""
+    x = torch.cat(shards, dim)
+    positions = [zigzag_positions(x.shape[dim], len(shards), rank) for rank in range(len(shards))]
+    return x.index_select(dim, torch.cat(positions).argsort().to(x.device))
 
 
 def error(found, expected):

@@ -12,9 +12,9 @@ from torch.autograd import Function
 
 from parallel import collectives
 from parallel.attention import kernels
-from parallel.attention.ring import ring_attention, zigzag_merge, zigzag_positions, zigzag_split
+from parallel.attention.ring import ring_attention, zigzag_positions
 from parallel.mesh import Mesh
-from tests.parallel.attention.reference import Case, error
+from tests.parallel.attention.reference import Case, error, zigzag_merge, zigzag_split
 from tests.pool import mesh
 
 SIZES = [1, 2, 4, 8]
@@ -86,26 +86,27 @@ def test_ring_ranks_need_not_be_adjacent(pool):
     assert worst(parts[1::2], case) < case.tolerance()
 
 
-@settings(max_examples=40)
-@given(
-    size=st.sampled_from(SIZES),
-    chunk=st.integers(1, 12),
-    k=st.integers(1, 3),
-    group=st.integers(1, 4),
-    b=st.integers(1, 2),
-    d=st.sampled_from([3, 8, 16]),
-    causal=st.booleans(),
-    cuts=st.lists(st.floats(0, 1), max_size=5),
-    seed=st.integers(0, 99),
-)
-def test_any_shape_matches_dense_formula(pool, size, chunk, k, group, b, d, causal, cuts, seed):
-    s = 2 * size * chunk
+@st.composite
+def shapes(draw, size):
+    """Cases for a ring of this size."""
+    chunk, k = draw(st.integers(1, 12)), draw(st.integers(1, 3))
+    s, cuts = 2 * size * chunk, draw(st.lists(st.floats(0, 1), max_size=5))
     edges = sorted({0, s, *(int(cut * s) for cut in cuts)})
     lengths = tuple(stop - start for start, stop in pairwise(edges)) if cuts else None
-    case = Case(b, k * group, k, s, d, causal, lengths, torch.float64, seed=seed)
-    found, expected = merged([part for (part,) in pool.run(rings, size, cases=[case])]), case.expected()
-    scale = max(x.norm() for x in expected)  # dq and dk are 0 if all documents have one token
-    assert all((a - b).norm() < 1e-12 * scale for a, b in zip(found, expected, strict=True))
+    n, b, d = k * draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.sampled_from([3, 8, 16]))
+    causal, seed = draw(st.booleans()), draw(st.integers(0, 99))
+    return Case(b, n, k, s, d, causal, lengths, torch.float64, seed=seed)
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_any_shape_matches_dense_formula(pool, data):
+    size = data.draw(st.sampled_from(SIZES))
+    cases = data.draw(st.lists(shapes(size), min_size=5, max_size=5))  # in one run of the processes
+    for case, *parts in zip(cases, *pool.run(rings, size, cases=cases), strict=True):
+        found, expected = merged(parts), case.expected()
+        scale = max(x.norm() for x in expected)  # dq and dk are 0 if all documents have one token
+        assert all((a - b).norm() < 1e-12 * scale for a, b in zip(found, expected, strict=True))
 
 
 def test_ignoring_a_document_boundary_exceeds_tolerance(pool):
