@@ -1,4 +1,4 @@
-"""Our model and transformers' with the same random weights, and how far apart what they compute is."""
+"""Compare our models with transformers' on the same random weights: logits, loss and gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOLERANCE = 1e-5
 
 
 def boxes(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, Box]]:
-    """Every global tensor of a model on one process, as a box of a parameter."""
+    """Every global tensor of a model on one process, as a box of its parameter."""
     return [
         (parameter, box)
         for name, parameter in model.named_parameters()
@@ -24,16 +24,18 @@ def boxes(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, Box]]:
     ]
 
 
-def renamed(architecture: str, names: list[str], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_our_names(
+    architecture: str, names: list[str], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Hugging Face tensors under our names."""
     stored = {name: weight_names.huggingface_tensor(architecture, name) for name in names}
     return {name: where.read(tensors[where.name]) for name, where in stored.items()}
 
 
-def pair(
+def build_pair(
     kind: type[PreTrainedModel], config: PretrainedConfig
 ) -> tuple[PreTrainedModel, torch.nn.Module, Model]:
-    """transformers' model with random weights, biases too, and ours with the same."""
+    """transformers' model with random weights and biases, ours with the same, and our description of it."""
     torch.manual_seed(0)
     theirs = kind(config)
     with torch.no_grad():
@@ -43,16 +45,16 @@ def pair(
     description = Model(**from_config_json(config.to_dict()))
     ours = MODELS[description.architecture](description, Mesh())
     names = [box.name for _, box in boxes(ours)]
-    weights = renamed(description.architecture, names, theirs.state_dict())
+    weights = to_our_names(description.architecture, names, theirs.state_dict())
     with torch.no_grad():
         for parameter, box in boxes(ours):
             box.view(parameter).copy_(weights[box.name])
     return theirs, ours, description
 
 
-def check(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    """Logits, loss and the gradient of every weight agree."""
-    theirs, ours, description = pair(kind, config)
+def assert_match(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    """Assert that logits, loss and the gradient of every weight agree."""
+    theirs, ours, description = build_pair(kind, config)
     tokens = torch.randint(0, config.vocab_size, (2, TOKENS))
     expected = theirs(tokens, labels=tokens)
 
@@ -69,10 +71,10 @@ def check(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
     expected.loss.backward()
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     names = [box.name for _, box in boxes(ours)]
-    gradients = renamed(description.architecture, names, gradients)
+    gradients = to_our_names(description.architecture, names, gradients)
     for parameter, box in boxes(ours):
         difference = (box.view(parameter.grad) - gradients[box.name]).norm()
-        # A bias of all keys shifts a query's scores alike: without rotation its exact gradient is zero.
+        # A key bias shifts all scores of a query equally, so without rotation its exact gradient is zero.
         zero = description.architecture == "gpt" and box.name.endswith("qkv.k.bias")
         scale = 1 if zero else gradients[box.name].norm()
         assert difference <= TOLERANCE * scale, f"{box.name}: {difference:.2e} of {scale:.2e}"

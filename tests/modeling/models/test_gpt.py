@@ -8,7 +8,7 @@ from modeling.models.gpt import GPT
 from parallel import Mesh, initialize
 from parallel.random import sample_keys
 from profiles.model import Model
-from tests.modeling.models.huggingface import check
+from tests.modeling.models.huggingface import assert_match
 
 CASES = {
     "tied": {},
@@ -30,31 +30,31 @@ def test_logits_loss_and_gradients_match_transformers(fields):
         "initializer_range": 0.1,
     }
     off = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
-    check(GPT2LMHeadModel, GPT2Config(**{**sizes, "eos_token_id": 0, **off, **fields}))
+    assert_match(GPT2LMHeadModel, GPT2Config(**{**sizes, "eos_token_id": 0, **off, **fields}))
 
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     description = Model(architecture="gpt", **sizes, vocab_size=101, max_position_embeddings=32, dropout=0.3)
-    made = GPT(description, Mesh())
-    initialize(made, Mesh().tensor, 1)
-    return made
+    model = GPT(description, Mesh())
+    initialize(model, Mesh().tensor, 1)
+    return model
 
 
 def hidden(model: GPT, samples: list[int] | None) -> torch.Tensor:
-    """Hidden states (b, s, h) of one text, once a sample number."""
+    """Hidden states (b, s, h) of one text under each of these sample numbers."""
     tokens = torch.arange(24).expand(len(samples or [0]), 24)
     keys = None if samples is None else sample_keys(1234, torch.tensor(samples))
     return model(tokens, torch.arange(24), samples=keys).view(*tokens.shape, -1)
 
 
-def test_dropout_depends_on_the_sample_alone(model):
+def test_dropout_depends_only_on_the_sample_number(model):
     both = hidden(model, [5, 6])
     torch.testing.assert_close(hidden(model, [6, 9])[0], both[1])
     assert (both[0] - both[1]).abs().max() > 0.1
 
 
-def test_evaluation_drops_nothing(model):
+def test_no_dropout_without_sample_keys(model):
     torch.testing.assert_close(hidden(model, None), hidden(model, None), rtol=0, atol=0)
     assert (hidden(model, None)[0] - hidden(model, [5])[0]).abs().max() > 0.1

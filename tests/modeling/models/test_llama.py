@@ -3,7 +3,7 @@
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.modeling.models.huggingface import check
+from tests.modeling.models.huggingface import assert_match
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -40,7 +40,7 @@ CASES = {
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
 def test_logits_loss_and_gradients_match_transformers(fields):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    check(
+    assert_match(
         LlamaForCausalLM,
         LlamaConfig(
             **{**sizes, "num_key_value_heads": 2, "vocab_size": 101, "initializer_range": 0.1, **fields}
