@@ -3,7 +3,7 @@
     python -m benchmarks.tokenizing [--megabytes 60] [--rounds 3] [--tokenizer sentencepiece]
 
 On all cores of this machine, with a BPE of 32,000 tokens trained on the text itself, which does not repeat itself (text.py). It
-is byte-level, which gigatoken takes and which goes by words without it, or of SentencePiece's kind, which goes by words. Runs
+is byte-level (gigatoken, or the word cache without it) or in the style of SentencePiece (the word cache). Runs
 alternate; a row is the median. Beside gigatoken the slow ones read a part of the text that takes them about as long.
 """
 

@@ -51,10 +51,8 @@ def load_runs(store: Store, names: Sequence[str]) -> list[dict[str, Any]]:
 def profile_differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Each run's value of the profile keys on which the runs differ, by key path."""
     paths = sorted({path for run in runs for path in run["profile"]})
-    values_by_path = {path: [run["profile"].get(path) for run in runs] for path in paths}
-    return {
-        path: values for path, values in values_by_path.items() if any(value != values[0] for value in values)
-    }
+    table = {path: [run["profile"].get(path) for run in runs] for path in paths}
+    return {path: row for path, row in table.items() if any(value != row[0] for value in row)}
 
 
 def table_rows(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -110,31 +110,19 @@ def _planned(profile: Profile, plan: Mapping[str, Any], measured: Mapping[str, A
     """Mesh and parameters, and a table of planned against measured values."""
     host = planner.host_bytes(profile)
     totals = [sum(stage["bytes"].values()) + host for stage in plan.get("stages", ())]
-    values: list[tuple[str, float | None, float | None, Callable[[float], str]]] = [
-        ("step time", plan.get("step_seconds"), measured["step_seconds"], "{:.3g} s".format),
-        (
-            "tokens per second",
-            plan.get("tokens_per_second"),
-            measured["tokens_per_second"],
-            "{:,.0f}".format,
-        ),
-        ("model FLOPs utilization", plan.get("mfu"), measured["mfu"], "{:.1%}".format),
-        (
-            "memory of the fullest rank" + (", with interpreter and libraries" if host else ""),
-            max(totals, default=None),
-            measured["memory_bytes"],
-            format_bytes,
-        ),
-    ]
-    rows = [
-        (
-            name,
-            *(show(value) if value else "unknown" for value in (expected, actual)),
-            f"{actual / expected:.0%}" if expected and actual else "",
-        )
-        for name, expected, actual, show in values
-        if expected or actual
-    ]
+    memory = "memory of the fullest rank" + (", with interpreter and libraries" if host else "")
+    expected = {**plan, "memory_bytes": max(totals, default=None)}
+    rows = []
+    for name, key, show in (
+        ("step time", "step_seconds", "{:.3g} s".format),
+        ("tokens per second", "tokens_per_second", "{:,.0f}".format),
+        ("model FLOPs utilization", "mfu", "{:.1%}".format),
+        (memory, "memory_bytes", format_bytes),
+    ):
+        pair = expected.get(key), measured[key]
+        if any(pair):
+            ratio = f"{pair[1] / pair[0]:.0%}" if all(pair) else ""
+            rows.append((name, *(show(value) if value else "unknown" for value in pair), ratio))
     mesh = " × ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
     model = html.properties({"mesh": mesh, "parameters": f"{plan['parameters']:,}"})
     return model + html.table(("", "planned", "measured", "measured / planned"), rows)
