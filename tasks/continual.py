@@ -1,9 +1,8 @@
-"""Continual pretraining: which model of a series stands, what data is new to it, and what takes its place.
+"""Continual pretraining: the promoted model of a series, the data that is new to it, and promotion of its successor.
 
-A series is named like the run that began it. The store's `runs/<name>/standing.json` says which of its models was promoted last,
-and which dataset holds the held-out text that all are measured on. It is written whole and last, so a round that fails changes
-nothing.
-What that model and its forerunners were trained on, the ledger knows (ledger.py).
+A series has the name of the run that began it. `runs/<name>/standing.json` in the store names the model that was promoted last
+and the dataset whose held-out text all models are evaluated on. It is written atomically and last, so a failed round changes
+nothing. The data ledger (store/ledger.py) records what that model and its ancestors were trained on.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FILE = "standing.json"
 
 @dataclass(frozen=True)
 class Standing:
-    """The promoted model of a series: its run and that one's identity, how many rounds it took, the first run's inputs."""
+    """The promoted model of a series: its run, identity and round, and the tokenizer and dataset of the first run."""
 
     run: str
     identity: str
@@ -39,27 +38,27 @@ class Standing:
 
 
 def standing(store: Store, name: str) -> Standing | None:
-    """What stands; None where nothing was trained to its end and exported yet."""
+    """The promoted model; None if no run of this name was trained to its end and exported yet."""
     promoted = store.backend.read(_name(name, FILE))
     if promoted is not None:
         return Standing(**json.loads(promoted))
-    noted = store.backend.read(_name(name, runs.INPUTS))
-    if noted is None or not store.run_folder(name).files(export.PART):
+    recorded = store.backend.read(_name(name, runs.INPUTS))
+    if recorded is None or not store.run_folder(name).files(export.PART):
         return None
-    inputs = json.loads(noted)
+    inputs = json.loads(recorded)
     if ledger.find(store, inputs["identity"]) is None:  # it was exported before its end
         return None
     return Standing(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
 
 
 def newest(store: Store, stands: Standing) -> Path:
-    """The newest checkpoint of the model that stands, on this machine."""
+    """Local folder of the promoted model's latest checkpoint."""
     run = store.run_folder(stands.run)
     return run.download(f"checkpoints/step_{run.checkpoint_steps()[-1]}")
 
 
 def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int) -> Artifact | None:
-    """A dataset of what a corpus has beyond what the model was trained on; None where that is less than one window.
+    """The part of a corpus that the model was not trained on, as a dataset; None if it is less than one window.
 
     Its held-out text is that of the series.
     """
@@ -93,7 +92,7 @@ def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int
 
 
 def with_steps(profile: Profile, new: Artifact) -> Profile:
-    """The profile with the steps that its epochs over the new data take; a warm-up that is longer is cut to them."""
+    """Resolve `train.epochs` to steps over the new data; a longer warm-up is cut to them."""
     train = profile.train
     if train.epochs is None:
         return profile
@@ -103,13 +102,15 @@ def with_steps(profile: Profile, new: Artifact) -> Profile:
     fitting = {"warmup_steps": warmup, "constant_steps": min(train.constant_steps, steps - warmup)}
     for name, fits in fitting.items():
         if fits < (wanted := getattr(train, name)):
-            log.info("train.%s %d is cut to %d: the new data makes %d steps", name, wanted, fits, steps)
+            log.info(
+                "train.%s: cut from %d to %d, since the new data makes %d steps", name, wanted, fits, steps
+            )
     fitting |= {"steps": steps, "epochs": None}
     return profile.model_copy(update={"train": train.model_copy(update=fitting)})
 
 
 def promote(store: Store, name: str, stands: Standing, run: str, identity: str) -> Standing:
-    """Let a run's model take the place of the one that stands."""
+    """Make a run's model the promoted one."""
     after = Standing(run, identity, stands.round + 1, stands.tokenizer, stands.dataset)
     store.backend.write(_name(name, FILE), json.dumps(asdict(after), indent=1).encode())
     return after

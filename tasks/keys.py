@@ -1,7 +1,7 @@
-"""What each step's result depends on, and nothing else: the one module that knows cache keys.
+"""Cache keys: a hash of everything that determines a step's result, and of nothing else.
 
-A key is a hash of contents and parameters, never of paths, names or times. Where a step takes another's artifact, that
-artifact's key stands for it.
+Keys are made of contents and parameters, never of paths, names or times. An input that is another step's artifact is
+represented by that artifact's key.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 from profiles import user_functions
 from profiles.schema import Profile
 
-# Keys of `train` that change how the same mathematics is computed or shown.
+# Keys of `train` that change how the same mathematics is computed or logged.
 NOT_MATHEMATICS = {"micro_batch_size", "recompute", "recompute_layers", "log_every"}
 COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
 
 
 def digest(value: Any) -> str:
-    """Hash of a JSON value, the same whatever the order of its keys: 32 hex digits.
+    """Hash of a JSON value, independent of the order of its keys: 32 hex digits.
 
     Raises:
         TypeError, ValueError: not a JSON value.
@@ -43,44 +43,44 @@ def file_digest(path: str | Path) -> str:
 
 
 def tokenizer(**content: Any) -> str:
-    """Of what it is made of: a commit of a repository, a folder's contents, or the texts it is trained on and its size."""
+    """Key of a tokenizer: from a repository's commit, a folder's contents, or the training texts and vocabulary size."""
     return digest({"step": "tokenizer", **content})
 
 
 def tokens(tokenizer: str | None, source: str, held_out: float | str, **options: Any) -> str:
-    """Of one tokenized shard, from the tokenizer's key, the digest of the shard's source and what is done to documents.
+    """Key of one tokenized shard, from the tokenizer's key, the digest of the shard's source and the document options.
 
     Args:
-        tokenizer: None where the source has tokens already.
-        held_out: share of the documents, or the split that all are for.
+        tokenizer: None if the source is tokenized already.
+        held_out: fraction of the documents, or the split that all of them belong to.
     """
-    about = {"tokenizer": tokenizer, "source": source, "held_out": held_out}
-    return digest({"step": "tokens", "recipe": 2, **about, **options})
+    inputs = {"tokenizer": tokenizer, "source": source, "held_out": held_out}
+    return digest({"step": "tokens", "recipe": 2, **inputs, **options})
 
 
 def hashes(source: str) -> str:
-    """Of the hashes of a shard's documents."""
+    """Key of the hashes of a shard's documents."""
     return digest({"step": "hashes", "source": source})
 
 
 def duplicates(hashes: Sequence[Sequence[str]]) -> str:
-    """Of the documents that repeat others, from the keys of all hashes of each source in their order."""
+    """Key of the list of duplicate documents, from the keys of the hashes of each source, in order."""
     return digest({"step": "duplicates", "hashes": [list(source) for source in hashes]})
 
 
 def dataset(shards: Sequence[str], sequence_length: int, **options: Any) -> str:
-    """Of a corpus, from its shards' keys before duplicates are known, in their order, and how it is read."""
-    about = {"shards": list(shards), "sequence_length": sequence_length}
-    return digest({"step": "dataset", **about, **options})
+    """Key of a corpus, from its shards' keys before deduplication, in order, and how it is read."""
+    inputs = {"shards": list(shards), "sequence_length": sequence_length}
+    return digest({"step": "dataset", **inputs, **options})
 
 
 def checkpoint(profile: Profile, weights: str) -> str:
-    """Of pretrained weights made ready for a model, from the digest of their source."""
+    """Key of pretrained weights converted for a model, from the digest of their source."""
     return digest({"step": "checkpoint", "weights": weights, "model": _model(profile)})
 
 
 def graphs(profile: Profile) -> str:
-    """Of the compiled graphs: what shapes them, what compiles them and what they are compiled for."""
+    """Key of the compiled graphs: what shapes them, what compiles them and the platform they are compiled for."""
     parallel, train = profile.parallel, profile.train
     return digest(
         {
@@ -101,12 +101,12 @@ def graphs(profile: Profile) -> str:
 
 
 def graph(profile: Profile, graph: str) -> str:
-    """Of one compiled program, from the digest of its graphs."""
+    """Key of one compiled program, from the digest of its graphs."""
     return digest({"step": "graph", "graph": graph, "compiler": _compiler(profile)})
 
 
 def _compiler(profile: Profile) -> dict[str, Any]:
-    """What compiles graphs, and what for."""
+    """The compiler and the platform of a profile's graphs."""
     from modeling.compilation.compilers import backend_name, missing_requirement
     from modeling.training.trainer import threads
     from parallel import device as devices
@@ -123,44 +123,46 @@ def _compiler(profile: Profile) -> dict[str, Any]:
 
 
 def run_identity(profile: Profile, tokenizer: str, dataset: str, weights: str | None = None) -> str:
-    """Of what determines a run's mathematics, from the keys of the artifacts that it starts from.
+    """Identity of a run: what determines its mathematics, with the keys of the artifacts that it starts from.
 
-    Never its name, nor where and how it is spread, compiled or saved.
+    Excludes its name, cluster and topology, and how it is compiled, saved and evaluated.
     """
     train = profile.train.model_dump(mode="json", exclude=NOT_MATHEMATICS)
     if profile.train.loss:
-        train["loss"] = _own(profile.train.loss)
+        train["loss"] = _function(profile.train.loss)
     inputs = {"tokenizer": tokenizer, "dataset": dataset, "weights": weights}
     return digest({"model": _model(profile), "train": train, **inputs})
 
 
 def training(run: str, identity: str) -> str:
+    """Key of a run's training."""
     return digest({"step": "training", "run": run, "identity": identity})
 
 
 def evaluation(run: str, identity: str, metrics: Sequence[str] = ()) -> str:
-    """Of a run, and of the metrics of the user's that are measured beside the loss."""
-    own = {"metrics": [_own(name) for name in metrics]} if metrics else {}
-    return digest({"step": "evaluation", "run": run, "identity": identity, **own})
+    """Key of an evaluation, from the run and the user's metric functions."""
+    functions = {"metrics": [_function(name) for name in metrics]} if metrics else {}
+    return digest({"step": "evaluation", "run": run, "identity": identity, **functions})
 
 
 def export(run: str, identity: str) -> str:
+    """Key of a run's export."""
     return digest({"step": "export", "run": run, "identity": identity})
 
 
 def compiler_versions() -> Mapping[str, str]:
-    """Versions of all that has a part in compiling: Python, packages, and the C++ compiler where there is one."""
+    """Versions of Python, the compiler packages and the C++ compiler, as far as they are installed."""
     found = {"python": platform.python_version()}
     for package in COMPILERS:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    # As torch's inductor looks for it.
+    # In the order in which torch's inductor looks for it.
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), None)
     if compiler:
-        told = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-        found["c++"] = told.stdout.partition("\n")[0]
+        answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+        found["c++"] = answer.stdout.partition("\n")[0]
     return found
 
 
@@ -175,8 +177,8 @@ def code_digest(*packages: str) -> str:
     return total.hexdigest()[:32]
 
 
-def _own(name: str) -> list[str | None]:
-    """A function of the user's, `module:function`, and what its module's file holds."""
+def _function(name: str) -> list[str | None]:
+    """A user function, `module:function`, with the hash of its module's file."""
     path = user_functions.module_file(name.partition(":")[0])
     return [name, file_digest(path) if path else None]
 
