@@ -1,10 +1,10 @@
-"""Processes that stay: one pool of up to 8 workers in which distributed tests run their cases, over gloo on loopback.
+"""Process pool for distributed tests: up to 8 persistent ranks over gloo on loopback.
 
-    def case(size): ...                          # a module-level function; torch.distributed is initialized around it
-    def test_it(pool): results = pool.run(case, ranks=4, size=3)     # what each rank returned, in order
+    def case(size): ...                                              # module-level; runs with torch.distributed initialized
+    def test_it(pool): results = pool.run(case, ranks=4, size=3)     # results in rank order
 
-Workers are forked from a server that has imported torch already, so a new one takes milliseconds. Where a rank raises, hangs or
-dies, its whole world is killed and the next case gets new workers.
+Workers are forked from a server that has already imported torch, so starting one takes milliseconds. If a rank raises, hangs or
+dies, all workers are killed and the next case gets new ones.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from tests.forkserver import forkserver
 
 WORKERS = 8
 RUNS = 20
-"""Cases after which workers are replaced: gloo keeps the threads of groups that are gone, and each wakes 100 times a second."""
+"""Cases after which workers are replaced: gloo keeps the threads of destroyed groups, each waking 100 times a second."""
 GRACE = 2.0
-"""Seconds that the other ranks have to say what went wrong with them, once one has failed."""
+"""Seconds to wait for the errors of the other ranks once one has failed."""
 
 
 class RankError(AssertionError):
-    """A rank failed. The message has the traceback of each rank that said something."""
+    """A rank failed; the message holds the tracebacks of all ranks that reported one."""
 
 
 @contextmanager
 def mesh(**degrees: int) -> Iterator[Mesh]:
-    """A mesh inside a case, whose groups are given back at its end."""
-    made = Mesh(**degrees)
+    """A mesh whose process groups are destroyed at the end of the block."""
+    created = Mesh(**degrees)
     try:
-        yield made
+        yield created
     finally:
-        made.close()
+        created.close()
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Worker:
     process: BaseProcess
     connection: Connection
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self.connection.close()
         self.process.kill()
         self.process.join()
@@ -75,15 +75,15 @@ class Pool:
         """Call `function(**arguments)` on each rank of a world.
 
         Args:
-            function: of a module; it, its arguments and results can be pickled.
+            function: module-level function; its arguments and results must be picklable.
             ranks: size of the world, 1 to 8.
-            timeout: seconds, for all ranks together.
+            timeout: seconds until all ranks must have returned.
 
         Returns:
-            Each rank's result, in order.
+            Results in rank order.
 
         Raises:
-            RankError: a rank raised, died or did not end in time.
+            RankError: a rank raised, died or timed out.
         """
         if not 1 <= ranks <= WORKERS:
             raise ValueError(f"ranks = {ranks}: a world has 1 to {WORKERS}")
@@ -97,40 +97,42 @@ class Pool:
         call = (function.__module__, function.__qualname__, arguments)
         for rank, worker in enumerate(self._workers[:ranks]):
             worker.connection.send_bytes(pickle.dumps((self._world, rank, ranks, timeout, call)))
-        answers = self._answers(ranks, timeout)
-        if not all(well for well, _ in answers):
+        outcomes = self._collect(ranks, timeout)
+        if not all(succeeded for succeeded, _ in outcomes):
             self.close()
-            failures = (f"rank {rank}: {what}" for rank, (well, what) in enumerate(answers) if not well)
+            failures = (
+                f"rank {rank}: {error}" for rank, (succeeded, error) in enumerate(outcomes) if not succeeded
+            )
             raise RankError("\n".join(failures))
-        return [result for _, result in answers]
+        return [result for _, result in outcomes]
 
-    def _answers(self, ranks: int, timeout: float) -> list[tuple[bool, Any]]:
-        """Of each rank whether it went well, and its result or what went wrong."""
+    def _collect(self, ranks: int, timeout: float) -> list[tuple[bool, Any]]:
+        """(succeeded, result or error) of each rank."""
         waiting = {worker.connection: rank for rank, worker in enumerate(self._workers[:ranks])}
-        answers = [(False, f"no answer in {timeout:g} s, or after another rank failed")] * ranks
+        outcomes = [(False, f"no result within {timeout:g} s, or after another rank failed")] * ranks
         end = time.monotonic() + timeout
         while waiting and (left := end - time.monotonic()) > 0:
             for connection in wait(list(waiting), left):
                 rank = waiting.pop(connection)
                 try:
-                    answers[rank] = pickle.loads(connection.recv_bytes())
+                    outcomes[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
-                    answers[rank] = (False, "its process died")
-                if not answers[rank][0]:
+                    outcomes[rank] = (False, "its process died")
+                if not outcomes[rank][0]:
                     end = min(end, time.monotonic() + GRACE)
-        return answers
+        return outcomes
 
     def _start(self) -> Worker:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(theirs, self._store.port), daemon=True)
+        parent, child = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(child, self._store.port), daemon=True)
         process.start()
-        theirs.close()
-        return Worker(process, ours)
+        child.close()
+        return Worker(process, parent)
 
     def close(self) -> None:
         """Kill all workers; the next `run` starts new ones."""
         for worker in self._workers:
-            worker.end()
+            worker.kill()
         self._workers.clear()
         self._size = 0
 
@@ -142,7 +144,7 @@ class Pool:
 
 
 def _work(connection: Connection, port: int) -> None:
-    """A worker's life: join the world that the next call belongs to, run it, answer."""
+    """Worker loop: join the world of the next call, run it, send its outcome."""
     torch.set_num_threads(1)
     current = 0
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -150,7 +152,7 @@ def _work(connection: Connection, port: int) -> None:
         try:
             world, rank, ranks, timeout, (module, name, arguments) = pickle.loads(connection.recv_bytes())
         except EOFError:
-            return  # the pool is gone
+            return  # the pool was closed
         try:
             if world != current:
                 if dist.is_initialized():
@@ -164,14 +166,14 @@ def _work(connection: Connection, port: int) -> None:
                 )
                 current = world
             torch.manual_seed(0)
-            answer = (True, getattr(importlib.import_module(module), name)(**arguments))
+            outcome = (True, getattr(importlib.import_module(module), name)(**arguments))
         except BaseException:
-            answer = (False, traceback.format_exc())
-        connection.send_bytes(pickle.dumps(answer))
+            outcome = (False, traceback.format_exc())
+        connection.send_bytes(pickle.dumps(outcome))
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """The session's pool of workers."""
-    with Pool() as made:
-        yield made
+    """The session's pool of ranks."""
+    with Pool() as shared:
+        yield shared
