@@ -4,10 +4,10 @@ import atexit
 import os
 import shutil
 import tempfile
-from pathlib import Path
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["tests.pool"]
 
@@ -28,10 +28,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("trainshed")
 
-TESTS = Path(__file__).parent
 SLOW_FIXTURES = {"_cluster", "browser", "command", "pool", "prefect_server", "prefect_ui"}
 """Fixtures that start servers, clusters or processes: `make test-fast` leaves out the tests that use one."""
-START_ORDER = ("docs", "flows", "browser", "slurm", "benchmarks", "parity", "parallel", "modeling", "tasks")
+_LONGEST = ("slurm", "docs", "flows", "browser", "benchmarks", "parity", "parallel", "modeling", "tasks")
+START_ORDER = {folder: position for position, folder in enumerate(_LONGEST)}
 """Folders of tests by how long their files take, the longest first."""
 NO_SKIPS = os.environ.get("TRAINSHED_NO_SKIPS") == "1"
 
@@ -53,24 +53,28 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark slow tests, group tests for xdist, and put the longest groups first so that workers finish together."""
+    """Mark slow tests, and put the longest groups first so that workers finish together."""
     for item in items:
         if SLOW_FIXTURES & set(item.fixturenames):
             item.add_marker("slow")
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=_start_order)
+    items.sort(key=lambda item: START_ORDER.get(_folder(item.nodeid), len(START_ORDER)))
 
 
-def _group(item) -> str:
-    """Tests of one group run in one worker: those of the cluster, which takes two cores, else those of one file."""
-    return "slurm" if "_cluster" in item.fixturenames else str(item.path.relative_to(TESTS).with_suffix(""))
+class Groups(LoadScopeScheduling):
+    """Sends tests of one group to one worker: all of Slurm's, each one of the documentation, else those of one file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        folder = _folder(nodeid)
+        return folder if folder == "slurm" else nodeid if folder == "docs" else nodeid.partition("::")[0]
 
 
-def _start_order(item) -> tuple[bool, int]:
-    top = item.path.relative_to(TESTS).parts[0]
-    position = START_ORDER.index(top) if top in START_ORDER else len(START_ORDER)
-    return "_cluster" not in item.fixturenames, position
+def pytest_xdist_make_scheduler(config, log):
+    return Groups(config, log)
+
+
+def _folder(nodeid: str) -> str:
+    """The folder of a test below tests/."""
+    return nodeid.removeprefix("tests/").partition("/")[0]
 
 
 @pytest.hookimpl(wrapper=True)

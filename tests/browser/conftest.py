@@ -1,4 +1,4 @@
-"""Fixtures of the browser's tests: the system's chromium, and a Prefect server that shows its UI."""
+"""Fixtures of browser tests: the system's Chromium, and a Prefect server with its UI."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from tests.flows.conftest import command, profile  # noqa: F401
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium. Not longer than a module: playwright leaves an event loop running, and Prefect's calls would be coroutines."""
+    """Chromium, per module: while Playwright's event loop runs, Prefect's sync calls would return coroutines."""
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
         pytest.skip("needs a chromium: make test-system")
@@ -31,7 +31,7 @@ def browser():
 
 @pytest.fixture(scope="session")
 def prefect_ui(tmp_path_factory):
-    """Address of a Prefect server with its UI, of its own database."""
+    """Address of a Prefect server with its UI and an empty database."""
     folder = tmp_path_factory.mktemp("prefect-ui")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -60,5 +60,5 @@ def _wait(address: str) -> None:
             with urllib.request.urlopen(address, timeout=5):
                 return
         except (urllib.error.URLError, ConnectionError):
-            assert time.monotonic() < deadline, f"{address} does not answer"
+            assert time.monotonic() < deadline, f"no response from {address}"
             time.sleep(0.2)

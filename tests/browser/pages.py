@@ -1,4 +1,4 @@
-"""Chromium without a window: pages, what they asked the network for, what they complained of, pictures of them."""
+"""Pages in headless Chromium: their network requests, errors and screenshots."""
 
 import contextlib
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page
 
 OUTPUT = Path(__file__).parents[2] / "test-output"
-WIDE, NARROW = (1200, 900), (390, 844)  # a desk and a phone
+WIDE, NARROW = (1200, 900), (390, 844)  # desktop and phone
 
 
 class Visit:
-    """One page that is open. `complaints` are errors of its scripts and console, `asked` addresses beyond its own."""
+    """An open page. `complaints`: errors of scripts and console; `asked`: requests to other hosts."""
 
     def __init__(self, page: Page, address: str) -> None:
         self.page, self._address = page, address
-        self._own = address.split("/", 3)[2]  # host and port; none of a file
+        self._own = address.split("/", 3)[2]  # host and port; empty for a file
         self.asked: list[str] = []
         self.complaints: list[str] = []
         page.on("request", lambda request: self._note_request(request.url))
@@ -28,17 +28,17 @@ class Visit:
             self.asked.append(url)
 
     def _note_message(self, kind: str, text: str) -> None:
-        # That Prefect asks for things that are not there yet is its own affair.
+        # Prefect's UI polls for objects that do not exist yet.
         if kind == "error" and "404" not in text:
             self.complaints.append(text)
 
     def picture(self, name: str, *, whole: bool = False) -> None:
-        """Keep a picture of the page under test-output/."""
+        """Save a screenshot to test-output/."""
         OUTPUT.mkdir(exist_ok=True)
         self.page.screenshot(path=OUTPUT / f"{name}.png", full_page=whole)
 
     def overflows(self) -> bool:
-        """Whether the page can be scrolled sideways."""
+        """Whether the page scrolls horizontally."""
         return self.page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
 
     def has_broken_image(self) -> bool:
@@ -47,7 +47,7 @@ class Visit:
 
 @contextlib.contextmanager
 def visit(browser: Browser, address: str, size=WIDE, scheme="light"):
-    """The page at an address, until the block ends."""
+    """Open the page at an address for the length of the block."""
     context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
     try:
         yield Visit(context.new_page(), address)

@@ -1,4 +1,4 @@
-"""Prefect's UI while a small run trains in it: its page with the curve, its bars, its table; a failure; the form."""
+"""Prefect's UI in a browser: a training run's page, progress bars and table; a failed run; the deployment forms."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from tests.flows.micro import settings, wait_for_step
 
 HOME = Path(__file__).parents[2]
 STEPS = 4000
-ROWS = 10  # of the table of the last steps
-ENOUGH = 120  # steps until there is something to see
+ROWS = 10  # in the table of the last steps
+ENOUGH = 120  # steps until every artifact is shown
 
 
 def ask(address: str, body: dict) -> list:
@@ -32,7 +32,7 @@ def ask(address: str, body: dict) -> list:
 
 
 def artifacts(prefect_ui: str, flow_run: str) -> dict[str, dict]:
-    """Of a flow run, by their keys; each stands once."""
+    """Artifacts of a flow run by their unique keys."""
     found = ask(f"{prefect_ui}/api/artifacts/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})
     assert len({each["key"] for each in found}) == len(found)
     return {each["key"]: each for each in found}
@@ -47,7 +47,7 @@ def wait_until(condition, timeout=60):
 
 @pytest.fixture(scope="module")
 def killed(prefect_ui, browser, profile, tmp_path_factory):
-    """A run that was looked at while it trained and whose training was then killed: its flow run's id, its pictures taken."""
+    """A run that was viewed while it trained and then killed: its flow run id, its artifacts and what the pages showed."""
     from tests.flows.micro import Command
 
     folder = tmp_path_factory.mktemp("live")
@@ -69,7 +69,7 @@ def killed(prefect_ui, browser, profile, tmp_path_factory):
         shown = {}
 
         def is_shown() -> bool:
-            """The curve and a full table, each of which is renewed every few seconds."""
+            """Whether the curve and a full table are shown; both are updated every few seconds."""
             shown.update(artifacts(prefect_ui, flow_run["id"]))
             full = "last-steps" in shown and len(json.loads(shown["last-steps"]["data"])) == ROWS
             return full and "data:image" in shown["run"]["data"]
@@ -107,7 +107,7 @@ def killed(prefect_ui, browser, profile, tmp_path_factory):
     return flow_run["id"], shown, seen
 
 
-def test_the_page_of_a_run_shows_curve_plan_and_places_while_it_trains(killed):
+def test_run_page_shows_curve_plan_and_paths_during_training(killed):
     _, shown, seen = killed
     text, broken, complaints, asked = seen["run"]
     assert re.search(rf"Step [\d,]+ of {STEPS:,}, loss \d", text)
@@ -123,10 +123,10 @@ def test_the_page_of_a_run_shows_curve_plan_and_places_while_it_trains(killed):
     steps = json.loads(shown["last-steps"]["data"])
     assert len(steps) == ROWS
     assert re.fullmatch(r"[\d,]+", steps[0]["tokens/s"])
-    assert "MFU" not in steps[0]  # which is not known of a CPU
+    assert "MFU" not in steps[0]  # unknown for a CPU
 
 
-def test_the_flow_run_lists_steps_by_readable_names_and_its_artifacts(killed):
+def test_flow_run_lists_readable_steps_and_artifacts(killed):
     text, broken, complaints, asked = killed[2]["flow run"]
     for part in ("live", "training", "last-steps", "dataset"):
         assert part in text
@@ -135,7 +135,7 @@ def test_the_flow_run_lists_steps_by_readable_names_and_its_artifacts(killed):
     assert asked == []
 
 
-def test_a_failure_stands_first_and_says_what_to_do(killed, prefect_ui, browser):
+def test_failure_is_shown_first_with_what_to_do(killed, prefect_ui, browser):
     flow_run, _, _ = killed
     shown = artifacts(prefect_ui, flow_run)["run"]
     assert shown["data"].startswith("# Failed\n\n**What happened:**")
@@ -150,7 +150,7 @@ def test_a_failure_stands_first_and_says_what_to_do(killed, prefect_ui, browser)
         assert page.complaints == []
 
 
-def test_the_form_of_a_deployment_offers_profiles_and_explains_its_fields(prefect_ui, browser, command):
+def test_deployment_form_offers_profiles_and_explains_fields(prefect_ui, browser, command):
     code = "from flows.pretrain import pretrain; print(pretrain.to_deployment('tiny', parameters={'profile': 'tiny'}).apply())"
     environment = {**os.environ, "PREFECT_API_URL": f"{prefect_ui}/api"}
     made = subprocess.run(
@@ -168,12 +168,12 @@ def test_the_form_of_a_deployment_offers_profiles_and_explains_its_fields(prefec
         assert page.asked == []
 
 
-# Whether a field of the form has this value, or shows it as what is chosen.
+# Whether a form field has this value or shows it as the selection.
 SHOWN = """name => [...document.querySelectorAll("form *")].some(
     each => String(each.value || (each.children.length ? "" : each.textContent)).trim() === name)"""
 
 
-def test_every_deployments_form_opens_and_names_its_profile(prefect_ui, browser):
+def test_every_deployment_form_opens_with_its_profile(prefect_ui, browser):
     environment = {**os.environ, "PREFECT_API_URL": f"{prefect_ui}/api", "TRAINSHED_FOLDER": "/"}
     for setup in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--all"]):
         subprocess.run(

@@ -1,7 +1,7 @@
-"""The documentation: commands that work as they stand, links that lead somewhere, pages and pictures that are current.
+"""Documentation: commands run, links resolve, generated pages and pictures are current.
 
-A block that begins with ```sh is run, all of a page's blocks in order in one folder; ```sh cluster needs what a test has not (a
-cluster, an account, an hour), so of it only the arguments of `trainshed` and names of modules are checked. There are no others.
+All ```sh blocks of a page run in order in one folder. A ```sh cluster block needs a cluster, an account or hours, so only the
+arguments of `trainshed` and module names are checked. Commands elsewhere are an error.
 """
 
 import importlib.util
@@ -39,13 +39,13 @@ SMALL = {
 
 
 def blocks(page: Path) -> list[tuple[bool, str]]:
-    """Whether each block of commands needs a cluster, and its text with continued lines joined."""
+    """(needs a cluster, commands with continued lines joined) of each block."""
     found = BLOCK.findall(page.read_text())
     return [(bool(cluster), commands.replace("\\\n", " ")) for cluster, commands in found]
 
 
-def as_tested(line: str) -> str:
-    """A documented command, small enough for a test."""
+def reduced(line: str) -> str:
+    """A documented command, reduced to the size of a test."""
     line = line.replace(".venv/bin/", "").split("  #")[0]
     if line.startswith("make "):
         return f"make -C {shlex.quote(str(ROOT))} -n {line.removeprefix('make ')}"
@@ -54,13 +54,10 @@ def as_tested(line: str) -> str:
     return line
 
 
-# A group for each page, because together these are the longest file of the suite.
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, id=page.stem, marks=pytest.mark.xdist_group(page.stem)) for page in PAGES]
-)
-def test_commands_work_as_they_stand(prefect_server, tmp_path, page):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_documented_commands_succeed(prefect_server, tmp_path, page):
     script = "\n".join(
-        as_tested(line) for cluster, text in blocks(page) if not cluster for line in text.splitlines()
+        reduced(line) for cluster, text in blocks(page) if not cluster for line in text.splitlines()
     )
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one.txt").write_text("A ring of ranks, each with a part of the sequence. " * 400)
@@ -82,18 +79,18 @@ def test_commands_work_as_they_stand(prefect_server, tmp_path, page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_for_a_cluster_have_arguments_that_exist(page):
+def test_cluster_commands_have_valid_arguments(page):
     for cluster, text in blocks(page):
         for line in text.splitlines() if cluster else ():
             words = shlex.split(line, comments=True)
             if words and Path(words[0]).name == "trainshed":
-                parser().parse_args(words[1:])  # exits with 2 where it does not understand
+                parser().parse_args(words[1:])  # exits with 2 on invalid arguments
             if words and Path(words[0]).name == "python" and words[1] == "-m":
                 assert importlib.util.find_spec(words[2]), line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_command_is_in_a_block_that_is_checked(page):
+def test_every_command_is_in_a_checked_block(page):
     fenced, unchecked = False, []
     for line in BLOCK.sub("", page.read_text()).splitlines():
         if line.startswith("```"):
@@ -104,19 +101,19 @@ def test_every_command_is_in_a_block_that_is_checked(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     for target in LINK.findall(page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_profile_reference_is_current():
+def test_profile_reference_is_current():
     assert (ROOT / "docs" / "profiles.md").read_text() == page(), (
         "python -m profiles.reference > docs/profiles.md"
     )
 
 
-def test_the_pictures_are_current():
+def test_pictures_are_current():
     path = ROOT / "docs" / "pictures" / "draw.py"
     spec = importlib.util.spec_from_file_location("draw", path)
     draw = importlib.util.module_from_spec(spec)

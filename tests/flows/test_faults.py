@@ -1,4 +1,4 @@
-"""What a run survives: a killed rank, Ctrl-C and SIGTERM; each time it ends with the losses of an undisturbed one."""
+"""Fault tolerance of local runs: a killed rank, command or signal leaves the losses of an undisturbed run."""
 
 import html
 import json
@@ -21,7 +21,7 @@ INTERRUPTED_AT = 50  # of 240 steps, with a checkpoint every 40
 
 @pytest.fixture(scope="module")
 def undisturbed(pretrain, tmp_path_factory):
-    """Losses of the run that nothing happens to."""
+    """Losses of a run without faults."""
     return losses_of(pretrain(tmp_path_factory.mktemp("undisturbed") / "store", *LONGER))
 
 
@@ -30,13 +30,13 @@ def losses_of(result: dict) -> dict[int, float]:
 
 
 def incidents(folder: Path) -> tuple[list[str], list[str]]:
-    """What went wrong in a run, and why."""
+    """Names and reasons of a run's events."""
     rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [row["event"] for row in rows], [row["reason"] for row in rows]
 
 
 def ranks(folder) -> list[psutil.Process]:
-    """The training processes of a run, without their torchrun."""
+    """Training processes of a run, without torchrun."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -52,10 +52,8 @@ def ranks(folder) -> list[psutil.Process]:
     return found
 
 
-def test_killed_again_and_again_a_run_that_gets_on_ends_with_the_same_losses(
-    pretrain, undisturbed, tmp_path, caplog
-):
-    """More often than it may fail in a row: a new checkpoint starts the count again."""
+def test_run_killed_repeatedly_retries_while_it_makes_progress(pretrain, undisturbed, tmp_path, caplog):
+    """More often than cluster.retries: a new checkpoint resets the count."""
     folder = tmp_path / "store/runs/micro"
 
     def kill_one():
@@ -83,7 +81,7 @@ def test_killed_again_and_again_a_run_that_gets_on_ends_with_the_same_losses(
     assert all(part in report for part in (*kinds, *map(html.escape, reasons), "3 attempts"))
 
 
-def test_what_failed_before_there_was_a_folder_is_among_the_incidents_too(pretrain, tmp_path, monkeypatch):
+def test_failures_before_the_run_folder_exists_are_recorded(pretrain, tmp_path, monkeypatch):
     from tasks.tokenizer import TokenizerStep
 
     make, failures = TokenizerStep.make, [OSError("the disk was full for a while")]
@@ -100,9 +98,7 @@ def test_what_failed_before_there_was_a_folder_is_among_the_incidents_too(pretra
     assert "the disk was full for a while" in Path(result["report"]).read_text()
 
 
-def test_a_killed_rank_without_retries_fails_the_run_with_a_line_that_helps(
-    command, profile, tmp_path, prefect_server
-):
+def test_killed_rank_without_retries_fails_the_run_with_its_cause(command, profile, tmp_path, prefect_server):
     folder = tmp_path / "store/runs/micro"
     overrides = settings(*LONGER, "cluster.retries=0")
     started = command("run", str(profile), *overrides, PREFECT_API_URL=prefect_server)
@@ -117,15 +113,15 @@ def test_a_killed_rank_without_retries_fails_the_run_with_a_line_that_helps(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_leaves_no_process_and_a_run_that_goes_on(
+def test_interrupted_command_leaves_no_process_and_a_resumable_run(
     command, pretrain, profile, undisturbed, tmp_path, number
 ):
-    """With a Prefect server of its own, which has to end too."""
+    """With a temporary Prefect server, which has to stop, too."""
     folder = tmp_path / "store/runs/micro"
     started = command("run", str(profile), *settings(*LONGER))
     wait_for_step(folder, INTERRUPTED_AT)
     if number == signal.SIGINT:
-        os.killpg(started.process.pid, number)  # as a terminal does it
+        os.killpg(started.process.pid, number)  # like a terminal
     else:
         os.kill(started.process.pid, number)
     code, _, err = started.result(timeout=60)
@@ -143,7 +139,7 @@ def test_an_interrupted_command_leaves_no_process_and_a_run_that_goes_on(
     )
 
 
-def test_a_run_goes_on_watching_when_its_command_is_killed_and_started_again(
+def test_command_started_again_reattaches_to_running_training(
     command, profile, undisturbed, tmp_path, prefect_server
 ):
     folder = tmp_path / "store/runs/micro"
@@ -153,9 +149,9 @@ def test_a_run_goes_on_watching_when_its_command_is_killed_and_started_again(
     training = ranks(folder)
     before = {process.pid for process in training}
     os.kill(first.process.pid, signal.SIGKILL)
-    for process in training:  # so that it is not over before the second command gets there
+    for process in training:  # so that training outlasts the start of the second command
         process.suspend()
-    # Another run of that name takes nothing from one that lives on, nor does whoever cancels another flow run.
+    # Neither another run of that name nor the cancellation of another flow run stops it.
     code, _, err = command(*arguments, "--set", "train.seed=2", PREFECT_API_URL=prefect_server).result()
     assert code == 2
     assert "its train still runs as process" in err

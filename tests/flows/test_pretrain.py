@@ -1,4 +1,4 @@
-"""What is done again and what is not: the same pipeline after each kind of change, and after each kind of damage."""
+"""Which steps run again after a change of the profile, and after each kind of corruption."""
 
 import json
 import logging
@@ -19,14 +19,14 @@ WORK = ["tokenizer", "dataset", "train", "evaluate", "export"]
 
 @pytest.fixture(scope="module")
 def finished(pretrain, tmp_path_factory):
-    """A store with one finished run, and what the flow said about it."""
+    """A store with one finished run, and the flow's result."""
     store = tmp_path_factory.mktemp("finished") / "store"
     return store, pretrain(store, torchrun=True)
 
 
 @pytest.fixture
 def store(finished, tmp_path):
-    """The finished run's store, to be spoilt."""
+    """A copy of the finished run's store, to modify."""
     return shutil.copytree(finished[0], tmp_path / "store")
 
 
@@ -40,7 +40,7 @@ def done(result: dict) -> list[str]:
     return [step for step, how in result["how"].items() if how == "done" and step not in ("plan", "report")]
 
 
-def test_a_first_run_does_every_step_and_leaves_what_it_names(finished):
+def test_first_run_executes_every_step(finished):
     _, result = finished
     assert list(result["how"]) == STEPS
     assert done(result) == WORK
@@ -59,7 +59,7 @@ def test_a_first_run_does_every_step_and_leaves_what_it_names(finished):
     assert list(losses(folder)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_export_loads_generates_and_has_the_evaluated_loss(finished):
+def test_export_loads_generates_and_has_the_evaluated_loss(finished):
     store, result = finished
     (dataset,) = (store / "artifacts/dataset").iterdir()
     loss, text = exported(result["export"], dataset, 32)
@@ -67,7 +67,7 @@ def test_the_export_loads_generates_and_has_the_evaluated_loss(finished):
     assert isinstance(text, str)
 
 
-def test_a_run_of_epochs_trains_on_all_of_its_data_and_shows_how_much_that_is(pretrain, store, caplog):
+def test_epochs_train_on_all_data(pretrain, store, caplog):
     batch = ("train.global_batch_size=64", "train.micro_batch_size=64")
     epochs = ("train.steps=null", "train.epochs=1", *batch)
     result = pretrain(store, *epochs, name="epochs")
@@ -83,7 +83,7 @@ def test_a_run_of_epochs_trains_on_all_of_its_data_and_shows_how_much_that_is(pr
     assert done(pretrain(store, *epochs, name="epochs")) == []
 
 
-def test_a_second_run_does_nothing_but_plan_and_report(pretrain, store):
+def test_second_run_is_cached_except_plan_and_report(pretrain, store):
     result = pretrain(store)
     assert done(result) == []
     assert [step for step, how in result["how"].items() if how == "cached"] == WORK
@@ -98,7 +98,7 @@ def test_prefect_shows_cached_and_skipped_steps_as_such(pretrain, store, prefect
     with get_client(sync_client=True) as client:
         (run,) = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
         shown = {}
-        for _ in range(50):  # the server takes task runs in from events, a little later
+        for _ in range(50):  # the server creates task runs from events, with a delay
             filter_ = FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
             shown = {task.name: task.state_name for task in client.read_task_runs(flow_run_filter=filter_)}
             if len(shown) == len(STEPS) and not {"Pending", "Running"} & {*shown.values()}:
@@ -121,9 +121,7 @@ def test_prefect_shows_cached_and_skipped_steps_as_such(pretrain, store, prefect
         ("runs/micro/export/tokenizer.json", "export", "deleted"),
     ],
 )
-def test_a_damaged_file_is_named_and_only_its_step_is_done_again(
-    pretrain, store, said, pattern, step, damage
-):
+def test_corrupted_file_is_named_and_only_its_step_runs_again(pretrain, store, said, pattern, step, damage):
     path = next(store.glob(pattern))
     contents = path.read_bytes()
     if damage == "deleted":
@@ -140,11 +138,11 @@ def test_a_damaged_file_is_named_and_only_its_step_is_done_again(
     assert done(pretrain(store)) == []
 
 
-def test_another_sequence_length_keeps_the_tokenizer_alone(pretrain, store):
+def test_sequence_length_change_keeps_only_the_tokenizer(pretrain, store):
     assert done(pretrain(store, "train.sequence_length=16")) == ["dataset", "train", "evaluate", "export"]
 
 
-def test_another_learning_rate_redoes_training_and_what_follows_and_keeps_the_old_run(pretrain, store, said):
+def test_learning_rate_change_trains_again_and_keeps_the_old_run(pretrain, store, said):
     before = losses(store / "runs/micro")
     result = pretrain(store, "train.learning_rate=1e-2")
     assert done(result) == ["train", "evaluate", "export"]
@@ -153,7 +151,7 @@ def test_another_learning_rate_redoes_training_and_what_follows_and_keeps_the_ol
     assert any("micro~1" in line for line in said())
 
 
-def test_another_name_alone_reuses_the_data_and_ends_with_the_same_losses(pretrain, store):
+def test_renamed_run_reuses_the_data_and_has_the_same_losses(pretrain, store):
     result = pretrain(store, name="other")
     assert done(result) == ["train", "evaluate", "export"]
     assert losses(store / "runs/other") == losses(store / "runs/micro")
@@ -163,11 +161,11 @@ def test_another_name_alone_reuses_the_data_and_ends_with_the_same_losses(pretra
     "override",
     ["checkpoint.every=3", "parallel.zero1=false", "cluster.retries=1", "evaluate.every=1"],
 )
-def test_what_leaves_the_mathematics_alone_redoes_nothing(pretrain, store, override):
+def test_settings_without_numerical_effect_keep_all_steps_cached(pretrain, store, override):
     assert done(pretrain(store, override)) == []
 
 
-def test_metrics_of_the_users_own_are_measured_of_a_finished_run_and_reported(
+def test_user_metrics_are_evaluated_on_a_finished_run_and_reported(
     pretrain, store, said, monkeypatch, tmp_path
 ):
     own = tmp_path / "counts.py"
@@ -187,12 +185,12 @@ def test_metrics_of_the_users_own_are_measured_of_a_finished_run_and_reported(
     assert done(pretrain(store, "evaluate.metrics=[counts:share]")) == ["evaluate"]
 
 
-def test_a_run_starts_from_pretrained_weights(pretrain, store, finished):
+def test_run_starts_from_pretrained_weights(pretrain, store, finished):
     source = f"init.from={finished[1]['export']}"
     result = pretrain(store, source, name="continued")
     assert done(result) == ["checkpoint", "train", "evaluate", "export"]
     former, continued = (losses(store / "runs" / name) for name in ("micro", "continued"))
-    assert continued[1] == pytest.approx(former[6], abs=0.15)  # where the first run ended, not where it began
+    assert continued[1] == pytest.approx(former[6], abs=0.15)  # starts at the first run's final loss
     assert continued[1] < former[1] - 0.3
     assert done(pretrain(store, source, name="continued")) == []
     (path,) = store.glob("artifacts/checkpoint/*/__0_0.distcp")
@@ -201,19 +199,17 @@ def test_a_run_starts_from_pretrained_weights(pretrain, store, finished):
     assert not list((store / "work").glob("checkpoint-*"))
 
 
-def test_records_of_prefect_without_artifacts_count_for_nothing(pretrain, store):
+def test_prefect_records_without_artifacts_are_ignored(pretrain, store):
     shutil.rmtree(store / "artifacts/tokenizer")
     assert done(pretrain(store)) == ["tokenizer"]
 
 
-def test_artifacts_without_records_of_prefect_are_not_made_again(pretrain, store):
+def test_artifacts_without_prefect_records_are_reused(pretrain, store):
     shutil.rmtree(store / "prefect")
     assert done(pretrain(store)) == []
 
 
-def test_a_tokenizer_that_is_larger_than_the_model_is_refused_after_its_step(
-    pretrain, profile, finished, tmp_path
-):
+def test_tokenizer_larger_than_the_model_is_rejected_after_its_step(pretrain, profile, finished, tmp_path):
     (tokenizer,) = (finished[0] / "artifacts/tokenizer").iterdir()
     source = (f"tokenizer.source={tokenizer}", "tokenizer.vocabulary_size=null", "model.vocab_size=280")
     with pytest.raises(ProfileError, match=r"model.vocab_size = 280: the tokenizer has 300 tokens"):
@@ -221,7 +217,7 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_refused_after_its_step(
     assert not (tmp_path / "store/artifacts/tokens").exists()
 
 
-def test_a_store_on_s3_keeps_artifacts_and_records(pretrain, tmp_path, monkeypatch):
+def test_s3_store_keeps_artifacts_and_records(pretrain, tmp_path, monkeypatch):
     import s3fs
 
     with s3.bucket(monkeypatch) as address:
@@ -243,7 +239,7 @@ def test_a_store_on_s3_keeps_artifacts_and_records(pretrain, tmp_path, monkeypat
         assert done(elsewhere) == []
         assert losses(Path(elsewhere["folder"])) == losses(Path(first["folder"]))
 
-        # Another identity: the run before it is moved aside there too, with its checkpoints.
+        # Another identity: the previous run and its checkpoints are renamed on S3, too.
         assert "train" in done(pretrain(f"{address}/store", work, "train.steps=4"))
         kept = s3fs.S3FileSystem().find(f"{address}/store/runs")
         assert f"{run}~1/checkpoints/step_6/complete.json" in kept

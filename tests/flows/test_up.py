@@ -1,4 +1,4 @@
-"""`trainshed up`: server, worker and deployments, a run started from another terminal, and nothing left after Ctrl-C."""
+"""`trainshed up`: server, worker and deployments; runs started through the API; shutdown by Ctrl-C."""
 
 import json
 import os
@@ -44,11 +44,11 @@ def ask(address: str, body: dict | list | None = None) -> list | dict:
 
 
 def only(flow_run: str) -> dict:
-    """Filter for what belongs to one flow run."""
+    """Filter by one flow run."""
     return {"flow_runs": {"id": {"any_": [flow_run]}}}
 
 
-def test_a_deployment_runs_from_another_terminal_and_ctrl_c_ends_everything(up, profile, tmp_path):
+def test_deployment_runs_and_ctrl_c_saves_the_next_run_and_stops_everything(up, profile, tmp_path):
     started, api = up
     found = ask(f"{api}/deployments/filter")
     deployments = {each["name"]: each for each in found if each["tags"] == ["pretrain"]}
@@ -76,7 +76,7 @@ def test_a_deployment_runs_from_another_terminal_and_ctrl_c_ends_everything(up, 
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert len(losses(tmp_path / "store/runs/deployed")) == 6
 
-    # The database is that of all tests of the session, so only what this run left counts.
+    # Tests share the database, so only this run is checked.
     (run,) = ask(
         f"{api}/flow_runs/filter",
         {
@@ -93,19 +93,10 @@ def test_a_deployment_runs_from_another_terminal_and_ctrl_c_ends_everything(up, 
     assert float(artifacts["training"]["data"]) == 100
     assert json.loads(artifacts["last-steps"]["data"])[0]["step"] == "6"
 
-    os.killpg(started.process.pid, signal.SIGINT)
-    code, _, _ = started.result(timeout=120)
-    assert code == 0
-    assert started.processes() == []
-
-
-def test_ctrl_c_while_a_deployment_trains_saves_it_and_leaves_nothing(up, profile, tmp_path):
-    started, api = up
-    found = ask(f"{api}/deployments/filter")
-    (deployment,) = (each for each in found if (each["name"], each["tags"]) == ("tiny", ["pretrain"]))
-    parameters = {"profile": str(profile), "overrides": list(LONGER), "name": "deployed"}
-    ask(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
-    folder = tmp_path / "store/runs/deployed"
+    # A second run, interrupted while it trains.
+    parameters = {"profile": str(profile), "overrides": list(LONGER), "name": "interrupted"}
+    ask(f"{api}/deployments/{deployments['tiny']['id']}/create_flow_run", {"parameters": parameters})
+    folder = tmp_path / "store/runs/interrupted"
     wait_for_step(folder, 50, timeout=300)
     os.killpg(started.process.pid, signal.SIGINT)
     code, _, _ = started.result(timeout=180)
@@ -115,8 +106,8 @@ def test_ctrl_c_while_a_deployment_trains_saves_it_and_leaves_nothing(up, profil
     assert (folder / f"checkpoints/step_{done}/complete.json").exists()
 
 
-def test_a_second_ctrl_c_ends_everything_at_once(up, profile, tmp_path):
-    """Also what does not listen: here ranks that are suspended."""
+def test_second_ctrl_c_kills_everything_at_once(up, profile, tmp_path):
+    """Including processes that ignore signals: here suspended ranks."""
     started, api = up
     found = ask(f"{api}/deployments/filter")
     (deployment,) = (each for each in found if (each["name"], each["tags"]) == ("tiny", ["pretrain"]))
@@ -140,7 +131,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(up, profile, tmp_path):
 
 @pytest.fixture
 def plain_server(free_port, tmp_path):
-    """A Prefect server that was started by hand, and knows of nothing; its API's address."""
+    """API address of an empty Prefect server, started by hand."""
     with (tmp_path / "server.log").open("wb") as output:
         server = subprocess.Popen(
             [sys.executable, *("-m", "prefect", "server", "start", "--port", str(free_port))],
@@ -166,7 +157,7 @@ def healthy(api: str) -> bool:
         return False
 
 
-def test_a_server_that_is_there_already_is_given_what_it_lacks(command, plain_server, free_port):
+def test_up_completes_a_server_that_is_already_running(command, plain_server, free_port):
     started = command("up", "--port", str(free_port))
     line = started.process.stderr.readline()
     assert "without the work pool trainshed" in line
@@ -185,7 +176,7 @@ def test_a_server_that_is_there_already_is_given_what_it_lacks(command, plain_se
     assert healthy(plain_server)
 
 
-def test_a_taken_port_is_said(command, free_port):
+def test_taken_port_is_an_error(command, free_port):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port))
         taken.listen()
@@ -194,10 +185,10 @@ def test_a_taken_port_is_said(command, free_port):
     assert f"port {free_port} is taken" in err
 
 
-def test_it_is_registered_once_and_a_schedule_runs_what_it_says(command, free_port, profile, tmp_path):
-    """Up, down and up again; then a schedule of the continual flow, with a time zone, starts it on the worker."""
+def test_repeated_up_registers_once_and_a_schedule_starts_runs(command, free_port, profile, tmp_path):
+    """Up, down and up again; then a schedule of the continual flow, with a time zone, starts a run on the worker."""
     for start in range(2):
-        # Prefect plans scheduled runs once a minute; here more often.
+        # Prefect schedules runs once a minute by default.
         started = command("up", "--port", str(free_port), PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="5")
         assert started.process.stderr.readline() == f"Prefect's UI: http://127.0.0.1:{free_port}\n"
         api = f"http://127.0.0.1:{free_port}/api"
@@ -225,7 +216,7 @@ def test_it_is_registered_once_and_a_schedule_runs_what_it_says(command, free_po
     ask(f"{api}/deployments/{nightly['id']}/schedules", [soon])
     deadline = time.monotonic() + 120
     ended = {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
-    ended["deployments"] = {"id": {"any_": [nightly["id"]]}}  # the database is that of all tests
+    ended["deployments"] = {"id": {"any_": [nightly["id"]]}}  # tests share the database
     while not (done := ask(f"{api}/flow_runs/filter", ended)):
         assert time.monotonic() < deadline
         time.sleep(0.5)
@@ -241,7 +232,7 @@ def deployments():
     return yaml.safe_load((Path(__file__).parents[2] / "prefect.yaml").read_text())["deployments"]
 
 
-def test_deployed_runs_get_prefects_settings_whatever_worker_starts_them(deployments):
+def test_deployed_runs_get_prefect_settings_from_their_deployment(deployments):
     wanted = {
         name: SETTINGS[name] for name in ("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "PREFECT_CLIENT_MAX_RETRIES")
     }
@@ -249,6 +240,6 @@ def test_deployed_runs_get_prefects_settings_whatever_worker_starts_them(deploym
         assert each["work_pool"]["job_variables"]["env"] == wanted
 
 
-def test_every_profile_has_a_deployment_and_each_deployment_a_profile(deployments):
+def test_deployments_match_the_shipped_profiles(deployments):
     named = {each["name"] for each in deployments if each["entrypoint"] == "flows.pretrain.pretrain"}
     assert named == set(resolve.names())

@@ -1,6 +1,6 @@
-"""A real Slurm cluster of several nodes on this machine, for as long as a block lasts: munge, a controller, a slurmd a node.
+"""A real Slurm cluster of several nodes on this machine: munge, a controller and a slurmd per node.
 
-Everything listens on loopback, lies in one temporary folder and is a child of this process. Needs root, and Debian's
+Everything listens on loopback, is kept in one temporary folder and is a child of this process. Requires root and Debian's
 slurm-wlm and munge.
 """
 
@@ -20,8 +20,8 @@ import psutil
 
 PROGRAMS = ("setpriv", "munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "srun")
 NODES, CPUS, MEMORY = 4, 2, 4000  # MiB
-WITH_PARENT = ("setpriv", "--pdeathsig", "TERM")  # in front of a command that is not to outlive this process
-NODE = "TRAINSHED_TEST_NODE"  # in the environment of a slurmd and of the daemons of its steps
+WITH_PARENT = ("setpriv", "--pdeathsig", "TERM")  # prefix of commands that must not outlive this process
+NODE = "TRAINSHED_TEST_NODE"  # environment variable of a slurmd and its step daemons
 CONFIGURATION = Template("""
 ClusterName=trainshed-tests
 SlurmctldHost=$host(127.0.0.1)
@@ -65,7 +65,7 @@ PartitionName=spot Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMod
 
 
 def missing() -> str:
-    """Why there can be no cluster on this machine; empty where there can."""
+    """What this machine lacks to run a cluster; empty if nothing."""
     if os.geteuid() != 0:
         return "Slurm's daemons need root"
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -73,7 +73,7 @@ def missing() -> str:
 
 
 class Cluster:
-    """`with Cluster() as cluster:`; commands find it through SLURM_CONF, which is set meanwhile."""
+    """Use as a context manager; Slurm's commands find it through SLURM_CONF."""
 
     def __init__(self, nodes: int = NODES) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
@@ -140,7 +140,7 @@ class Cluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def processes(self, node: str | None = None) -> list[psutil.Process]:
-        """Every process of this cluster, or of one node of it: daemons of its steps, and their tasks."""
+        """Processes of the cluster or of one node: step daemons and their tasks."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -154,10 +154,10 @@ class Cluster:
         return found
 
     def tasks(self) -> list[psutil.Process]:
-        """What jobs have running."""
+        """Processes of running jobs."""
         found = []
         for process in self.processes():
-            with contextlib.suppress(psutil.Error):  # of one that has just ended
+            with contextlib.suppress(psutil.Error):  # the process has just ended
                 if "SLURM_JOB_ID" in process.environ():
                     found.append(process)
         return found
@@ -166,23 +166,23 @@ class Cluster:
         self._start(node, "slurmd", "-D", "-N", node, **{NODE: node})
 
     def kill_slurmd(self, node: str) -> None:
-        """The daemon alone: its jobs live on."""
+        """Kill only the daemon; its jobs keep running."""
         self._daemons[node].kill()
         self._daemons[node].wait()
 
     def kill_node(self, node: str) -> None:
-        """As when a machine loses its power: everything on it is gone, and the controller notices."""
+        """Simulate a power loss: kill everything on the node, and mark it down."""
         self.kill_slurmd(node)
         for process in self.processes(node):
             process.kill()
         self.down(node)
 
     def down(self, node: str) -> None:
-        """What the controller decides by itself when a node has been silent for SlurmdTimeout."""
+        """Mark a node down, as the controller does after SlurmdTimeout without a response."""
         self.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
 
     def heal(self) -> None:
-        """All nodes up and idle, and nothing on them, not even what its slurmd did not outlive."""
+        """Bring all nodes up and idle, and kill everything on them, also orphans of a killed slurmd."""
         daemons = {daemon.pid for daemon in self._daemons.values()}
         self.command("scancel", "--full", f"--user={os.getuid()}", check=False)
         if any(daemon.poll() is not None for daemon in self._daemons.values()):
@@ -197,7 +197,7 @@ class Cluster:
         _until(lambda: self.idle() == self.nodes, "the nodes did not come up again")
 
     def stop_controller(self) -> None:
-        """It writes down what it knows first: else it would give later jobs numbers that the nodes have seen already."""
+        """Stop it gracefully, so that it saves its state; otherwise it would reuse job ids that the nodes know."""
         self._daemons["slurmctld"].terminate()
         self._daemons["slurmctld"].wait()
 
@@ -209,7 +209,7 @@ class Cluster:
         return sorted(shown.split())
 
     def jobs(self, states: str = "PENDING,RUNNING,COMPLETING") -> list[list[str]]:
-        """[number, name, state, nodes] of each job."""
+        """[id, name, state, nodes] of each job."""
         shown = self.command("squeue", "-h", "-t", states, "-o", "%A|%j|%T|%N")
         return [line.split("|") for line in shown.splitlines()]
 

@@ -1,4 +1,4 @@
-"""One cluster for all tests of this folder, whole again and empty before each, and what a run needs made once."""
+"""One Slurm cluster for all tests of this folder, repaired before each; a store with a dataset; Prefect workers."""
 
 import json
 import os
@@ -49,14 +49,14 @@ def cluster(_cluster):
 
 @dataclass
 class Run:
-    """A run's training, without the flow around it."""
+    """Training of a run, without a flow."""
 
     profile: Profile
     folder: Path
     lab: "Lab"
 
     def train(self, watch=lambda: None):
-        """One attempt, as the flow's step makes it."""
+        """One attempt, like that of the training step."""
 
         context = Context(self.profile, self.lab.store, self.folder, watch=watch)
         return TrainingStep(self.lab.dataset, self.folder.name).run(context)
@@ -70,7 +70,7 @@ class Run:
         return losses(self.folder)
 
     def ranks(self) -> list[psutil.Process]:
-        """The training processes, in the order of their ranks."""
+        """Training processes by rank."""
         found = {}
         for process in psutil.process_iter():
             try:
@@ -81,7 +81,7 @@ class Run:
         return [found[rank] for rank in sorted(found)]
 
     def at_step(self, step: int, act) -> threading.Thread:
-        """Do something once training has got so far; a watch for `train` is too slow for short runs."""
+        """Call `act` in a thread once training has done `step` steps; the watch of `train` is too slow for short runs."""
 
         def wait():
             wait_for_step(self.folder, step)
@@ -93,7 +93,7 @@ class Run:
 
 
 class Lab:
-    """A store with the tokens of the profile `micro` in it."""
+    """A store with the dataset of the profile `micro`."""
 
     def __init__(self, path: Path, folder: Path) -> None:
         from tasks.store.store import Store
@@ -105,7 +105,7 @@ class Lab:
         )
 
     def run(self, name: str, *overrides: str) -> Run:
-        """A run of this name, on the cluster unless the overrides say otherwise."""
+        """Create a run, on the cluster unless overridden."""
         own = resolve.load(str(self.path), [*STEPS, *SLURM, *overrides], name)
         resolve.check(own)
         folder = self.store.run_folder(name).prepare("identity")
@@ -120,14 +120,14 @@ def lab(profile, tmp_path_factory):  # noqa: F811
 
 @pytest.fixture(scope="session")
 def undisturbed(_cluster, lab):
-    """Losses of a run over two nodes that nothing happens to."""
+    """Losses of a two-node run without faults."""
     run = lab.run("undisturbed")
     run.train()
     return run.losses
 
 
 def events(folder: Path) -> list[dict]:
-    """What a run's events.jsonl says."""
+    """Events of a run."""
     path = folder / "events.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -135,12 +135,12 @@ def events(folder: Path) -> list[dict]:
 def until(true, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, "it did not come to pass"
+        assert time.monotonic() < deadline, "condition not met in time"
         time.sleep(0.1)
 
 
 def register(api: str, name: str) -> None:
-    """The deployments of this name, as `trainshed up` registers them."""
+    """Register the deployments of this name, like `trainshed up`."""
     environment = {**os.environ, "PREFECT_API_URL": api, "TRAINSHED_FOLDER": "/"}
     for setup in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--name", name]):
         subprocess.run(
@@ -150,7 +150,7 @@ def register(api: str, name: str) -> None:
 
 @contextmanager
 def worker(api: str, log: Path, **environment: str) -> Iterator[subprocess.Popen]:
-    """A worker of the pool, until the block ends."""
+    """A Prefect worker of the pool, for the length of the block."""
     with log.open("ab") as output:
         started = subprocess.Popen(
             [*WITH_PARENT, sys.executable, "-m", "prefect", "worker", "start", "--pool", "trainshed"],

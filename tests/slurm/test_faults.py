@@ -1,4 +1,4 @@
-"""What a run on a cluster survives, each made to happen for real; it ends with the losses of an undisturbed one."""
+"""Fault tolerance on a real Slurm cluster: after each fault a run ends with the losses of an undisturbed one."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tasks.launchers import JobFailed
 from tests.slurm.conftest import INTERRUPTED_AT, STEPS, alive, until
 
 
-def test_two_nodes_of_two_processes_train_like_one_process(cluster, lab):
+def test_two_nodes_with_two_ranks_each_train_like_one_rank(cluster, lab):
     one = lab.run("one", "cluster.launcher=local", "cluster.nodes=1", "parallel.tensor=1", "train.steps=20")
     one.train()
     four = lab.run("four", "cluster.devices_per_node=2", "train.steps=20", "train.micro_batch_size=2")
@@ -23,7 +23,7 @@ def test_two_nodes_of_two_processes_train_like_one_process(cluster, lab):
         assert four.losses[step] == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_killed_rank_fails_the_attempt_by_name_and_the_next_one_ends_alike(cluster, lab, undisturbed):
+def test_killed_rank_fails_the_attempt_by_name_and_the_next_one_resumes(cluster, lab, undisturbed):
     run = lab.run("killed")
     run.at_step(INTERRUPTED_AT, lambda: os.kill(run.ranks()[1].pid, signal.SIGKILL))
     with pytest.raises(JobFailed, match="rank 1 on n2 was killed by SIGKILL"):
@@ -33,7 +33,7 @@ def test_a_killed_rank_fails_the_attempt_by_name_and_the_next_one_ends_alike(clu
     assert run.losses == undisturbed
 
 
-def test_a_dead_node_is_left_out_and_the_job_goes_on_by_itself(cluster, lab, undisturbed):
+def test_dead_node_is_replaced_and_slurm_requeues_the_job(cluster, lab, undisturbed):
     run = lab.run("dead-node")
     run.at_step(INTERRUPTED_AT, lambda: cluster.kill_node("n2"))
     run.train()
@@ -43,12 +43,12 @@ def test_a_dead_node_is_left_out_and_the_job_goes_on_by_itself(cluster, lab, und
     assert run.losses == undisturbed
 
 
-def test_an_attempt_that_lives_on_without_its_slurmd_publishes_nothing(cluster, lab, undisturbed):
-    """Slurm thinks that the node is gone, starts the job elsewhere, and the old ranks still compute."""
+def test_stale_attempt_without_its_slurmd_completes_no_checkpoint(cluster, lab, undisturbed):
+    """Network partition: Slurm considers the nodes lost and starts the job elsewhere, while the old ranks keep computing."""
     run = lab.run("fenced", "cluster.hang_seconds=600")
     old: list[psutil.Process] = []
 
-    def cut_off():
+    def partition():
         old.extend(run.ranks())
         for process in old:
             process.suspend()
@@ -56,7 +56,7 @@ def test_an_attempt_that_lives_on_without_its_slurmd_publishes_nothing(cluster, 
             cluster.kill_slurmd(node)
             cluster.down(node)
 
-    run.at_step(INTERRUPTED_AT, cut_off)
+    run.at_step(INTERRUPTED_AT, partition)
 
     def watch():
         if old and "start 2" in run.log and "resumed from" in run.log and len(run.losses) >= 100:
@@ -72,11 +72,11 @@ def test_an_attempt_that_lives_on_without_its_slurmd_publishes_nothing(cluster, 
     assert (run.folder / "attempt").read_text() == "2"
 
 
-def test_before_the_time_limit_it_saves_and_is_queued_again(cluster, lab, undisturbed):
+def test_job_saves_and_requeues_before_its_time_limit(cluster, lab, undisturbed):
     run = lab.run("limited", "cluster.time=10", "cluster.time_left=60", "cluster.hang_seconds=600")
 
     def shorten():
-        # To a minute, of which time_left is all. Slurm looks every half minute, so the ranks have to be kept from finishing.
+        # To one minute, all of it time_left. Slurm checks every 30 s, so the ranks are suspended until then.
         ranks = run.ranks()
         for process in ranks:
             process.suspend()
@@ -93,11 +93,11 @@ def test_before_the_time_limit_it_saves_and_is_queued_again(cluster, lab, undist
     assert run.losses == undisturbed
 
 
-def test_a_preempted_job_saves_and_goes_on_when_there_is_room_again(cluster, lab, undisturbed):
+def test_preempted_job_saves_and_resumes_once_nodes_are_free(cluster, lab, undisturbed):
     run = lab.run("preempted", "cluster.partition=spot", "cluster.slurm=['--nodelist=n[1-2]']")
     other: list[str] = []
 
-    def push_aside():
+    def preempt():
         told = cluster.command(
             "sbatch",
             "--parsable",
@@ -112,21 +112,21 @@ def test_a_preempted_job_saves_and_goes_on_when_there_is_room_again(cluster, lab
         )
         other.append(told.strip())
 
-    run.at_step(INTERRUPTED_AT, push_aside)
+    run.at_step(INTERRUPTED_AT, preempt)
     run.train()
     assert "start 2" in run.log
     assert "interrupted: saved step" in run.log
     assert run.losses == undisturbed
 
 
-def test_a_rank_that_hangs_leaves_every_ranks_stacks_and_is_retried(cluster, lab, undisturbed):
+def test_hanging_rank_leaves_the_stacks_of_all_ranks_and_is_retried(cluster, lab, undisturbed):
     run = lab.run("hung", "cluster.hang_seconds=3")
     run.at_step(INTERRUPTED_AT, lambda: run.ranks()[1].suspend())
     begun = time.monotonic()
     with pytest.raises(JobFailed, match="stood still"):
         run.train()
     assert time.monotonic() - begun < 120
-    for rank in 0, 1:  # the stopped one too, which cannot say it itself
+    for rank in 0, 1:  # also the suspended one, which cannot dump its own
         stacks = (run.folder / f"logs/stacks/rank_{rank}.txt").read_text()
         assert f"rank {rank} on n{rank + 1}: no step for" in stacks
         assert "train.py" in stacks
@@ -134,7 +134,7 @@ def test_a_rank_that_hangs_leaves_every_ranks_stacks_and_is_retried(cluster, lab
     assert run.losses == undisturbed
 
 
-def test_the_run_goes_on_on_other_numbers_of_nodes(cluster, lab, undisturbed):
+def test_run_resumes_on_another_number_of_nodes(cluster, lab, undisturbed):
     overrides = ("parallel.tensor=1", "train.micro_batch_size=1")
     run = lab.run("elastic", *overrides, "cluster.nodes=4")
     run.at_step(INTERRUPTED_AT, lambda: os.kill(run.ranks()[0].pid, signal.SIGKILL))
@@ -147,7 +147,7 @@ def test_the_run_goes_on_on_other_numbers_of_nodes(cluster, lab, undisturbed):
         assert fewer.losses[step] == pytest.approx(loss, rel=1e-5 if step <= 20 else 1e-3)
 
 
-def test_cancelled_it_saves_and_nothing_is_left(cluster, lab):
+def test_cancelled_run_saves_and_leaves_no_job(cluster, lab):
     run = lab.run("cancelled")
     stop: list[float] = []
 

@@ -1,7 +1,7 @@
-"""The whole way as the README promises it: `prefect deployment run pretrain/llama3-70b`, through a server, a worker and Slurm.
+"""End to end as in the README: `prefect deployment run pretrain/llama3-70b`, through a server, a worker and Slurm.
 
-Of the profile only widths, layers, degrees, steps, lengths, batches and endpoints are others: what it asks of a hub is answered
-on loopback, by gated repositories, and its eight nodes of Trainium are two of a CPU, of which one dies on the way.
+Overrides change only sizes, parallel degrees, steps and endpoints: gated repositories of a hub on loopback replace Hugging Face,
+and two CPU nodes, of which one dies during training, replace the eight Trainium nodes.
 """
 
 import io
@@ -75,7 +75,7 @@ def save_tokenizer(folder) -> None:
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """A folder as the hub has it: a Llama of transformers' and its tokenizer."""
+    """A model repository's folder: a transformers Llama and its tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("pretrained")
@@ -88,7 +88,7 @@ def pretrained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hub(pretrained):
-    """Weights and tokenizer, gated, and the data set as the hub converts it."""
+    """A hub with gated weights and tokenizer, and the data set as the hub converts it to Parquet."""
     texts = documents()
     with Hub() as hub:
         hub.commit(REPOSITORY, {path.name: path.read_bytes() for path in pretrained.iterdir()}, gated=True)
@@ -100,7 +100,7 @@ def hub(pretrained):
         yield hub
 
 
-def test_llama3_70b_goes_through_server_worker_and_slurm_though_a_node_dies(
+def test_llama3_70b_trains_through_server_worker_and_slurm_despite_a_dead_node(
     cluster, prefect_server, hub, pretrained, tmp_path
 ):
     store = tmp_path / "store"
@@ -139,7 +139,7 @@ def test_llama3_70b_goes_through_server_worker_and_slurm_though_a_node_dies(
         until(ended, seconds=300)
         assert state() == "COMPLETED", (tmp_path / "worker.log").read_text()
 
-    # Every step was a task that did its work; the server takes them in from events, a little later.
+    # Every step completed as a task; the server creates task runs from events, with a delay.
     (run,) = ask(f"{prefect_server}/flow_runs/filter", deployed)
 
     def tasks() -> dict[str, str]:
@@ -151,7 +151,7 @@ def test_llama3_70b_goes_through_server_worker_and_slurm_though_a_node_dies(
     until(lambda: {name.split()[0] for name in tasks()} >= TASKS)
     assert {*tasks().values()} == {"Completed"}
 
-    # The job began again without the dead node, and each step stands once; the graphs were there before.
+    # The job restarted without the dead node, each step is recorded once, and no graph was compiled in training.
     log = (folder / "logs/train.log").read_text()
     first, second = (line for line in log.splitlines() if "rendezvous at" in line)
     assert "on n1 n2;" in first
@@ -163,7 +163,7 @@ def test_llama3_70b_goes_through_server_worker_and_slurm_though_a_node_dies(
     assert {row["cold_compiles"] for row in rows if "loss" in row} == {0}
     assert all(row["warm_graphs"] for row in rows if "loss" in row)
 
-    # What comes out is what went in, trained a little: it loads, generates, and has the loss that was evaluated.
+    # The export loads, generates and has the evaluated loss.
     (dataset,) = (store / "artifacts/dataset").iterdir()
     (evaluation,) = (store / "artifacts/evaluation").glob("*/evaluation.json")
     loss, text = exported(folder / "export", dataset, LENGTH)
@@ -174,9 +174,9 @@ def test_llama3_70b_goes_through_server_worker_and_slurm_though_a_node_dies(
     before, after = (load_file(each / "model.safetensors") for each in (pretrained, folder / "export"))
     assert before.keys() == after.keys()
     change = {name: (after[name].float() - before[name].float()).abs().max() for name in before}
-    assert 0 < max(change.values()) < 0.01  # weights drawn anew would be several times this apart
+    assert 0 < max(change.values()) < 0.01  # newly initialized weights would differ several times as much
 
     assert {token for _, path, token in hub.requests if "/resolve/" in path} == {TOKEN}
-    # Neither the store, the hub's cache nor a log has the token.
+    # The token is neither in the store, nor in the hub's cache, nor in a log.
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]

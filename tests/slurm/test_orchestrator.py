@@ -1,4 +1,4 @@
-"""Whoever watches a job may die: it runs on, and whoever comes next joins it. So may the server."""
+"""Jobs outlive their worker, flow and Prefect server; the next command re-attaches to them."""
 
 import json
 import os
@@ -20,7 +20,7 @@ LONG = (*SLURM, "train.steps=1500", "checkpoint.every=300", "evaluate.every=0")
 
 @pytest.fixture
 def server(tmp_path, free_port):  # noqa: F811
-    """A Prefect server that can be killed and started again: a function to start it, and its address."""
+    """A Prefect server that can be killed and restarted: a function that starts it, and its API address."""
     started = []
     address = f"http://127.0.0.1:{free_port}/api"
 
@@ -66,14 +66,14 @@ def healthy(address: str) -> bool:
 
 @pytest.fixture(scope="module")
 def deployment(prefect_server):
-    """`pretrain/tiny`, registered as `trainshed up` does it."""
+    """The deployment `pretrain/tiny`, registered like by `trainshed up`."""
     register(prefect_server, "tiny")
     return next(each for each in ask(f"{prefect_server}/deployments/filter") if each["tags"] == ["pretrain"])
 
 
 @pytest.fixture
 def deployed(deployment, prefect_server, cluster, profile, tmp_path):
-    """A run of the deployment that trains on the cluster: its worker, folder and the id of the flow run."""
+    """A deployed run that trains on the cluster: its worker, run folder and flow run id."""
     with worker(prefect_server, tmp_path / "worker.log") as started:
         parameters = {"profile": str(profile), "overrides": list(LONG), "name": "deployed"}
         parameters["store"] = str(tmp_path / "store")
@@ -85,7 +85,7 @@ def deployed(deployment, prefect_server, cluster, profile, tmp_path):
         yield started, folder, made["id"]
 
 
-def test_cancelled_in_the_ui_the_job_saves_and_is_gone_within_seconds(deployed, prefect_server, cluster):
+def test_run_cancelled_in_the_ui_saves_and_ends_its_job(deployed, prefect_server, cluster):
     _, folder, flow_run = deployed
     ask(f"{prefect_server}/flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLING"}})
     until(lambda: not cluster.jobs(), seconds=40)
@@ -100,7 +100,7 @@ def test_cancelled_in_the_ui_the_job_saves_and_is_gone_within_seconds(deployed, 
     until(cancelled)
 
 
-def test_worker_and_flow_are_killed_and_the_next_command_joins_the_one_job(
+def test_command_reattaches_to_the_job_of_a_killed_worker(
     deployed, cluster, command, profile, prefect_server, tmp_path
 ):
     worker, folder, flow_run = deployed
@@ -123,9 +123,7 @@ def test_worker_and_flow_are_killed_and_the_next_command_joins_the_one_job(
     assert list(losses(folder)) == list(range(1, 1501))
 
 
-def test_the_server_is_gone_for_a_while_and_the_run_ends_as_it_should(
-    cluster, command, profile, server, tmp_path
-):
+def test_run_completes_despite_a_server_outage(cluster, command, profile, server, tmp_path):
     start, address = server
     first = start()
     folder = tmp_path / "store/runs/micro"

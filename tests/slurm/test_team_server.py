@@ -1,4 +1,4 @@
-"""A server that a team shares: PostgreSQL, a password, CSRF protection; and no secret is left in what a run leaves behind."""
+"""A shared Prefect server with PostgreSQL, a password and CSRF protection; no secret appears in stores, logs or the database."""
 
 import os
 import pwd
@@ -38,7 +38,7 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
-    """An empty database on loopback, made as docs/clusters.md has it; gives its address, and a function to ask it."""
+    """An empty PostgreSQL database, set up as in docs/clusters.md: its URL and a function that queries it."""
     programs = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
     if programs is None or os.geteuid() != 0:
         pytest.skip("needs Debian's postgresql, and root to start it as another user")
@@ -53,7 +53,7 @@ def database(tmp_path_factory):
     number = port()
 
     def run(program: str, *arguments: str, typed: str | None = None) -> None:
-        """As the user postgres, whom Debian lets in through the socket; a prompt finds no terminal and reads what is typed."""
+        """Run as the user postgres, whom Debian admits through the socket; a prompt reads `typed`, as there is no terminal."""
         done = subprocess.run(
             [programs / program, *arguments],
             user=user,
@@ -68,7 +68,7 @@ def database(tmp_path_factory):
         )
         assert done.returncode == 0, done.stderr
 
-    # As Debian's pg_hba.conf has it: the system's user through the socket, a password over loopback.
+    # Like Debian's pg_hba.conf: the system user through the socket, a password over loopback.
     run("initdb", "-D", f"{folder}/data", "--auth-local=peer", "--auth-host=scram-sha-256")
     server = subprocess.Popen(
         [
@@ -92,15 +92,15 @@ def database(tmp_path_factory):
         run("createuser", "--pwprompt", "prefect", typed=f"{DATABASE_PASSWORD}\n{DATABASE_PASSWORD}\n")
         run("createdb", "--owner", "prefect", "prefect")
         run("psql", "-d", "prefect", "-c", "CREATE EXTENSION pg_trgm")
-        place = f"127.0.0.1:{number}/prefect"
+        location = f"127.0.0.1:{number}/prefect"
 
         def query(statement: str, password: str = DATABASE_PASSWORD) -> list[str]:
-            address = f"postgresql://prefect:{password}@{place}"
+            address = f"postgresql://prefect:{password}@{location}"
             command = [programs / "psql", "-d", address, "-Atc", statement]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             return done.stdout.split()
 
-        yield f"postgresql+asyncpg://prefect:{DATABASE_PASSWORD}@{place}", query
+        yield f"postgresql+asyncpg://prefect:{DATABASE_PASSWORD}@{location}", query
     finally:
         server.terminate()
         server.wait(timeout=30)
@@ -109,7 +109,7 @@ def database(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def team_server(database, tmp_path_factory):
-    """Prefect's server on it, as docs/clusters.md starts it; gives its API's address."""
+    """API address of a Prefect server with that database, started as in docs/clusters.md."""
     number = port()
     log = tmp_path_factory.mktemp("server") / "server.log"
     environment = {
@@ -144,7 +144,7 @@ def team_server(database, tmp_path_factory):
 
 
 def ask(address: str, password: str | None = None, body: bytes | None = None) -> int | None:
-    """The status of an answer; None where there is none."""
+    """Status of the response; None without one."""
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     if password:
         request.add_header("Authorization", f"Basic {b64encode(password.encode()).decode()}")
@@ -157,7 +157,7 @@ def ask(address: str, password: str | None = None, body: bytes | None = None) ->
         return None
 
 
-def test_a_run_on_the_cluster_reports_to_the_teams_server_and_leaves_no_secret(
+def test_cluster_run_reports_to_a_shared_server_and_leaks_no_secret(
     team_server, database, cluster, command, profile, tmp_path
 ):
     assert ask(f"{team_server}/admin/version") == 401
