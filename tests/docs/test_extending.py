@@ -1,0 +1,106 @@
+"""docs/extending.md: every example runs as it stands and prints what the page shows.
+
+A ```python block is the file that its first line names; a ```text block is the output of the block above it.
+"""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+EXAMPLE = re.compile(r"^```python\n# (\S+)\.py\n(.*?)^```$(?:\s+^```text\n(.*?)^```$)?", re.M | re.S)
+EXAMPLES = {name: (code, output) for name, code, output in EXAMPLE.findall(PAGE.read_text())}
+
+
+@pytest.fixture
+def examples(tmp_path, monkeypatch):
+    """A working folder with all files of the page, importable by name."""
+    for name, (code, _) in EXAMPLES.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    yield tmp_path
+    for name in EXAMPLES:
+        sys.modules.pop(name, None)
+
+
+def test_every_python_block_names_its_file():
+    assert len(EXAMPLES) == PAGE.read_text().count("```python\n")
+
+
+@pytest.mark.parametrize("name", [name for name, (_, output) in EXAMPLES.items() if output])
+def test_program_prints_the_documented_output(examples, monkeypatch, capsys, name):
+    from tasks.sources import files, readers
+
+    # Copies, so that what an example registers is gone after the test.
+    monkeypatch.setattr(files, "FORMATS", dict(files.FORMATS))
+    monkeypatch.setattr(readers, "READERS", dict(readers.READERS))
+    runpy.run_path(str(examples / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().out == EXAMPLES[name][1]
+
+
+def test_user_functions_are_accepted_by_a_profile_and_return_sums(examples):
+    import torch
+
+    from modeling.training import user_functions as loader
+    from profiles import resolve, user_functions
+
+    overrides = ["train.loss=my_losses:with_z_term", "evaluate.metrics=[my_metrics:accuracy]"]
+    profile = resolve.load("tiny", overrides)
+    user_functions.check(profile)
+    logits, targets = torch.eye(4), torch.tensor([0, 1, 0, -100])
+    (metric,) = profile.evaluate.metrics
+    assert loader.call(loader.load(metric), logits, targets) == 2
+    loss = loader.call(loader.load(profile.train.loss), logits, targets)
+    cross_entropy = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    log_z = torch.logsumexp(logits[0], 0)
+    torch.testing.assert_close(loss, cross_entropy + 3e-4 * log_z**2)
+
+
+def test_step_of_the_page_is_cached_by_the_contents_of_its_file(examples, prefect_server):
+    from count_words import count_words
+
+    for number, text in enumerate(("a b a", "c")):
+        (examples / f"{number}.txt").write_text(text)
+    files = [examples / "0.txt", examples / "1.txt"]
+    assert [(outcome.how, outcome.note) for outcome in count_words(files)] == [
+        ("done", "3 words, 2 distinct"),
+        ("done", "1 words, 1 distinct"),
+    ]
+    files[0].rename(examples / "moved.txt")
+    assert [outcome.how for outcome in count_words([examples / "moved.txt", files[1]])] == [
+        "cached",
+        "cached",
+    ]
+    files[1].write_text("c d")
+    assert [outcome.how for outcome in count_words([examples / "moved.txt", files[1]])] == ["cached", "done"]
+
+
+def test_launcher_of_the_page_reattaches_cancels_and_reports_failures(examples):
+    from nice_launcher import NiceLauncher
+
+    from tasks.launchers import Job, JobFailed, execute
+
+    launcher = NiceLauncher()
+    sleep = Job("sleep", "timeit", ("-n1", "-r1", "import time; time.sleep(60)"), examples / "logs")
+    handle = launcher.submit(sleep)
+    assert NiceLauncher().find(sleep) == handle
+    launcher.cancel(handle, grace=10)
+    assert not launcher.poll(handle).running
+    assert launcher.find(sleep) is None
+    with pytest.raises(JobFailed, match="missing"):
+        execute(launcher, Job("missing", "no_such_module", (), examples / "logs"))
+
+
+def test_csv_reader_of_the_page_rejects_a_file_without_the_column(examples):
+    import csv_reader
+
+    from tasks.sources.shard import Shard, SourceError
+
+    (examples / "notes.csv").write_text("id,text\n1,one\n")
+    shard = Shard("notes.csv", "csv", "", (str(examples / "notes.csv"),), column="body")
+    with pytest.raises(SourceError, match="no column body"):
+        list(csv_reader.documents(shard, None))
