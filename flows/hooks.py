@@ -29,6 +29,12 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
         launcher = create(cluster.launcher, cluster)
         for handle in latest_jobs(folder / "logs"):
             launcher.cancel(handle, cluster.grace)
+    for folder in runs.scratch_folders_of_flow_run(
+        store, str(flow_run.id)
+    ):  # of compiles, which run on this machine
+        launcher = create("local")
+        for handle in latest_jobs(folder / "logs"):
+            launcher.cancel(handle, grace=0)
 
 
 def show_failure(flow: Any, flow_run: Any, state: Any) -> None:

@@ -46,8 +46,18 @@ def folders_of_flow_run(store: Store, name: str, flow_run: str) -> list[Path]:
     """Folders of a run, and of the rounds of its series, that a flow run used last; the latest first."""
     folder = store.run_folder(name).path
     records = [folder / FLOW_RUN, *folder.parent.glob(f"{name}-round-*/{FLOW_RUN}")]
-    found = [record for record in records if record.exists() and record.read_text() == flow_run]
+    found = [record for record in records if _names(record, flow_run)]
     return [record.parent for record in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)]
+
+
+def scratch_folders_of_flow_run(store: Store, flow_run: str) -> list[Path]:
+    """Scratch folders of the store that a flow run uses or used last."""
+    records = store.work_dir.glob(f"work/*/{FLOW_RUN}")
+    return [record.parent for record in records if _names(record, flow_run)]
+
+
+def _names(record: Path, flow_run: str) -> bool:
+    return record.exists() and record.read_text() == flow_run
 
 
 def _require_no_active_job_of_another(store: Store, profile: Profile, identity: str) -> None:

@@ -1,15 +1,19 @@
 """The page of a flow run that failed: it is about the folder that this one worked in."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from prefect import flow
 from prefect.runtime import flow_run
 
 from flows.export import export
-from flows.hooks import show_failure
+from flows.hooks import cancel_jobs, show_failure
 from profiles import resolve
 from profiles.errors import ProfileError
+from tasks.launchers import Job, create
+from tasks.store import runs
+from tasks.store.store import Store
 from tests.flows.micro import shown
 
 ROUND = ["train.steps=null", "train.epochs=1"]
@@ -69,3 +73,21 @@ def test_an_export_that_failed_says_so_on_a_page(prefect_server, store):
     assert page.startswith("# Failed")
     assert "there is no such run" in page
     assert "All 8 steps are done" in page
+
+
+def test_cancellation_ends_the_compiles_of_a_flow_run_whose_process_is_gone(profile, tmp_path):
+    store = Store(str(tmp_path / "store"))
+    jobs = []
+    for name, owner in ("graphs-ours", "ours"), ("graphs-theirs", "theirs"):
+        work = store.scratch_folder(name)
+        runs.record_flow_run(work, owner)
+        jobs.append(create("local").submit(Job("compile-loss", "http.server", ("0",), work / "logs")))
+    ours, theirs = jobs
+    cancelled = SimpleNamespace(id="ours", parameters={"profile": str(profile), "store": store.uri})
+    cancel_jobs(None, cancelled, None)
+    launcher = create("local")
+    try:
+        assert not launcher.location(ours)
+        assert launcher.location(theirs)
+    finally:
+        launcher.cancel(theirs, grace=0)
