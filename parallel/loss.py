@@ -85,10 +85,11 @@ class _LinearCrossEntropy(Function):
         for start in range(0, x.shape[0], chunk):
             rows = slice(start, start + chunk)
             chunk_x, chunk_targets = x[rows], targets[rows]  # (chunk, h), (chunk)
-            logits = chunk_x @ weight.t()  # (chunk, ceil(v/t))
-            loss, grad_logits = _chunk_loss(logits, chunk_targets, axis, first, vocabulary, train)
+            # The logits (chunk, ceil(v/t)) have no name here, so that they are freed as soon as they are converted.
+            loss, grad_logits = _chunk_loss(chunk_x @ weight.t(), chunk_targets, axis, first, vocabulary, train)
             total += loss
             if train:
+                grad_logits = grad_logits.to(weight.dtype)
                 _chunk_backward(grad_logits, chunk_x, weight, chunk_targets, grad_x, rows, grad_weight)
         if train:
             if sequence_parallel:
@@ -145,7 +146,6 @@ def _chunk_backward(
     # Ignored targets are masked in (chunk, h), which is cheaper than in (chunk, v/t).
     counted = (targets != IGNORE_INDEX)[:, None].to(x.dtype)  # (chunk, 1)
     x = x * counted
-    grad_logits = grad_logits.to(weight.dtype)
     torch.mul(grad_logits @ weight, counted, out=grad_x[rows])
     if weight.dtype == grad_weight.dtype:
         grad_weight.addmm_(grad_logits.t(), x)
