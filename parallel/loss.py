@@ -86,7 +86,9 @@ class _LinearCrossEntropy(Function):
             rows = slice(start, start + chunk)
             chunk_x, chunk_targets = x[rows], targets[rows]  # (chunk, h), (chunk)
             # The logits (chunk, ceil(v/t)) have no name here, so that they are freed as soon as they are converted.
-            loss, grad_logits = _chunk_loss(chunk_x @ weight.t(), chunk_targets, axis, first, vocabulary, train)
+            loss, grad_logits = _chunk_loss(
+                chunk_x @ weight.t(), chunk_targets, axis, first, vocabulary, train
+            )
             total += loss
             if train:
                 grad_logits = grad_logits.to(weight.dtype)
