@@ -35,9 +35,7 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
         )
     if code == exit_codes.HUNG or exit_codes.HANG_MESSAGE in failure.detail:
         return _as(
-            JobFailed,
-            failure,
-            "a rank hung; the stacks of all ranks are in the folder stacks beside the log",
+            JobFailed, failure, "a rank hung; the stacks of all ranks are in the folder stacks beside the log"
         )
     # The system's messages about memory count only if no rank reported another cause.
     if code == exit_codes.OUT_OF_MEMORY or OUT_OF_MEMORY.search(failure.detail):

@@ -156,11 +156,7 @@ def _compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, A
 
 
 def _compile(
-    context: Context,
-    work: Path,
-    program: Mapping[str, Any],
-    limits: Sequence[str],
-    watch: Callable[[], None],
+    context: Context, work: Path, program: Mapping[str, Any], limits: Sequence[str], watch: Callable[[], None]
 ) -> dict[str, Any]:
     """Compile a program unless the store has it; returns its entry."""
     store, threads = context.store, context.profile.cluster.threads

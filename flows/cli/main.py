@@ -173,9 +173,7 @@ def _conversion(command: argparse.ArgumentParser) -> None:
             help=f"{axis}-parallel degree to write (default: 1)",
         )
     command.add_argument(
-        "--nxd-layout",
-        choices=("trn1", "trn2"),
-        help="layout of NxD shards whose ranks share KV heads",
+        "--nxd-layout", choices=("trn1", "trn2"), help="layout of NxD shards whose ranks share KV heads"
     )
     command.add_argument(
         "--nxd-qkv",

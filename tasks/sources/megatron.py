@@ -55,10 +55,7 @@ def shards(source: Source, key: str, digests: DigestCache) -> list[Shard]:
 
 
 def check(
-    shard: Shard,
-    vocabulary_size: int,
-    validation_fraction: float,
-    report: Callable[[int], None],
+    shard: Shard, vocabulary_size: int, validation_fraction: float, report: Callable[[int], None]
 ) -> dict[str, dict[str, int]]:
     """Verify a pair, reading all of it, and return for each split its `start` (token), `tokens` and `documents`.
 

@@ -94,10 +94,7 @@ class Manifest:
         return cls(kind, key, datetime.now(UTC).isoformat(), files, (), {})
 
     def to_bytes(self) -> bytes:
-        values = {
-            **asdict(self),
-            "requires": [{"kind": kind, "key": key} for kind, key in self.requires],
-        }
+        values = {**asdict(self), "requires": [{"kind": kind, "key": key} for kind, key in self.requires]}
         return json.dumps({**values, "digest": keys.digest(values)}, indent=1).encode()
 
     @classmethod
