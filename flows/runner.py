@@ -61,21 +61,15 @@ class Interrupted(BaseException):
 
 @dataclass
 class _Call:
-    """One call of a step in a flow run.
-
-    Attributes:
-        place: index of its outcome.
-        known: the artifact, if the store had it.
-        thread: id of the thread that it runs in; None before and after.
-    """
+    """One call of a step in a flow run."""
 
     step: Step
-    place: int
+    place: int  # index of its outcome
     task: Task[..., Any] | None = None
-    known: Artifact | None = None
+    known: Artifact | None = None  # the artifact, if the store had it
     retries: int = 0
     begun: float = field(default_factory=time.monotonic)
-    thread: int | None = None
+    thread: int | None = None  # id of the thread that it runs in; None before and after
 
 
 class Background:

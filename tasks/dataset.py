@@ -147,22 +147,14 @@ class DatasetStep(Step):
 
 @dataclass(frozen=True)
 class ShardJob:
-    """One kind of work on the shards of a plan: tokenizing them, or hashing their documents to find duplicates.
-
-    Attributes:
-        operation: "tokenize" or "fingerprint", for workers.
-        kind: artifact kind of its results.
-        verb: for progress messages.
-        key: cache key of shard k's result.
-        call: does the work for one shard in this process.
-    """
+    """One kind of work on the shards of a plan: tokenizing them, or hashing their documents to find duplicates."""
 
     plan: DatasetPlan
-    operation: str
-    kind: str
-    verb: str
-    key: Callable[[int], str]
-    call: Callable[..., Any]
+    operation: str  # "tokenize" or "fingerprint", for workers
+    kind: str  # artifact kind of its results
+    verb: str  # for progress messages
+    key: Callable[[int], str]  # cache key of shard k's result
+    call: Callable[..., Any]  # does the work for one shard in this process
 
     @classmethod
     def tokenize(cls, plan: DatasetPlan) -> ShardJob:

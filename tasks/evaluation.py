@@ -36,16 +36,11 @@ class EvaluationStep(Step):
 
     The artifact's summary: step, validation_loss (nats per token), perplexity, tokens, metrics (the user's, by name), and
     samples of generated text, as token ids.
-
-    Attributes:
-        dataset: whose validation split is used.
-        identity: of the run, and of the held-out data if it is another run's.
-        graphs: the compiled graphs; None compiles as evaluation meets them.
     """
 
-    dataset: Artifact
-    identity: str
-    graphs: Artifact | None = None
+    dataset: Artifact  # whose validation split is used
+    identity: str  # of the run, and of the held-out data if it is another run's
+    graphs: Artifact | None = None  # the compiled graphs; None compiles as evaluation meets them
 
     kind = "evaluation"
     name = "evaluate"

@@ -23,14 +23,10 @@ class ExportStep(Step):
     """Writes the weights in the training precision, config.json and the tokenizer; the folder appears complete.
 
     The artifact points into the run folder. Its summary: part (of the run folder), bytes.
-
-    Attributes:
-        tokenizer: its artifact.
-        identity: of the run; of its mathematics at the exported step.
     """
 
     tokenizer: Artifact
-    identity: str
+    identity: str  # of the run; of its mathematics at the exported step
 
     kind = "export"
     name = "export"

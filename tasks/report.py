@@ -32,12 +32,7 @@ from tasks.store.store import Store
 
 @dataclass
 class ReportStep(Step):
-    """Writes the run's report, and uploads the run folder, which is then complete, to a remote store.
-
-    Attributes:
-        evaluation: the evaluation step's artifact.
-        outcomes: of the run's steps.
-    """
+    """Writes the run's report, and uploads the run folder, which is then complete, to a remote store."""
 
     plan: Plan
     evaluation: Artifact
@@ -71,7 +66,6 @@ def write_report(
 
     Args:
         plan: `Plan.to_json()` of the planner.
-        evaluation: the evaluation artifact's summary.
     """
     history = History.read(folder)
     facts = {

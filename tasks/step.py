@@ -32,28 +32,20 @@ def map_in_threads(function: Callable[[T], R], items: Sequence[T], names: Sequen
 
 @dataclass(frozen=True)
 class Context:
-    """What a flow provides to its steps.
-
-    Attributes:
-        profile: the resolved profile.
-        store: where artifacts and runs are kept.
-        folder: the run folder; None until the run is open.
-        token: Hugging Face token, never logged or stored; None uses the environment's HF_TOKEN.
-        flow_run: id of the flow run, recorded with the jobs that it starts.
-        progress: reports what the step is doing and the fraction done (0 to 1, or None if unknown).
-        watch: called several times a second while a job of the step runs.
-        table: shows a table (key, title, rows) beside the flow run.
-        map: calls a function for each item side by side; takes the function, the items and their display names.
-    """
+    """What a flow provides to its steps."""
 
     profile: Profile
-    store: Store
-    folder: Path | None = None
+    store: Store  # where artifacts and runs are kept
+    folder: Path | None = None  # the run folder; None until the run is open
+    # Hugging Face token, never logged or stored; None uses the environment's HF_TOKEN.
     token: str | None = field(default=None, repr=False)
-    flow_run: str = ""
+    flow_run: str = ""  # id of the flow run, recorded with the jobs that it starts
+    # Reports what the step is doing and the fraction done (0 to 1, or None if unknown).
     progress: Callable[[str, float | None], None] = lambda message, fraction: None
-    watch: Callable[[], None] = lambda: None
+    watch: Callable[[], None] = lambda: None  # called several times a second while a job of the step runs
+    # Shows a table (key, title, rows) beside the flow run.
     table: Callable[[str, str, Rows], None] = lambda key, title, rows: None
+    # Calls a function for each item side by side; takes the function, the items and their display names.
     map: Callable[[Callable[[T], R], Sequence[T], Sequence[str]], Iterable[R]] = map_in_threads
 
     @property
@@ -65,15 +57,10 @@ class Context:
 
 
 class Step(ABC):
-    """One step. Subclasses set `kind` and `name`, and implement `key` and `make`.
+    """One step. Subclasses set `kind` and `name`, and implement `key` and `make`."""
 
-    Attributes:
-        kind: artifact kind, a folder of the store.
-        name: name in logs, reports and Prefect's UI.
-    """
-
-    kind: ClassVar[str]
-    name: ClassVar[str]
+    kind: ClassVar[str]  # artifact kind, a folder of the store
+    name: ClassVar[str]  # name in logs, reports and Prefect's UI
 
     def title(self, profile: Profile) -> str:
         """Name of the task run in Prefect's UI."""

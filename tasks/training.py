@@ -27,18 +27,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TrainingStep(Step):
-    """Trains to the last step. The artifact's summary: steps, and loss and tokens at the last one.
-
-    Attributes:
-        dataset: its artifact.
-        identity: of the run's mathematics.
-        graphs: the compiled graphs; None compiles as training meets them.
-        weights: initial weights, an artifact or a checkpoint folder; None starts from scratch.
-    """
+    """Trains to the last step. The artifact's summary: steps, and loss and tokens at the last one."""
 
     dataset: Artifact
-    identity: str
-    graphs: Artifact | None = None
+    identity: str  # of the run's mathematics
+    graphs: Artifact | None = None  # the compiled graphs; None compiles as training meets them
+    # Initial weights, an artifact or a checkpoint folder; None starts from scratch.
     weights: Artifact | Path | None = None
 
     kind = "training"

@@ -24,11 +24,7 @@ GIB = 2**30
 
 
 def show_plan(profile: Profile, *, as_json: bool) -> int:
-    """Print the plan of a valid profile.
-
-    Raises:
-        ProfileError: it does not fit in the device's memory.
-    """
+    """Print the plan of a valid profile. Raises ProfileError if it does not fit in the device's memory."""
     planned = plan(profile)
     if as_json:
         json.dump(planned.to_json(), sys.stdout, indent=1)

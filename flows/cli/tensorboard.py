@@ -42,11 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def log_folder(run: str | None, store: str) -> Path:
-    """The folder of a run (a name or a path), or of all runs.
-
-    Raises:
-        ProfileError: there is no such run.
-    """
+    """The folder of a run (a name or a path), or of all runs. Raises ProfileError if there is no such run."""
     runs = Path(store) / "runs"
     if "://" in store:
         raise ProfileError(

@@ -39,7 +39,6 @@ class Job:
     Attributes:
         name: unique within the folder; names the log and the state files.
         folder: of the log and the state files.
-        nodes: number of nodes.
         processes: ranks per node, started by torchrun; 0: one process without torchrun.
         threads: OMP_NUM_THREADS of each process; None keeps the environment's.
         key: distinguishes jobs of the same name and folder on a cluster, for example the run's cache key.
@@ -81,30 +80,22 @@ class Job:
 
 @dataclass(frozen=True)
 class Handle:
-    """A submitted job.
-
-    Attributes:
-        identifier: the launcher's name for this submission: a Slurm job number, or a UUID of the local launcher.
-        log_start: size of the log in bytes when the job was submitted; later bytes are its own.
-    """
+    """A submitted job."""
 
     job: Job
+    # The launcher's name for this submission: a Slurm job number, or a UUID of the local launcher.
     identifier: str
-    log_start: int = 0
+    log_start: int = 0  # size of the log in bytes when the job was submitted; later bytes are its own
 
 
 @dataclass(frozen=True)
 class Status:
-    """State of a job.
+    """State of a job."""
 
-    Attributes:
-        running: queued jobs count as running.
-        exit_code: None while the job runs, and if it ended without anyone learning its exit code.
-        note: how the job ended if there is no exit code, e.g. "Slurm ended job 7 at its time limit"; makes the job failed.
-    """
-
-    running: bool
+    running: bool  # queued jobs count as running
+    # None while the job runs, and if it ended without anyone learning its exit code.
     exit_code: int | None = None
+    # How the job ended if there is no exit code, e.g. "Slurm ended job 7 at its time limit"; makes the job failed.
     note: str = ""
 
 

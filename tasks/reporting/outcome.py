@@ -9,19 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step of a flow ended.
-
-    Attributes:
-        how: "done", "cached", "skipped" or "failed".
-        seconds: duration; of a cached step, the time its artifact took when it was made; None if unknown.
-        note: one line for the reader, for example why a step was skipped.
-        summary: summary of the step's artifact.
-        retries: failed attempts before this one.
-    """
+    """How a step of a flow ended."""
 
     step: str
-    how: str
+    how: str  # "done", "cached", "skipped" or "failed"
+    # Duration; of a cached step, the time its artifact took when it was made; None if unknown.
     seconds: float | None
-    note: str = ""
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    retries: int = 0
+    note: str = ""  # one line for the reader, for example why a step was skipped
+    summary: Mapping[str, Any] = field(default_factory=dict)  # summary of the step's artifact
+    retries: int = 0  # failed attempts before this one

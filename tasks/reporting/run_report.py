@@ -27,7 +27,6 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
     """Render the page.
 
     Args:
-        facts: contents of report.json.
         resolved_profile: YAML of the resolved profile.
     """
     summaries = {step["step"]: step["summary"] for step in facts["steps"]}

@@ -30,15 +30,10 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream; only the zero
 
 @dataclass(frozen=True)
 class TokenIds:
-    """A document that is already tokenized.
-
-    Attributes:
-        values: token ids.
-        locate: describes its position, for messages.
-    """
+    """A document that is already tokenized."""
 
     values: np.ndarray
-    locate: Callable[[], str]
+    locate: Callable[[], str]  # describes its position, for messages
 
 
 Value = str | LongText | TokenIds | None

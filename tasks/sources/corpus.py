@@ -21,7 +21,6 @@ def shards(data: Data, digests: DigestCache | None = None, token: str | None = N
 
     Args:
         digests: cached digests of local files; without it every file is read.
-        token: of the hub.
 
     Raises:
         ProfileError: a source without files, or a file of unknown format.

@@ -31,7 +31,6 @@ def split_files(
 
     Args:
         column: field with the text.
-        token: of the hub.
 
     Raises:
         SourceError: a corrupted file.

@@ -46,17 +46,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source.
+    """A file of a source."""
 
-    Attributes:
-        path: path or URL.
-        size: bytes.
-        compute_digest: gives the digest of its contents, or the ETag that stands for it.
-    """
-
-    path: str
+    path: str  # path or URL
     size: int
-    compute_digest: Callable[[], str]
+    compute_digest: Callable[[], str]  # gives the digest of its contents, or the ETag that stands for it
 
     @cached_property
     def digest(self) -> str:
@@ -131,12 +125,7 @@ def require_known_formats(paths: Iterable[str], key: str, value: str | None) -> 
 def describe_files(
     paths: Sequence[str], anonymous: bool, digests: DigestCache, token: str | None = None
 ) -> list[SourceFile]:
-    """Sizes and, when first used, digests of files.
-
-    Args:
-        anonymous: read S3 without credentials.
-        token: of the hub.
-    """
+    """Sizes and, when first used, digests of files."""
 
     def describe(path: str) -> SourceFile:
         local = local_path(path)

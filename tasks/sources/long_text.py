@@ -37,12 +37,9 @@ SPACES = re.compile(r"(?<=\S) ")
 
 @dataclass(frozen=True)
 class LongText:
-    """A document as chunks of text.
+    """A document as chunks of text."""
 
-    Attributes:
-        chunks: starts reading from the beginning; may be called any number of times.
-    """
-
+    # Starts reading from the beginning; may be called any number of times.
     chunks: Callable[[], Iterator[str]]
 
 

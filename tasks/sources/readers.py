@@ -32,9 +32,6 @@ STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 def documents(shard: Shard, token: str | None = None) -> Iterator[Document]:
     """All documents of a shard.
 
-    Args:
-        token: of the hub.
-
     Raises:
         SourceError: a corrupted file.
         ProfileError: a file without the shard's column.

@@ -73,12 +73,7 @@ class Shard:
 
 
 def resolve_filesystem(path: str, *, anonymous: bool = False, token: str | None = None) -> tuple[Any, str]:
-    """The fsspec file system of a path or URL, and the path within it.
-
-    Args:
-        anonymous: read S3 without credentials.
-        token: of the hub.
-    """
+    """The fsspec file system of a path or URL, and the path within it."""
     from fsspec.core import url_to_fs
 
     options: dict[str, Any] = {}

@@ -29,7 +29,6 @@ def fetch(
     block ends, so that an interrupted download resumes with the missing files.
 
     Args:
-        source: path, URL or repository.
         key: name of the source's setting, for errors.
 
     Raises:

@@ -35,21 +35,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Artifact:
-    """Reference to an artifact, passed between steps.
+    """Reference to an artifact, passed between steps."""
 
-    Attributes:
-        kind: which step made it.
-        key: hash of everything that determines its contents.
-        location: path or URI of its folder.
-        summary: small facts about it, JSON.
-        seconds: how long it took to make; None if unknown.
-    """
-
-    kind: str
-    key: str
-    location: str
-    summary: dict[str, Any]
-    seconds: float | None = field(default=None, compare=False)
+    kind: str  # which step made it
+    key: str  # hash of everything that determines its contents
+    location: str  # path or URI of its folder
+    summary: dict[str, Any]  # small facts about it, JSON
+    seconds: float | None = field(default=None, compare=False)  # how long it took to make; None if unknown
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,11 +96,7 @@ class ArtifactStore:
         return self._map(lambda key: self.find(kind, key, hash_limit, sizes.get((kind, key))), keys)
 
     def expect(self, kind: str, key: str) -> Artifact:
-        """An artifact that was just published; verified by size only.
-
-        Raises:
-            RuntimeError: it does not exist.
-        """
+        """An artifact that was just published; verified by size only. Raises RuntimeError if it does not exist."""
         artifact = self.find(kind, key, hash_limit=0)
         if artifact is None:
             location = self._primary.backend.location(artifact_path(kind, key))

@@ -43,11 +43,7 @@ def record(store: Store, run: str, identity: str, dataset: Artifact, parent: str
 
 
 def find(store: Store, identity: str) -> Entry | None:
-    """A run's entry; None if there is none.
-
-    Raises:
-        ValueError: the file is not a ledger entry.
-    """
+    """A run's entry; None if there is none. Raises ValueError if the file is not a ledger entry."""
     data = store.backend.read(_name(identity))
     if data is None:
         return None

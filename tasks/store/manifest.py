@@ -43,22 +43,15 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of manifest.json.
-
-    Attributes:
-        created: time in UTC, ISO 8601.
-        requires: kind and key of each artifact that this one points to.
-        summary: small facts for later steps, JSON.
-        seconds: how long the artifact took to make; None if unknown.
-    """
+    """Contents of manifest.json."""
 
     kind: str
     key: str
-    created: str
+    created: str  # time in UTC, ISO 8601
     files: tuple[FileEntry, ...]
-    requires: tuple[tuple[str, str], ...]
-    summary: dict[str, Any]
-    seconds: float | None = None
+    requires: tuple[tuple[str, str], ...]  # kind and key of each artifact that this one points to
+    summary: dict[str, Any]  # small facts for later steps, JSON
+    seconds: float | None = None  # how long the artifact took to make; None if unknown
 
     @classmethod
     def of_folder(
@@ -99,11 +92,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, kind: str, key: str) -> Manifest:
-        """Parse and verify manifest.json.
-
-        Raises:
-            Corrupted: not the unchanged manifest of this artifact.
-        """
+        """Parse and verify manifest.json. Raises Corrupted if it was changed or is not of this artifact."""
         try:
             values = json.loads(data)
             digest = values.pop("digest")

@@ -20,12 +20,7 @@ IDENTITY = "run.json"
 
 
 class RunFolder:
-    """One run of a store, which need not exist yet.
-
-    Attributes:
-        name: the run's name.
-        path: its folder on this machine.
-    """
+    """One run of a store, which need not exist yet."""
 
     def __init__(self, name: str, local: FolderBackend, remote: ObjectBackend | None) -> None:
         self.name = checked_name(name)

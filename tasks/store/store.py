@@ -23,12 +23,10 @@ class Store:
     """A store in a folder, or below an `s3://` prefix (or any other that fsspec supports).
 
     Args:
-        uri: path or URI.
         work_dir: local folder for a remote store; ignored otherwise.
 
     Attributes:
         work_dir: the local folder.
-        local_cache: folder for data that is cheap to lose.
         backend: for small files that are not artifacts.
         is_remote: whether the store is not a folder.
         artifacts: the immutable artifacts.

@@ -24,10 +24,7 @@ class RunSync:
     """Context manager that uploads a folder in the background during the block, and once more at its end.
 
     Args:
-        folder: the local folder.
         remote: backend to upload to; None disables the sync.
-        name: folder in the backend.
-        interval: seconds between uploads.
     """
 
     def __init__(

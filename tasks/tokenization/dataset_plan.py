@@ -17,24 +17,18 @@ TOKENS = "tokens"  # artifact kind of a tokenized shard
 
 @dataclass(frozen=True)
 class DatasetPlan:
-    """Everything that the tokens of every shard depend on; the options are those of a profile's `data` section.
+    """Everything that the tokens of every shard depend on; the options are those of a profile's `data` section."""
 
-    Attributes:
-        tokenizer: the tokenizer's artifact.
-        shards: of all sources, in order.
-        drops: for each shard "", or the digest of the numbers of the documents to drop from it as duplicates.
-        duplicates: key of the artifact that lists those numbers.
-    """
-
-    tokenizer: Artifact
-    shards: tuple[Shard, ...]
+    tokenizer: Artifact  # the tokenizer's artifact
+    shards: tuple[Shard, ...]  # of all sources, in order
     validation_fraction: float
     append_eos: bool
     prepend_bos: bool
     minimum_length: int
     deduplicate: bool
+    # For each shard "", or the digest of the numbers of the documents to drop from it as duplicates.
     drops: tuple[str, ...] = ()
-    duplicates: str | None = None
+    duplicates: str | None = None  # key of the artifact that lists those numbers
 
     @classmethod
     def of(cls, profile: Profile, tokenizer: Artifact, shards: list[Shard]) -> DatasetPlan:

@@ -31,21 +31,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Counts:
-    """Contents of a tokenized shard, and the records that were dropped, by reason.
-
-    Attributes:
-        bytes: UTF-8 bytes of the text of all documents that were not dropped.
-        missing: records without text.
-        short: documents with fewer than `minimum_length` characters.
-    """
+    """Contents of a tokenized shard, and the records that were dropped, by reason."""
 
     documents: int = 0
     tokens: int = 0
     validation_documents: int = 0
     validation_tokens: int = 0
-    bytes: int = 0
-    missing: int = 0
-    short: int = 0
+    bytes: int = 0  # UTF-8 bytes of the text of all documents that were not dropped
+    missing: int = 0  # records without text
+    short: int = 0  # documents with fewer than `minimum_length` characters
     duplicates: int = 0
 
 
@@ -64,8 +58,6 @@ def tokenize(
 
     Args:
         report: called about once a second with the number of tokens so far.
-        threads: for the engine.
-        token: for the hub.
 
     Raises:
         SourceError, IndexedError: the source is corrupted.

@@ -43,7 +43,6 @@ class WorkerPool:
     """Up to `count` worker processes, started on demand; use as a context manager.
 
     Args:
-        plan: whose shards they process.
         threads: of each worker's engine.
         token: for the hub; passed to the workers in their environment only.
     """
@@ -70,7 +69,6 @@ class WorkerPool:
         """Apply an operation to shard k on the next free worker; thread-safe.
 
         Args:
-            operation: "tokenize" or "fingerprint".
             report: called about once a second with the number of tokens so far.
 
         Raises:
