@@ -95,7 +95,7 @@ def test_nights_of_a_series(series):
     assert len(rates) == -(-windows // 4)  # every window once, four a step
     assert rates[0] < rates[1] < rates[2] > rates[-1]
     log = (store / "runs/nightly-round-1/logs/train.log").read_text()
-    assert "the optimizer and the schedule start anew" in log
+    assert "optimizer and schedule restart" in log
     assert (store / "runs/nightly-round-1/export/config.json").exists()
     assert night().name == "NothingNew"
 

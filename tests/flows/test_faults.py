@@ -154,7 +154,7 @@ def test_command_started_again_reattaches_to_running_training(
     # Neither another run of that name nor the cancellation of another flow run stops it.
     code, _, err = command(*arguments, "--set", "train.seed=2", PREFECT_API_URL=prefect_server).result()
     assert code == 2
-    assert "its train still runs as process" in err
+    assert "its train job is still active as process" in err
     assert not (tmp_path / "store/runs/micro~1").exists()
     given = {"profile": str(profile), "overrides": LONGER, "store": str(tmp_path / "store")}
     cancel_jobs(None, SimpleNamespace(id=uuid.uuid4(), parameters=given), None)
