@@ -34,10 +34,7 @@ from profiles.schema import Profile, Train
 CACHE = "cache.tar"
 REGIONS = ("block", "recomputed block", "loss")
 OPTIMIZER = "optimizer"
-PROGRAMS = (
-    *(f"{region}, {mode}" for region in REGIONS for mode in ("training", "evaluation")),
-    OPTIMIZER,
-)
+PROGRAMS = (*(f"{region}, {mode}" for region in REGIONS for mode in ("training", "evaluation")), OPTIMIZER)
 OPTIONS = {"fullgraph": True, "dynamic": False}
 log = logging.getLogger("trainshed")
 

@@ -217,11 +217,7 @@ def _check_vocabulary(rows: _LocalRows, model: Model, tensor: int) -> None:
 
 
 def shard_files(
-    weights: Weights,
-    tensor: int,
-    pipeline: int,
-    layout: NxDLayout | None = None,
-    form: QKVForm | None = None,
+    weights: Weights, tensor: int, pipeline: int, layout: NxDLayout | None = None, form: QKVForm | None = None
 ) -> list[ShardFile]:
     """The files to write, in the trn1 layout.
 

@@ -17,13 +17,7 @@ from torch import Tensor, nn
 
 from modeling.models.language_model import LanguageModel
 from modeling.models.rope import cos_sin, inverse_frequencies, rotate
-from parallel import (
-    ColumnParallelLinear,
-    GQAQKVColumnParallelLinear,
-    Mesh,
-    RMSNorm,
-    RowParallelLinear,
-)
+from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear
 from parallel.attention.attention import attention
 from profiles.model import Model
 

@@ -88,12 +88,7 @@ def compile_program(
         elif target.graphs == 0:
             error = "its compiler made no graph of it"
     peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return {
-        "graphs": target.graphs,
-        "seconds": target.seconds,
-        "peak_bytes": peak * 1024,
-        "error": error,
-    }
+    return {"graphs": target.graphs, "seconds": target.seconds, "peak_bytes": peak * 1024, "error": error}
 
 
 def describe(error: BaseException) -> str:

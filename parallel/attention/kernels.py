@@ -161,11 +161,7 @@ class CpuFlash(Kernel):
     @staticmethod
     def _options(block: Block) -> dict[str, object]:
         native = block.causal and block.q.shape[2] == block.k.shape[2]  # is_causal supports only squares
-        return {
-            "is_causal": native,
-            "attn_mask": None if native else block.bias(),
-            "scale": block.scale,
-        }
+        return {"is_causal": native, "attn_mask": None if native else block.bias(), "scale": block.scale}
 
 
 class CudaFlash(Kernel):
