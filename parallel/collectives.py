@@ -10,15 +10,16 @@ busy machine corrupt the heap (torch 2.13: one of 4 processes died within minute
 
 Differentiable pairs, forward | backward (Megatron-LM, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198):
 
-    copy            identity        | all-reduce
-    reduce          all-reduce      | identity
-    gather          all-gather      | reduce-scatter
-    scatter_reduce  reduce-scatter  | all-gather
+    copy            identity                              | all-reduce
+    reduce          all-reduce                            | identity
+    gather          all-gather (p, ...) -> (n·p, ...)     | reduce-scatter
+    scatter_reduce  reduce-scatter (n·p, ...) -> (p, ...) | all-gather
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -192,64 +193,27 @@ def _check_divisible(function: str, x: Tensor, axis: Axis) -> None:
         )
 
 
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.axis), None
+Collective = Callable[[Tensor, Axis], Tensor]
 
 
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(x, axis)
+def differentiable(forward: Collective, backward: Collective) -> Collective:
+    """A collective whose gradient is another collective; the identity on an axis of size 1."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    class Conjugate(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+            ctx.axis = axis
+            return forward(x, axis)
 
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return backward(grad, ctx.axis), None
 
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grad, ctx.axis), None
+    return lambda x, axis: x if axis.size == 1 else Conjugate.apply(x, axis)
 
 
-class _ScatterReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return reduce_scatter(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad, ctx.axis), None
-
-
-def copy(x: Tensor, axis: Axis) -> Tensor:
-    """Identity; all-reduces the gradient."""
-    return x if axis.size == 1 else _Copy.apply(x, axis)
-
-
-def reduce(x: Tensor, axis: Axis) -> Tensor:
-    """All-reduce; passes the gradient through."""
-    return x if axis.size == 1 else _Reduce.apply(x, axis)
-
-
-def gather(x: Tensor, axis: Axis) -> Tensor:
-    """All-gather (p, ...) -> (n·p, ...); reduce-scatters the gradient."""
-    return x if axis.size == 1 else _Gather.apply(x, axis)
-
-
-def scatter_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Reduce-scatter (n·p, ...) -> (p, ...); all-gathers the gradient."""
-    return x if axis.size == 1 else _ScatterReduce.apply(x, axis)
+# The pairs of the module docstring.
+copy = differentiable(lambda x, axis: x.view_as(x), all_reduce)
+reduce = differentiable(all_reduce, lambda grad, axis: grad)
+gather = differentiable(all_gather, reduce_scatter)
+scatter_reduce = differentiable(reduce_scatter, all_gather)

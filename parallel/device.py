@@ -26,12 +26,12 @@ class Device:
         backend: process-group backend.
         compile_backend: `torch.compile` backend.
         supports_reduction: whether the backend's own reductions are the fastest way to reduce (collectives.py).
+        attention_kernel: name of the default attention kernel (attention/kernels.py).
         memory_bytes: memory of one device; None: host memory.
         bandwidth: memory bandwidth of one device in bytes/s; None: unknown.
         link: bandwidth from one device to others in its node in bytes/s; None: unknown.
         network: one device's share of its node's network bandwidth in bytes/s; None: unknown.
         peak_flops: dense matrix FLOP/s of one device by precision; None: unknown.
-        attention_kernel: name of the default attention kernel (attention/kernels.py).
         monitor: name of its utilization reader (telemetry).
         environment: environment variables that launchers set for processes across nodes.
         communicator: environment variable with the host:port where the device runtime's collectives rendezvous; None: unused.
@@ -41,9 +41,9 @@ class Device:
     backend: str
     compile_backend: str
     supports_reduction: bool
+    attention_kernel: str = "math"
     memory_bytes: int | None = None
     peak_flops: dict[str, float] | None = None
-    attention_kernel: str = "math"
     bandwidth: float | None = None
     link: float | None = None
     network: float | None = None
@@ -106,16 +106,8 @@ def _retain_freed_memory() -> None:
 
 
 CPU = Device("cpu", "gloo", "inductor", supports_reduction=False, attention_kernel="cpu-flash")
-# TORCH_FR_BUFFER_SIZE: flight recorder of each process's last collectives, to debug hangs.
-CUDA = Device(
-    "cuda",
-    "nccl",
-    "inductor",
-    True,
-    attention_kernel="cuda-flash",
-    monitor="nvml",
-    environment=(("TORCH_FR_BUFFER_SIZE", "2000"),),
-)
+FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "2000")  # of each process's last collectives, to debug hangs
+CUDA = Device("cuda", "nccl", "inductor", True, "cuda-flash", monitor="nvml", environment=(FLIGHT_RECORDER,))
 # EFA is the nodes' network. Without a rendezvous address the runtime hangs at startup.
 NEURON = Device(
     "neuron",
@@ -133,54 +125,24 @@ NEURON = Device(
     communicator="NEURON_RT_ROOT_COMM_ID",
 )
 
+
+def _accelerator(
+    base: Device, memory_bytes: int, bandwidth: float, link: float, network: float, **peak_flops: float
+) -> Device:
+    figures = {"memory_bytes": memory_bytes, "bandwidth": bandwidth, "link": link, "network": network}
+    return replace(base, peak_flops=peak_flops, **figures)
+
+
 # AWS publishes figures by chip and node: a trn1 chip has two devices, a trn2 or trn3 chip four (logical cores of two).
 ACCELERATORS = {
-    "trn1": replace(
-        NEURON,
-        memory_bytes=16 * GIB,
-        peak_flops={"bf16": 95e12},
-        bandwidth=820 * GIB / 2,
-        link=384 * GIB / 2,
-        network=800e9 / 8 / 32,
-    ),
-    "trn2": replace(
-        NEURON,
-        memory_bytes=24 * GIB,
-        peak_flops={"bf16": 166.8e12},
-        bandwidth=2.9e12 / 4,
-        link=1.28e12 / 4,
-        network=3200e9 / 8 / 64,
-    ),
-    "trn3": replace(
-        NEURON,
-        memory_bytes=36 * GIB,
-        peak_flops={"bf16": 167.8e12},
-        bandwidth=4.9e12 / 4,
-        link=2.56e12 / 4,
-        network=12800e9 / 8 / 64,
-    ),
-    "h100": replace(
-        CUDA,
-        memory_bytes=80 * 10**9,
-        peak_flops={"bf16": 989e12, "float32": 67e12},
-        bandwidth=3.35e12,
-        link=450e9,
-        network=400e9 / 8,
-    ),
-    "h200": replace(
-        CUDA,
-        memory_bytes=141 * 10**9,
-        peak_flops={"bf16": 989e12, "float32": 67e12},
-        bandwidth=4.8e12,
-        link=450e9,
-        network=400e9 / 8,
-    ),
+    "trn1": _accelerator(NEURON, 16 * GIB, 820 * GIB / 2, 384 * GIB / 2, 800e9 / 8 / 32, bf16=95e12),
+    "trn2": _accelerator(NEURON, 24 * GIB, 2.9e12 / 4, 1.28e12 / 4, 3200e9 / 8 / 64, bf16=166.8e12),
+    "trn3": _accelerator(NEURON, 36 * GIB, 4.9e12 / 4, 2.56e12 / 4, 12800e9 / 8 / 64, bf16=167.8e12),
+    "h100": _accelerator(CUDA, 80 * 10**9, 3.35e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12),
+    "h200": _accelerator(CUDA, 141 * 10**9, 4.8e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12),
 }
-KINDS = {
-    "cpu": CPU,
-    "cuda": CUDA,
-    "neuron": ACCELERATORS["trn2"],
-}  # trn2: the first generation that native PyTorch supports
+# trn2: the first generation that native PyTorch supports
+KINDS = {"cpu": CPU, "cuda": CUDA, "neuron": ACCELERATORS["trn2"]}
 
 
 def resolve(kind: str, accelerator: str | None = None) -> Device:
@@ -229,12 +191,7 @@ def torch_neuronx_version() -> str:
     return found
 
 
-def has_fused_adamw(tensor: torch.Tensor) -> bool:
-    """Whether torch has a fused AdamW kernel for this tensor's device."""
-    return fuses_adamw(tensor.device.type)
-
-
-def fuses_adamw(kind: str) -> bool:
+def has_fused_adamw(kind: str) -> bool:
     """Whether torch has a fused AdamW kernel for this device type."""
     return kind in ("cpu", "cuda")
 

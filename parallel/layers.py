@@ -65,10 +65,8 @@ def column_input_gradient(
         x = collectives.depend_on_gradient(x, grad) if ctx.sequence_parallel else x
         full_x = collectives.start_all_gather(x, ctx.axis) if ctx.sequence_parallel else x
     if needs_gradient(ctx, 0):
-        reduction = (
-            collectives.PendingReduceScatter if ctx.sequence_parallel else collectives.PendingAllReduce
-        )
-        grad_x = reduction(grad @ weight, ctx.axis)
+        reduce = collectives.PendingReduceScatter if ctx.sequence_parallel else collectives.PendingAllReduce
+        grad_x = reduce(grad @ weight, ctx.axis)
     if full_x is not None and ctx.sequence_parallel:
         full_x = collectives.wait(full_x)
     return grad_x, full_x
@@ -175,14 +173,9 @@ class RowParallelLinear(nn.Module):
         self.weight = parameter(Layout((columns,), axis.size, initializer or Normal(0.02)), dtype, device)
         self.bias = None
         if bias:
-            replicated = Section("", (out_features,), None)
-            self.bias = parameter(
-                Layout(
-                    (replicated,), axis.size, Constant(0.0), ("tensor",) if self.sequence_parallel else ()
-                ),
-                dtype,
-                device,
-            )
+            partial_axes = ("tensor",) if self.sequence_parallel else ()
+            layout = Layout((Section("", (out_features,), None),), axis.size, Constant(0.0), partial_axes)
+            self.bias = parameter(layout, dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
         check_input(self, x, self.in_features // self.axis.size)
@@ -232,9 +225,8 @@ class VocabParallelEmbedding(nn.Module):
             return F.embedding(tokens, self.weight)
         rows = tokens - self.first
         local = (rows >= 0) & (rows < self.weight.shape[0])
-        x = (
-            F.embedding(rows.where(local, 0), self.weight) * local[:, None]
-        )  # (b·s, h), zero for other ranks' tokens
+        # (b·s, h), zero for other ranks' tokens
+        x = F.embedding(rows.where(local, 0), self.weight) * local[:, None]
         return (collectives.scatter_reduce if self.sequence_parallel else collectives.reduce)(x, self.axis)
 
 
@@ -270,9 +262,8 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """(b, s) ids -> (b·s, h) or (b·s/t, h)."""
         ids = ids.flatten()  # (b·s)
-        return F.embedding(
-            collectives.local_shard(ids, self.axis) if self.sequence_parallel else ids, self.weight
-        )
+        ids = collectives.local_shard(ids, self.axis) if self.sequence_parallel else ids
+        return F.embedding(ids, self.weight)
 
 
 def _first_row(layout: Layout, axis: Axis, device: torch.device | str | None) -> Tensor:

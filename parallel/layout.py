@@ -26,22 +26,35 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Box:
-    """A rectangular shard of a global tensor and its position in a local one.
+class GlobalBox:
+    """A rectangular part of a global tensor.
 
     Attributes:
         name: of the global tensor.
         shape: of the global tensor, unpadded.
-        offsets, sizes: of the shard, in global coordinates.
-        local_offsets: of the shard in the local parameter.
-        replicas: number of tensor ranks that hold this shard.
-        replica: index of this rank among them; checkpoints save replica 0.
+        offsets, sizes: of the box, in global coordinates.
     """
 
     name: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    def index(self) -> tuple[slice, ...]:
+        """Index of this box in the global tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+
+@dataclass(frozen=True)
+class Box(GlobalBox):
+    """The shard of a global tensor that a rank holds, and its position in the local tensor.
+
+    Attributes:
+        local_offsets: of the shard in the local parameter.
+        replicas: number of tensor ranks that hold this shard.
+        replica: index of this rank among them; checkpoints save replica 0.
+    """
+
     local_offsets: tuple[int, ...]
     replicas: int = 1
     replica: int = 0
@@ -51,10 +64,6 @@ class Box:
         for dim, (start, size) in enumerate(zip(self.local_offsets, self.sizes, strict=True)):
             local = local.narrow(dim, start, size)
         return local
-
-    def index(self) -> tuple[slice, ...]:
-        """Index of this shard in the global tensor."""
-        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
 
 class Initializer(Protocol):

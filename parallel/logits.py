@@ -9,27 +9,16 @@ in backward it takes its own columns of the gradient. Cost: tokens × v × 4 byt
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from parallel import collectives
 from parallel.mesh import Axis
 
-
-class _GatherReplicated(Function):
-    """All-gather (p, ...) -> (n·p, ...) whose result, and so its gradient, is used identically on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return collectives.all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.local_shard(grad.contiguous(), ctx.axis).clone(), None
+# All-gather whose result, and so its gradient, is used identically on every rank.
+_gather_replicated = collectives.differentiable(
+    collectives.all_gather, lambda grad, axis: collectives.local_shard(grad.contiguous(), axis).clone()
+)
 
 
 def full_logits(
@@ -45,4 +34,4 @@ def full_logits(
     """
     x = collectives.gather(x, axis) if sequence_parallel else collectives.copy(x, axis)  # (b·s, h)
     columns = F.linear(x, weight).float().t().contiguous()  # (ceil(v/t), b·s)
-    return _GatherReplicated.apply(columns, axis)[:vocabulary].t()  # (b·s, v)
+    return _gather_replicated(columns, axis)[:vocabulary].t()  # (b·s, v)

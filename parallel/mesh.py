@@ -20,11 +20,9 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    _register_process_group,
-    _resolve_process_group,
-    _unregister_process_group,
-)
+from torch._C._distributed_c10d import _register_process_group as register
+from torch._C._distributed_c10d import _resolve_process_group as resolve
+from torch._C._distributed_c10d import _unregister_process_group as unregister
 
 AXES = ("pipeline", "data", "context", "tensor")
 
@@ -132,7 +130,7 @@ class Mesh:
             ]
             if ranks in groups:
                 group = created[groups.index(ranks)]
-                _register_process_group(name, group)
+                register(name, group)
                 self._registered.append(name)
         return Axis(name, len(ranks), ranks.index(self.rank), ranks, group, supports_reduction)
 
@@ -144,7 +142,7 @@ class Mesh:
         """Unregister and destroy the process groups, so that this process can create another mesh."""
         for name in self._registered:
             axis: Axis = getattr(self, name)
-            _unregister_process_group(name)
+            unregister(name)
             if name != "world" and axis.group is not None:
                 dist.destroy_process_group(axis.group)
         self._registered.clear()
@@ -157,7 +155,7 @@ def registered_axis(name: str, size: int) -> Axis:
     """
     if size == 1:
         return Axis(name)
-    group = _resolve_process_group(name)
+    group = resolve(name)
     return Axis(name, group.size(), group.rank(), tuple(dist.get_process_group_ranks(group)), group)
 
 

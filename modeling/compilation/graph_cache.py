@@ -27,7 +27,7 @@ from torch.fx import GraphModule
 
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled, Compiler
-from parallel.device import fuses_adamw
+from parallel.device import has_fused_adamw
 from parallel.optimizer.adamw import Update, update
 from profiles.schema import Profile, Train
 
@@ -64,7 +64,7 @@ def compile_regions(model: nn.Module, train: Train, backend: Callable[[str], Bac
 
 def compiled_update(kind: str, backend: Callable[[str], Backend]) -> Update | None:
     """AdamW's update, compiled at its first call; None for kinds of device with a fused kernel in torch."""
-    return None if fuses_adamw(kind) else torch.compile(update, backend=backend(OPTIMIZER), **OPTIONS)
+    return None if has_fused_adamw(kind) else torch.compile(update, backend=backend(OPTIMIZER), **OPTIONS)
 
 
 class CompileStatistics:

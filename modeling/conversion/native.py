@@ -26,9 +26,9 @@ from modeling.models.build import DTYPES, MODELS
 from parallel import Mesh
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.reader import Reader
-from parallel.checkpoint.writer import GlobalBox, Written, write_boxes, write_metadata
+from parallel.checkpoint.writer import Written, write_boxes, write_metadata
 from parallel.constraints import kv_replicas
-from parallel.layout import Box, layout_of
+from parallel.layout import Box, GlobalBox, layout_of
 from profiles.model import Model
 
 FILE_BYTES = 2 * 10**9

@@ -54,10 +54,8 @@ def attention(
     tiles.check_inputs("attention", q, k, v, documents)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     name = kernel or kernels.default_kernel(q)
-    if kernel is None and not kernels.supports_tiling(name):
-        mask = None
-        if documents is not None:
-            mask = tiles.document_mask(documents, documents, causal)
+    if kernel is None and not getattr(kernels.find_kernel(name), "supports_tiling", False):
+        mask = None if documents is None else tiles.document_mask(documents, documents, causal)
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=True
         )

@@ -238,11 +238,6 @@ def get_kernel(name: str) -> Kernel:
     raise ValueError(f"attention kernel {name!r} is not one of {', '.join([*_kernels, *_EXTERNAL])}")
 
 
-def find_kernel(name: str) -> Kernel | None:
-    """The kernel registered under this name, or None."""
-    return _kernels.get(name)
-
-
 def default_kernel(x: Tensor) -> str:
     """Name of the default kernel of x's device."""
     if x.is_meta:
@@ -251,9 +246,9 @@ def default_kernel(x: Tensor) -> str:
     return kind.attention_kernel if kind else "math"
 
 
-def supports_tiling(name: str) -> bool:
-    """`Kernel.supports_tiling` of a kernel; False if it is not registered."""
-    return name in _kernels and _kernels[name].supports_tiling
+def find_kernel(name: str) -> Kernel | None:
+    """The kernel registered under this name, or None."""
+    return _kernels.get(name)
 
 
 def _wide(x: Tensor) -> Tensor:

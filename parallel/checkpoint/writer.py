@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import skip_data
 
 from parallel.checkpoint.locations import Location, is_local
+from parallel.layout import GlobalBox
 
 
 class Writer(FsspecWriter):
@@ -56,22 +57,6 @@ class Writer(FsspecWriter):
 
 
 @dataclass(frozen=True)
-class GlobalBox:
-    """A box of a global tensor.
-
-    Attributes:
-        name: of the global tensor, with its prefix.
-        shape: of the global tensor.
-        offsets, sizes: the box.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Written:
     """Where a box was written; `dataclasses.asdict` makes JSON of it."""
 
@@ -83,10 +68,9 @@ class Written:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        box = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in values["item"].items()
-        }
-        return cls(**{**values, "item": GlobalBox(**box)})
+        item = values["item"]
+        box = GlobalBox(item["name"], *(tuple(item[key]) for key in ("shape", "offsets", "sizes")))
+        return cls(**{**values, "item": box})
 
 
 def write_boxes(

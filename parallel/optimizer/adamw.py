@@ -45,7 +45,7 @@ def adamw(
         compiled: compiled `update`, applied tile by tile; None uses torch's fused kernel, or `update` if there is none.
     """
     beta1, beta2 = betas
-    if compiled is None and has_fused_adamw(weights):
+    if compiled is None and has_fused_adamw(weights.device.type):
         torch._fused_adamw_(
             [weights], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step), device=weights.device)],
             lr=learning_rate, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=epsilon,
@@ -53,19 +53,10 @@ def adamw(
             grad_scale=None if scale == 1 else torch.tensor(1 / scale, device=weights.device),
         )  # fmt: skip
         return
-    scalars = torch.tensor(
-        [
-            scale,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            math.sqrt(1 - beta2**step),
-            epsilon,
-            1 - learning_rate * weight_decay,
-            learning_rate / (1 - beta1**step),
-        ],
-        device=weights.device,
-    )
+    correction2, decay = math.sqrt(1 - beta2**step), 1 - learning_rate * weight_decay
+    rate = learning_rate / (1 - beta1**step)
+    values = [scale, 1 - beta1, beta2, 1 - beta2, correction2, epsilon, decay, rate]
+    scalars = torch.tensor(values, device=weights.device)
     tensors = (weights, gradient, exp_avg, exp_avg_sq)
     if compiled is None:
         update(*tensors, scalars)

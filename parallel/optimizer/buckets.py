@@ -15,26 +15,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from parallel.layout import layout_of
+from parallel.layout import Box, GlobalBox, layout_of
 from parallel.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)
-class ShardBox:
+class ShardBox(GlobalBox):
     """A box of a global tensor inside this rank's shard of a bucket.
 
     Attributes:
-        name: of the global tensor.
-        shape: of the global tensor.
-        offsets, sizes: the box, in global coordinates.
         start: of its first element in the shard, where it is contiguous.
         saved: whether this rank, among those with a replica of the box, writes it to checkpoints.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     start: int
     saved: bool
 
@@ -109,46 +102,39 @@ class Bucket:
         copies = self.mesh.dp_shard.size // self.axis.size  # of an unsharded bucket
         shared = math.prod(axis.size for axis in self.partial if axis.name == "embedding")
         segments: list[tuple[int, int, float]] = []
-        for slot in self.slots:
-            row_numel = math.prod(slot.parameter.shape[1:])
-            for box in layout_of(slot.parameter).boxes(slot.name, self.mesh.tensor.rank):
-                start = slot.start - self.first + box.local_offsets[0] * row_numel
-                low, high = max(start, 0), min(start + math.prod(box.sizes), self.length)
-                weight = 1 / (box.replicas * copies * shared)
-                if low < high:
-                    if segments and segments[-1][1:] == (low, weight):
-                        low = segments.pop()[0]
-                    segments.append((low, high, weight))
+        for start, box in self._local_boxes():
+            low, high = max(start, 0), min(start + math.prod(box.sizes), self.length)
+            weight = 1 / (box.replicas * copies * shared)
+            if low < high:
+                if segments and segments[-1][1:] == (low, weight):
+                    low = segments.pop()[0]
+                segments.append((low, high, weight))
         return segments
 
-    def gradient_square_norm(self) -> Tensor:
-        """This rank's term of the squared gradient norm, 0-dim; summed over all ranks, each element counts once."""
-        shard = self.local_shard(self.gradients)
-        norms = [
-            torch.linalg.vector_norm(shard[a:b], dtype=torch.float32).square() * w
-            for a, b, w in self.segments
-        ]
-        return torch.stack(norms).sum() if norms else shard.new_zeros((), dtype=torch.float32)
-
-    def weight_square_norm(self) -> Tensor:
-        """This rank's term of the squared norm of the weights, as `gradient_square_norm`."""
-        norms = [torch.linalg.vector_norm(self.master[a:b]).square() * w for a, b, w in self.segments]
-        return torch.stack(norms).sum() if norms else self.master.new_zeros(())
+    def square_norm(self, shard: Tensor) -> Tensor:
+        """This rank's term of a squared norm, 0-dim float32; summed over all ranks, each element counts once."""
+        wide = torch.float32
+        norms = [torch.linalg.vector_norm(shard[a:b], dtype=wide).square() * w for a, b, w in self.segments]
+        return torch.stack(norms).sum() if norms else shard.new_zeros((), dtype=wide)
 
     def boxes(self) -> Iterator[ShardBox]:
         """The boxes of global tensors in this rank's shard, without padding."""
         first_copy = self.axis.size > 1 or self.mesh.dp_shard.rank == 0
         first_stage = all(axis.rank == 0 for axis in self.partial if axis.name == "embedding")
+        for begin, box in self._local_boxes():
+            saved = first_copy and first_stage and box.replica == 0
+            low, high = max(0, -begin), min(math.prod(box.sizes), self.length - begin)
+            for start, offsets, sizes in split_range(box.sizes, low, high):
+                offsets = tuple(a + b for a, b in zip(box.offsets, offsets, strict=True))
+                yield ShardBox(box.name, box.shape, offsets, sizes, begin + start, saved)
+
+    def _local_boxes(self) -> Iterator[tuple[int, Box]]:
+        """The boxes of all parameters, each with the position of its first element relative to this rank's shard."""
         for slot in self.slots:
-            local = slot.parameter.shape
+            row = slot.parameter.shape[1:]
             for box in layout_of(slot.parameter).boxes(slot.name, self.mesh.tensor.rank):
-                assert box.sizes[1:] == tuple(local[1:]), "only rows are padded, so a box is contiguous"
-                begin = slot.start - self.first + box.local_offsets[0] * math.prod(local[1:])
-                saved = first_copy and first_stage and box.replica == 0
-                low, high = max(0, -begin), min(math.prod(box.sizes), self.length - begin)
-                for start, offsets, sizes in split_range(box.sizes, low, high):
-                    offsets = tuple(a + b for a, b in zip(box.offsets, offsets, strict=True))
-                    yield ShardBox(box.name, box.shape, offsets, sizes, begin + start, saved)
+                assert box.sizes[1:] == tuple(row), "only rows are padded, so a box is contiguous"
+                yield slot.start - self.first + box.local_offsets[0] * math.prod(row), box
 
 
 def split_range(

@@ -161,12 +161,7 @@ class ZeRO1:
     def step(self, learning_rate: float, skip: bool = False) -> StepResult:
         """Reduce, clip, update and all-gather. With `skip`, or if the gradient norm is not finite, no rank changes anything."""
         self.reduce()
-        squares = torch.stack([bucket.gradient_square_norm() for bucket in self.buckets]).sum()
-        norm = (
-            math.sqrt(value)
-            if (value := collectives.all_reduce(squares, self.mesh.world).item()) >= 0
-            else math.nan
-        )
+        norm = self._global_norm(bucket.local_shard(bucket.gradients) for bucket in self.buckets)
         if skip or not math.isfinite(norm):
             self.begin_step(1)
             return StepResult(norm, skipped=True)
@@ -212,20 +207,19 @@ class ZeRO1:
     @torch.no_grad()
     def parameter_norm(self) -> float:
         """Global norm of the weights, each counted once."""
-        squares = torch.stack([bucket.weight_square_norm() for bucket in self.buckets]).sum()
-        return math.sqrt(collectives.all_reduce(squares, self.mesh.world).item())
+        return self._global_norm(bucket.master for bucket in self.buckets)
+
+    def _global_norm(self, shards: Iterable[Tensor]) -> float:
+        """Norm over all ranks of this rank's shard of each bucket; NaN if any element is NaN."""
+        terms = [bucket.square_norm(shard) for bucket, shard in zip(self.buckets, shards, strict=True)]
+        square = collectives.all_reduce(torch.stack(terms).sum(), self.mesh.world).item()
+        return math.sqrt(square) if square >= 0 else math.nan
 
     def state_boxes(self) -> Iterator[tuple[ShardBox, dict[str, Tensor]]]:
         """The boxes of global tensors in this rank's shards, each with its view of every state in STATES."""
         for bucket in self.buckets:
             for box in bucket.boxes():
                 yield box, {state: box.view(getattr(bucket, state)) for state in STATES}
-
-    def gradient_boxes(self) -> Iterator[tuple[ShardBox, Tensor]]:
-        """The boxes of global tensors in this rank's shards with their gradients; valid between `reduce` and `step`."""
-        for bucket in self.buckets:
-            for box in bucket.boxes():
-                yield box, box.view(bucket.local_shard(bucket.gradients))
 
     @torch.no_grad()
     def gather_parameters(self) -> None:

@@ -149,7 +149,7 @@ def test_every_element_is_saved_once_and_counted_once_in_norms(heads, data, cont
             kinds.setdefault(each.dim() > 1, []).append((name, each))
         for named in kinds.values():
             bucket = Bucket(named, mesh, 0.1, (), shard, torch.float32)
-            squares += bucket.weight_square_norm().item()
+            squares += bucket.square_norm(bucket.master).item()
             for piece in bucket.boxes():
                 if piece.saved:
                     full = saved.setdefault(piece.name, torch.full(piece.shape, torch.nan))

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -153,7 +153,7 @@ def train(
             loss = trainer.forward_backward(local, 1 / (BATCH * SEQUENCE), step * BATCH + first, starts)
             if step == steps[0]:
                 optimizer.reduce()
-                results.boxes += saved_boxes("gradients", optimizer.gradient_boxes())
+                results.boxes += saved_boxes("gradients", gradient_boxes(optimizer))
             results.norms.append(optimizer.step(RATE).gradient_norm)
             results.losses += trainer.sum(loss[None])
             if save and step + 1 in save:
@@ -173,6 +173,13 @@ def document_starts(first: int, samples: int, known: Sequence[Sequence[int]] = B
         for boundary in known[(first + i) % len(known)]:
             starts[i, boundary:] = boundary
     return starts
+
+
+def gradient_boxes(optimizer: ZeRO1) -> Iterator[tuple[ShardBox, Tensor]]:
+    """This rank's shards of the summed gradients; valid between `reduce` and `step`."""
+    for bucket in optimizer.buckets:
+        for box in bucket.boxes():
+            yield box, box.view(bucket.local_shard(bucket.gradients))
 
 
 def saved_boxes(kind: str, boxes: Iterable[tuple[ShardBox, Tensor]]) -> list[tuple[str, ShardBox, Tensor]]:
