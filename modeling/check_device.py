@@ -49,19 +49,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Check:
-    """A check.
+    """A check."""
 
-    Attributes:
-        name: what is checked.
-        expected: the expected result.
-        run: called in each process with the kind of device.
-        all_devices: whether it runs on all devices of the machine; else on one.
-    """
-
-    name: str
-    expected: str
-    run: Callable[[str], Result]
-    all_devices: bool = False
+    name: str  # what is checked
+    expected: str  # the expected result
+    run: Callable[[str], Result]  # called in each process with the kind of device
+    all_devices: bool = False  # whether it runs on all devices of the machine; else on one
 
 
 def check_matrix_products(kind: str) -> Result:

@@ -19,36 +19,25 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Device:
-    """A device type, or a specific accelerator with its figures.
+    """A device type, or a specific accelerator with its figures."""
 
-    Attributes:
-        type: torch device type.
-        backend: process-group backend.
-        compile_backend: `torch.compile` backend.
-        supports_reduction: whether the backend's own reductions are the fastest way to reduce (collectives.py).
-        attention_kernel: name of the default attention kernel (attention/kernels.py).
-        memory_bytes: memory of one device; None: host memory.
-        bandwidth: memory bandwidth of one device in bytes/s; None: unknown.
-        link: bandwidth from one device to others in its node in bytes/s; None: unknown.
-        network: one device's share of its node's network bandwidth in bytes/s; None: unknown.
-        peak_flops: dense matrix FLOP/s of one device by precision; None: unknown.
-        monitor: name of its utilization reader (telemetry).
-        environment: environment variables that launchers set for processes across nodes.
-        communicator: environment variable with the host:port where the device runtime's collectives rendezvous; None: unused.
-    """
-
-    type: str
-    backend: str
-    compile_backend: str
+    type: str  # torch device type
+    backend: str  # process-group backend
+    compile_backend: str  # `torch.compile` backend
+    # whether the backend's own reductions are the fastest way to reduce (collectives.py)
     supports_reduction: bool
-    attention_kernel: str = "math"
-    memory_bytes: int | None = None
+    attention_kernel: str = "math"  # name of the default attention kernel (attention/kernels.py)
+    memory_bytes: int | None = None  # memory of one device; None: host memory
+    # dense matrix FLOP/s of one device by precision; None: unknown
     peak_flops: dict[str, float] | None = None
-    bandwidth: float | None = None
-    link: float | None = None
+    bandwidth: float | None = None  # memory bandwidth of one device in bytes/s; None: unknown
+    link: float | None = None  # bandwidth from one device to others in its node in bytes/s; None: unknown
+    # one device's share of its node's network bandwidth in bytes/s; None: unknown
     network: float | None = None
-    monitor: str = "psutil"
+    monitor: str = "psutil"  # name of its utilization reader (telemetry)
+    # environment variables that launchers set for processes across nodes
     environment: tuple[tuple[str, str], ...] = ()
+    # environment variable with the host:port where the device runtime's collectives rendezvous; None: unused
     communicator: str | None = None
 
     def set_current(self, local_rank: int = 0) -> torch.device:

@@ -27,16 +27,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GlobalBox:
-    """A rectangular part of a global tensor.
+    """A rectangular part of a global tensor."""
 
-    Attributes:
-        name: of the global tensor.
-        shape: of the global tensor, unpadded.
-        offsets, sizes: of the box, in global coordinates.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # of the global tensor
+    shape: tuple[int, ...]  # of the global tensor, unpadded
+    # offsets, sizes: of the box, in global coordinates
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -47,17 +42,11 @@ class GlobalBox:
 
 @dataclass(frozen=True)
 class Box(GlobalBox):
-    """The shard of a global tensor that a rank holds, and its position in the local tensor.
+    """The shard of a global tensor that a rank holds, and its position in the local tensor."""
 
-    Attributes:
-        local_offsets: of the shard in the local parameter.
-        replicas: number of tensor ranks that hold this shard.
-        replica: index of this rank among them; checkpoints save replica 0.
-    """
-
-    local_offsets: tuple[int, ...]
-    replicas: int = 1
-    replica: int = 0
+    local_offsets: tuple[int, ...]  # of the shard in the local parameter
+    replicas: int = 1  # number of tensor ranks that hold this shard
+    replica: int = 0  # index of this rank among them; checkpoints save replica 0
 
     def view(self, local: Tensor) -> Tensor:
         """View of this shard in the local tensor."""
@@ -75,19 +64,12 @@ class Initializer(Protocol):
 
 @dataclass(frozen=True)
 class Section:
-    """One global tensor of a parameter; see the module docstring.
+    """One global tensor of a parameter; see the module docstring."""
 
-    Attributes:
-        name: within its layer ("q"); empty if the parameter is a single tensor.
-        shape: global, unpadded.
-        dim: dim that is split; None: every rank holds the full tensor.
-        replicas: number of neighbouring tensor ranks that hold the same shard.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None
-    replicas: int = 1
+    name: str  # within its layer ("q"); empty if the parameter is a single tensor
+    shape: tuple[int, ...]  # global, unpadded
+    dim: int | None  # dim that is split; None: every rank holds the full tensor
+    replicas: int = 1  # number of neighbouring tensor ranks that hold the same shard
 
     def shard_length(self, degree: int) -> int:
         """Length of every rank's shard along `dim`, including padding."""
@@ -97,20 +79,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one parameter is sharded over the tensor axis.
+    """How one parameter is sharded over the tensor axis."""
 
-    Attributes:
-        sections: stacked along dim 0 of the local tensor.
-        degree: of the tensor axis.
-        initializer: of its global tensors.
-        partial_axes: mesh axes over which each rank's gradient is a partial sum (DTensor's `Partial`) and must be reduced:
-            "tensor" for layers that see a rank's own tokens under sequence parallelism, "embedding" for a weight shared by the
-            first and the last pipeline stage.
-    """
-
-    sections: tuple[Section, ...]
-    degree: int
-    initializer: Initializer
+    sections: tuple[Section, ...]  # stacked along dim 0 of the local tensor
+    degree: int  # of the tensor axis
+    initializer: Initializer  # of its global tensors
+    # mesh axes over which each rank's gradient is a partial sum (DTensor's `Partial`) and must be reduced: "tensor" for
+    # layers that see a rank's own tokens under sequence parallelism, "embedding" for a weight shared by the first and the
+    # last pipeline stage
     partial_axes: tuple[str, ...] = ()
 
     def local_shape(self) -> tuple[int, ...]:

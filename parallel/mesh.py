@@ -29,23 +29,16 @@ AXES = ("pipeline", "data", "context", "tensor")
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as seen by one rank.
+    """One axis of the mesh as seen by one rank."""
 
-    Attributes:
-        name: also the name of its registered process group.
-        size: degree.
-        rank: this process's rank along the axis. Must not become a constant in a model's graph, as it differs between ranks.
-        ranks: global ranks along the axis, in order.
-        group: process group; None if size is 1 or the mesh is only planned.
-        supports_reduction: whether to use the backend's own reductions (collectives.py).
-    """
-
-    name: str
-    size: int = 1
+    name: str  # also the name of its registered process group
+    size: int = 1  # degree
+    # this process's rank along the axis. Must not become a constant in a model's graph, as it differs between ranks.
     rank: int = 0
-    ranks: tuple[int, ...] = (0,)
+    ranks: tuple[int, ...] = (0,)  # global ranks along the axis, in order
+    # process group; None if size is 1 or the mesh is only planned
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    supports_reduction: bool = True
+    supports_reduction: bool = True  # whether to use the backend's own reductions (collectives.py)
 
 
 class Mesh:

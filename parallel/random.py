@@ -22,15 +22,10 @@ from parallel.mesh import Axis
 
 
 class Keys(NamedTuple):
-    """Dropout keys of a microbatch's tokens, int64.
+    """Dropout keys of a microbatch's tokens, int64."""
 
-    Attributes:
-        attention: (b, s/c), for attention probabilities.
-        hidden: (b·s/c), or (b·s/(c·t)) with sequence parallelism, for hidden states.
-    """
-
-    attention: Tensor
-    hidden: Tensor
+    attention: Tensor  # (b, s/c), for attention probabilities
+    hidden: Tensor  # (b·s/c), or (b·s/(c·t)) with sequence parallelism, for hidden states
 
     def fold(self, index: int) -> Keys:
         """Derive the keys of a layer of the model or of a site in a layer."""

@@ -42,26 +42,19 @@ log = logging.getLogger("trainshed")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a conversion.
+    """Options of a conversion."""
 
-    Attributes:
-        to: destination format, one of KINDS.
-        config: config.json of the model or its folder; required if the source has none.
-        tensor, pipeline: degrees that NxD shards or a Trainshed checkpoint are split for.
-        cuts: first layer of the second and each later stage of a Trainshed checkpoint; None cuts evenly.
-        nxd_layout: of NxD shards to read; None if not arguments.
-        nxd_qkv: form of Q, K and V in written NxD shards; None uses coalesced without GQA, separate with GQA.
-        budget: MB of memory for slices.
-    """
-
-    to: str
-    config: Path | None = None
+    to: str  # destination format, one of KINDS
+    config: Path | None = None  # config.json of the model or its folder; required if the source has none
+    # tensor, pipeline: degrees that NxD shards or a Trainshed checkpoint are split for
     tensor: int = 1
     pipeline: int = 1
+    # first layer of the second and each later stage of a Trainshed checkpoint; None cuts evenly
     cuts: tuple[int, ...] | None = None
-    nxd_layout: NxDLayout | None = None
+    nxd_layout: NxDLayout | None = None  # of NxD shards to read; None if not arguments
+    # form of Q, K and V in written NxD shards; None uses coalesced without GQA, separate with GQA
     nxd_qkv: QKVForm | None = None
-    budget: int = BUDGET
+    budget: int = BUDGET  # MB of memory for slices
 
     @property
     def slice_bytes(self) -> int:

@@ -130,17 +130,11 @@ def _open_box(stored: LazyTensor, box: Box) -> Tensor:
 
 @dataclass(frozen=True)
 class _LocalRows:
-    """Rows of a rank's shards, d rows per head.
+    """Rows of a rank's shards, d rows per head."""
 
-    Attributes:
-        q: of Q, which are the columns of the output projection.
-        kv: of K, and of V.
-        vocabulary: of embedding and head, with padding; None if neither is there.
-    """
-
-    q: int
-    kv: int
-    vocabulary: int | None
+    q: int  # of Q, which are the columns of the output projection
+    kv: int  # of K, and of V
+    vocabulary: int | None  # of embedding and head, with padding; None if neither is there
 
 
 def _detect_split(

@@ -53,15 +53,10 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Section:
-    """A part of an NxD tensor: this rank's shard of one of our weights.
+    """A part of an NxD tensor: this rank's shard of one of our weights."""
 
-    Attributes:
-        weight: our name; a template with {} for the layer's number in the tables below.
-        split: over tensor ranks.
-    """
-
-    weight: str
-    split: Split
+    weight: str  # our name; a template with {} for the layer's number in the tables below
+    split: Split  # over tensor ranks
 
 
 _QKV = {
@@ -115,18 +110,12 @@ _NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """How NxD splits a model over tensor ranks.
+    """How NxD splits a model over tensor ranks."""
 
-    Attributes:
-        model: the architecture.
-        tensor: tensor degree.
-        layout: matters only if `tensor` exceeds the number of KV heads.
-        vocabulary_rows: rows of the embedding per rank, with padding; None pads to a multiple of the degree.
-    """
-
-    model: Model
-    tensor: int
-    layout: NxDLayout = "trn1"
+    model: Model  # the architecture
+    tensor: int  # tensor degree
+    layout: NxDLayout = "trn1"  # matters only if `tensor` exceeds the number of KV heads
+    # rows of the embedding per rank, with padding; None pads to a multiple of the degree
     vocabulary_rows: int | None = None
 
     @property

@@ -26,16 +26,13 @@ READ = 1 << 22  # bytes hashed at a time
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to write.
+    """A tensor to write."""
 
-    Attributes:
-        name, shape, dtype: in the file.
-        rows: (low, high) -> rows [low, high) as consecutive tensors; fewer rows at the end leave zeros as padding.
-    """
-
+    # name, shape, dtype: in the file
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # (low, high) -> rows [low, high) as consecutive tensors; fewer rows at the end leave zeros as padding
     rows: Callable[[int, int], Iterable[Tensor]]
 
     @property
@@ -48,15 +45,10 @@ class Entry:
 
 
 class File(ABC):
-    """A file of a checkpoint to write.
+    """A file of a checkpoint to write."""
 
-    Attributes:
-        name: its path relative to the checkpoint folder.
-        nbytes: of its tensors.
-    """
-
-    name: str
-    nbytes: int
+    name: str  # its path relative to the checkpoint folder
+    nbytes: int  # of its tensors
 
     @abstractmethod
     def write(self, path: Path, limit: int, progress: Callable[[int], None]) -> tuple[Any, str]:

@@ -26,18 +26,13 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a global tensor and how to map it into memory.
+    """A box of a global tensor and how to map it into memory."""
 
-    Attributes:
-        offsets, sizes: the box, in global coordinates.
-        dtype: as stored.
-        open: returns the box as a read-only tensor of shape `sizes` with any strides.
-    """
-
+    # offsets, sizes: the box, in global coordinates
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    dtype: torch.dtype
-    open: Callable[[], Tensor]
+    dtype: torch.dtype  # as stored
+    open: Callable[[], Tensor]  # returns the box as a read-only tensor of shape `sizes` with any strides
 
 
 class Weights:

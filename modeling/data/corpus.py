@@ -75,29 +75,19 @@ class MappedShard:
 
 @dataclass
 class Corpus:
-    """The tokens of one split over many shards, mapped on demand; at most OPEN_SHARDS local shards stay mapped.
+    """The tokens of one split over many shards, mapped on demand; at most OPEN_SHARDS local shards stay mapped."""
 
-    Attributes:
-        paths: of the shards' `.bin`/`.idx` without suffix; those in the store are relative to its artifacts folder.
-        counts: (shards) tokens in each.
-        starts: (shards) index in its file of each shard's first token.
-        vocabulary_size: every token id is below it.
-        artifacts: the store's artifacts folder, if it is on this machine.
-        eos: token id that ends each document; None if documents have none.
-        streams: streams that samples are drawn from; by default one of all tokens.
-        span: number of tokens shuffled together; None: all of a stream.
-        cache: cache for remote shards; None if all are on this machine.
-    """
-
+    # of the shards' `.bin`/`.idx` without suffix; those in the store are relative to its artifacts folder
     paths: list[str]
-    counts: np.ndarray
-    starts: np.ndarray
-    vocabulary_size: int
-    artifacts: Path
-    eos: int | None = None
+    counts: np.ndarray  # (shards) tokens in each
+    starts: np.ndarray  # (shards) index in its file of each shard's first token
+    vocabulary_size: int  # every token id is below it
+    artifacts: Path  # the store's artifacts folder, if it is on this machine
+    eos: int | None = None  # token id that ends each document; None if documents have none
+    # streams that samples are drawn from; by default one of all tokens
     streams: list[Stream] = field(default_factory=list)
-    span: int | None = None
-    cache: ShardCache | None = None
+    span: int | None = None  # number of tokens shuffled together; None: all of a stream
+    cache: ShardCache | None = None  # cache for remote shards; None if all are on this machine
     _open: OrderedDict[int, MappedShard] = field(default_factory=OrderedDict, repr=False)
 
     def __post_init__(self) -> None:

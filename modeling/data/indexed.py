@@ -108,19 +108,12 @@ def map_tokens(prefix: str | Path, dtype: np.dtype) -> np.ndarray:
 
 
 class IndexArrays(NamedTuple):
-    """The arrays of an `.idx`, memory-mapped and not validated.
+    """The arrays of an `.idx`, memory-mapped and not validated."""
 
-    Attributes:
-        lengths: (sequences) int32, tokens in each.
-        pointers: (sequences) int64, byte offset of each in `.bin`.
-        document_indices: (documents + 1) int64, the sequence that each document starts with.
-        mapping: the mapping behind all three.
-    """
-
-    lengths: np.ndarray
-    pointers: np.ndarray
-    document_indices: np.ndarray
-    mapping: mmap.mmap
+    lengths: np.ndarray  # (sequences) int32, tokens in each
+    pointers: np.ndarray  # (sequences) int64, byte offset of each in `.bin`
+    document_indices: np.ndarray  # (documents + 1) int64, the sequence that each document starts with
+    mapping: mmap.mmap  # the mapping behind all three
 
 
 def map_index(prefix: str | Path, header: Header) -> IndexArrays:

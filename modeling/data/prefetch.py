@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """A rank's samples of one step; empty on a rank that reads none.
+    """A rank's samples of one step; empty on a rank that reads none."""
 
-    Attributes:
-        tokens: (b, s + 1) int64.
-        documents: (b, s) int64, the position in its sample where each token's document starts; None without document masks.
-    """
-
-    tokens: Tensor | None = None
+    tokens: Tensor | None = None  # (b, s + 1) int64
+    # (b, s) int64, the position in its sample where each token's document starts; None without document masks
     documents: Tensor | None = None
 
 

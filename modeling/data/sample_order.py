@@ -26,17 +26,11 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Pattern(NamedTuple):
-    """How streams alternate, repeated every P samples.
+    """How streams alternate, repeated every P samples."""
 
-    Attributes:
-        stream: (P) stream of each sample.
-        rank: (P) how many earlier samples of the pattern are of the same stream.
-        quotas: (streams) samples of each stream in the pattern.
-    """
-
-    stream: np.ndarray
-    rank: np.ndarray
-    quotas: np.ndarray
+    stream: np.ndarray  # (P) stream of each sample
+    rank: np.ndarray  # (P) how many earlier samples of the pattern are of the same stream
+    quotas: np.ndarray  # (streams) samples of each stream in the pattern
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Stream (count) of each sample (count) of a run, and its number (count) among that stream's samples."""

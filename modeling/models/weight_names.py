@@ -14,16 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HuggingFaceTensor:
-    """The tensor of a Hugging Face model that holds one of ours, complete or as a part.
+    """The tensor of a Hugging Face model that holds one of ours, complete or as a part."""
 
-    Attributes:
-        name: of the Hugging Face tensor.
-        transposed: whether it is stored as (in, out).
-        part, parts: ours is this one of `parts` equal parts along its last dim.
-    """
-
-    name: str
-    transposed: bool = False
+    name: str  # of the Hugging Face tensor
+    transposed: bool = False  # whether it is stored as (in, out)
+    # part, parts: ours is this one of `parts` equal parts along its last dim
     part: int = 0
     parts: int = 1
 

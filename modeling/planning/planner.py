@@ -48,21 +48,13 @@ MARGIN = 0.95  # share of the device's memory that a plan may use
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The fullest rank at one position of the pipeline.
+    """The fullest rank at one position of the pipeline."""
 
-    Attributes:
-        layers: (first, end) of each of its stages.
-        parameters: of the model, counted once over the tensor ranks.
-        bytes: by kind.
-        flops: of one rank in a step, recomputation and padding included.
-        sent: bytes that one rank sends in a step, by mesh axis.
-    """
-
-    layers: tuple[tuple[int, int], ...]
-    parameters: int
-    bytes: dict[str, int]
-    flops: float
-    sent: dict[str, int]
+    layers: tuple[tuple[int, int], ...]  # (first, end) of each of its stages
+    parameters: int  # of the model, counted once over the tensor ranks
+    bytes: dict[str, int]  # by kind
+    flops: float  # of one rank in a step, recomputation and padding included
+    sent: dict[str, int]  # bytes that one rank sends in a step, by mesh axis
 
     @property
     def total(self) -> int:
@@ -72,43 +64,28 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Resources that a run needs.
+    """Resources that a run needs."""
 
-    Attributes:
-        parameters: of the model.
-        mesh: size of each mesh axis.
-        stages: by pipeline rank.
-        host_bytes: memory of a process besides tensors, on devices that share the host's memory; else 0.
-        device_bytes: memory of one device; on CPUs, a process's share of the host's.
-        fits: whether the fullest rank, `host_bytes` included, leaves 5 % of the memory free.
-        flops_per_token: of training, analytic (modeling/models/flops.py).
-        tokens: of the run; None if the data determines it.
-        sent: bytes that the busiest rank sends in a step, by mesh axis.
-        kv_replication: tensor ranks that hold the same KV head.
-        bubble: pipeline bubble as a share of the working time.
-        step_seconds, tokens_per_second, mfu, days, node_hours, price: None if the device's speed is unknown; the last three also
-            if the data determines the run's length, the price also if the profile has none.
-        assumptions: behind the times, one sentence each.
-    """
-
-    parameters: int
-    mesh: dict[str, int]
-    stages: tuple[StagePlan, ...]
-    host_bytes: int
-    device_bytes: int
-    fits: bool
-    flops_per_token: float
-    tokens: int | None
-    sent: dict[str, int]
-    kv_replication: int
-    bubble: float
+    parameters: int  # of the model
+    mesh: dict[str, int]  # size of each mesh axis
+    stages: tuple[StagePlan, ...]  # by pipeline rank
+    host_bytes: int  # memory of a process besides tensors, on devices that share the host's memory; else 0
+    device_bytes: int  # memory of one device; on CPUs, a process's share of the host's
+    fits: bool  # whether the fullest rank, `host_bytes` included, leaves 5 % of the memory free
+    flops_per_token: float  # of training, analytic (modeling/models/flops.py)
+    tokens: int | None  # of the run; None if the data determines it
+    sent: dict[str, int]  # bytes that the busiest rank sends in a step, by mesh axis
+    kv_replication: int  # tensor ranks that hold the same KV head
+    bubble: float  # pipeline bubble as a share of the working time
+    # step_seconds, tokens_per_second, mfu, days, node_hours, price: None if the device's speed is unknown; the last three
+    # also if the data determines the run's length, the price also if the profile has none
     step_seconds: float | None
     tokens_per_second: float | None
     mfu: float | None
     days: float | None
     node_hours: float | None
     price: float | None
-    assumptions: tuple[str, ...]
+    assumptions: tuple[str, ...]  # behind the times, one sentence each
 
     @property
     def fullest(self) -> int:

@@ -34,17 +34,11 @@ class Topology:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A family without a usable topology.
+    """A family without a usable topology."""
 
-    Attributes:
-        degrees: of the family.
-        reason: the violated rule, starting with the rejected key and value; or "memory".
-        needs: bytes on the fullest rank with full recomputation, if memory is the reason.
-    """
-
-    degrees: dict[str, int]
-    reason: str
-    needs: int | None = None
+    degrees: dict[str, int]  # of the family
+    reason: str  # the violated rule, starting with the rejected key and value; or "memory"
+    needs: int | None = None  # bytes on the fullest rank with full recomputation, if memory is the reason
 
 
 def search(profile: Profile) -> tuple[list[Topology], list[Rejected]]:

@@ -28,20 +28,14 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What one microbatch costs in one layer, embedding or loss included.
+    """What one microbatch costs in one layer, embedding or loss included."""
 
-    Attributes:
-        saved: bytes of activations alive between forward and backward, the layer's input excluded.
-        forward_peak, backward_peak: maximum bytes alive during each, the layer's input excluded.
-        flops: of forward and backward, recomputation and padding included.
-        sent: bytes that the rank sends in both, by mesh axis.
-    """
-
-    saved: int
+    saved: int  # bytes of activations alive between forward and backward, the layer's input excluded
+    # forward_peak, backward_peak: maximum bytes alive during each, the layer's input excluded
     forward_peak: int
     backward_peak: int
-    flops: float
-    sent: Mapping[str, int]
+    flops: float  # of forward and backward, recomputation and padding included
+    sent: Mapping[str, int]  # bytes that the rank sends in both, by mesh axis
 
 
 CostCache = dict[tuple[Any, ...], Any]

@@ -26,33 +26,22 @@ from modeling.planning.operator_costs import operator_flops, operator_volume, te
 
 @dataclass(frozen=True)
 class GraphStats:
-    """One forward or backward graph; bytes and FLOPs of one call on one rank.
+    """One forward or backward graph; bytes and FLOPs of one call on one rank."""
 
-    Attributes:
-        nodes: number of calls.
-        sent: bytes by mesh axis.
-    """
-
-    nodes: int
+    nodes: int  # number of calls
     flops: int
-    sent: Mapping[str, int]
+    sent: Mapping[str, int]  # bytes by mesh axis
     peak: int
     operators: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class StageStats:
-    """One pipeline stage.
+    """One pipeline stage."""
 
-    Attributes:
-        layers: (first, end).
-        kept: bytes that autograd saves per microbatch.
-        peak: maximum bytes that one of its graphs needs on top.
-    """
-
-    layers: tuple[int, int]
-    kept: int
-    peak: int
+    layers: tuple[int, int]  # (first, end)
+    kept: int  # bytes that autograd saves per microbatch
+    peak: int  # maximum bytes that one of its graphs needs on top
 
 
 def digest(graphs: Sequence[GraphModule]) -> str:

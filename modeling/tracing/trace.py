@@ -49,19 +49,12 @@ log = logging.getLogger("trainshed")
 
 @dataclass(frozen=True)
 class TracedProgram:
-    """A distinct program.
+    """A distinct program."""
 
-    Attributes:
-        name: region and mode, such as "block, training".
-        digest: of its graphs, the same on every rank and in every process.
-        stage: the first pipeline stage that runs it.
-        graphs: its forward graph, and its backward graph in training.
-    """
-
-    name: str
-    digest: str
-    stage: int
-    graphs: tuple[GraphStats, ...]
+    name: str  # region and mode, such as "block, training"
+    digest: str  # of its graphs, the same on every rank and in every process
+    stage: int  # the first pipeline stage that runs it
+    graphs: tuple[GraphStats, ...]  # its forward graph, and its backward graph in training
 
 
 @dataclass(frozen=True)

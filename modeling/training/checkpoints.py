@@ -67,17 +67,11 @@ class ResumeRequest:
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from.
+    """What a run starts from."""
 
-    Attributes:
-        source: checkpoint to load; None initializes from the seed.
-        step: last finished step; 0 takes only the weights of `source`.
-        message: log line.
-    """
-
-    source: Location | None
-    step: int
-    message: str
+    source: Location | None  # checkpoint to load; None initializes from the seed
+    step: int  # last finished step; 0 takes only the weights of `source`
+    message: str  # log line
 
 
 class Checkpoints:

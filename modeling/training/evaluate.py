@@ -33,19 +33,12 @@ log = logging.getLogger("trainshed")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation.
+    """Result of an evaluation."""
 
-    Attributes:
-        loss: mean per token: cross-entropy in nats, or the user's `train.loss`.
-        tokens: number of tokens evaluated.
-        metrics: mean per token of each user metric, by name.
-        graphs: compile cache statistics.
-    """
-
-    loss: float
-    tokens: int
-    metrics: dict[str, float]
-    graphs: dict[str, int]
+    loss: float  # mean per token: cross-entropy in nats, or the user's `train.loss`
+    tokens: int  # number of tokens evaluated
+    metrics: dict[str, float]  # mean per token of each user metric, by name
+    graphs: dict[str, int]  # compile cache statistics
 
     @property
     def perplexity(self) -> float:

@@ -16,21 +16,13 @@ from modeling.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Sums over all ranks after backward; identical on every rank, which therefore decide alike.
+    """Sums over all ranks after backward; identical on every rank, which therefore decide alike."""
 
-    Attributes:
-        loss: mean loss per token of the global batch.
-        stop_requests: number of ranks that received a stop signal.
-        checkpoint_writers: number of ranks still writing a checkpoint.
-        graph_counts: compile cache statistics, see modeling/compilation/graph_cache.py.
-        rank_seconds: compute time of each rank, without waiting for others, in order of rank.
-    """
-
-    loss: float
-    stop_requests: float
-    checkpoint_writers: float
-    graph_counts: list[float]
-    rank_seconds: list[float]
+    loss: float  # mean loss per token of the global batch
+    stop_requests: float  # number of ranks that received a stop signal
+    checkpoint_writers: float  # number of ranks still writing a checkpoint
+    graph_counts: list[float]  # compile cache statistics, see modeling/compilation/graph_cache.py
+    rank_seconds: list[float]  # compute time of each rank, without waiting for others, in order of rank
 
     @classmethod
     def reduce(cls, trainer: Trainer, loss: float, stop: bool, writing: bool, seconds: float) -> Self:

@@ -47,19 +47,14 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a global tensor in a checkpoint file.
+    """A box of a global tensor in a checkpoint file."""
 
-    Attributes:
-        offsets, sizes: the box, in global coordinates.
-        dtype: as stored.
-        file: name of its file in the checkpoint folder.
-        start, length: the bytes of its torch.save in that file.
-    """
-
+    # offsets, sizes: the box, in global coordinates
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    dtype: torch.dtype
-    file: str
+    dtype: torch.dtype  # as stored
+    file: str  # name of its file in the checkpoint folder
+    # start, length: the bytes of its torch.save in that file
     start: int
     length: int
 

@@ -21,15 +21,10 @@ from parallel.mesh import Axis, Mesh
 
 @dataclass(frozen=True)
 class ShardBox(GlobalBox):
-    """A box of a global tensor inside this rank's shard of a bucket.
+    """A box of a global tensor inside this rank's shard of a bucket."""
 
-    Attributes:
-        start: of its first element in the shard, where it is contiguous.
-        saved: whether this rank, among those with a replica of the box, writes it to checkpoints.
-    """
-
-    start: int
-    saved: bool
+    start: int  # of its first element in the shard, where it is contiguous
+    saved: bool  # whether this rank, among those with a replica of the box, writes it to checkpoints
 
     def view(self, shard: Tensor) -> Tensor:
         """The box in a flat shard."""
