@@ -107,11 +107,7 @@ def convert(
 
 
 def destination_files(weights: Weights, options: Options) -> Sequence[File]:
-    """The files to write.
-
-    Raises:
-        ProfileError: degrees that do not fit the model.
-    """
+    """The files to write. Raises ProfileError if the degrees do not fit the model."""
     model = weights.model
     heads, kv_heads, layers = model.num_attention_heads, model.num_key_value_heads, model.num_hidden_layers
     valid = [t for t in valid_tensor_degrees(heads, kv_heads) if model.intermediate_size % t == 0]

@@ -51,11 +51,7 @@ def read(source: Path, config: Path | None, layout: NxDLayout | None, training_d
 
 
 def read_config(path: Path) -> Model:
-    """The model of a config.json, given as the file or its folder.
-
-    Raises:
-        ProfileError: the file is missing, or its model is not supported.
-    """
+    """The model of a config.json, given as the file or its folder. Raises ProfileError if it is missing or not supported."""
     path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text())

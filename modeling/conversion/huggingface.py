@@ -53,11 +53,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> Weights:
-    """The weights in these files.
-
-    Raises:
-        ValueError: a file is rejected or corrupted, or tensors are not this model's (see `Weights`).
-    """
+    """The weights in these files. Raises ValueError if a file is rejected or the tensors do not fit the model."""
     found: dict[str, LazyTensor] = {}
     for path in files:
         stored = _safetensors(path) if path.suffix == ".safetensors" else torch_files.read(path)

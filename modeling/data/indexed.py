@@ -95,11 +95,7 @@ def read_header(prefix: str | Path) -> Header:
 
 
 def map_tokens(prefix: str | Path, dtype: np.dtype) -> np.ndarray:
-    """`<prefix>.bin` memory-mapped as one flat array of tokens.
-
-    Raises:
-        IndexedError: the file ends within a token.
-    """
+    """`<prefix>.bin` memory-mapped as one flat array of tokens. Raises IndexedError if the file ends within a token."""
     path = data_path(prefix)
     size = path.stat().st_size
     if size % dtype.itemsize:

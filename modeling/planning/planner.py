@@ -147,11 +147,7 @@ def plan(profile: Profile, cache: CostCache | None = None) -> Plan:
 
 
 def require_fit(profile: Profile, planned: Plan) -> None:
-    """Reject a plan that does not fit.
-
-    Raises:
-        ProfileError: names the fullest stage, what it needs, and single changes that make the run fit.
-    """
+    """Reject a plan that does not fit. Raises ProfileError with single changes that make it fit."""
     if planned.fits:
         return
     process = {"process": planned.host_bytes} if planned.host_bytes else {}

@@ -48,11 +48,7 @@ class ResumeRequest:
     weights: bool = False
 
     def step(self, saved: dict[int, Location]) -> int | None:
-        """The checkpoint that is asked for; None if the run has none to use.
-
-        Raises:
-            Rejected: the step has no complete checkpoint.
-        """
+        """The checkpoint that is asked for; None if the run has none to use. Raises Rejected if it is not complete."""
         if self.resume == "none":
             return None
         if self.resume == "newest":

@@ -28,11 +28,7 @@ UserFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def load(name: str) -> UserFunction:
-    """Import the function `module:function`.
-
-    Raises:
-        ValueError: there is no such module, or no such function in it.
-    """
+    """Import the function `module:function`. Raises ValueError if it does not exist."""
     module, _, function = name.partition(":")
     if is_reserved(module):
         raise ValueError(f"{name}: {module} is a module of Trainshed; rename the file")
@@ -49,11 +45,7 @@ def load(name: str) -> UserFunction:
 
 
 def call(function: UserFunction, logits: Tensor, targets: Tensor) -> Tensor:
-    """Call a user function and check its result.
-
-    Raises:
-        ValueError: it did not return a 0-dim tensor.
-    """
+    """Call a user function and check its result. Raises ValueError if it is not a 0-dim tensor."""
     result = function(logits, targets)
     if isinstance(result, Tensor) and result.dim() == 0:
         return result
