@@ -1,37 +1,31 @@
-"""What saving costs a training loop, and loading at another topology: `python -m benchmarks.checkpoints [--parameters N]`
+"""Measure the stall of a checkpoint save beside training, and loading at another topology.
 
-One process, an optimizer of N parameters (600 MB of state for 50 million), files on the disk that `--folder` is on, each synced.
-Sides run in turns; a figure is the median of the rounds, a ratio ours over the peer's of the same round.
+One process with an optimizer of N parameters (600 MB of state for 50 million); files go to the disk of `--folder`, each synced.
+Figures are medians of alternating rounds, ratios are ours over the peer's in the same round.
 
-    stall    what training waits for: `begin`, what the states' copying takes of the next step or its update waits for, and
-             `finish` of a save beside it, against the same save at once, `torch.save` of the same state, and plain DCP; a save
-             beside training is finished once it is written, as the loop does it
-    steps    a step of matrix products while a save is being written, over one while none is
-    load     what one of four data ranks needs of a checkpoint that one process saved, against DCP's own reader of it
+    stall    what training waits for an asynchronous save: `begin`, the slowdown of the next step or the wait of its update while
+             states are copied, and `finish` once files are written; against a synchronous save, `torch.save` and plain DCP
+    steps    a step of matrix products during a save over one without
+    load     what one of four data-parallel ranks reads of a checkpoint that one process saved, against DCP's reader
 
-Exit code 1 where the stall is not under a tenth of the save at once.
+The exit code is 1 where the stall is at least a tenth of the synchronous save.
 """
 
-from __future__ import annotations
-
-import argparse
 import os
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from benchmarks.timing import alternate, alternate_timed, make_parser, median_ratio, print_table, seconds
 from parallel import Mesh, ZeRO1
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.boxes import PREFIX, BoxedTensor, boxed_tensors
@@ -40,78 +34,80 @@ from parallel.initialization import Normal
 from parallel.layout import Layout, Section, parameter
 
 TARGET = 0.1
-WIDTH = 1024
+ROWS, WIDTH = 4096, 1024  # of each parameter
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.checkpoints", description=__doc__.splitlines()[0].split(":")[0]
-    )
+    parser = make_parser(__doc__, rounds=3)
     parser.add_argument("--parameters", type=int, default=50_000_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--folder", type=Path, help="on the disk to write to (default: the system's temporary one)"
-    )
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary folder)")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     torch.set_num_threads(1)
-    ours = make(options.parameters, Mesh())
-    seconds: dict[str, list[float]] = {}
+    optimizer = make_optimizer(options.parameters, Mesh())
+    steps: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="benchmarks-checkpoints-") as name:
         folder = Path(name)
-        beside = checkpoint.Saver(ours, asynchronous=True)
-        beside.begin(folder / "step_0", {})  # makes the plan and the memory, as a run's first save does
-        beside.finish()
-        sides: dict[str, Callable[[Path], float]] = {
-            "beside": lambda place: save_beside(beside, place, seconds),
-            "at once": lambda place: timed(lambda: checkpoint.save(place, ours, {})),
-            "torch.save": lambda place: timed(lambda: save_torch(place, ours)),
-            "plain DCP": lambda place: timed(lambda: save_dcp(place, ours)),
+        saver = checkpoint.Saver(optimizer, asynchronous=True)
+        saver.begin(
+            folder / "step_0", {}
+        )  # plans the files and allocates buffers, as a run's first save does
+        saver.finish()
+        saves: dict[str, Callable[[Path], object]] = {
+            "synchronous": lambda path: checkpoint.save(path, optimizer, {}),
+            "torch.save": lambda path: save_torch(path, optimizer),
+            "plain DCP": lambda path: dcp.save(
+                states(optimizer), storage_writer=dcp.FileSystemWriter(path), no_dist=True
+            ),
         }
-        for _ in range(options.rounds):
-            for side, act in sides.items():
-                seconds.setdefault(side, []).append(act(folder / "other"))
-                checkpoint.discard(folder / "other")
-        part = make(options.parameters, Mesh(data=4, rank=1))
-        for _ in range(options.rounds):
-            seconds.setdefault("load", []).append(timed(lambda: load_ours(folder / "step_0", part)))
-            seconds.setdefault("DCP load", []).append(timed(lambda: load_dcp(folder / "step_0", part)))
-        beside.close()
-    return show(options.parameters, seconds)
+
+        def timed_save(save: Callable[[Path], object]) -> float:
+            duration = seconds(lambda: save(folder / "other"))
+            checkpoint.discard(folder / "other")
+            return duration
+
+        def stall() -> float:
+            duration = stall_seconds(saver, folder / "other", steps)
+            checkpoint.discard(folder / "other")
+            return duration
+
+        sides = {name: lambda save=save: timed_save(save) for name, save in saves.items()}
+        results = alternate({"stall": stall, **sides}, options.rounds)
+        shard = make_optimizer(options.parameters, Mesh(data=4, rank=1))
+        loads = {
+            "load": lambda: Reader(folder / "step_0").load(boxed_tensors(shard.state_boxes(), PREFIX)),
+            "DCP load": lambda: load_dcp(folder / "step_0", shard),
+        }
+        results |= alternate_timed(loads, options.rounds)
+        saver.close()
+    return show(options.parameters, results, steps)
 
 
-def make(parameters: int, mesh: Mesh) -> ZeRO1:
-    """An optimizer over matrices of some millions of elements, with states that are not zero."""
-    rows = 4096
-    count = max(1, parameters // (rows * WIDTH))
+def make_optimizer(parameters: int, mesh: Mesh) -> ZeRO1:
+    """An optimizer of 4M-element matrices with non-zero states."""
     named = []
-    for number in range(count):
-        layout = Layout((Section("", (rows, WIDTH), None),), 1, Normal(1.0))
+    for number in range(max(1, parameters // (ROWS * WIDTH))):
+        layout = Layout((Section("", (ROWS, WIDTH), None),), 1, Normal(1.0))
         weight = parameter(layout, torch.float32, torch.device("cpu"))
         nn.init.normal_(weight)
         named.append((f"layers.{number}.weight", weight))
-    made = ZeRO1(named, mesh)
-    for bucket in made.buckets:
+    optimizer = ZeRO1(named, mesh)
+    for bucket in optimizer.buckets:
         bucket.exp_avg.copy_(bucket.master)
         bucket.exp_avg_sq.copy_(bucket.master)
-    return made
+    return optimizer
 
 
-def timed(act: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    act()
-    return time.perf_counter() - begun
-
-
-def save_beside(saver: checkpoint.Saver, place: Path, seconds: dict[str, list[float]]) -> float:
-    """Seconds that the loop waits: in the save's calls, and in the step beside which the states are copied, over a usual one."""
-    usual = statistics.median(timed(step) for _ in range(10))
-    seconds.setdefault("step", []).append(usual)
-    stall = timed(lambda: saver.begin(place, {}))
-    stall += max(0.0, timed(step) - usual) + timed(saver.optimizer.wait_for_copy)
+def stall_seconds(saver: checkpoint.Saver, path: Path, steps: list[tuple[float, float]]) -> float:
+    """Seconds that training waits for an asynchronous save; appends the seconds of a step without it and during it."""
+    usual = statistics.median(seconds(step) for _ in range(10))
+    stall = seconds(lambda: saver.begin(path, {}))
+    stall += max(0.0, seconds(step) - usual) + seconds(saver.optimizer.wait_for_copy)
+    during = []
     while saver.writing:
-        seconds.setdefault("step beside", []).append(timed(step))
-    return stall + timed(saver.finish)
+        during.append(seconds(step))
+    steps.append((usual, statistics.median(during or [usual])))
+    return stall + seconds(saver.finish)
 
 
 def step() -> None:
@@ -122,26 +118,18 @@ def step() -> None:
 
 def states(optimizer: ZeRO1) -> dict[str, torch.Tensor]:
     return {
-        f"{PREFIX[state]}.{piece.name}": view
-        for piece, views in optimizer.state_boxes()
+        f"{PREFIX[state]}.{box.name}": view
+        for box, views in optimizer.state_boxes()
         for state, view in views.items()
     }
 
 
-def save_torch(place: Path, optimizer: ZeRO1) -> None:
-    place.mkdir()
-    with (place / "all.pt").open("wb") as file:
+def save_torch(path: Path, optimizer: ZeRO1) -> None:
+    path.mkdir()
+    with (path / "all.pt").open("wb") as file:
         torch.save({key: view.clone() for key, view in states(optimizer).items()}, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def save_dcp(place: Path, optimizer: ZeRO1) -> None:
-    dcp.save(states(optimizer), storage_writer=dcp.FileSystemWriter(place), no_dist=True)
-
-
-def load_ours(place: Path, optimizer: ZeRO1) -> None:
-    Reader(place).load(boxed_tensors(optimizer.state_boxes(), PREFIX))
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -162,39 +150,31 @@ class LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].views[index.offset]
 
 
-def load_dcp(place: Path, optimizer: ZeRO1) -> None:
+def load_dcp(path: Path, optimizer: ZeRO1) -> None:
     state = boxed_tensors(optimizer.state_boxes(), PREFIX)
-    dcp.load(state, storage_reader=dcp.FileSystemReader(place), planner=LoadPlanner(), no_dist=True)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(path), planner=LoadPlanner(), no_dist=True)
 
 
-def show(parameters: int, seconds: dict[str, list[float]]) -> int:
+def show(parameters: int, results: dict[str, list[float]], steps: list[tuple[float, float]]) -> int:
     """Print the table; the exit code."""
-    table = Table(title=f"{parameters / 1e6:.0f} M parameters, {parameters * 12 / 1e6:.0f} MB of state")
-    for heading in ("", "seconds", "ratio", "due"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    median = {side: f"{statistics.median(times):.3f}" for side, times in results.items()}
+    usual, during = map(statistics.median, zip(*steps, strict=True))
+    ratio = median_ratio(results["stall"], results["synchronous"])
 
-    def row(name: str, ours: str, peer: str | None = None, due: str = "") -> float:
-        pairs = zip(seconds[ours], seconds[peer], strict=False) if peer else ()
-        ratio = statistics.median(a / b for a, b in pairs) if peer else float("nan")
-        table.add_row(
-            name, f"{statistics.median(seconds[peer or ours]):.3f}", f"{ratio:.3f}" if peer else "", due
-        )
-        return ratio
+    def over(ours: str, peer: str) -> str:
+        return f"{median_ratio(results[ours], results[peer]):.3f}"
 
-    row("stall of a save beside training", "beside")
-    ratio = row("the same save at once", "beside", "at once", f"< {TARGET}")
-    row("torch.save", "beside", "torch.save")
-    row("plain DCP", "beside", "plain DCP")
-    slower = statistics.median(seconds["step beside"]) / statistics.median(seconds["step"])
-    table.add_row(
-        "a step while a save is written",
-        f"{statistics.median(seconds['step beside']):.4f}",
-        f"{slower:.2f}",
-        "",
-    )
-    row("load of a quarter", "load")
-    row("DCP's own reader", "load", "DCP load")
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    rows = [
+        ("stall of an asynchronous save", median["stall"], "", ""),
+        ("synchronous save", median["synchronous"], f"{ratio:.3f}", f"< {TARGET}"),
+        ("torch.save", median["torch.save"], over("stall", "torch.save"), ""),
+        ("plain DCP", median["plain DCP"], over("stall", "plain DCP"), ""),
+        ("step during a save", f"{during:.4f}", f"{during / usual:.2f}", ""),
+        ("load of a quarter", median["load"], "", ""),
+        ("DCP's reader", median["DCP load"], over("load", "DCP load"), ""),
+    ]
+    title = f"{parameters / 1e6:.0f} M parameters, {parameters * 12 / 1e6:.0f} MB of state"
+    print_table(title, ("", "seconds", "ratio", "target"), rows)
     return int(ratio >= TARGET)
 
 

@@ -1,134 +1,132 @@
-"""Ahead-of-time compilation measured: python -m benchmarks.graphs trace | first-step | speed
+"""Measure ahead-of-time compilation: trace, first-step or speed.
 
-    trace       traces the large profiles, each in a process of its own: seconds, peak memory, graphs (at most 120 s and 4 GB)
-    first-step  tiny's model at 8 layers: the first step with graphs compiled ahead over the first step without (at most 1/4)
-    speed       the benchmark model, compiled over eager, tokens/s (above 1), and how far the losses differ (bf16: 2e-2)
+    trace       trace the large profiles, each in its own process: seconds, peak memory, graphs (at most 120 s and 4 GB)
+    first-step  tiny with 8 layers: first step without precompiled graphs over first step with them (at least 4)
+    speed       the small workload, compiled over eager, tokens/s (above 1), and the difference of losses (at most 2e-2)
 
-Each prints its figures and, under a line, what they have to be; the exit code is 1 where they are not.
+Prints figures and then their limits; the exit code is 1 where a limit is exceeded.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from benchmarks.comparisons import largest_difference
+from benchmarks.processes import Script, measure_script
+from benchmarks.timing import alternate, make_parser, median_ratio
 from profiles.resolve import dump, load
 
 LARGE = ("llama3-70b", "llama3-70b-trn1", "llama3-70b-cp", "llama3.1-405b-trn1", "gpt3-175b")
-SECONDS, BYTES = 120, 4e9
-COLD_OVER_WARM = 4.0
-LOSSES = 2e-2
+MAX_SECONDS, MAX_BYTES = 120, 4e9
+MIN_SPEEDUP = 4.0
+LOSS_TOLERANCE = 2e-2
 
 
 def trace(names: Sequence[str]) -> bool:
-    """A row a profile."""
+    """Trace profiles; whether all are within the limits."""
     print(f"{'profile':<20}{'layers':>7}{'ranks':>7}{'seconds':>9}{'MB':>7}{'graphs':>8}")
-    good = True
+    within = True
     for name in names:
-        with tempfile.TemporaryDirectory() as temporary:
-            run = _run_folder(Path(temporary), name)
+        with tempfile.TemporaryDirectory() as folder:
+            run = write_run_folder(Path(folder), name)
             profile = load(str(run / "profile.yaml"))
             output = run / "trace.json"
-            _python("modeling.tracing.trace", "--run-folder", run, "--output", output)
-            found = json.loads(output.read_text())
-        graphs = sum(len(program["graphs"]) for program in found["programs"])
+            command = [
+                sys.executable,
+                "-m",
+                "modeling.tracing.trace",
+                "--run-folder",
+                run,
+                "--output",
+                output,
+            ]
+            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+            traced = json.loads(output.read_text())
+        graphs = sum(len(program["graphs"]) for program in traced["programs"])
         print(
-            f"{name:<20}{profile.model.num_hidden_layers:>7}{profile.world_size:>7}{found['seconds']:>9.1f}"
-            f"{found['peak_bytes'] / 1e6:>7.0f}{graphs:>8}"
+            f"{name:<20}{profile.model.num_hidden_layers:>7}{profile.world_size:>7}{traced['seconds']:>9.1f}"
+            f"{traced['peak_bytes'] / 1e6:>7.0f}{graphs:>8}"
         )
-        good &= found["seconds"] <= SECONDS and found["peak_bytes"] <= BYTES
-    print(f"\nat most {SECONDS} s and {BYTES / 1e6:.0f} MB each")
-    return good
+        within &= traced["seconds"] <= MAX_SECONDS and traced["peak_bytes"] <= MAX_BYTES
+    print(f"\nat most {MAX_SECONDS} s and {MAX_BYTES / 1e6:.0f} MB each")
+    return within
 
 
 def first_step(rounds: int) -> bool:
-    """Cold and warm, in turn; the cold one compiles into an empty folder."""
+    """Time the first step, alternating between an empty compile cache and precompiled graphs."""
     from tasks import graphs
     from tasks.step import Context
     from tasks.store.store import Store
     from tests.modeling import micro
 
     overrides = ("model.num_hidden_layers=8", "train.steps=1", "train.warmup_steps=0", "evaluate.every=0")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         store = Store(str(folder / "store"))
-        corpus = micro.dataset(folder / "data", tokens=20000)
-        run = _run_folder(folder / "ahead", "tiny", *overrides)
-        profile = load(str(run / "profile.yaml"))
+        dataset = micro.dataset(folder / "data", tokens=20000)
+        profile = load(str(write_run_folder(folder / "compile", "tiny", *overrides) / "profile.yaml"))
         artifact = graphs.Graphs().run(Context(profile, store))
         print(graphs.sentence(artifact.summary))
-        seconds: dict[str, list[float]] = {"cold": [], "warm": []}
-        for number in range(rounds):
-            for kind, times in seconds.items():
-                run = _run_folder(folder / f"{kind}-{number}", "tiny", *overrides)
-                ahead = ("--graphs", store.artifacts.path(artifact)) if kind == "warm" else ()
-                micro.finish(
-                    micro.start("train", "--run-folder", run, "--dataset", corpus, *ahead),
-                )
+
+        def train(kind: str) -> float:
+            with tempfile.TemporaryDirectory(dir=folder) as run_folder:
+                run = write_run_folder(Path(run_folder), "tiny", *overrides)
+                precompiled = ("--graphs", store.artifacts.path(artifact)) if kind == "warm" else ()
+                arguments = ("--run-folder", run, "--dataset", dataset, *precompiled)
+                micro.finish(micro.start("training.train", *arguments))
                 row = micro.metrics(run)[0]
-                assert (row["cold_compiles"] == 0) == (kind == "warm"), row
-                times.append(row["step_seconds"])
+            assert (row["cold_compiles"] == 0) == (kind == "warm"), row
+            return row["step_seconds"]
+
+        seconds = alternate({kind: partial(train, kind) for kind in ("cold", "warm")}, rounds)
     for kind, times in seconds.items():
         print(f"first step, {kind}: {', '.join(f'{value:.2f}' for value in times)} s")
     ratio = statistics.median(seconds["cold"]) / statistics.median(seconds["warm"])
-    print(f"\ncold over warm: {ratio:.2f}, at least {COLD_OVER_WARM}")
-    return ratio >= COLD_OVER_WARM
+    print(f"\ncold over warm: {ratio:.2f}, at least {MIN_SPEEDUP}")
+    return ratio >= MIN_SPEEDUP
 
 
 def speed(rounds: int, precision: str) -> bool:
-    """Eager and compiled, in turn, medians of a run's steps."""
-    seconds: dict[str, list[float]] = {"eager": [], "compiled": []}
-    losses: dict[str, list[float]] = {}
+    """Compare eager with compiled training steps."""
     with tempfile.TemporaryDirectory() as graphs:
-        for _ in range(rounds):
-            for kind, times in seconds.items():
-                more = ("--graphs", graphs) if kind == "compiled" else ()
-                told = _python("benchmarks.ours", "--precision", precision, "--threads", "2", *more)
-                result = json.loads(told.splitlines()[-1])
-                times.append(statistics.median(result["seconds"]))
-                losses[kind] = result["losses"]
+        common = ("--precision", precision, "--threads", "2")
+        scripts = {"eager": Script("ours", common), "compiled": Script("ours", (*common, "--graphs", graphs))}
+        runs = alternate({kind: partial(measure_script, script) for kind, script in scripts.items()}, rounds)
+    seconds = {kind: [run.step_seconds for run in measured] for kind, measured in runs.items()}
     for kind, times in seconds.items():
-        print(f"a step, {kind}: {', '.join(f'{value * 1e3:.0f}' for value in times)} ms")
-    ratio = statistics.median(e / c for e, c in zip(seconds["eager"], seconds["compiled"], strict=True))
-    apart = max(abs(a - b) / abs(b) for a, b in zip(losses["compiled"], losses["eager"], strict=True))
+        print(f"step, {kind}: {', '.join(f'{value * 1e3:.0f}' for value in times)} ms")
+    ratio = median_ratio(seconds["eager"], seconds["compiled"])
+    error = largest_difference([runs["eager"][-1], runs["compiled"][-1]])
     print(
-        f"\ncompiled over eager, {precision}: {ratio:.2f}, above 1; losses differ by {apart:.1e}, at most {LOSSES}"
+        f"\ncompiled over eager, {precision}: {ratio:.2f}, above 1; losses differ by {error:.1e}, at most {LOSS_TOLERANCE}"
     )
-    return ratio > 1 and apart <= LOSSES
+    return ratio > 1 and error <= LOSS_TOLERANCE
 
 
-def _run_folder(folder: Path, name: str, *overrides: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+def write_run_folder(folder: Path, name: str, *overrides: str) -> Path:
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "profile.yaml").write_text(dump(load(name, overrides)))
-    (folder / "logs").mkdir(exist_ok=True)
     return folder
 
 
-def _python(module: str, *arguments: object) -> str:
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
+    parser = make_parser(__doc__, rounds=2)
     parser.add_argument("what", choices=("trace", "first-step", "speed"))
     parser.add_argument("--profiles", nargs="+", default=LARGE, help="of trace")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--precision", choices=("float32", "bf16"), default="float32")
+    parser.add_argument("--precision", choices=("float32", "bf16"), default="float32", help="of speed")
     options = parser.parse_args()
     if options.what == "trace":
-        good = trace(options.profiles)
+        within = trace(options.profiles)
     elif options.what == "first-step":
-        good = first_step(options.rounds)
+        within = first_step(options.rounds)
     else:
-        good = speed(options.rounds, options.precision)
-    return 0 if good else 1
+        within = speed(options.rounds, options.precision)
+    return 0 if within else 1
 
 
 if __name__ == "__main__":

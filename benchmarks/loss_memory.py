@@ -1,29 +1,25 @@
-"""Memory of the vocabulary-parallel loss, fused with the output projection and not: `python -m benchmarks.loss_memory`
+"""Measure peak memory of the vocabulary-parallel loss, fused with the output projection and unfused.
 
-Two processes, the vocabulary split over them, forward and backward. The fused loss (`linear_cross_entropy`) never holds full
-logits; the other is a projection followed by `vocab_parallel_cross_entropy`. A process for each, so that its peak of resident
-memory is the loss's own; the losses and the gradients of hidden states must agree, else the exit code is 1.
+Two processes share the vocabulary, forward and backward. `linear_cross_entropy` (fused) never holds complete logits; the
+unfused loss is a projection followed by `vocab_parallel_cross_entropy`. Each runs in its own processes, so that the peak of
+resident memory is the loss's alone. Losses and gradients of hidden states must agree; the exit code is 1 where they do not.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
-import math
 import resource
 import sys
-import time
 
+import psutil
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.sitting import Script, run
+from benchmarks.comparisons import largest_difference
+from benchmarks.processes import Script, measure_script
+from benchmarks.timing import make_parser, print_table, seconds
 from parallel import Mesh, linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel.collectives import copy
-from parallel.mesh import Axis
 
 RANKS = 2
 TOLERANCE = 1e-5
@@ -31,44 +27,39 @@ VARIANTS = ("fused", "unfused")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.loss_memory", description=__doc__.splitlines()[0].split(":")[0]
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument(
-        "--variant", choices=VARIANTS, help="run this one, in a process that was launched for it"
-    )
+        "--variant", choices=VARIANTS, help=argparse.SUPPRESS
+    )  # set for the measured processes
     options = parser.parse_args()
     if options.variant:
         measure(options)
         return 0
     sizes = [f"--{name}={getattr(options, name)}" for name in ("tokens", "hidden", "vocabulary")]
-    found = {
-        variant: run(Script("loss_memory", (f"--variant={variant}",), RANKS), sizes) for variant in VARIANTS
+    measured = {
+        variant: measure_script(Script("loss_memory", (f"--variant={variant}",), RANKS), sizes)
+        for variant in VARIANTS
     }
-    agree = all(
-        math.isclose(one, other, rel_tol=TOLERANCE)
-        for one, other in zip(*(measured.losses for measured in found.values()), strict=True)
-    )
+    agree = largest_difference(list(measured.values())) <= TOLERANCE
     logits = options.tokens * options.vocabulary // RANKS * 4
-    table = Table(
-        title=f"{options.tokens} tokens, hidden {options.hidden}, vocabulary {options.vocabulary} over {RANKS} processes; "
-        f"a process's logits are {logits / 2**20:.0f} MiB in float32"
+    print_table(
+        f"{options.tokens} tokens, hidden {options.hidden}, vocabulary {options.vocabulary} over {RANKS} processes; "
+        f"logits of a process: {logits / 2**20:.0f} MiB in float32",
+        ("loss", "peak memory above the inputs, MiB", "seconds"),
+        [
+            (variant, f"{run.peak_bytes / 2**20:.0f}", f"{run.step_seconds:.2f}")
+            for variant, run in measured.items()
+        ],
     )
-    for heading in ("loss", "peak memory on top, MiB", "seconds"):
-        table.add_column(heading, justify="right")
-    for variant, measured in found.items():
-        table.add_row(variant, f"{measured.peak_bytes / 2**20:.0f}", f"{measured.step:.2f}")
-    console = Console()
-    console.print(table)
-    console.print(f"losses and gradients {'agree' if agree else 'DIFFER'} within {TOLERANCE}")
+    print(f"losses and gradients {'agree' if agree else 'DIFFER'} within {TOLERANCE}")
     return 0 if agree else 1
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Prints the loss and the norm of its gradient, the peak of memory on top of the inputs, and the time."""
+    """Print the loss and its gradient's norm, the peak of memory above the inputs, and the time."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     axis = Mesh(tensor=RANKS).tensor
@@ -77,36 +68,26 @@ def measure(options: argparse.Namespace) -> None:
     rows = -(-options.vocabulary // RANKS)
     weight = torch.randn(rows, options.hidden, generator=generator).mul_(0.02).requires_grad_()
     targets = torch.randint(options.vocabulary, (options.tokens,), generator=generator)
+    shard = {"first": torch.tensor(axis.rank * rows), "vocabulary": options.vocabulary}
+    losses: list[Tensor] = []
+
+    def compute() -> None:
+        if options.variant == "fused":
+            loss = linear_cross_entropy(x, weight, targets, axis, **shard)
+        else:
+            # no local reference: logits must be freed before the backward pass
+            loss = vocab_parallel_cross_entropy(copy(x, axis) @ weight.t(), targets, axis, **shard).sum()
+        losses.append(loss)
+        loss.backward()
+
     dist.barrier()
-    before = resident_bytes()
-    begun = time.perf_counter()
-    compute = {"fused": fused, "unfused": unfused}[options.variant]
-    loss = compute(x, weight, targets, axis, options.vocabulary)
-    loss.backward()
-    seconds = time.perf_counter() - begun
+    before = psutil.Process().memory_info().rss
+    taken = seconds(compute)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     if dist.get_rank() == 0:
-        losses = [loss.item(), x.grad.norm().item()]
-        print(json.dumps({"seconds": [seconds], "losses": losses, "peak_bytes": peak}))
+        found = [losses[0].item(), x.grad.norm().item()]
+        print(json.dumps({"seconds": [taken], "losses": found, "peak_bytes": peak}))
     dist.destroy_process_group()
-
-
-def fused(x: Tensor, weight: Tensor, targets: Tensor, axis: Axis, vocabulary: int) -> Tensor:
-    first = torch.tensor(axis.rank * weight.shape[0])
-    return linear_cross_entropy(x, weight, targets, axis, first=first, vocabulary=vocabulary)
-
-
-def unfused(x: Tensor, weight: Tensor, targets: Tensor, axis: Axis, vocabulary: int) -> Tensor:
-    first = torch.tensor(axis.rank * weight.shape[0])
-    logits = copy(x, axis) @ weight.t()
-    return vocab_parallel_cross_entropy(logits, targets, axis, first=first, vocabulary=vocabulary).sum()
-
-
-def resident_bytes() -> int:
-    """Of this process, now."""
-    import psutil
-
-    return psutil.Process().memory_info().rss
 
 
 if __name__ == "__main__":

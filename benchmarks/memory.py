@@ -1,14 +1,10 @@
-"""The plan's bytes against those of real runs: `python -m benchmarks.memory`, about a minute on two cores.
+"""Compare the plan's memory with that of real runs on this machine's CPU; takes about a minute on two cores.
 
-Each case trains two steps on this machine's CPU. Parameters, gradients and optimizer states must be the plan's to the byte; of
-all tensors that are alive when most are, on the fullest rank of each stage, the script prints planned over measured.
+Each case trains two steps. Parameters, gradients and optimizer states must equal the plan to the byte; prints planned over
+measured peak of all live tensors, on the fullest rank of each stage.
 """
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,6 +17,8 @@ from torch.profiler import profile as record
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.processes import Script, run_script
+from benchmarks.timing import make_parser
 from modeling.planning.planner import plan
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
@@ -29,40 +27,65 @@ from profiles.schema import Profile
 
 STEPS = 2
 SMALL = (
-    *(
-        "model.hidden_size=256",
-        "model.intermediate_size=704",
-        "model.num_hidden_layers=4",
-        "model.vocab_size=2048",
-    ),
-    *("tokenizer.vocabulary_size=2048", "train.sequence_length=256", "compile.enabled=false"),
+    *("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4"),
+    *("model.vocab_size=2048", "tokenizer.vocabulary_size=2048", "train.sequence_length=256"),
+    "compile.enabled=false",
 )
 GPT = (
     *("model.architecture=gpt", "model.num_key_value_heads=8", "model.hidden_act=gelu", "model.dropout=0.1"),
     *("model.tie_word_embeddings=true", "model.attention_bias=true", "model.mlp_bias=true"),
 )
+SINGLE = ("parallel.tensor=1", "cluster.devices_per_node=1")
+PIPELINE = ("parallel.pipeline=2", "train.micro_batch_size=1")
 CASES = {
-    "one process": ("parallel.tensor=1", "cluster.devices_per_node=1"),
-    "one process, float32": ("parallel.tensor=1", "cluster.devices_per_node=1", "train.precision=float32"),
+    "one process": SINGLE,
+    "one process, float32": (*SINGLE, "train.precision=float32"),
     "tensor 2": (),
     "tensor 2, full": ("train.recompute=full",),
     "tensor 2, selective": ("train.recompute=selective",),
     "tensor 2, gpt with dropout": GPT,
     "data 2": ("parallel.tensor=1",),
     "context 2": ("parallel.tensor=1", "parallel.context=2"),
-    "pipeline 2": ("parallel.tensor=1", "parallel.pipeline=2", "train.micro_batch_size=1"),
-    "pipeline 2, interleaved": (
-        *("parallel.tensor=1", "parallel.pipeline=2", "train.micro_batch_size=1"),
-        "parallel.schedule=interleaved",
-    ),
-    "pipeline 2 x tensor 2": (
-        *("parallel.pipeline=2", "train.micro_batch_size=1", "cluster.devices_per_node=4"),
-    ),
+    "pipeline 2": ("parallel.tensor=1", *PIPELINE),
+    "pipeline 2, interleaved": ("parallel.tensor=1", *PIPELINE, "parallel.schedule=interleaved"),
+    "pipeline 2 x tensor 2": (*PIPELINE, "cluster.devices_per_node=4"),
 }
 
 
-def measure(overrides: tuple[str, ...]) -> tuple[int, dict[str, int], int]:
-    """Train some steps as this rank: its place in the pipeline, bytes of states by kind, most bytes of all tensors alive."""
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "overrides", nargs="?", type=json.loads, help="measure this case (JSON list) as one rank"
+    )
+    options = parser.parse_args()
+    if options.overrides is not None:
+        if case(options.overrides).world_size > 1:
+            dist.init_process_group("gloo")
+        print(json.dumps(measure(options.overrides)), flush=True)
+        return
+    ratios = []
+    for name, overrides in CASES.items():
+        profile = case(overrides)
+        output = run_script(Script("memory", (json.dumps(overrides),), profile.world_size))
+        ranks = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+        for number, stage in enumerate(plan(profile).stages):
+            planned = {kind: size for kind, size in stage.bytes.items() if kind != "activations"}
+            measured = max(peak for rank, states, peak in ranks if rank == number and states == planned)
+            ratios.append(stage.total / measured)
+            text = f"{name:28} stage {number}: {measured / 2**20:6.1f} MiB, planned {ratios[-1]:.2f} of it"
+            print(text, flush=True)
+    print(f"planned / measured: {min(ratios):.2f} to {max(ratios):.2f}; states equal to the byte")
+
+
+def case(overrides: Iterable[str]) -> Profile:
+    """The profile of a case."""
+    profile = resolve.load("tiny", [*SMALL, *overrides])
+    resolve.check(profile)
+    return profile
+
+
+def measure(overrides: Iterable[str]) -> tuple[int, dict[str, int], int]:
+    """Train as this rank. Returns its pipeline rank, bytes of its states by kind, and the peak bytes of all live tensors."""
     profile = case(overrides)
     trainer = Trainer(profile, start=False)
     try:
@@ -77,7 +100,10 @@ def measure(overrides: tuple[str, ...]) -> tuple[int, dict[str, int], int]:
             ),
         }  # fmt: skip
         train = profile.train
-        with record(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded, Sent():
+        with (
+            record(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+            CommunicationBuffers(),
+        ):
             for step in range(STEPS):
                 samples = None
                 if trainer.reads_samples:
@@ -86,89 +112,49 @@ def measure(overrides: tuple[str, ...]) -> tuple[int, dict[str, int], int]:
                 optimizer.begin_step(profile.accumulation_steps)
                 trainer.forward_backward(samples, 1.0, step)
                 optimizer.step(1e-3)
-        most = _most(recorded)
-        return trainer.mesh.pipeline.rank, states, sum(states.values()) + most
+        return trainer.mesh.pipeline.rank, states, sum(states.values()) + _peak_bytes(profiler)
     finally:
         trainer.mesh.close()
 
 
-class Sent(TorchDispatchMode):
-    """Keeps what is sent until gloo has let go of it, and no longer: of what its threads give back the profiler sees nothing."""
+class CommunicationBuffers(TorchDispatchMode):
+    """Holds tensors passed to gloo until gloo releases them, because the profiler misses deallocations in gloo's threads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: list[Tensor] = []
+        self._buffers: list[Tensor] = []
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, inputs: tuple = (), named: dict | None = None
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        self._kept = [tensor for tensor in self._kept if tensor._use_count() > 1]
-        result = function(*inputs, **(named or {}))
+        self._buffers = [tensor for tensor in self._buffers if tensor._use_count() > 1]
+        result = function(*args, **(kwargs or {}))
         if function.namespace in ("_c10d_functional", "c10d"):
-            self._kept += [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
+            self._buffers += [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         return result
 
 
-def _most(recorded: record) -> int:
-    """The most bytes that were alive at a time."""
-    alive: dict[int, int] = {}
-    total = most = 0
-    events = _leaves(recorded.profiler.kineto_results.experimental_event_tree())
+def _peak_bytes(profiler: record) -> int:
+    """Peak of allocated bytes."""
+    live: dict[int, int] = {}
+    total = peak = 0
+    events = _allocations(profiler.profiler.kineto_results.experimental_event_tree())
     for event in sorted(events, key=lambda event: event.start_time_ns):
-        where, size = event.extra_fields.ptr, event.extra_fields.alloc_size
-        total -= alive.pop(where, 0)
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        total -= live.pop(address, 0)
         if size > 0:
-            alive[where] = size
+            live[address] = size
             total += size
-            most = max(most, total)
-    return most
+            peak = max(peak, total)
+    return peak
 
 
-def _leaves(events: Iterable[Any]) -> Iterator[Any]:
-    """Allocations among events and what is within them."""
+def _allocations(events: Iterable[Any]) -> Iterator[Any]:
+    """Allocation events, recursively."""
     for event in events:
         if event.tag == _EventType.Allocation:
             yield event
-        yield from _leaves(event.children)
-
-
-def case(overrides: tuple[str, ...]) -> Profile:
-    """The profile of a case."""
-    profile = resolve.load("tiny", [*SMALL, *overrides])
-    resolve.check(profile)
-    return profile
-
-
-def main() -> None:
-    if len(sys.argv) > 1:
-        overrides = tuple(json.loads(sys.argv[1]))
-        if case(overrides).world_size > 1:
-            dist.init_process_group("gloo")
-        print(json.dumps(measure(overrides)), flush=True)
-        return
-    ratios = []
-    for name, overrides in CASES.items():
-        profile = case(overrides)
-        processes = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(profile.world_size),
-            "-m",
-        ]
-        command = [sys.executable, *processes, "benchmarks.memory", json.dumps(overrides)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-        for place, stage in enumerate(plan(profile).stages):
-            states = {kind: size for kind, size in stage.bytes.items() if kind != "activations"}
-            measured = max(most for at, found, most in ranks if at == place and found == states)
-            ratios.append(stage.total / measured)
-            print(
-                f"{name:28} stage {place}: {measured / 2**20:6.1f} MiB, planned {ratios[-1]:.2f} of it",
-                flush=True,
-            )
-    print(f"planned / measured: {min(ratios):.2f} to {max(ratios):.2f}; states equal to the byte")
+        yield from _allocations(event.children)
 
 
 if __name__ == "__main__":

@@ -1,49 +1,47 @@
-"""Rows are run with a progress bar, their results shown as a table."""
-
-from __future__ import annotations
+"""Run comparisons with a progress bar and print their results as a table."""
 
 import os
 import platform
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from benchmarks.rows import Plan, Result, Ring, Training
-from benchmarks.sitting import ScriptError
+from benchmarks.comparisons import Result, RingComparison, Schedule, TrainingComparison
+from benchmarks.processes import ScriptError
+from benchmarks.timing import print_table
 
-WIDTH = 130  # of a table that goes into a file
 STYLES = {"met": "green", "missed": "yellow", "failed": "bold red"}
+HEADINGS = ("work", "against", "ours", "peer", "ratio", "due", "of bound", "losses differ", "result")
+CAPTION = (
+    "ours, peer: ms per step; ratio: peer over ours (minimum–maximum of the rounds); targets in parentheses"
+)
 
 
-def sit(rows: Sequence[Training | Ring], plan: Plan) -> list[Result]:
-    """Run rows one after another, saying on standard error how far it is; a row that fails does not keep others from running."""
+def run(comparisons: Sequence[TrainingComparison | RingComparison], schedule: Schedule) -> list[Result]:
+    """Run comparisons in order, with progress on standard error. A failed one does not stop the others."""
     results: list[Result] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=sum(row.turns(plan) for row in rows))
+        bar = progress.add_task("", total=sum(item.turns(schedule) for item in comparisons))
+        for number, item in enumerate(comparisons):
 
-        @contextmanager
-        def turn(side: str) -> Iterator[None]:
-            progress.update(bar, description=f"{rows[len(results)].name}: {side}")
-            yield
-            progress.advance(bar)
+            def before_turn(side: str, name: str = item.name) -> None:
+                progress.update(bar, description=f"{name}: {side}", advance=1)
 
-        for row in rows:
             try:
-                results.append(row.run(plan, turn))
+                results.append(item.run(schedule, before_turn))
             except ScriptError as error:
-                results.append(Result(row.name, row.title, row.against, row.target, failure=str(error)))
-            progress.update(bar, completed=sum(row.turns(plan) for row in rows[: len(results)]))
+                results.append(Result(item.name, item.title, item.against, item.target, failure=str(error)))
+            progress.update(bar, completed=sum(item.turns(schedule) for item in comparisons[: number + 1]))
     return results
 
 
 def machine() -> dict[str, object]:
-    """What figures depend on."""
+    """The machine's properties that the figures depend on."""
     return {
         "processor": platform.machine(),
         "vector_units": torch.backends.cpu.get_cpu_capability(),
@@ -53,39 +51,27 @@ def machine() -> dict[str, object]:
     }
 
 
-def show(results: Sequence[Result], how: str) -> None:
-    """Print the table, and below it why rows failed."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    about = machine()
-    table = Table(
-        title=f"{about['cores']} cores ({about['vector_units']}), torch {about['torch']}; {how}",
-        caption="ours, peer: ms a step; ratio: the peer's over ours (least and greatest of the rounds); in brackets what is due",
-    )
-    for heading, justify in {"work": "left", "against": "left", "ours": "right", "peer": "right"}.items():
-        table.add_column(heading, justify=justify)
-    for heading in ("ratio", "due", "of bound", "losses differ", "result"):
-        table.add_column(heading, no_wrap=True)
-    for result in results:
-        table.add_row(*cells(result))
-    console.print(table)
+def show(results: Sequence[Result], schedule: Schedule) -> None:
+    """Print the table, and below it the reasons for failures."""
+    this = machine()
+    title = f"{this['cores']} cores ({this['vector_units']}), torch {this['torch']}; "
+    title += f"medians of {schedule.steps} steps in {schedule.rounds} rounds"
+    print_table(title, HEADINGS, map(_cells, results), CAPTION)
     for result in results:
         if result.failure:
-            console.print(f"{result.name}: {result.failure}", style="red", markup=False)
+            print(f"{result.name}: {result.failure}", file=sys.stderr)
 
 
-def cells(result: Result) -> list[str]:
-    """A result's line of the table."""
+def _cells(result: Result) -> list[str]:
     status = f"[{STYLES[result.status]}]{result.status}[/]"
     if result.failure:
         return [result.title, result.against, "", "", "", f"{result.target:.2f}", "", "", status]
-    bound = ""
-    if result.of_bound is not None:
-        bound = f"{result.of_bound:.2f} ({result.bound_target:.2f})"
+    bound = f"{result.of_bound:.2f} ({result.bound_target:.2f})" if result.bound else ""
     return [
         result.title,
         result.against,
-        f"{1e3 * result.ours_seconds:,.0f}",
-        f"{1e3 * result.peer_seconds:,.0f}",
+        f"{1e3 * statistics.median(result.ours):,.0f}",
+        f"{1e3 * statistics.median(result.peer):,.0f}",
         f"{result.ratio:.2f} ({min(result.ratios):.2f}–{max(result.ratios):.2f})",
         f"{result.target:.2f}",
         bound,

@@ -1,18 +1,16 @@
-"""Ring attention over two processes of one thread against one process of two threads: `python -m benchmarks.ring_attention`
+"""Compare ring attention in two single-threaded processes with attention in one process of two threads.
 
-Forward and backward of causal attention, 8 query and 2 KV heads of size 32, one sequence. Both sides stay alive and take
-turns, so that whatever else the machine does meets both; medians are compared. Ideal is 1.0: the same work on the same
-cores with nothing to send or merge. Outputs and gradients of both must agree, else the exit code is 1.
+Forward and backward of causal attention, 8 query and 2 KV heads of size 32, one sequence. The processes of both sides stay
+alive and alternate. The ideal ratio is 1.0: the same work on the same cores without communication and merging. Outputs and
+gradients must agree; the exit code is 1 where they do not.
 """
 
-from __future__ import annotations
-
-import argparse
 import multiprocessing
 import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -20,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.processes import ScriptError
+from benchmarks.timing import alternate, make_parser
+from benchmarks.workload import DTYPES
 from parallel import device
 from parallel.attention.attention import attention
 from parallel.mesh import Mesh
@@ -27,29 +28,26 @@ from tests.parallel.attention.reference import zigzag_merge, zigzag_split
 
 RANKS = 2
 TARGET = 0.85
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCES = {"float32": 1e-5, "bf16": 2e-2}
+HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 32
 
 
 @dataclass(frozen=True)
-class Work:
-    """One causal sequence."""
+class Workload:
+    """Attention over one causal sequence."""
 
     tokens: int
     precision: str
-    n: int = 8
-    k: int = 2
-    d: int = 32
 
     def tensors(self) -> list[Tensor]:
-        """q, k, v and the output's gradient, (1, heads, tokens, d)."""
-        draw = torch.Generator().manual_seed(0)
-        shapes = [(1, heads, self.tokens, self.d) for heads in (self.n, self.k, self.k, self.n)]
-        return [torch.randn(shape, generator=draw).to(DTYPES[self.precision]) for shape in shapes]
+        """q, k, v and the output's gradient, each (1, heads, s, d)."""
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(1, heads, self.tokens, HEAD_SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+        return [torch.randn(shape, generator=generator).to(DTYPES[self.precision]) for shape in shapes]
 
 
-class Side:
-    """Processes that together do the work when asked."""
+class Group:
+    """Processes that compute a workload together on request, each with its share of the sequence."""
 
     def __init__(self, ranks: int, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -58,23 +56,26 @@ class Side:
             port = probe.getsockname()[1]
         self.connections: list[Connection] = []
         for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            context.Process(target=_serve, args=(theirs, rank, ranks, threads, port), daemon=True).start()
-            self.connections.append(ours)
+            connection, remote = context.Pipe()
+            context.Process(target=_serve, args=(remote, rank, ranks, threads, port), daemon=True).start()
+            self.connections.append(connection)
 
-    def _ask(self, question: tuple[str, Work]) -> list:
+    def _request(self, result: str, workload: Workload) -> list:
         for connection in self.connections:
-            connection.send(question)
-        return [connection.recv() for connection in self.connections]
+            connection.send((result, workload))
+        try:
+            return [connection.recv() for connection in self.connections]
+        except EOFError:
+            raise ScriptError("ring_attention: a process exited; its error is on standard error") from None
 
-    def results(self, work: Work) -> list[Tensor]:
-        """out, dq, dk, dv of the whole sequence; also warms up."""
-        parts = [[torch.from_numpy(x) for x in part] for part in self._ask(("results", work))]
-        return [zigzag_merge(list(shards), 2) for shards in zip(*parts, strict=True)]
+    def outputs(self, workload: Workload) -> list[Tensor]:
+        """out, dq, dk, dv of the complete sequence; also warms up."""
+        shards = [[torch.from_numpy(x) for x in rank] for rank in self._request("outputs", workload)]
+        return [zigzag_merge(list(tensors), 2) for tensors in zip(*shards, strict=True)]
 
-    def seconds(self, work: Work) -> float:
-        """Of one forward and backward, on the slower rank."""
-        return max(self._ask(("seconds", work)))
+    def seconds(self, workload: Workload) -> float:
+        """Seconds of one forward and backward on the slowest rank."""
+        return max(self._request("seconds", workload))
 
 
 def _serve(connection: Connection, rank: int, ranks: int, threads: int, port: int) -> None:
@@ -84,44 +85,56 @@ def _serve(connection: Connection, rank: int, ranks: int, threads: int, port: in
     axis = Mesh(context=ranks).context
     while True:
         try:
-            question, work = connection.recv()
+            result, workload = connection.recv()
         except EOFError:
-            return  # the benchmark is over
-        *inputs, grad = (zigzag_split(x, axis.size, axis.rank, 2) for x in work.tensors())
+            return  # the parent has closed the connection
+        *inputs, grad = (zigzag_split(x, axis.size, axis.rank, 2) for x in workload.tensors())
         inputs = [x.requires_grad_() for x in inputs]
         dist.barrier()
-        begun = time.perf_counter()
+        begin = time.perf_counter()
         out = attention(*inputs, axis)
         gradients = torch.autograd.grad(out, inputs, grad)
-        seconds = time.perf_counter() - begun
-        if question == "seconds":
+        seconds = time.perf_counter() - begin
+        if result == "seconds":
             connection.send(seconds)
         else:
             connection.send([x.detach().float().numpy() for x in (out, *gradients)])
 
 
-def error(found: Tensor, expected: Tensor) -> float:
+def compare(
+    sides: Mapping[str, Group],
+    workload: Workload,
+    rounds: int,
+    before_turn: Callable[[str], object] = lambda side: None,
+) -> tuple[float, dict[str, list[float]]]:
+    """Compare two groups. Returns the largest relative error of the first one's outputs, and each side's seconds."""
+    outputs = alternate(
+        {side: lambda group=group: group.outputs(workload) for side, group in sides.items()}, 1, before_turn
+    )
+    error = max(map(relative_error, *(results[0] for results in outputs.values())))
+    timed = {side: lambda group=group: group.seconds(workload) for side, group in sides.items()}
+    return error, alternate(timed, rounds, before_turn)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Relative norm of the difference."""
-    return ((found - expected).norm() / expected.norm()).item()
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--precision", choices=DTYPES, default="float32")
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    one, ring = Side(1, RANKS), Side(RANKS, 1)
+    sides = {"ring": Group(RANKS, 1), "one process": Group(1, RANKS)}
     agree = True
     for tokens in options.tokens:
-        work = Work(tokens, options.precision)
-        worst = max(map(error, ring.results(work), one.results(work)))
-        agree &= worst < TOLERANCES[work.precision]
-        times = [(one.seconds(work), ring.seconds(work)) for _ in range(options.rounds)]
-        alone, together = (statistics.median(side) for side in zip(*times, strict=True))
+        error, seconds = compare(sides, Workload(tokens, options.precision), options.rounds)
+        agree &= error < TOLERANCES[options.precision]
+        ring, single = (statistics.median(seconds[side]) for side in sides)
         print(
-            f"{tokens} tokens, {work.precision}: one process {alone:.3f} s, ring of {RANKS} {together:.3f} s, "
-            f"ratio {alone / together:.3f} of ideal (at least {TARGET}); largest relative difference {worst:.1e}",
+            f"{tokens} tokens, {options.precision}: one process {single:.3f} s, ring of {RANKS} {ring:.3f} s, "
+            f"ratio {single / ring:.3f} of ideal (at least {TARGET}); largest relative difference {error:.1e}",
             flush=True,
         )
     return 0 if agree else 1

@@ -1,14 +1,9 @@
-"""Bytes a second that artifacts move to a store on S3 and back, against plain s3fs with the same files and the same server.
+"""Compare artifact upload and download on S3 with plain s3fs, with the same files and server.
 
-    python -m benchmarks.store [--megabytes 256] [--files 4] [--rounds 5]
-
-The server is moto's, on loopback, a process of its own, which is slower than the network of a cluster: what the store adds
-(hashing every byte twice, locks, the manifest) stands beside what the server takes. Runs alternate; a row is the median.
+The server is moto on loopback in its own process, slower than a cluster's network; the store adds hashing every byte twice,
+locks and the manifest. Sides alternate; figures are medians.
 """
 
-from __future__ import annotations
-
-import argparse
 import os
 import shutil
 import socket
@@ -19,46 +14,47 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from benchmarks.timing import alternate_timed, make_parser, median_ratio
 
 GOAL = 0.8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.store")
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--files", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, server():
+    with tempfile.TemporaryDirectory() as name, s3_server():
         compare(Path(name), options.megabytes, options.files, options.rounds)
 
 
 @contextmanager
-def server() -> Iterator[None]:
-    """An S3 server on loopback, which s3fs finds through the environment."""
+def s3_server() -> Iterator[None]:
+    """An S3 server on loopback, configured for s3fs by environment variables."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    own = {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "k"}
-    os.environ.update(own, AWS_DEFAULT_REGION="us-east-1")
+    os.environ.update(AWS_ENDPOINT_URL=url, AWS_ACCESS_KEY_ID="k", AWS_SECRET_ACCESS_KEY="k")
+    os.environ.update(AWS_DEFAULT_REGION="us-east-1")
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while True:
             try:
                 urllib.request.urlopen(f"{url}/moto-api/data.json", timeout=5).close()
                 break
             except (urllib.error.URLError, ConnectionError):
-                assert started.poll() is None, "the server did not start"
+                assert server.poll() is None, "moto.server: exited at start"
                 time.sleep(0.1)
         yield
     finally:
-        started.terminate()
-        started.wait()
+        server.terminate()
+        server.wait()
 
 
 def compare(folder: Path, megabytes: int, files: int, rounds: int) -> None:
@@ -69,53 +65,44 @@ def compare(folder: Path, megabytes: int, files: int, rounds: int) -> None:
 
     plain = s3fs.S3FileSystem(use_listings_cache=False)
     plain.mkdir("bucket")
-    source = folder / "source"
+    names = [f"{number}.bin" for number in range(files)]
+    source, target = folder / "source", folder / "plain"
     source.mkdir()
-    for number in range(files):
-        (source / f"{number}.bin").write_bytes(os.urandom((megabytes << 20) // files))
-    here, there = (Store("s3://bucket/store", folder / name) for name in ("here", "there"))
+    target.mkdir()
+    for name in names:
+        (source / name).write_bytes(os.urandom((megabytes << 20) // files))
+    uploader, downloader = (Store("s3://bucket/store", folder / name) for name in ("up", "down"))
 
     def publish() -> None:
-        with here.artifacts.publish(
-            "tokens", "k"
-        ) as staging:  # made where it is published: nothing is copied
+        with uploader.artifacts.publish("tokens", "k") as staging:
             for path in source.iterdir():
-                os.link(path, staging / path.name)
+                os.link(path, staging / path.name)  # as a step that writes there: nothing is copied
 
     def fetch() -> None:
-        there.artifacts.path(here.artifacts.expect("tokens", "k"))
+        downloader.artifacts.path(uploader.artifacts.expect("tokens", "k"))
 
-    def forget() -> None:
-        here.artifacts.remove("tokens", "k")
-        there.artifacts.evict(Artifact("tokens", "k", "", {}))
-        shutil.rmtree(folder / "plain", ignore_errors=True)
-        if plain.exists("bucket/plain"):
-            plain.rm("bucket/plain", recursive=True)
+    def reset() -> None:
+        uploader.artifacts.remove("tokens", "k")
+        downloader.artifacts.evict(Artifact("tokens", "k", "", {}))
+        shutil.rmtree(target)
+        target.mkdir()
+        plain.rm("bucket/plain", recursive=True)
 
-    names = [f"{number}.bin" for number in range(files)]
-    far = [f"bucket/plain/{name}" for name in names]
-    (folder / "plain").mkdir()
-    rows: dict[str, Callable[[], object]] = {
+    remote = [f"bucket/plain/{name}" for name in names]
+    sides = {
         "store, up": publish,
-        "s3fs, up": lambda: plain.put([str(source / name) for name in names], far),
+        "s3fs, up": lambda: plain.put([str(source / name) for name in names], remote),
         "store, down": fetch,
-        "s3fs, down": lambda: plain.get(far, [str(folder / "plain" / name) for name in names]),
+        "s3fs, down": lambda: plain.get(remote, [str(target / name) for name in names]),
     }
-    rates: dict[str, list[float]] = {name: [] for name in rows}
-    for _ in range(rounds):
-        for name, call in rows.items():
-            (folder / "plain").mkdir(exist_ok=True)
-            begun = time.perf_counter()
-            call()
-            rates[name].append(megabytes / (time.perf_counter() - begun))
-        forget()
-    print(f"{megabytes} MiB in {files} files; MiB a second")
-    for name, found in rates.items():
-        print(f"{name:<12} {statistics.median(found):7.1f}   ({', '.join(f'{rate:.0f}' for rate in found)})")
-    for way in ("up", "down"):
-        pairs = zip(rates[f"store, {way}"], rates[f"s3fs, {way}"], strict=True)
-        ratio = statistics.median(a / b for a, b in pairs)
-        print(f"{way}: {ratio:.2f} of s3fs (goal {GOAL})")
+    seconds = alternate_timed(sides, rounds, after_round=reset)
+    print(f"{megabytes} MiB in {files} files; MiB/s")
+    for side, times in seconds.items():
+        rates = [megabytes / duration for duration in times]
+        print(f"{side:<12} {statistics.median(rates):7.1f}   ({', '.join(f'{rate:.0f}' for rate in rates)})")
+    for direction in ("up", "down"):
+        ratio = median_ratio(seconds[f"s3fs, {direction}"], seconds[f"store, {direction}"])
+        print(f"{direction}: {ratio:.2f} of s3fs (goal {GOAL})")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,21 @@
-"""Peak memory of a process that tokenizes, over text of any size, with a document of 200 MB in its midst.
+"""Measure the peak memory of a tokenization worker, with one document of 200 MB in the text.
 
-    python -m benchmarks.tokenizing_memory [--megabytes 400] [--document 200] [--text csv]
-
-A file of json lines, compressed so that it is one shard, is tokenized by one `tasks.tokenization.worker` process. The text is
-benchmarks/text.py's, repeated where there is not enough of it: repetition changes the speed, not the memory. The long document is
-prose too, or rows of numbers, or indented JSON: the last two have no letters with a space between them.
+One `tasks.tokenization.worker` process tokenizes a file of JSON lines, compressed so that it is one shard. The text is that of
+benchmarks/text.py, repeated if needed: repetition changes the speed, not the memory. The long document is prose, rows of
+numbers (csv) or indented JSON; the last two have no letters with a space between them.
 """
 
-from __future__ import annotations
-
-import argparse
 import gzip
 import itertools
 import json
 import random
-import re
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from benchmarks.text import documents
+from benchmarks.processes import peak_memory
+from benchmarks.text import DOCUMENT, documents
+from benchmarks.timing import make_parser
 from profiles import resolve
 from tasks.dataset import DatasetStep
 from tasks.step import Context
@@ -36,7 +30,7 @@ ROWS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.tokenizing_memory")
+    parser = make_parser(__doc__)
     parser.add_argument("--megabytes", type=float, default=400)
     parser.add_argument("--document", type=float, default=200, help="MB of the long document")
     parser.add_argument("--text", choices=("prose", *ROWS), default="prose", help="of the long document")
@@ -53,51 +47,31 @@ def main() -> None:
                     text = long_document(options.text, texts, int(options.document * 1e6))
                 file.write(json.dumps({"text": text}) + "\n")
                 written += len(text) / 1e6
-        overrides = [f"data.sources=[{{kind: files, path: '{folder}/a.jsonl.gz'}}]"]
-        store = Store(str(folder / "store"))
-        profile = resolve.load("tiny", [*overrides, "data.validation_fraction=0"])
-        words = TokenizerStep().run(Context(resolve.load("tiny"), store))
-        plan = folder / "plan.json"
-        plan.write_text(json.dumps(DatasetStep(words).plan(Context(profile, store)).to_json()))
-        numbers = folder / "shards.json"
-        numbers.write_text("[0]")
-        command = [
-            sys.executable,
-            "-m",
-            "tasks.tokenization.worker",
-            "--plan",
-            str(plan),
-            "--store",
-            store.uri,
+        overrides = [
+            f"data.sources=[{{kind: files, path: '{folder}/a.jsonl.gz'}}]",
+            "data.validation_fraction=0",
         ]
-        peak = watched([*command, "--shards", str(numbers)]) / 1e9
+        store = Store(str(folder / "store"))
+        context = Context(resolve.load("tiny", overrides), store)
+        tokenizer = TokenizerStep().run(Context(resolve.load("tiny"), store))
+        plan, shards = folder / "plan.json", folder / "shards.json"
+        plan.write_text(json.dumps(DatasetStep(tokenizer).plan(context).to_json()))
+        shards.write_text("[0]")
+        command = [sys.executable, "-m", "tasks.tokenization.worker", "--plan", str(plan)]
+        _, peak = peak_memory([*command, "--store", store.uri, "--shards", str(shards)], "VmHWM")
     print(
-        f"{written:.0f} MB of text, a document of {options.document:.0f} MB of {options.text} in it: "
-        f"peak of the worker {peak:.2f} GB (goal: under 1)"
+        f"{written:.0f} MB of text with a document of {options.document:.0f} MB of {options.text}: "
+        f"peak of the worker {peak / 1e9:.2f} GB (goal: under 1)"
     )
 
 
 def long_document(kind: str, texts: list[str], size: int) -> str:
-    """A text of so many bytes."""
+    """A text of `size` characters."""
     if kind == "prose":
-        return " ".join(itertools.islice(itertools.cycle(texts), size // 4000))[:size]
-    chance = random.Random(0)
-    rows = [ROWS[kind].format(chance.random(), chance.randrange(10**6)) for _ in range(10_000)]
+        return " ".join(itertools.islice(itertools.cycle(texts), size // DOCUMENT))[:size]
+    generator = random.Random(0)
+    rows = [ROWS[kind].format(generator.random(), generator.randrange(10**6)) for _ in range(10_000)]
     return "".join(itertools.islice(itertools.cycle(rows), size // min(map(len, rows)) + 1))[:size]
-
-
-def watched(command: list[str]) -> int:
-    """Run a program to its end; the most bytes that were resident of it (getrusage would count this process's too)."""
-    peak = 0
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while process.poll() is None:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        found = re.search(r"VmHWM:\s+(\d+) kB", status)
-        peak = int(found[1]) * 1024 if found else peak
-        time.sleep(0.05)
-    if process.returncode:
-        sys.exit(process.returncode)
-    return peak
 
 
 if __name__ == "__main__":

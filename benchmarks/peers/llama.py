@@ -1,9 +1,4 @@
-"""A plain Llama in plain torch, for peers that are ways of spreading a model and bring none.
-
-Modules have Hugging Face's names, so `work.fill` knows their weights. The function that attends may be replaced.
-"""
-
-from __future__ import annotations
+"""Plain torch Llama with Hugging Face's parameter names, for peers that bring no model. Its attention function is replaceable."""
 
 from collections.abc import Callable
 
@@ -13,16 +8,16 @@ from torch import Tensor, nn
 
 from profiles.model import Model
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's own attention, q (b, n, s, d), k and v (b, k, s, d)."""
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's causal attention of q (b, n, s, d), k and v (b, k, s, d)."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 class Attention(nn.Module):
-    def __init__(self, model: Model, attend: Attend) -> None:
+    def __init__(self, model: Model, attend: AttentionFunction) -> None:
         super().__init__()
         h, self.d, self.attend = model.hidden_size, model.head_dim, attend
         query, key = model.num_attention_heads * self.d, model.num_key_value_heads * self.d
@@ -53,7 +48,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, model: Model, attend: Attend) -> None:
+    def __init__(self, model: Model, attend: AttentionFunction) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(model.hidden_size, model.norm_eps)
         self.self_attn = Attention(model, attend)
@@ -69,12 +64,13 @@ class Llama(nn.Module):
     """Token ids (b, s) to logits (b, s, v).
 
     Args:
-        model: the architecture.
-        positions: (s) of the tokens it will be given; all of them in order by default.
-        attend: how queries meet keys.
+        positions: (s) of the tokens in the input; by default 0, 1, 2, ...
+        attend: attention of q (b, n, s, d) and k, v (b, k, s, d).
     """
 
-    def __init__(self, model: Model, positions: Tensor | None = None, attend: Attend = causal) -> None:
+    def __init__(
+        self, model: Model, positions: Tensor | None = None, attend: AttentionFunction = causal_attention
+    ) -> None:
         super().__init__()
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
@@ -84,7 +80,7 @@ class Llama(nn.Module):
         if model.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         positions = torch.arange(model.max_position_embeddings) if positions is None else positions
-        cos, sin = tables(model, positions)
+        cos, sin = rotary_tables(model, positions)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -95,19 +91,19 @@ class Llama(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
-def tables(model: Model, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin (s, d) of rotary positions, both halves of a head alike."""
+def rotary_tables(model: Model, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin (s, d) of rotary embeddings; both halves of a head have the same angles."""
     d = model.head_dim
     angles = torch.outer(positions.float(), model.rope_theta ** (-torch.arange(0, d, 2) / d)).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn heads (b, heads, s, d) by their positions' angles, in float32."""
+    """Apply rotary embeddings to (b, heads, s, d), in float32."""
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over tokens, in float32."""
+    """Mean cross-entropy over tokens, in float32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,40 +1,27 @@
-"""A plain torch Llama on one device, eager or compiled: what a card does without any library of ours."""
-
-from __future__ import annotations
+"""Plain torch Llama on one device, eager or compiled."""
 
 import torch
 from torch import Tensor
 
-from benchmarks import work
+from benchmarks import workload
 from benchmarks.peers.llama import Llama, cross_entropy
 
 
 def main() -> None:
-    options = work.parser(__doc__).parse_args()
-    work.begin(options)
-    size = work.WORKS[options.work]
-    model = Llama(size.model)
-    work.fill(model, size)
+    options, work, _, _ = workload.start(workload.workload_parser(__doc__))
+    model = Llama(work.model)
+    workload.load_initial_weights(model, work.model)
     model.to(options.device)
     cos, sin = model.cos, model.sin
-    model.to(work.DTYPES[options.precision])
-    model.cos, model.sin = cos, sin  # angles stay in float32
-    optimizer = work.adamw(model.parameters(), fused=True)
+    model.to(workload.DTYPES[options.precision])
+    model.cos, model.sin = cos, sin  # rotary tables stay in float32
 
-    def loss_of(samples: Tensor) -> Tensor:
+    def compute_loss(samples: Tensor) -> Tensor:
         return cross_entropy(model(samples[:, :-1]), samples[:, 1:])
 
-    compute = torch.compile(loss_of) if options.graphs else loss_of
-
-    def step(samples: Tensor) -> Tensor:
-        loss = compute(samples.to(options.device))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), work.CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    work.measure(step, options)
+    compute = torch.compile(compute_loss) if options.graphs else compute_loss
+    optimizer = workload.adamw(model.parameters(), fused=True)
+    workload.measure_training(model, optimizer, lambda samples: compute(samples.to(options.device)), options)
 
 
 if __name__ == "__main__":

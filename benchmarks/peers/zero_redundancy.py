@@ -1,35 +1,26 @@
 """torch's DDP with ZeroRedundancyOptimizer: torchrun --nproc-per-node 2 -m benchmarks.peers.zero_redundancy"""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import work
+from benchmarks import workload
 from benchmarks.peers.llama import Llama, cross_entropy
 
 
 def main() -> None:
-    options = work.parser(__doc__).parse_args()
-    rank, ranks = work.begin(options)
-    size = work.WORKS[options.work]
-    model = Llama(size.model)
-    work.fill(model, size)
+    options, work, rank, ranks = workload.start(workload.workload_parser(__doc__))
+    model = Llama(work.model)
+    workload.load_initial_weights(model, work.model)
     model = DistributedDataParallel(model, forward_sync_buffers=False)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **work.ADAMW)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **workload.ADAMW)
 
-    def step(samples: Tensor) -> Tensor:
-        own = samples.chunk(ranks)[rank]
-        loss = cross_entropy(model(own[:, :-1]), own[:, 1:])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), work.CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return work.mean_over_ranks(loss)
+    def compute_loss(samples: Tensor) -> Tensor:
+        local = samples.chunk(ranks)[rank]
+        return cross_entropy(model(local[:, :-1]), local[:, 1:])
 
-    work.measure(step, options)
+    workload.measure_training(model, optimizer, compute_loss, options, workload.mean_over_ranks)
 
 
 if __name__ == "__main__":

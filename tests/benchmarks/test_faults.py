@@ -1,19 +1,20 @@
-"""The figures that the clusters' page gives for time that trains are those of the benchmark's own formula."""
+"""The effective training times in docs/clusters.md follow from the formula of benchmarks.faults."""
 
 import re
 from pathlib import Path
 
-from benchmarks.faults import LEFT_OUT, effective
+from benchmarks.faults import SLURMD_TIMEOUT, effective_training_time
 
 PAGE = Path(__file__).parents[2] / "docs/clusters.md"
 
 
-def test_the_clusters_page_has_the_time_that_trains_with_and_without_slurms_wait():
+def test_clusters_page_has_the_effective_training_times_of_the_formula():
     text = PAGE.read_text()
     killed = int(re.search(r"^\| a node killed \| (\d+) \|$", text, re.M)[1])
-    stops = (killed, killed + LEFT_OUT)
+    recoveries = (killed, killed + SLURMD_TIMEOUT)
     for devices in (512, 16_384):
-        interval = effective(stops[0], 1.0, devices)[0] / 60
-        shares = " | ".join(f"{effective(stop, 1.0, devices)[1]:.1%}" for stop in stops)
+        interval = effective_training_time(killed, 1.0, devices)[0] / 60
+        times = (effective_training_time(recovery, 1.0, devices)[1] for recovery in recoveries)
+        shares = " | ".join(f"{share:.1%}" for share in times)
         assert f"| {devices:,} | {interval:.1f} min | {shares} |" in text
-    assert "| " + " | ".join(f"each stop {stop} s" for stop in stops) + " |" in text
+    assert "| " + " | ".join(f"each stop {recovery} s" for recovery in recoveries) + " |" in text

@@ -1,4 +1,4 @@
-"""The benchmarks' table: a row runs from end to end, and one whose losses differ has failed."""
+"""benchmarks.parallel: a comparison runs end to end, and fails where the losses differ."""
 
 import json
 import math
@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks.rows import Result, difference
-from benchmarks.sitting import Measured
+from benchmarks.comparisons import Result, largest_difference
+from benchmarks.processes import Measurement
 
 
 def benchmark(*arguments):
@@ -16,7 +16,7 @@ def benchmark(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
-def test_a_quick_row_runs_and_ours_and_the_peer_agree():
+def test_quick_comparison_runs_and_losses_agree():
     ran = benchmark("--quick", "--only", "tensor", "--json")
     assert ran.returncode == 0, ran.stderr
     (row,) = json.loads(ran.stdout)["rows"]
@@ -25,7 +25,7 @@ def test_a_quick_row_runs_and_ours_and_the_peer_agree():
     assert row["ratios"] == [row["peer_seconds"] / row["ours_seconds"]]
 
 
-def test_unknown_rows_are_refused_by_name():
+def test_unknown_comparison_is_rejected_with_the_valid_names():
     ran = benchmark("--only", "tensors")
     assert ran.returncode == 2
     assert "'tensors'" in ran.stderr
@@ -33,8 +33,8 @@ def test_unknown_rows_are_refused_by_name():
 
 
 @pytest.mark.parametrize("loss", [8.3, 8.3 * (1 + 2e-5), math.nan])
-def test_a_fast_row_whose_losses_differ_has_failed(loss):
-    runs = [Measured([0.1], [8.4, 8.3]), Measured([0.2], [8.4, loss])]
+def test_fast_comparison_with_different_losses_fails(loss):
+    runs = [Measurement([0.1], [8.4, 8.3]), Measurement([0.2], [8.4, loss])]
     result = Result("tensor", "ours", "theirs", target=1.25, tolerance=1e-5, ours=[0.1], peer=[0.2])
-    result.difference = difference(runs)
+    result.difference = largest_difference(runs)
     assert result.status == ("met" if loss == 8.3 else "failed")

@@ -1,0 +1,220 @@
+"""The comparisons of `benchmarks.parallel`: what runs against what, the speedup required, and whether the results agree."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from benchmarks import ring_attention
+from benchmarks.processes import Measurement, Script, measure_script
+from benchmarks.timing import alternate, median_ratio
+from benchmarks.workload import WORKLOADS
+
+THREADS = 2  # of all processes of a side together
+TOLERANCES = {"float32": 1e-5, "bf16": 2e-2}  # relative, of each step's loss
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How much is run: rounds per comparison, untimed and timed steps per run. `graphs` is the compiler's cache folder."""
+
+    rounds: int
+    warm_up: int
+    steps: int
+    graphs: str
+
+
+@dataclass
+class Result:
+    """Result of a comparison. A ratio is the peer's time over ours in the same round: above 1, ours is faster.
+
+    Attributes:
+        target, bound_target: least ratio, and least fraction of the bound, for the status "met".
+        tokens: per step.
+        ours, peer, bound: seconds of each round's median step.
+        difference: largest relative difference between our losses (or outputs) and the peer's; at most `tolerance`.
+        failure: why there are no figures.
+    """
+
+    name: str
+    title: str
+    against: str
+    target: float
+    tolerance: float = 0.0
+    bound_target: float | None = None
+    tokens: int | None = None
+    ours: list[float] = field(default_factory=list)
+    peer: list[float] = field(default_factory=list)
+    bound: list[float] = field(default_factory=list)
+    difference: float = math.nan
+    failure: str | None = None
+
+    @property
+    def ratios(self) -> list[float]:
+        return [peer / ours for ours, peer in zip(self.ours, self.peer, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def of_bound(self) -> float | None:
+        """The bound's time over ours."""
+        return median_ratio(self.bound, self.ours) if self.bound else None
+
+    @property
+    def status(self) -> str:
+        """ "failed" without figures or where results differ, else "met" or "missed"."""
+        if self.failure or not self.difference <= self.tolerance:  # a NaN difference fails
+            return "failed"
+        bound_met = self.bound_target is None or (self.of_bound or 0) >= self.bound_target
+        return "met" if self.ratio >= self.target and bound_met else "missed"
+
+    def to_json(self) -> dict[str, Any]:
+        document = {"row": self.name, "title": self.title, "against": self.against}
+        document |= {"status": self.status, "target": self.target}
+        if self.failure:
+            return {**document, "failure": self.failure}
+        ours = statistics.median(self.ours)
+        return {
+            **document,
+            "ours_seconds": ours,
+            "peer_seconds": statistics.median(self.peer),
+            "tokens_per_second": self.tokens and self.tokens / ours,
+            "ratio": self.ratio,
+            "spread": [min(self.ratios), max(self.ratios)],
+            "ratios": self.ratios,
+            "bound_seconds": statistics.median(self.bound) if self.bound else None,
+            "of_bound": self.of_bound,
+            "bound_target": self.bound_target,
+            "difference": self.difference,
+            "tolerance": self.tolerance,
+        }
+
+
+@dataclass(frozen=True)
+class TrainingComparison:
+    """Training steps, ours against a peer's.
+
+    Attributes:
+        peer: module of `benchmarks.peers` and its arguments.
+        ours: arguments of `benchmarks.ours`.
+        bound_target: fraction of the lower bound (`benchmarks.bound`) to reach; None where there is no bound.
+    """
+
+    name: str
+    title: str
+    against: str
+    target: float
+    peer: tuple[str, ...]
+    ours: tuple[str, ...] = ()
+    processes: int = 2
+    precision: str = "float32"
+    compiled: bool = False
+    bound_target: float | None = None
+    workload: str = "small"
+    device: str = "cpu"
+
+    def turns(self, schedule: Schedule) -> int:
+        """How many scripts run."""
+        return schedule.rounds * (3 if self.bound_target else 2)
+
+    def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:
+        module, *arguments = self.peer
+        scripts = {
+            "ours": Script("ours", self.ours, self.processes),
+            "peer": Script(f"peers.{module}", tuple(arguments), self.processes),
+        }
+        if self.bound_target:
+            scripts["bound"] = Script("bound")
+        common = ["--workload", self.workload, "--precision", self.precision, "--device", self.device]
+        common += ["--threads", str(THREADS // self.processes)]
+        common += ["--warm-up", str(schedule.warm_up), "--steps", str(schedule.steps)]
+        if self.compiled:
+            common += ["--graphs", schedule.graphs]
+        sides = {side: partial(measure_script, script, common) for side, script in scripts.items()}
+        runs = alternate(sides, schedule.rounds, before_turn)
+        return Result(
+            *(
+                self.name,
+                self.title,
+                self.against,
+                self.target,
+                TOLERANCES[self.precision],
+                self.bound_target,
+            ),
+            tokens=WORKLOADS[self.workload].tokens,
+            **{side: [run.step_seconds for run in measured] for side, measured in runs.items()},
+            difference=largest_difference(runs["ours"] + runs["peer"]),
+        )
+
+
+def largest_difference(runs: Sequence[Measurement]) -> float:
+    """Largest relative difference between losses of the same step in any two runs; NaN where one is NaN."""
+    largest = 0.0
+    for losses in zip(*(run.losses for run in runs), strict=True):
+        if any(map(math.isnan, losses)):
+            return math.nan
+        largest = max(largest, (max(losses) - min(losses)) / min(map(abs, losses)))
+    return largest
+
+
+@dataclass(frozen=True)
+class RingComparison:
+    """Ring attention in two processes against the same attention in one process with as many threads."""
+
+    name: str
+    tokens: int
+    title: str = "ring attention, CP 2"
+    target: float = ring_attention.TARGET
+
+    @property
+    def against(self) -> str:
+        return f"one process, {self.tokens // 1024}k tokens"
+
+    def turns(self, schedule: Schedule) -> int:
+        """Runs of both sides, and one more of each, which warms up and gives the outputs."""
+        return 2 * (schedule.rounds + 1)
+
+    def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:
+        workload = ring_attention.Workload(self.tokens, "float32")
+        sides = {"ours": ring_attention.Group(THREADS, 1), "peer": ring_attention.Group(1, THREADS)}
+        difference, seconds = ring_attention.compare(sides, workload, schedule.rounds, before_turn)
+        tolerance = ring_attention.TOLERANCES[workload.precision]
+        common = (self.name, self.title, self.against, self.target, tolerance)
+        return Result(*common, tokens=self.tokens, **seconds, difference=difference)
+
+
+COMPARISONS: tuple[TrainingComparison | RingComparison, ...] = (
+    TrainingComparison(
+        *("float32", "one process, float32", "Hugging Face", 1.10, ("hugging_face",)),
+        processes=1,
+        bound_target=0.88,
+    ),
+    TrainingComparison(
+        *("compiled", "one process, float32, compiled", "Hugging Face, compiled", 1.15, ("hugging_face",)),
+        processes=1,
+        compiled=True,
+        bound_target=0.92,
+    ),
+    TrainingComparison(
+        *("bf16", "one process, bf16", "Hugging Face", 1.25, ("hugging_face",)),
+        processes=1,
+        precision="bf16",
+        bound_target=0.80,
+    ),
+    TrainingComparison("tensor", "TP 2", "DTensor", 1.25, ("dtensor",), ("--tensor", "2")),
+    TrainingComparison(
+        *("sequence", "TP 2 with SP", "DTensor with SP", 1.35, ("dtensor", "--sequence-parallel")),
+        ours=("--tensor", "2", "--sequence-parallel"),
+    ),
+    TrainingComparison("data", "DP 2 with ZeRO-1", "ZeroRedundancyOptimizer", 1.10, ("zero_redundancy",)),
+    TrainingComparison("context", "CP 2", "torch's balanced ring", 1.10, ("torch_ring",), ("--context", "2")),
+    TrainingComparison(
+        "pipeline", "PP 2, 1F1B", "torch's pipelining", 1.10, ("torch_pipeline",), ("--pipeline", "2")
+    ),
+    RingComparison("ring-8k", 8192),
+    RingComparison("ring-32k", 32768),
+)

@@ -1,0 +1,130 @@
+"""Run benchmark modules and measured programs in separate processes.
+
+The last line that a module prints is its result, one JSON object with the fields of `Measurement`.
+"""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TIMEOUT = 1800  # seconds
+GRACE = 20  # seconds between SIGTERM and SIGKILL, for torchrun to end its children
+
+
+class ScriptError(RuntimeError):
+    """A script failed or timed out; the message has the end of its standard error."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A module of this folder with its arguments, run by torchrun when it needs several processes."""
+
+    module: str
+    arguments: tuple[str, ...] = ()
+    processes: int = 1
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        launcher = ["-m"]
+        if self.processes > 1:
+            launcher = f"-m torch.distributed.run --standalone --nproc-per-node {self.processes} -m".split()
+        return [sys.executable, *launcher, f"benchmarks.{self.module}", *self.arguments, *arguments]
+
+
+@dataclass
+class Measurement:
+    """Result of a script.
+
+    Attributes:
+        seconds: of each timed step.
+        losses: of every step, warm-up included.
+        peak_bytes: peak memory above the inputs.
+    """
+
+    seconds: list[float]
+    losses: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of the median step."""
+        return statistics.median(self.seconds)
+
+
+def run_script(script: Script, arguments: Sequence[str] = ()) -> str:
+    """Run a script and return its standard output.
+
+    Raises:
+        ScriptError: it failed or took longer than TIMEOUT.
+    """
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            script.command(arguments), stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise ScriptError(f"{script.module}: timed out after {TIMEOUT} s") from None
+        finally:
+            _terminate(process)
+        if process.returncode:
+            errors.seek(0)
+            last = "\n".join(errors.read().strip().splitlines()[-30:])
+            raise ScriptError(f"{script.module}: exit code {process.returncode}\n{last}")
+    return output
+
+
+def measure_script(script: Script, arguments: Sequence[str] = ()) -> Measurement:
+    """Run a script and parse the last line of its output; raises ScriptError as `run_script` does."""
+    return Measurement(**json.loads(run_script(script, arguments).splitlines()[-1]))
+
+
+def _terminate(process: subprocess.Popen[str]) -> None:
+    """Terminate a running launcher; SIGTERM first, because SIGKILL would leave its children running."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def peak_memory(command: Sequence[str], field: str) -> tuple[str, int]:
+    """Run a program and poll its memory; children of the program do not count.
+
+    Args:
+        field: of /proc/PID/status, such as VmHWM or RssAnon.
+
+    Returns:
+        The program's standard output and the largest value of the field, in bytes.
+
+    Raises:
+        CalledProcessError: the program failed.
+    """
+    peak = 0
+    ended = threading.Event()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    status = Path(f"/proc/{process.pid}/status")
+
+    def poll() -> None:
+        nonlocal peak
+        while not ended.wait(0.02):
+            found = re.search(rf"{field}:\s+(\d+) kB", status.read_text())  # a zombie's status lacks it
+            peak = max(peak, int(found[1]) * 1024 if found else 0)
+
+    thread = threading.Thread(target=poll, daemon=True)
+    thread.start()
+    with process.stdout:
+        output = process.stdout.read()
+    ended.set()
+    thread.join()
+    if process.wait():
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return output, peak

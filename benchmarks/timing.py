@@ -1,0 +1,88 @@
+"""Alternating timed rounds, median ratios, tables, and command-line parsers."""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 130  # columns of a table that is not printed to a terminal
+
+T = TypeVar("T")
+
+
+def make_parser(documentation: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """Parser described by the benchmark's module docstring; `rounds` is the default of `--rounds`, if it has that option."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{Path(sys.argv[0]).stem}",
+        description=documentation,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if rounds:
+        text = f"how often each side runs, alternating (default: {rounds})"
+        parser.add_argument("--rounds", type=positive, default=rounds, help=text)
+    return parser
+
+
+def positive(text: str) -> int:
+    """Parse a positive integer, for argparse."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def alternate(
+    sides: Mapping[str, Callable[[], T]],
+    rounds: int,
+    before_turn: Callable[[str], object] = lambda side: None,
+    after_round: Callable[[], object] = lambda: None,
+) -> dict[str, list[T]]:
+    """Run every side once per round, in turn, so that other load on the machine affects all sides alike.
+
+    Returns:
+        Each side's results, one per round.
+    """
+    results: dict[str, list[T]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side, run in sides.items():
+            before_turn(side)
+            results[side].append(run())
+        after_round()
+    return results
+
+
+def alternate_timed(
+    sides: Mapping[str, Callable[[], object]], rounds: int, after_round: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
+    """Time every side once per round, in turn. Returns each side's seconds."""
+    timed = {side: lambda call=call: seconds(call) for side, call in sides.items()}
+    return alternate(timed, rounds, after_round=after_round)
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Median over rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def print_table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = ""
+) -> None:
+    """Print a table; the first column is left-aligned, the others are right-aligned."""
+    table = Table(title=title, caption=caption or None)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=number > 1)
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)

@@ -1,0 +1,198 @@
+"""The training workload that ours and all peers run, and its timing.
+
+All train the same Llama from the same weights on the same batches with the same AdamW, so their losses must agree at every
+step. A script builds `step(samples) -> loss` and passes it to `measure`, which prints the fields of `Measurement` as a JSON
+line.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.timing import make_parser
+from modeling.conversion.weights import global_shapes
+from modeling.models.weight_names import huggingface_tensor
+from profiles.model import Model
+
+ADAMW = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}  # weight decay for every parameter
+CLIP = 1.0
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step.
+
+    Attributes:
+        sequence: tokens per sample.
+        batch: samples per step over all processes.
+    """
+
+    model: Model
+    sequence: int
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.sequence * self.batch
+
+
+def llama(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int, **others: Any
+) -> Model:
+    """A Llama of the given sizes; `others` are further fields of `Model`."""
+    return Model(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        **others,
+    )
+
+
+SMALL = llama(256, 688, 4, 8, 2, 4096, max_position_embeddings=512)
+LLAMA_1B = llama(
+    *(2048, 8192, 16, 32, 8, 128256),  # Llama 3.2 1B: 1.24e9 parameters
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+    tie_word_embeddings=True,
+)
+WORKLOADS = {
+    "small": Workload(SMALL, sequence=512, batch=4),
+    "1b": Workload(LLAMA_1B, sequence=8192, batch=2),
+}
+
+
+def workload_parser(documentation: str | None) -> argparse.ArgumentParser:
+    """Parser with the options that ours, every peer and the bound have."""
+    parser = make_parser(documentation)
+    parser.add_argument("--workload", choices=WORKLOADS, default="small")
+    parser.add_argument("--precision", choices=DTYPES, default="float32")
+    parser.add_argument("--device", choices=BACKENDS, default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads per process (default: 1)")
+    parser.add_argument(
+        "--graphs", metavar="FOLDER", help="compile, with the compiler's cache in this folder"
+    )
+    parser.add_argument("--warm-up", type=int, default=3, help="untimed steps (default: 3)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")
+    return parser
+
+
+def start(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Workload, int, int]:
+    """Parse arguments, configure torch and join torchrun's process group. Returns options, workload, rank and world size."""
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.graphs:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = options.graphs
+    rank, ranks = 0, 1
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group(BACKENDS[options.device])
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+    return options, WORKLOADS[options.workload], rank, ranks
+
+
+def initial_weights(model: Model) -> dict[str, Tensor]:
+    """Initial weights in float32 by global name: norms 1, matrices normal with the model's standard deviation."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.ones(shape)
+        if len(shape) == 1
+        else torch.randn(shape, generator=generator).mul_(model.initializer_range)
+        for name, shape in global_shapes(model).items()
+    }
+
+
+@torch.no_grad()
+def load_initial_weights(module: nn.Module, model: Model) -> None:
+    """Load the initial weights into a module whose parameters have Hugging Face's names."""
+    parameters = dict(module.named_parameters())
+    for name, weight in initial_weights(model).items():
+        parameters.pop(huggingface_tensor("llama", name).name).copy_(weight)
+    assert not parameters, f"parameters without initial weights: {', '.join(parameters)}"
+
+
+def batch(workload: Workload, step: int) -> Tensor:
+    """Token ids (batch, sequence + 1) of a step; four in five are a function of the previous token, so the loss falls."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    size, vocabulary = (workload.batch, workload.sequence + 1), workload.model.vocab_size
+    tokens = torch.randint(vocabulary, size, generator=generator)
+    predictable = torch.rand(size, generator=generator) < 0.8
+    for i in range(1, workload.sequence + 1):
+        successor = (5 * tokens[:, i - 1] + 1) % vocabulary
+        tokens[:, i] = successor.where(predictable[:, i], tokens[:, i])
+    return tokens
+
+
+def adamw(parameters: Iterable[Tensor], **settings: Any) -> torch.optim.AdamW:
+    """torch's AdamW; `settings` select an implementation other than its default."""
+    return torch.optim.AdamW(parameters, **ADAMW, **settings)
+
+
+def mean_over_ranks(loss: Tensor) -> Tensor:
+    """Mean over ranks of each rank's mean loss."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def measure(step: Callable[[Tensor], Tensor], options: argparse.Namespace) -> None:
+    """Run and time `step` on every batch; rank 0 prints the result.
+
+    Args:
+        step: (batch, sequence + 1) token ids of all ranks -> 0-dim mean loss, equal on all ranks.
+    """
+    workload = WORKLOADS[options.workload]
+    batches = [batch(workload, number) for number in range(options.warm_up + options.steps)]
+    seconds, losses = [], []
+    for samples in batches:
+        if dist.is_initialized():
+            dist.barrier()
+        begin = time.perf_counter()
+        loss = step(samples)
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+        losses.append(float(loss))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(json.dumps({"seconds": seconds[options.warm_up :], "losses": losses}), flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+        # Exit without cleanup: torch 2.13's DTensor aborts one exit in four ("terminate called without an active exception").
+        os._exit(0)
+
+
+def measure_training(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compute_loss: Callable[[Tensor], Tensor],
+    options: argparse.Namespace,
+    reduce: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> None:
+    """Measure a plain PyTorch training step: loss, backward, clipping by global norm, optimizer step."""
+
+    def step(samples: Tensor) -> Tensor:
+        loss = compute_loss(samples)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return reduce(loss)
+
+    measure(step, options)
