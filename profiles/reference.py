@@ -15,23 +15,44 @@ from profiles.schema import Profile
 
 HEAD = """# Profiles
 
-A profile is one YAML file that describes a run completely. It may extend another profile (`extends: tiny`, the name of a
-shipped profile or a path), and single keys can be overridden on the command line:
+A profile is one YAML file that describes a run completely. To write one, extend a shipped profile and change what differs:
 
 ```sh
-trainshed plan tiny --set train.steps=100 --set parallel.tensor=1
+cat > mine.yaml <<'END'
+extends: tiny
+train: {steps: 100, learning_rate: 1e-3}
+END
+trainshed plan mine.yaml --set parallel.tensor=1
+trainshed profiles
 ```
 
-Mappings merge key by key with those of the extended profile; lists are replaced. Unknown keys, wrong types and impossible
-combinations are errors that name the key, its value, the reason and the nearest valid choices. `trainshed profiles` lists the
-shipped profiles; a run's folder has its resolved profile, `profile.yaml`.
+`extends` takes the name of a shipped profile or a path. Mappings merge key by key; lists are replaced. `--set KEY=VALUE`
+overrides one key. `trainshed profiles` lists the shipped profiles:
+
+```
+profile              parameters    cluster       status
+tiny                 2.74 million  1 × 2 cpu     starts here        Llama with 2.7 million parameters on the …
+deepseek-coder-1.3b  1.35 billion  1 × 32 trn1   plan only          Continued pretraining of deepseek-coder 1…
+…
+llama3-70b           70.6 billion  8 × 64 trn2   submits from here  Llama 3 70B from scratch on English Wikip…
+…
+```
+
+Unknown keys, wrong types and impossible combinations are errors that name the key, its value, the reason and the nearest valid
+choices:
+
+```
+trainshed: parallel.tensor = 3: does not divide 8 query heads; nearest valid: 2, 4
+```
+
+The run's folder has the resolved profile, `profile.yaml`.
 
 This page is generated from the schema: `python -m profiles.reference > docs/profiles.md`.
 """
 
 
 def page() -> str:
-    """The page in Markdown."""
+    """The reference page, in Markdown."""
     return "\n".join((HEAD, *_section("Top level", Profile, "")))
 
 

@@ -1,7 +1,7 @@
-"""Draws the pictures of docs/parallel.md from the library's own rules: `python docs/pictures/draw.py`
+"""Draw the pictures of docs/parallel.md: `python docs/pictures/draw.py`
 
-Which rank has which place, which tokens and which microbatch when is asked of `parallel/`, so that the pictures say what the
-code does; a test draws them again and compares.
+Ranks, tokens and microbatches are computed by `parallel/`, so that the pictures show what the code does; a test compares the
+files with newly drawn ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ path { stroke: #9198a1 } marker path { fill: #9198a1 } }
 
 
 class Drawing:
-    """An SVG of so many pixels, written piece by piece."""
+    """An SVG of boxes, texts and arrows; sizes and positions in pixels."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self._parts = [
@@ -42,37 +42,38 @@ class Drawing:
             '<path d="M0 0L8 4L0 8z"/></marker>',
         ]
 
-    def box(self, x: float, y: float, width: float, height: float, style: str, words: str = "") -> None:
+    def box(self, x: float, y: float, width: float, height: float, style: str, text: str = "") -> None:
         self._parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{style}"/>'
         )
-        if words:
-            self.words(x + width / 2, y + height / 2, words, "" if style in ("none", "frame") else "light")
+        if text:
+            self.write(x + width / 2, y + height / 2, text, "" if style in ("none", "frame") else "light")
 
-    def words(self, x: float, y: float, words: str, style: str = "") -> None:
-        self._parts.append(f'<text x="{x:g}" y="{y:g}" class="{style}">{escape(words)}</text>')
+    def write(self, x: float, y: float, text: str, style: str = "") -> None:
+        self._parts.append(f'<text x="{x:g}" y="{y:g}" class="{style}">{escape(text)}</text>')
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
         self._parts.append(f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}"/>')
 
-    def text(self) -> str:
+    def svg(self) -> str:
+        """The file's contents."""
         return "\n".join([*self._parts, "</svg>", ""])
 
 
 def mesh() -> Drawing:
     """Ranks of pipeline 2 x data 2 x context 1 x tensor 4."""
     drawing = Drawing(640, 190, "Sixteen ranks on the mesh")
-    drawing.words(190, 14, "data 0", "strong")
-    drawing.words(480, 14, "data 1", "strong")
+    drawing.write(190, 14, "data 0", "strong")
+    drawing.write(480, 14, "data 1", "strong")
     for rank in range(16):
-        place = Mesh(pipeline=2, data=2, tensor=4, rank=rank).coordinates()
-        x, y = 70 + 290 * place["data"] + 60 * place["tensor"], 30 + 74 * place["pipeline"]
-        drawing.box(x, y, 56, 44, f"c{place['tensor']}", str(rank))
-        if place["tensor"] == 0:
+        coordinates = Mesh(pipeline=2, data=2, tensor=4, rank=rank).coordinates()
+        x, y = 70 + 290 * coordinates["data"] + 60 * coordinates["tensor"], 30 + 74 * coordinates["pipeline"]
+        drawing.box(x, y, 56, 44, f"c{coordinates['tensor']}", str(rank))
+        if coordinates["tensor"] == 0:
             drawing.box(x - 5, y - 5, 246, 54, "frame")
-    drawing.words(6, 52, "stage 0", "left strong")
-    drawing.words(6, 126, "stage 1", "left strong")
-    drawing.words(320, 176, "a frame is one tensor group: neighbouring ranks, on one node", "small")
+    drawing.write(6, 52, "stage 0", "left strong")
+    drawing.write(6, 126, "stage 1", "left strong")
+    drawing.write(320, 176, "each frame is a tensor group: neighbouring ranks on one node", "small")
     return drawing
 
 
@@ -81,62 +82,64 @@ def layers() -> Drawing:
     drawing = Drawing(760, 210, "A feed-forward block on two tensor ranks, with sequence parallelism")
     columns = ((70, "norm"), (250, "gate, up (column)"), (430, "down (row)"), (610, "residual"))
     for x, name in columns:
-        drawing.words(x + 60, 14, name, "strong")
+        drawing.write(x + 60, 14, name, "strong")
     for rank in range(2):
         y, colour = 36 + 76 * rank, f"c{rank}"
-        drawing.words(6, y + 25, f"rank {rank}", "left strong")
+        drawing.write(6, y + 25, f"rank {rank}", "left strong")
         drawing.box(70, y, 120, 50, colour, "b·s/2 × h")
         drawing.box(250, y, 120, 50, colour, "b·s × f/2")
-        drawing.box(430, y, 120, 50, colour, "b·s × h, a part")
+        drawing.box(430, y, 120, 50, colour, "b·s × h, partial")
         drawing.box(610, y, 120, 50, colour, "b·s/2 × h")
         drawing.arrow(372, y + 25, 428, y + 25)
     for a, b in ((192, 248), (552, 608)):
         for y1 in (61, 137):
             for y2 in (61, 137):
                 drawing.arrow(a, y1, b, y2)
-    drawing.words(220, 186, "all-gather", "small")
-    drawing.words(400, 186, "no message", "small")
-    drawing.words(580, 186, "reduce-scatter", "small")
+    drawing.write(220, 186, "all-gather", "small")
+    drawing.write(400, 186, "no communication", "small")
+    drawing.write(580, 186, "reduce-scatter", "small")
     return drawing
 
 
 def heads() -> Drawing:
     """Which heads each of four tensor ranks holds, of 8 query and 2 KV heads."""
     drawing = Drawing(640, 150, "8 query heads and 2 KV heads on 4 tensor ranks")
-    drawing.words(6, 48, "query", "left strong")
-    drawing.words(6, 96, "key, value", "left strong")
+    drawing.write(6, 48, "query", "left strong")
+    drawing.write(6, 96, "key, value", "left strong")
     for rank in range(4):
         x, shard = 100 + 134 * rank, Mesh(tensor=4, kv_replicas=2, rank=rank).kv_replica.ranks[0] // 2
-        drawing.words(x + 60, 14, f"rank {rank}", "strong")
+        drawing.write(x + 60, 14, f"rank {rank}", "strong")
         for head in (2 * rank, 2 * rank + 1):
             drawing.box(x + 62 * (head - 2 * rank), 28, 58, 40, f"c{shard}", f"Q{head}")
         drawing.box(x, 76, 120, 40, f"c{shard}", f"KV{shard}")
-    drawing.words(320, 138, "ranks 0 and 1 hold replicas of KV head 0, ranks 2 and 3 of KV head 1", "small")
+    drawing.write(320, 138, "ranks 0 and 1 hold replicas of KV head 0, ranks 2 and 3 of KV head 1", "small")
     return drawing
 
 
 def ring() -> Drawing:
-    """The causal matrix of eight chunks over four context ranks: each rank's rows are as much work."""
+    """The causal matrix of eight chunks over four context ranks; all ranks have the same amount of work."""
     degree, cell = 4, 34
     chunks = 2 * degree
-    owner = {int(chunk): rank for rank in range(degree) for chunk in zigzag_positions(chunks, degree, rank)}
-    drawing = Drawing(700, 330, "Zigzag: who computes which part of causal attention")
-    drawing.words(60 + chunks * cell / 2, 12, "keys, by chunk", "strong")
-    drawing.words(14, 40 + chunks * cell / 2, "queries", "left strong")
+    chunk_rank = {
+        int(chunk): rank for rank in range(degree) for chunk in zigzag_positions(chunks, degree, rank)
+    }
+    drawing = Drawing(700, 330, "Zigzag: which rank computes which blocks of causal attention")
+    drawing.write(60 + chunks * cell / 2, 12, "keys, by chunk", "strong")
+    drawing.write(14, 40 + chunks * cell / 2, "queries", "left strong")
     for query in range(chunks):
         for key in range(chunks):
-            style = f"c{owner[query]}" if key <= query else "none"
+            style = f"c{chunk_rank[query]}" if key <= query else "none"
             drawing.box(90 + key * cell, 26 + query * cell, cell, cell, style)
-        drawing.words(90 - 12, 26 + query * cell + cell / 2, str(query), "small")
+        drawing.write(90 - 12, 26 + query * cell + cell / 2, str(query), "small")
     for rank in range(degree):
         held = [int(chunk) for chunk in zigzag_positions(chunks, degree, rank)]
         work = sum(chunk + 1 for chunk in held)
         drawing.box(400, 60 + 46 * rank, 24, 24, f"c{rank}")
-        drawing.words(
+        drawing.write(
             434, 72 + 46 * rank, f"rank {rank}: chunks {held[0]} and {held[1]}, {work} blocks", "left"
         )
-    drawing.words(
-        360, 316, "keys and values travel from rank to rank, while each works on what it has", "small"
+    drawing.write(
+        360, 316, "keys and values are sent around the ring; each rank attends to those it has", "small"
     )
     return drawing
 
@@ -145,34 +148,34 @@ def pipeline() -> Drawing:
     """1F1B over four stages and eight microbatches; a backward takes as long as two forwards."""
     ranks, microbatches, unit = 4, 8, 21
     orders = {rank: one_forward_one_backward(ranks, rank, microbatches, 0) for rank in range(ranks)}
-    ended: dict[tuple[str, int, int], int] = {}
+    end_times: dict[tuple[str, int, int], int] = {}
     clocks = dict.fromkeys(range(ranks), 0)
-    done = []
+    boxes = []
     while any(orders.values()):
         for rank, order in orders.items():
             while order:
                 kind, number = order[0]
                 before = rank - 1 if kind == "F" else rank + 1
-                if 0 <= before < ranks and (kind, before, number) not in ended:
+                if 0 <= before < ranks and (kind, before, number) not in end_times:
                     break
-                begun = max(clocks[rank], ended.get((kind, before, number), 0))
-                clocks[rank] = ended[kind, rank, number] = begun + (1 if kind == "F" else 2)
-                done.append((rank, kind, number, begun, clocks[rank]))
+                start = max(clocks[rank], end_times.get((kind, before, number), 0))
+                clocks[rank] = end_times[kind, rank, number] = start + (1 if kind == "F" else 2)
+                boxes.append((rank, kind, number, start, clocks[rank]))
                 order.pop(0)
     end = max(clocks.values())
     drawing = Drawing(80 + unit * end, 4 * 36 + 44, "One forward, one backward")
     for rank in range(ranks):
-        drawing.words(6, 24 + 36 * rank, f"stage {rank}", "left strong")
+        drawing.write(6, 24 + 36 * rank, f"stage {rank}", "left strong")
         drawing.box(66, 8 + 36 * rank, unit * end, 32, "none")
-    for rank, kind, number, begun, stop in done:
+    for rank, kind, number, start, stop in boxes:
         style = "c4" if kind == "F" else "c0"
-        drawing.box(66 + unit * begun, 8 + 36 * rank, unit * (stop - begun), 32, style, str(number))
+        drawing.box(66 + unit * start, 8 + 36 * rank, unit * (stop - start), 32, style, str(number))
     drawing.box(66, 162, 14, 14, "c4")
-    drawing.words(86, 169, "forward", "left small")
+    drawing.write(86, 169, "forward", "left small")
     drawing.box(146, 162, 14, 14, "c0")
-    drawing.words(166, 169, "backward", "left small")
+    drawing.write(166, 169, "backward", "left small")
     drawing.box(236, 162, 14, 14, "none")
-    drawing.words(256, 169, "waiting: (stages - 1) / microbatches of the work", "left small")
+    drawing.write(256, 169, "bubble: (stages - 1) / microbatches of the compute time", "left small")
     return drawing
 
 
@@ -181,45 +184,48 @@ def zero1() -> Drawing:
     drawing = Drawing(760, 210, "A step of ZeRO-1 on two ranks")
     for x, name in (
         (70, "gradients"),
-        (250, "own half of the sum"),
+        (250, "shard of the sum"),
         (430, "AdamW, float32"),
         (610, "parameters"),
     ):
-        drawing.words(x + 60, 14, name, "strong")
+        drawing.write(x + 60, 14, name, "strong")
     for rank in range(2):
         y = 36 + 76 * rank
-        drawing.words(6, y + 25, f"rank {rank}", "left strong")
+        drawing.write(6, y + 25, f"rank {rank}", "left strong")
         for half in range(2):
             drawing.box(70 + 60 * half, y, 60, 50, f"c{4 + half}")
             drawing.box(610 + 60 * half, y, 60, 50, f"c{half}")
         drawing.box(250, y, 120, 50, f"c{4 + rank}", "n/2 elements")
-        drawing.box(430, y, 120, 50, f"c{rank}", "own states")
+        drawing.box(430, y, 120, 50, f"c{rank}", "sharded states")
         drawing.arrow(372, y + 25, 428, y + 25)
     for a, b in ((192, 248), (552, 608)):
         for y1 in (61, 137):
             for y2 in (61, 137):
                 drawing.arrow(a, y1, b, y2)
-    drawing.words(220, 186, "reduce-scatter,", "small")
-    drawing.words(220, 200, "during backward", "small")
-    drawing.words(580, 186, "all-gather,", "small")
-    drawing.words(580, 200, "bucket by bucket", "small")
+    drawing.write(220, 186, "reduce-scatter,", "small")
+    drawing.write(220, 200, "during backward", "small")
+    drawing.write(580, 186, "all-gather,", "small")
+    drawing.write(580, 200, "bucket by bucket", "small")
     return drawing
 
 
 def loss() -> Drawing:
     """Fused and chunked cross-entropy over two tensor ranks: only one chunk's logits exist at a time."""
     drawing = Drawing(640, 230, "Cross-entropy without full logits")
-    drawing.words(110, 14, "tokens × h", "strong")
-    drawing.words(400, 14, "logits: tokens × v", "strong")
+    drawing.write(110, 14, "tokens × h", "strong")
+    drawing.write(400, 14, "logits: tokens × v", "strong")
     for chunk in range(5):
         drawing.box(60, 30 + 34 * chunk, 100, 34, "c2" if chunk == 2 else "none", f"chunk {chunk}")
         for rank in range(2):
             drawing.box(240 + 160 * rank, 30 + 34 * chunk, 160, 34, f"c{rank}" if chunk == 2 else "none")
-    drawing.words(320, 30 + 85, "rank 0's v/2", "light")
-    drawing.words(480, 30 + 85, "rank 1's v/2", "light")
+    drawing.write(320, 30 + 85, "rank 0: v/2", "light")
+    drawing.write(480, 30 + 85, "rank 1: v/2", "light")
     drawing.arrow(164, 115, 234, 115)
-    drawing.words(
-        320, 216, "a chunk's logits become its gradient in place; the next chunk takes their memory", "small"
+    drawing.write(
+        320,
+        216,
+        "a chunk's logits are overwritten by their gradient; the next chunk reuses the memory",
+        "small",
     )
     return drawing
 
@@ -229,7 +235,7 @@ PICTURES: tuple[Callable[[], Drawing], ...] = (mesh, layers, heads, ring, pipeli
 
 def main() -> None:
     for picture in PICTURES:
-        (FOLDER / f"{picture.__name__}.svg").write_text(picture().text())
+        (FOLDER / f"{picture.__name__}.svg").write_text(picture().svg())
 
 
 if __name__ == "__main__":

@@ -119,5 +119,5 @@ def test_pictures_are_current():
     draw = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(draw)
     for picture in draw.PICTURES:
-        kept = (path.parent / f"{picture.__name__}.svg").read_text()
-        assert kept == picture().text(), f"python docs/pictures/{path.name}"
+        current = (path.parent / f"{picture.__name__}.svg").read_text()
+        assert current == picture().svg(), f"python docs/pictures/{path.name}"
