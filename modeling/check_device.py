@@ -87,12 +87,12 @@ def check_attention(kind: str) -> Result:
     _, local = _device(kind)
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(2, heads, 256, 64, generator=generator) for heads in (8, 2, 2, 8))
-    expected = _attention_and_gradients(q, k, v, grad, "math")
+    expected = _attention_and_gradients(q, k, v, grad, kernel="math")
     kernel = kernels.default_kernel(q.to(local))
     errors = {}
     for precision, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
         try:
-            actual = _attention_and_gradients(*(x.to(local, dtype) for x in (q, k, v, grad)), kernel)
+            actual = _attention_and_gradients(*(x.to(local, dtype) for x in (q, k, v, grad)), kernel=kernel)
         except (RuntimeError, ValueError) as error:
             return Result(f"{kernel} in {precision}: {error}", holds=precision == "float32")
         errors[precision] = max(_relative_norm(x.cpu(), y) for x, y in zip(actual, expected, strict=True))
@@ -103,9 +103,8 @@ def check_attention(kind: str) -> Result:
 def check_training(kind: str) -> Result:
     """Losses of a few steps of a small Llama in each precision, against the CPU's in float32."""
     expected = _losses(_profile("cpu", "float32", 1))
-    return _within_tolerance(
-        {precision: _error(_losses(_profile(kind, precision, 1)), expected) for precision in TOLERANCES}
-    )
+    losses = {precision: _losses(_profile(kind, precision, 1)) for precision in TOLERANCES}
+    return _within_tolerance({precision: _error(actual, expected) for precision, actual in losses.items()})
 
 
 def check_compilation(kind: str) -> Result:
@@ -119,9 +118,8 @@ def check_compilation(kind: str) -> Result:
             actual = _losses(_profile(kind, "float32", 1), Path(folder))
             seconds.append(time.perf_counter() - start)
     error = _error(actual, expected)
-    return Result(
-        f"{error:.1e}; {seconds[0]:.1f} s, again {seconds[1]:.1f} s", error <= TOLERANCES["float32"]
-    )
+    words = f"{error:.1e}; {seconds[0]:.1f} s, again {seconds[1]:.1f} s"
+    return Result(words, error <= TOLERANCES["float32"])
 
 
 def check_collectives(kind: str) -> Result:
@@ -152,11 +150,9 @@ def check_parallel_training(kind: str) -> Result:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     expected = _losses(_profile("cpu", "float32", ranks))  # before a process group exists
     dist.init_process_group(devices.resolve(kind).backend)
-    errors = {
-        axis: _error(_losses(_profile(kind, "float32", ranks, axis)), expected)
-        for axis in ("tensor", "context", "pipeline", "data")
-    }
-    return _within_tolerance(errors)
+    axes = ("tensor", "context", "pipeline", "data")
+    losses = {axis: _losses(_profile(kind, "float32", ranks, axis)) for axis in axes}
+    return _within_tolerance({axis: _error(actual, expected) for axis, actual in losses.items()})
 
 
 CHECKS = (
@@ -165,10 +161,8 @@ CHECKS = (
     Check("attention", "within 1e-5, bf16 2e-2", check_attention),
     Check("training, one device", "losses within 1e-5, bf16 2e-2", check_training),
     Check("compiled", "the same losses; again much faster", check_compilation),
-    Check("collectives", "correct; near the link's bandwidth", check_collectives, all_devices=True),
-    Check(
-        "training, all devices", "losses within 1e-5 on each axis", check_parallel_training, all_devices=True
-    ),
+    Check("collectives", "correct; near the link's bandwidth", check_collectives, True),
+    Check("training, all devices", "losses within 1e-5 on each axis", check_parallel_training, True),
 )
 
 
@@ -197,11 +191,10 @@ def _seconds(device: devices.Device, call: Callable[[], object]) -> float:
     return min(times[1:])
 
 
-def _attention_and_gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, kernel: str
-) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv in float32."""
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+def _attention_and_gradients(*tensors: Tensor, kernel: str) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv in float32, for q, k, v and the gradient of out."""
+    *inputs, grad = tensors
+    inputs = [x.clone().requires_grad_() for x in inputs]
     out = attention(*inputs, Axis("context"), kernel=kernel)
     return tuple(x.detach().float() for x in (out, *torch.autograd.grad(out, inputs, grad)))
 
@@ -297,9 +290,8 @@ def _run_isolated(check: Check, kind: str, processes: int) -> Result:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="modeling.check_device", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--device", choices=sorted(devices.KINDS), help="default: this machine's accelerator, else cpu"
-    )
+    default = "default: this machine's accelerator, else cpu"
+    parser.add_argument("--device", choices=sorted(devices.KINDS), help=default)
     parser.add_argument("--processes", type=int, help="default: all devices of the machine; 2 on a CPU")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.add_argument("--check", choices=[check.name for check in CHECKS], help=argparse.SUPPRESS)
@@ -319,9 +311,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"argument --device: this machine has no {kind} device")
     results = run_checks(kind, processes)
     if options.json:
-        rows = [
-            {"rung": check.name, "expected": check.expected, **asdict(result)} for check, result, _ in results
-        ]
+        rows = [{"rung": c.name, "expected": c.expected, **asdict(result)} for c, result, _ in results]
         document = {"device": kind, "processes": processes, "torch": torch.__version__, "rungs": rows}
         print(json.dumps(document, indent=1))
     else:

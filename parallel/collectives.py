@@ -159,11 +159,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """(n·p, ...) -> (p, ...), summed.
-
-    Raises:
-        ValueError: the axis does not divide dim 0.
-    """
+    """(n·p, ...) -> (p, ...), summed. Raises ValueError: the axis does not divide dim 0."""
     if axis.size == 1:
         return x
     _check_divisible("reduce_scatter", x, axis)

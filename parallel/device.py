@@ -54,11 +54,7 @@ class Device:
             torch.accelerator.synchronize()
 
     def available(self) -> int:
-        """Number of devices of this type on this machine.
-
-        Raises:
-            RuntimeError: the device's software is missing.
-        """
+        """Number of devices of this type on this machine. Raises RuntimeError: the device's software is missing."""
         if self.type == "cpu":
             return os.cpu_count() or 1
         if self.type == "cuda":

@@ -150,11 +150,7 @@ def parameter(
 
 
 def layout_of(parameter: nn.Parameter) -> Layout:
-    """The layout that a parameter carries.
-
-    Raises:
-        ValueError: it carries none.
-    """
+    """The layout that a parameter carries. Raises ValueError: it carries none."""
     layout = getattr(parameter, "global_layout", None)
     if layout is None:
         raise ValueError(

@@ -88,9 +88,8 @@ def convert(
         ValueError: the source is rejected or corrupted.
     """
     source = formats.locate(source)
-    weights = formats.read(
-        source, options.config, options.nxd_layout, training_dtype=options.to != "trainshed"
-    )
+    training_dtype = options.to != "trainshed"
+    weights = formats.read(source, options.config, options.nxd_layout, training_dtype)
     files = destination_files(weights, options)
     size = sum(file.nbytes for file in files)
     with open_journal(destination, options.job(source), size, replace) as journal:
@@ -101,9 +100,8 @@ def convert(
             huggingface.finish(destination, files, weights)
         elif options.to == "trainshed":
             native.finish(destination, notes, weights.model, name or source.name)
-        return journal.finish(
-            files, {"to": options.to, "tensors": len(weights.shapes), "bytes": weights.nbytes()}
-        )
+        facts = {"to": options.to, "tensors": len(weights.shapes), "bytes": weights.nbytes()}
+        return journal.finish(files, facts)
 
 
 def destination_files(weights: Weights, options: Options) -> Sequence[File]:
@@ -112,9 +110,8 @@ def destination_files(weights: Weights, options: Options) -> Sequence[File]:
     heads, kv_heads, layers = model.num_attention_heads, model.num_key_value_heads, model.num_hidden_layers
     valid = [t for t in valid_tensor_degrees(heads, kv_heads) if model.intermediate_size % t == 0]
     if options.tensor not in valid:
-        reason = (
-            f"does not split {heads} query heads, {kv_heads} KV heads and an MLP of {model.intermediate_size}"
-        )
+        mlp = model.intermediate_size
+        reason = f"does not split {heads} query heads, {kv_heads} KV heads and an MLP of {mlp}"
         raise ProfileError("--tensor", options.tensor, reason, neighbours(options.tensor, valid))
     if not 1 <= options.pipeline <= layers:
         nearest = min(max(options.pipeline, 1), layers)
@@ -122,9 +119,8 @@ def destination_files(weights: Weights, options: Options) -> Sequence[File]:
     if options.to == "hf":
         return huggingface.files(weights)
     if options.to == "nxd":
-        return nxd_files.shard_files(
-            weights, options.tensor, options.pipeline, options.nxd_layout, options.nxd_qkv
-        )
+        form = options.nxd_qkv
+        return nxd_files.shard_files(weights, options.tensor, options.pipeline, options.nxd_layout, form)
     stages = None
     if options.cuts is not None:
         stages = [range(low, high) for low, high in pairwise((0, *options.cuts, layers))]

@@ -37,9 +37,7 @@ def read(source: Path, config: Path | None, layout: NxDLayout | None, training_d
         return native.read(source, model or stored_model, dtype if training_dtype else None)
     if shards := nxd_files.find_shards(source):
         if model is None:
-            reason = (
-                "is missing: NxD shards do not contain the model's config; name its config.json or folder"
-            )
+            reason = "is missing: NxD shards have no config of the model; name its config.json or folder"
             raise ProfileError("--config", None, reason)
         return nxd_files.read(shards, model, layout)
     if files := huggingface.weight_files(source):

@@ -25,6 +25,7 @@ from profiles.model import Model, to_config_json
 SHARD_BYTES = 5 * 10**9
 SINGLE = ("model.safetensors", "pytorch_model.bin", "checkpoint.pt")
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+Sources = list[tuple[str, HuggingFaceTensor]]  # names of ours that make up one of theirs
 # Masks and frequencies that old versions of transformers saved; not weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -73,9 +74,8 @@ def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> W
         tensor = found[key]
         read_shape = tuple(mapped.read(torch.empty(tensor.shape, device="meta")).shape)
         if read_shape != shape:
-            raise ValueError(
-                f"{key}: shape {tensor.shape} gives {name} the shape {read_shape}; the model has {shape}"
-            )
+            reason = f"gives {name} the shape {read_shape}; the model has {shape}"
+            raise ValueError(f"{key}: shape {tensor.shape} {reason}")
         parts[name] = [Part((0,) * len(shape), shape, tensor.dtype, partial(_open_mapped, mapped, tensor))]
     rest = [name for name in found.keys() - used if not name.endswith(BUFFERS)]
     if model.tie_word_embeddings:  # stored again under its second name
@@ -117,7 +117,7 @@ def _tensor(path: Path, name: str) -> Tensor:
 def entries(weights: Weights) -> Iterator[Entry]:
     """The Hugging Face tensors of a model, each assembled from ours when it is written."""
     architecture = weights.model.architecture
-    sources: dict[str, list[tuple[str, HuggingFaceTensor]]] = {}
+    sources: dict[str, Sources] = {}
     for name in weights.shapes:
         mapped = weight_names.huggingface_tensor(architecture, name)
         sources.setdefault(mapped.name, []).append((name, mapped))
@@ -128,9 +128,7 @@ def entries(weights: Weights) -> Iterator[Entry]:
         yield Entry(key, shape, weights.dtype_of(name), partial(_rows, weights, parts))
 
 
-def _rows(
-    weights: Weights, parts: list[tuple[str, HuggingFaceTensor]], low: int, high: int
-) -> Iterator[Tensor]:
+def _rows(weights: Weights, parts: Sources, low: int, high: int) -> Iterator[Tensor]:
     """Rows [low, high) of the Hugging Face tensor that consists of our tensors `parts`, side by side."""
     name, mapped = parts[0]
     if mapped.parts == 1 and not mapped.transposed:
@@ -159,9 +157,8 @@ def files(weights: Weights) -> list[SafetensorsFile]:
     if len(shards) == 1:
         return [SafetensorsFile("model.safetensors", shards[0])]
     count = len(shards)
-    return [
-        SafetensorsFile(f"model-{i:05}-of-{count:05}.safetensors", shard) for i, shard in enumerate(shards, 1)
-    ]
+    names = (f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1))
+    return [SafetensorsFile(name, shard) for name, shard in zip(names, shards, strict=True)]
 
 
 class SafetensorsFile(PreallocatedFile):
@@ -173,11 +170,8 @@ class SafetensorsFile(PreallocatedFile):
         for entry in self.entries:
             starts[entry.name] = at
             offsets = [at, at := at + entry.nbytes]
-            header[entry.name] = {
-                "dtype": TYPES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": offsets,
-            }
+            dtype, shape = TYPES[entry.dtype], list(entry.shape)
+            header[entry.name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # alignment of the tensors
         begin = 8 + len(text)

@@ -75,9 +75,8 @@ class Journal:
 
     def finish(self, files: Sequence[File], facts: dict[str, Any]) -> dict[str, Any]:
         """Replace the journal by the record of all files and `facts`; returns the record."""
-        described = {
-            file.name: {key: self.files[file.name][key] for key in ("size", "sha256")} for file in files
-        }
+        lines = {file.name: self.files[file.name] for file in files}
+        described = {name: {key: line[key] for key in ("size", "sha256")} for name, line in lines.items()}
         self.finished = {**facts, "files": described, "job": self.job}
         temporary = self.folder / f".{RECORD}"
         temporary.write_text(json.dumps(self.finished, indent=1))
@@ -126,11 +125,7 @@ class Progress:
         self._lock = Lock()
 
     def add(self, count: int) -> None:
-        """Count bytes written.
-
-        Raises:
-            Stopped: after `stop`.
-        """
+        """Count bytes written. Raises Stopped after `stop`."""
         if self._stopped:
             raise Stopped
         with self._lock:

@@ -57,9 +57,8 @@ def read(folder: Path, model: Model, dtype: torch.dtype | None = None) -> Weight
     for name, stored in reader.tensors.items():
         prefix, _, name = name.partition(".")
         if prefix == PREFIX:
-            parts[name] = [
-                Part(box.offsets, box.sizes, stored.dtype, partial(reader.map, box)) for box in stored.boxes
-            ]
+            boxes = stored.boxes
+            parts[name] = [Part(b.offsets, b.sizes, stored.dtype, partial(reader.map, b)) for b in boxes]
     return Weights(model, parts, dtype)
 
 
@@ -112,9 +111,7 @@ class BoxFile(File):
         self.name, self.weights, self.boxes = name, weights, boxes
         self.nbytes = sum(math.prod(box.sizes) * weights.dtype_of(box.name).itemsize for box in boxes)
 
-    def write(
-        self, path: Path, limit: int, progress: Callable[[int], None]
-    ) -> tuple[list[dict[str, Any]], str]:
+    def write(self, path: Path, limit: int, progress: Callable[[int], None]) -> tuple[list[Any], str]:
         def boxes() -> Iterator[tuple[GlobalBox, torch.Tensor]]:
             for box in self.boxes:
                 dtype = self.weights.dtype_of(box.name)

@@ -98,9 +98,8 @@ def read(files: Mapping[Ranks, Path], model: Model, layout: NxDLayout | None) ->
         ValueError: a file is rejected or corrupted, tensors are not this model's, or NxD lost some of them.
     """
     if model.architecture != "llama":
-        raise ProfileError(
-            "--config", model.architecture, "NxD shards of this architecture are not supported", ["llama"]
-        )
+        reason = "NxD shards of this architecture are not supported"
+        raise ProfileError("--config", model.architecture, reason, ["llama"])
     tensor = 1 + max(t for t, _ in files)
     shards = {ranks: _tensors(path) for ranks, path in files.items()}
     split = _detect_split(shards.values(), model, tensor, layout)
@@ -137,9 +136,7 @@ class _LocalRows:
     vocabulary: int | None  # of embedding and head, with padding; None if neither is there
 
 
-def _detect_split(
-    shards: Iterable[Tensors], model: Model, tensor: int, layout: NxDLayout | None
-) -> TensorSplit:
+def _detect_split(shards: Iterable[Tensors], model: Model, tensor: int, layout: str | None) -> TensorSplit:
     """How the shards were split, from the shapes of their tensors.
 
     Raises:
@@ -205,9 +202,8 @@ def _check_vocabulary(rows: _LocalRows, model: Model, tensor: int) -> None:
         return
     padding = rows.vocabulary * tensor - model.vocab_size
     if not 0 <= padding < PADDING * tensor:
-        raise ValueError(
-            f"the shards hold {rows.vocabulary * tensor} rows of the vocabulary; the model has {model.vocab_size}"
-        )
+        held = rows.vocabulary * tensor
+        raise ValueError(f"the shards hold {held} rows of the vocabulary; the model has {model.vocab_size}")
 
 
 def shard_files(
@@ -231,12 +227,8 @@ def shard_files(
     if form == "coalesced" and not multi_head:
         reason = "requires a KV head for each query head"
         raise ProfileError("--nxd-qkv", form, reason, ["separate", "fused"])
-    log.info(
-        "NxD shards for %d tensor ranks, KV multiplier %d, layout trn1, %s Q, K and V",
-        tensor,
-        split.multiplier,
-        form,
-    )
+    facts = f"{tensor} tensor ranks, KV multiplier {split.multiplier}, layout trn1, {form} Q, K and V"
+    log.info("NxD shards for %s", facts)
     return [
         ShardFile(
             f"model/dp_rank_00_tp_rank_{rank:02}_pp_rank_{stage:02}.pt",

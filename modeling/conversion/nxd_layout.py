@@ -60,10 +60,8 @@ class Section:
 
 
 _QKV = {
-    letter: Section(
-        f"layers.{{}}.attention.qkv.{letter}.weight", Split.Q_HEADS if letter == "q" else Split.KV_HEADS
-    )
-    for letter in "qkv"
+    letter: Section(f"layers.{{}}.attention.qkv.{letter}.weight", split)
+    for letter, split in {"q": Split.Q_HEADS, "k": Split.KV_HEADS, "v": Split.KV_HEADS}.items()
 }
 _OUTPUT = Section("layers.{}.attention.output.weight", Split.Q_COLUMNS)
 _GATE = Section("layers.{}.mlp.gate_up.gate.weight", Split.ROWS)
@@ -124,11 +122,7 @@ class TensorSplit:
         return max(1, self.tensor // self.model.num_key_value_heads)
 
     def sections(self, key: str) -> list[Section]:
-        """The sections of the NxD tensor `key`, in the order they are stacked.
-
-        Raises:
-            ValueError: NxD's Llama has no tensor of this name.
-        """
+        """The sections of the NxD tensor `key`, in the order they are stacked. Raises ValueError if it is unknown."""
         layer = _NUMBER.search(key)
         template = _NUMBER.sub("{}", key)
         found = NAMES.get(template) or MEGATRON.get(template.removeprefix("model."))
@@ -154,9 +148,8 @@ class TensorSplit:
             if all(sizes):
                 local_offsets = (row, *[0] * (len(shape) - 1))
                 replicas = self._replicas(section.split, rank)
-                boxes.append(
-                    Box(section.weight, shape, tuple(offsets), tuple(sizes), local_offsets, *replicas)
-                )
+                box = section.weight, shape, tuple(offsets), tuple(sizes), local_offsets
+                boxes.append(Box(*box, *replicas))
             row += local[0]
         return (row, *local[1:]), boxes
 
@@ -183,9 +176,8 @@ class TensorSplit:
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         shapes = global_shapes(self.model)
         # NxD also stores a tied head.
-        return (
-            shapes | {"head.weight": shapes["embedding.weight"]} if self.model.tie_word_embeddings else shapes
-        )
+        tied = {"head.weight": shapes["embedding.weight"]} if self.model.tie_word_embeddings else {}
+        return shapes | tied
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:

@@ -108,10 +108,9 @@ def _loaded(path: Path, _: tuple[int, int, int]) -> Any:
             except RuntimeError as error:
                 if "mmap can only be used" not in str(error):
                     raise
+            size = path.stat().st_size >> 20
             log.info(
-                "%s: in the format from before torch 1.6; reading all %d MB into memory",
-                path.name,
-                path.stat().st_size >> 20,
+                "%s: in the format from before torch 1.6; reading all %d MB into memory", path.name, size
             )
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -119,6 +118,5 @@ def _loaded(path: Path, _: tuple[int, int, int]) -> Any:
         reason = f"it would run {found[1]}" if found else "not a plain pickle of tensors"
         raise ValueError(f"{path}: rejected: {reason}; only tensors are read") from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}: corrupted, or not a torch.save file: {str(error).partition(chr(10))[0]}"
-        ) from None
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: corrupted, or not a torch.save file: {reason}") from None

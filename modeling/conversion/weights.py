@@ -50,10 +50,8 @@ class Weights:
         ValueError: a tensor is missing, incomplete, duplicated, unknown or of a wrong dtype; names it.
     """
 
-    def __init__(
-        self, model: Model, parts: Mapping[str, list[Part]], dtype: torch.dtype | None = None
-    ) -> None:
-        self.model, self.parts, self.dtype = model, dict(parts), dtype
+    def __init__(self, model: Model, parts: dict[str, list[Part]], dtype: torch.dtype | None = None) -> None:
+        self.model, self.parts, self.dtype = model, parts, dtype
         self.shapes = global_shapes(model)
         unknown = sorted(self.parts.keys() - self.shapes.keys())
         if unknown:
@@ -77,9 +75,8 @@ class Weights:
         overlaps = []
         for part in self.parts[name]:
             low = [max(a, b) for a, b in zip(offsets, part.offsets, strict=True)]
-            high = [
-                min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, part.offsets, part.sizes, strict=True)
-            ]
+            starts_and_sizes = zip(offsets, sizes, part.offsets, part.sizes, strict=True)
+            high = [min(a + n, b + m) for a, n, b, m in starts_and_sizes]
             if all(a < b for a, b in zip(low, high, strict=True)):
                 overlaps.append((part, low, high))
         if len(overlaps) == 1:
@@ -93,9 +90,8 @@ class Weights:
     def blocks(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Tensor]:
         """The same box as consecutive blocks of rows, cut where parts begin; a block of one part is not copied."""
         low, high = offsets[0], offsets[0] + sizes[0]
-        edges = {
-            edge for part in self.parts[name] for edge in (part.offsets[0], part.offsets[0] + part.sizes[0])
-        }
+        parts = self.parts[name]
+        edges = {edge for part in parts for edge in (part.offsets[0], part.offsets[0] + part.sizes[0])}
         cuts = sorted({low, high, *(edge for edge in edges if low < edge < high)})
         for start, stop in pairwise(cuts):
             yield self.read(name, (start, *offsets[1:]), (stop - start, *sizes[1:]))

@@ -143,9 +143,8 @@ class Corpus:
         out = np.empty(count, np.int64)
         filled = 0
         for i, offset, length in self._shard_ranges(start, count):
-            read = partial(
-                MappedShard.read, offset=offset, count=length, vocabulary_size=self.vocabulary_size
-            )
+            limit = self.vocabulary_size
+            read = partial(MappedShard.read, offset=offset, count=length, vocabulary_size=limit)
             out[filled : filled + length] = self._with_shard(i, read)
             filled += length
         return out

@@ -17,21 +17,14 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.int8),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    8: np.dtype("<u2"),
-}  # 6 and 7 are floating-point
+_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point
+DTYPES = {code: np.dtype(name) for code, name in _TYPES.items()}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 CHUNK = 1 << 20  # index entries validated at a time
 
@@ -207,11 +200,7 @@ class IndexedDatasetBuilder:
         self._data = open(self._partial, "wb")  # noqa: SIM115  closed by finish or discard
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append one document of token ids.
-
-        Raises:
-            ValueError: an id does not fit the dtype.
-        """
+        """Append one document of token ids. Raises ValueError if one does not fit the dtype."""
         ids = np.asarray(tokens)
         self.add_documents(ids, np.array([ids.size]))
 
@@ -258,9 +247,7 @@ class IndexedDatasetBuilder:
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self.finish()

@@ -19,9 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 ROUNDS = 6
-LONGEST_PATTERN = (
-    1 << 20
-)  # samples; weights with a larger common denominator are rounded to multiples of its inverse
+# In samples; weights with a larger common denominator are rounded to multiples of its inverse.
+LONGEST_PATTERN = 1 << 20
 GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -53,16 +52,11 @@ def quotas(weights: Sequence[float]) -> list[int]:
 
 
 def blend(weights: Sequence[float]) -> Pattern:
-    """The pattern of streams with these weights, which need not sum to 1.
-
-    Raises:
-        ValueError: a weight is so small that its stream would never be drawn.
-    """
+    """The pattern of streams with these weights, of any sum. Raises ValueError if a stream would never be drawn."""
     counts = quotas(weights)
     if 0 in counts:
-        raise ValueError(
-            f"stream {counts.index(0)} has less than one of {LONGEST_PATTERN:,} samples: weights {[*weights]}"
-        )
+        reason = f"less than one of {LONGEST_PATTERN:,} samples: weights {[*weights]}"
+        raise ValueError(f"stream {counts.index(0)} has {reason}")
     times = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     streams = np.repeat(np.arange(len(counts)), counts)
     ranks = np.concatenate([np.arange(count) for count in counts])

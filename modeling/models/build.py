@@ -30,9 +30,8 @@ def build_mesh(profile: Profile, rank: int | None = None) -> Mesh:
 def partition_layers(profile: Profile) -> list[range]:
     """The layers of each pipeline stage, balanced to minimise the FLOPs of the slowest."""
     parallel = profile.parallel
-    return cut_layers(
-        layer_multiply_adds(profile), parallel.pipeline, parallel.schedule, parallel.pipeline_cuts
-    )
+    costs = layer_multiply_adds(profile)
+    return cut_layers(costs, parallel.pipeline, parallel.schedule, parallel.pipeline_cuts)
 
 
 def extra_warmup_forwards(profile: Profile) -> int:

@@ -104,9 +104,8 @@ class GPT(LanguageModel):
     block, norm_layer = Block, LayerNorm
 
     def add_position_embedding(self, **options: object) -> None:
-        self.positions = Embedding(
-            self.model.max_position_embeddings, self.model.hidden_size, self.axis, **options
-        )
+        rows, hidden = self.model.max_position_embeddings, self.model.hidden_size
+        self.positions = Embedding(rows, hidden, self.axis, **options)
 
     def forward(
         self, x: Tensor, positions: Tensor, documents: Tensor | None = None, samples: Tensor | None = None

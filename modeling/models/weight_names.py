@@ -70,15 +70,13 @@ GPT = {
     **_attention(0),
     **_attention(1),
     **_attention(2),
-    "layers.{}.attention.output.weight": HuggingFaceTensor(
-        "transformer.h.{}.attn.c_proj.weight", transposed=True
-    ),
+    "layers.{}.attention.output.weight": HuggingFaceTensor("transformer.h.{}.attn.c_proj.weight", True),
     "layers.{}.attention.output.bias": HuggingFaceTensor("transformer.h.{}.attn.c_proj.bias"),
     "layers.{}.mlp_norm.weight": HuggingFaceTensor("transformer.h.{}.ln_2.weight"),
     "layers.{}.mlp_norm.bias": HuggingFaceTensor("transformer.h.{}.ln_2.bias"),
-    "layers.{}.mlp.up.weight": HuggingFaceTensor("transformer.h.{}.mlp.c_fc.weight", transposed=True),
+    "layers.{}.mlp.up.weight": HuggingFaceTensor("transformer.h.{}.mlp.c_fc.weight", True),
     "layers.{}.mlp.up.bias": HuggingFaceTensor("transformer.h.{}.mlp.c_fc.bias"),
-    "layers.{}.mlp.down.weight": HuggingFaceTensor("transformer.h.{}.mlp.c_proj.weight", transposed=True),
+    "layers.{}.mlp.down.weight": HuggingFaceTensor("transformer.h.{}.mlp.c_proj.weight", True),
     "layers.{}.mlp.down.bias": HuggingFaceTensor("transformer.h.{}.mlp.c_proj.bias"),
     "norm.weight": HuggingFaceTensor("transformer.ln_f.weight"),
     "norm.bias": HuggingFaceTensor("transformer.ln_f.bias"),
@@ -90,11 +88,7 @@ _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 
 
 def huggingface_tensor(architecture: str, name: str) -> HuggingFaceTensor:
-    """The Hugging Face tensor that holds our tensor `name`.
-
-    Raises:
-        ValueError: the architecture has no tensor of this name.
-    """
+    """The Hugging Face tensor that holds our tensor `name`. Raises ValueError if the architecture has no such tensor."""
     layer = _LAYER.search(name)
     entry = MAPS[architecture].get(_LAYER.sub("{}", name))
     if entry is None:

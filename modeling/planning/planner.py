@@ -24,13 +24,7 @@ from torch import nn
 
 from modeling.models.build import partition_layers
 from modeling.models.flops import flops_per_token
-from modeling.planning.memory import (
-    activation_bytes,
-    bucket_sizes,
-    eager_working_bytes,
-    microbatches_in_flight,
-    state_bytes,
-)
+from modeling.planning import memory
 from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts
 from modeling.planning.step_time import estimate
 from parallel import device as devices
@@ -186,10 +180,8 @@ def _savings(profile: Profile) -> Iterator[tuple[str, Sequence[Any]]]:
     degrees = valid_tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
     node = profile.cluster.devices_per_node
     yield "parallel.tensor", [t for t in degrees if parallel.tensor < t <= node]
-    yield (
-        "parallel.pipeline",
-        range(parallel.pipeline + 1, min(model.num_hidden_layers, profile.world_size) + 1),
-    )
+    deepest = min(model.num_hidden_layers, profile.world_size)
+    yield "parallel.pipeline", range(parallel.pipeline + 1, deepest + 1)
 
 
 def require_devices(profile: Profile) -> None:
@@ -220,17 +212,20 @@ def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
         layers = partition[rank::ranks]
         modules = [costs.module(stage) for stage in layers]
         stages = [costs.layers(stage) for stage in layers]
-        buckets = bucket_sizes(profile, modules)
-        microbatches = microbatches_in_flight(profile, rank)
-        working = eager_working_bytes(stages, microbatches)
-        memory = state_bytes(profile, buckets)
-        memory["activations"] = activation_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
+        buckets = memory.bucket_sizes(profile, modules)
+        microbatches = memory.microbatches_in_flight(profile, rank)
+        working = memory.eager_working_bytes(stages, microbatches)
+        held = memory.state_bytes(profile, buckets) | {
+            "activations": memory.activation_bytes(
+                profile, working, microbatches, costs.hidden_bytes, buckets
+            )
+        }
         return StagePlan(
             layers=tuple((stage.start, stage.stop) for stage in layers),
             parameters=_parameters(profile, modules, rank),
-            bytes=memory,
+            bytes=held,
             flops=profile.accumulation_steps * sum(layer.flops for stage in stages for layer in stage),
-            sent=_sent(profile, costs, stages, memory),
+            sent=_sent(profile, costs, stages, held),
         )
 
     return tuple(plan_rank(rank) for rank in range(ranks))
@@ -244,7 +239,7 @@ def _parameters(profile: Profile, modules: Sequence[nn.Module], rank: int) -> in
 
 
 def _sent(
-    profile: Profile, costs: StageCosts, stages: Sequence[Sequence[LayerCosts]], memory: dict[str, int]
+    profile: Profile, costs: StageCosts, stages: Sequence[Sequence[LayerCosts]], held: dict[str, int]
 ) -> dict[str, int]:
     """Bytes that one rank sends in a step, by mesh axis."""
     count, parallel = profile.accumulation_steps, profile.parallel
@@ -253,7 +248,7 @@ def _sent(
         layers.update(layer.sent)
     shards = profile.data_parallel * parallel.context
     # ZeRO-1 reduce-scatters gradients and all-gathers weights; without it gradients are all-reduced, twice the volume.
-    exchanged = memory["gradients"] + memory["parameters" if parallel.zero1 else "gradients"]
+    exchanged = held["gradients"] + held["parameters" if parallel.zero1 else "gradients"]
     messages = 2 * len(stages) * count * costs.hidden_bytes if parallel.pipeline > 1 else 0
     return {
         "tensor": count * (layers["tensor"] + layers["kv_replica"]),
@@ -270,8 +265,8 @@ def device_bytes(profile: Profile) -> int:
         ProfileError: it is known neither to this machine nor to the profile.
     """
     cluster = profile.cluster
-    memory = devices.resolve(cluster.device, cluster.accelerator).memory_bytes
-    if memory is None and cluster.device != "cpu":
+    size = devices.resolve(cluster.device, cluster.accelerator).memory_bytes
+    if size is None and cluster.device != "cpu":
         reason = f"is missing: this machine has no {cluster.device} device to read the memory size from"
         raise ProfileError("cluster.accelerator", None, reason, ACCELERATORS[cluster.device])
-    return memory or psutil.virtual_memory().total // cluster.devices_per_node
+    return size or psutil.virtual_memory().total // cluster.devices_per_node

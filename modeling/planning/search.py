@@ -65,11 +65,9 @@ def _families(profile: Profile) -> Iterator[dict[str, int]]:
             yield {"tensor": tensor}
             continue
         for pipeline, context in product(_divisors(world // tensor), (1, 2, 4, 8)):
-            long = profile.train.sequence_length // context >= LONG or context in (
-                1,
-                profile.parallel.context,
-            )
-            if long and world % (tensor * pipeline * context) == 0:
+            allowed = profile.train.sequence_length // context >= LONG
+            allowed |= context in (1, profile.parallel.context)
+            if allowed and world % (tensor * pipeline * context) == 0:
                 yield {"tensor": tensor, "pipeline": pipeline, "context": context}
 
 

@@ -118,9 +118,8 @@ def _require_static(graph: GraphModule) -> None:
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         shapes = [tuple(tensor.shape) for tensor in tensors_in(value)]
-        if isinstance(value, torch.SymInt) or not all(
-            isinstance(size, int) for shape in shapes for size in shape
-        ):
+        static = all(isinstance(size, int) for shape in shapes for size in shape)
+        if isinstance(value, torch.SymInt) or not static:
             raise ValueError(f"{node.name}: dynamic shape {shapes or value}; every shape must be static")
 
 

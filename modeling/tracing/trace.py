@@ -126,9 +126,8 @@ class Recorder:
             graphs.append(graph)
             return graph
 
-        capture = aot_autograd(
-            fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition
-        )
+        partition = min_cut_rematerialization_partition
+        capture = aot_autograd(fw_compiler=record, bw_compiler=record, partition_fn=partition)
         with functorch.patch(force_non_lazy_backward_lowering=True):
             return capture(graph, inputs)
 

@@ -29,11 +29,7 @@ class TracedRank:
 
 
 def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank]:
-    """Traced costs by pipeline rank.
-
-    Args:
-        traced: a `Trace` as JSON.
-    """
+    """Traced costs by pipeline rank; `traced`: a `Trace` as JSON."""
     flops = {
         program["name"].partition(",")[0]: sum(graph["flops"] for graph in program["graphs"])
         for program in traced["programs"]

@@ -316,9 +316,8 @@ class Checkpoints:
             return
         current = int((self.run / "attempt").read_text())
         if current != self.attempt:
-            raise checkpoint.StaleAttempt(
-                f"attempt {self.attempt} ends: attempt {current} has taken over the run"
-            )
+            reason = f"attempt {current} has taken over the run"
+            raise checkpoint.StaleAttempt(f"attempt {self.attempt} ends: {reason}")
 
 
 def run_identity(run: Path) -> bytes:

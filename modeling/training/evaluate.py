@@ -122,9 +122,8 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
         partial = options.output.with_suffix(".partial")
         partial.write_text(json.dumps(result, indent=1))
         partial.replace(options.output)
-        log.info(
-            f"step {step}: validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.1f}"
-        )
+        loss, perplexity = evaluation.loss, evaluation.perplexity
+        log.info(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.1f}")
 
 
 if __name__ == "__main__":

@@ -26,11 +26,7 @@ LONGEST_NAME = 64  # characters
 
 
 class Stragglers:
-    """Collects each rank's compute time on the leading rank.
-
-    Args:
-        nodes: name of each rank's node.
-    """
+    """Collects each rank's compute time on the leading rank; `nodes`: name of each rank's node."""
 
     def __init__(self, nodes: list[str]) -> None:
         self._nodes = nodes

@@ -102,9 +102,8 @@ def _nvml(stack: contextlib.ExitStack) -> Iterator[Readings]:
 def _neuron(stack: contextlib.ExitStack) -> Iterator[Readings]:
     """Readings of all Neuron cores in use on this host."""
     try:
-        monitor = subprocess.Popen(
-            ["neuron-monitor"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        monitor = subprocess.Popen(["neuron-monitor"], text=True, **streams)
     except OSError:
         return
     stack.callback(monitor.kill)

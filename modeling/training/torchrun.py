@@ -91,13 +91,9 @@ def capture_stacks(pid: int) -> str:
     # --native includes native frames but pauses the process, which fails if it is stopped already.
     for option in "--native", "--nonblocking":
         try:
-            result = subprocess.run(
-                [py_spy, "dump", "--pid", str(pid), option],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=PY_SPY_TIMEOUT,
-            )
+            command = [py_spy, "dump", "--pid", str(pid), option]
+            options = {"capture_output": True, "text": True, "errors": "replace"}
+            result = subprocess.run(command, timeout=PY_SPY_TIMEOUT, **options)
         except (OSError, subprocess.TimeoutExpired) as error:
             output = f"{error}\n"
             continue

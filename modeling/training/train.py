@@ -49,11 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--weights", type=Path, help="checkpoint folder with the initial weights")
     parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
-    parser.add_argument(
-        "--attempt",
-        type=int,
-        help="number of this attempt; its checkpoints count while RUN/attempt equals it",
-    )
+    attempt_help = "number of this attempt; its checkpoints count while RUN/attempt equals it"
+    parser.add_argument("--attempt", type=int, help=attempt_help)
     shard_cache.add_arguments(parser)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -109,11 +106,8 @@ class TrainingRun:
         self.reporter = Reporter(trainer, run, self.step, nodes) if trainer.leader else None
         self.trace = StepTrace(run, self.profile.cluster.trace if trainer.leader else None)
         if self.reporter and options.attempt is not None and options.attempt > 1:
-            source = (
-                f"from the checkpoint of step {self.step}"
-                if self.step
-                else "from the beginning, without a checkpoint"
-            )
+            checkpoint_source = f"from the checkpoint of step {self.step}"
+            source = checkpoint_source if self.step else "from the beginning, without a checkpoint"
             self.reporter.event("resumed", self.step, f"start {options.attempt}, {source}")
 
     def train(self) -> int:
@@ -157,9 +151,8 @@ class TrainingRun:
         local_loss = loss.item()  # waits for the device
         backward_done = time.perf_counter()
 
-        statistics = StepStatistics.reduce(
-            self.trainer, local_loss, self.stop.requested, self.checkpoints.writing, busy
-        )
+        flags = self.stop.requested, self.checkpoints.writing
+        statistics = StepStatistics.reduce(self.trainer, local_loss, *flags, busy)
         anomaly = self.guard.anomaly(statistics.loss)
         reduced = time.perf_counter()
         update = optimizer.step(rate, skip=bool(anomaly))
@@ -176,9 +169,8 @@ class TrainingRun:
             optimizer=end - reduced,
             communication=collectives.wait_time.seconds - waited_before,
         )
-        return StepRecord(
-            self.step, statistics, rate, update.gradient_norm, parameter_norm, skip_reason, timings
-        )
+        norms = update.gradient_norm, parameter_norm
+        return StepRecord(self.step, statistics, rate, *norms, skip_reason, timings)
 
     def _evaluate_if_due(self) -> float | None:
         """Validation loss after this step; None if no evaluation is due."""
@@ -221,10 +213,8 @@ class TrainingRun:
         self.guard = AnomalyGuard(self.settings, state.get("guard"))
         self.data.seek(self.step)
         if self.reporter:
-            reason = (
-                f"rolled back to step {self.step}: steps {first_bad} to {last_bad} were skipped; "
-                "their samples are excluded"
-            )
+            skipped = f"steps {first_bad} to {last_bad} were skipped"
+            reason = f"rolled back to step {self.step}: {skipped}; their samples are excluded"
             log.info(f"WARNING {reason}")
             self.reporter.event("rollback", last_bad, reason, back_to=self.step, samples=list(excluded))
             self.reporter.rewind(self.step)

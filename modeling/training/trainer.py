@@ -16,13 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from modeling.compilation import compilers
-from modeling.compilation.graph_cache import (
-    CompileStatistics,
-    EagerStatistics,
-    compile_regions,
-    compiled_update,
-)
+from modeling.compilation import compilers, graph_cache
+from modeling.compilation.graph_cache import CompileStatistics, EagerStatistics
 from modeling.models.build import DTYPES, build_mesh, build_stage, extra_warmup_forwards, partition_layers
 from modeling.models.language_model import LanguageModel
 from modeling.training import user_functions
@@ -75,9 +70,8 @@ class Trainer:
         local_stages = range(self.mesh.pipeline.rank, len(layers), self.mesh.pipeline.size)
         self.stages = {number: self._build(layers[number]) for number in local_stages}
         self.user_loss = user_functions.load(profile.train.loss) if profile.train.loss else None
-        self._metrics = {
-            name.partition(":")[2]: user_functions.load(name) for name in profile.evaluate.metrics
-        }
+        metrics = profile.evaluate.metrics
+        self._metrics = {name.partition(":")[2]: user_functions.load(name) for name in metrics}
         self._evaluating = False
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
         s, context = profile.train.sequence_length, self.mesh.context
@@ -88,7 +82,7 @@ class Trainer:
         model = build_stage(self.profile, self.mesh, layers, self.torch_device)
         initialize(model, self.mesh.tensor, self.profile.train.seed)
         if isinstance(self.compile_statistics, CompileStatistics):
-            compile_regions(model, self.profile.train, self.compile_statistics.backend)
+            graph_cache.compile_regions(model, self.profile.train, self.compile_statistics.backend)
         return model
 
     def _pipeline(self, stages: int) -> Pipeline:
@@ -140,7 +134,7 @@ class Trainer:
         """The compiled AdamW update; None when running eager."""
         if not isinstance(self.compile_statistics, CompileStatistics):
             return None
-        return compiled_update(self.device.type, self.compile_statistics.backend)
+        return graph_cache.compiled_update(self.device.type, self.compile_statistics.backend)
 
     @property
     def leader(self) -> bool:
@@ -179,9 +173,8 @@ class Trainer:
         """
         settings = self.profile.train
         tokens, targets, masks = self._shard(samples, documents)
-        count = (
-            settings.micro_batch_size * self.profile.accumulation_steps if samples is None else len(samples)
-        )
+        step_samples = settings.micro_batch_size * self.profile.accumulation_steps
+        count = step_samples if samples is None else len(samples)
         sample_numbers = torch.arange(first, first + count, device=self.torch_device)
         keys = sample_keys(settings.seed, sample_numbers)
         if self.pipeline:
@@ -220,10 +213,8 @@ class Trainer:
                 sums = self.pipeline.evaluate(tokens, targets, **masks)
             else:
                 microbatches = self._microbatches(tokens, targets, masks)
-                sums = sum(
-                    self._loss(self.stages[0](x, self.positions, **inputs), y)
-                    for x, y, inputs in microbatches
-                )
+                stage, positions = self.stages[0], self.positions
+                sums = sum(self._loss(stage(x, positions, **inputs), y) for x, y, inputs in microbatches)
         finally:
             self._evaluating = False
         result = torch.zeros(2 + len(self._metrics), dtype=torch.float64, device=self.torch_device)

@@ -33,9 +33,8 @@ from modeling.training.stragglers import node_name
 
 LONG_TIMEOUT = 1800.0  # seconds, for anything but a step
 MINIMUM_STEPS = 3  # needed for a median step time
-EXIT_DELAY = (
-    4.0  # seconds between a rank's dump and its exit, so that other hung ranks can dump before they are ended
-)
+# Seconds between a rank's dump and its exit, so that other hung ranks can dump before they are ended.
+EXIT_DELAY = 4.0
 FAULTHANDLER_DELAY = 20.0  # seconds that faulthandler waits beyond the deadline
 
 

@@ -43,11 +43,7 @@ def complete_checkpoints(location: Location) -> Iterator[tuple[int, Location]]:
 
 
 def read_marker(checkpoint: Location) -> dict[str, Any]:
-    """The marker of a complete checkpoint.
-
-    Raises:
-        ValueError: there is no marker: no checkpoint, or its save did not finish.
-    """
+    """The marker of a complete checkpoint. Raises ValueError: there is no marker: no checkpoint, or its save did not finish."""
     files, root = filesystem(checkpoint)
     try:
         return json.loads(files.cat_file(f"{root}/{MARKER}"))
