@@ -19,7 +19,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 
 from flows import working_folder
-from flows.hooks import cancel_jobs, show_failure
+from flows.hooks import HOOKS
 from flows.parameters import ProfileName, RunName
 from flows.pretrain import load, run_name
 from flows.runner import THREADS, Runner, forward_logs
@@ -40,14 +40,7 @@ from tasks.tokenizer import TokenizerStep
 from tasks.training import TrainingStep
 
 
-@flow(
-    name="continual",
-    flow_run_name=run_name,
-    on_cancellation=[cancel_jobs],
-    on_failure=[show_failure],
-    on_crashed=[show_failure],
-    task_runner=THREADS,
-)
+@flow(name="continual", flow_run_name=run_name, task_runner=THREADS, **HOOKS)
 def continual(
     profile: ProfileName, overrides: Sequence[str] = (), name: RunName = None, store: str = "./store"
 ) -> State[Any]:
@@ -62,59 +55,56 @@ def continual(
     working_folder.enter()
     forward_logs()
     run = load(profile, overrides, name)
-    kept = Store(store, run.cluster.work_dir or "store")
+    opened = Store(store, run.cluster.work_dir or "store")
     # Of two schedules, or one that overtakes itself, the later waits, and then finds nothing new.
-    with kept.lock(f"continual-{run.name}"):
-        return _round(Context(run, kept, token=hub_token(run), flow_run=str(flow_run.id)))
+    with opened.lock(f"continual-{run.name}"):
+        return _round(Context(run, opened, token=hub_token(run), flow_run=str(flow_run.id)))
 
 
 def _round(context: Context) -> State[Any]:
     """One round: train the promoted model on new data, and promote the result if it is no worse."""
-    profile, kept = context.profile, context.store
-    current = series.standing(kept, profile.name)
+    profile, store = context.profile, context.store
+    current = series.standing(store, profile.name)
     if current is None:
         missing = f"run {profile.name} has no finished model to continue: one that was trained to its end and exported"
         return Completed(name="NothingYet", message=missing)
-    vocabulary = kept.artifacts.expect(TokenizerStep.kind, current.tokenizer)
+    tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
     with Runner(context) as runner:
-        dataset = series.fresh(
-            kept, current, runner.run(DatasetStep(vocabulary)), profile.train.sequence_length
-        )
+        everything = runner.run(DatasetStep(tokenizer))
+        dataset = series.fresh(store, current, everything, profile.train.sequence_length)
         if dataset is None:
             return Completed(name="NothingNew", message=f"no data that {current.run} was not trained on")
 
-        base = runs.fetch(kept, current.run)
-        weights = series.newest(kept, current)
+        base = runs.fetch(store, current.run)
+        weights = series.newest(store, current)
         run = series.with_steps(profile, dataset)
         run = run.model_copy(update={"name": f"{run.name}-round-{current.round + 1}"})
         runner.context = replace(context, profile=run)
         planned = check_plan(runner)
         compiling = runner.start(GraphsStep())
-        identity = keys.run_identity(
-            run, vocabulary.key, dataset.key, weights=keys.digest([current.identity, weights.name])
-        )
+        start = keys.digest([current.identity, weights.name])
+        identity = keys.run_identity(run, tokenizer.key, dataset.key, start)
         runs.record_flow_run(base, context.flow_run)
-        with open_run(runner, run, identity, vocabulary, dataset, planned) as overview:
-            held_out = kept.artifacts.expect(DatasetStep.kind, current.dataset)
+        with open_run(runner, run, identity, tokenizer, dataset, planned) as overview:
+            held_out = store.artifacts.expect(DatasetStep.kind, current.dataset)
             of_base = replace(context, profile=resolve.load(str(base / "profile.yaml")), folder=base)
             what = keys.digest([current.identity, weights.name, held_out.key])
             before = runner.run(EvaluationStep(held_out, what), of_base)
             graphs = compiling.result()
             runner.run(TrainingStep(dataset, identity, graphs, weights), following(runner.context))
-            ledger.record(kept, run.name, identity, dataset, parent=current.identity)
+            ledger.record(store, run.name, identity, dataset, parent=current.identity)
             what = keys.digest([identity, held_out.key])
             after = runner.run(EvaluationStep(held_out, what, graphs))
             old, new = (each.summary["validation_loss"] for each in (before, after))
             better = new <= old + profile.evaluate.tolerance  # never true for a loss that is not a number
             if better:
-                runner.run(ExportStep(vocabulary, identity))
+                runner.run(ExportStep(tokenizer, identity))
             runner.run(ReportStep(planned, after, runner.outcomes))
             overview.update(now=True)
 
             losses = f"held-out loss {old:.4f} before, {new:.4f} after"
             if not better:
                 return Completed(name="NotPromoted", message=f"{current.run} stands: {losses}")
-            series.promote(kept, profile.name, current, run.name, identity)
-            return Completed(
-                name="Promoted", message=f"{run.name} takes the place of {current.run}: {losses}"
-            )
+            series.promote(store, profile.name, current, run.name, identity)
+            message = f"{run.name} takes the place of {current.run}: {losses}"
+            return Completed(name="Promoted", message=message)

@@ -28,22 +28,22 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
 
     Args:
         run: Name of the run.
-        store: Where artifacts and runs are kept: a folder or an s3:// prefix.
+        store: Where artifacts and runs are opened: a folder or an s3:// prefix.
         work_dir: With a store on S3, the local folder of run folders, as the profile's cluster.work_dir; a run that is not there
             is restored from the store.
     """
     working_folder.enter()
     forward_logs()
-    kept = Store(store, work_dir)
-    folder = runs.fetch(kept, run)
-    saved = kept.run_folder(run).checkpoint_steps()
+    opened = Store(store, work_dir)
+    folder = runs.fetch(opened, run)
+    saved = opened.run_folder(run).checkpoint_steps()
     if not saved:
         raise ProfileError("run", run, f"has no complete checkpoint in {store}")
     profile = resolve.load(str(folder / "profile.yaml"))
     inputs, step = runs.read_inputs(folder), saved[-1]
     identity = inputs["identity"] if step == profile.train.steps else f"{inputs['identity']} {step}"
-    tokenizer = kept.artifacts.expect(TokenizerStep.kind, inputs["tokenizer"])
-    with Runner(Context(profile, kept, folder, flow_run=str(flow_run.id))) as runner:
+    tokenizer = opened.artifacts.expect(TokenizerStep.kind, inputs["tokenizer"])
+    with Runner(Context(profile, opened, folder, flow_run=str(flow_run.id))) as runner:
         exported = runner.run(ExportStep(tokenizer, identity))
-    kept.run_folder(run).sync(PART).upload()  # only this part: the run may resume elsewhere
+    opened.run_folder(run).sync(PART).upload()  # only this part: the run may resume elsewhere
     return str(folder / exported.summary["part"])

@@ -54,6 +54,9 @@ def show_failure(flow: Any, flow_run: Any, state: Any) -> None:
     page.update(lambda: failure_markdown(failure), now=True)
 
 
+HOOKS = {"on_cancellation": [cancel_jobs], "on_failure": [show_failure], "on_crashed": [show_failure]}
+
+
 def _locate_run(parameters: Mapping[str, Any]) -> tuple[Store, str]:
     """The store and the run name of a flow run with these parameters."""
     working_folder.enter()

@@ -19,7 +19,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows import working_folder
-from flows.hooks import cancel_jobs, show_failure
+from flows.hooks import HOOKS
 from flows.parameters import ProfileName, RunName
 from flows.runner import THREADS, Runner, forward_logs
 from flows.secrets import hub_token
@@ -27,7 +27,7 @@ from flows.steps import check_plan, following, open_run
 from modeling.planning.planner import plan
 from profiles import resolve
 from profiles.schema import Profile
-from tasks import keys, tokenizer
+from tasks import keys
 from tasks.checkpoint import CheckpointStep
 from tasks.dataset import DatasetStep, with_steps
 from tasks.evaluation import EvaluationStep
@@ -37,16 +37,15 @@ from tasks.report import ReportStep
 from tasks.step import Context
 from tasks.store import ledger
 from tasks.store.store import Store
-from tasks.tokenizer import TokenizerStep
+from tasks.tokenizer import TokenizerStep, check_fits
 from tasks.training import TrainingStep
 
 
 def run_name() -> str:
     """Name of the flow run in Prefect's UI: the run's name, else its profile's."""
     profile = Path(flow_run.parameters["profile"])
-    return flow_run.parameters["name"] or (
-        profile.stem if profile.suffix in (".yaml", ".yml") else profile.name
-    )
+    name = profile.stem if profile.suffix in (".yaml", ".yml") else profile.name
+    return flow_run.parameters["name"] or name
 
 
 def load(profile: str, overrides: Sequence[str], name: str | None) -> Profile:
@@ -57,14 +56,7 @@ def load(profile: str, overrides: Sequence[str], name: str | None) -> Profile:
     return run
 
 
-@flow(
-    name="pretrain",
-    flow_run_name=run_name,
-    on_cancellation=[cancel_jobs],
-    on_failure=[show_failure],
-    on_crashed=[show_failure],
-    task_runner=THREADS,
-)
+@flow(name="pretrain", flow_run_name=run_name, task_runner=THREADS, **HOOKS)
 def pretrain(
     profile: ProfileName, overrides: Sequence[str] = (), name: RunName = None, store: str = "./store"
 ) -> dict[str, Any]:
@@ -79,26 +71,26 @@ def pretrain(
     working_folder.enter()
     forward_logs()
     run = load(profile, overrides, name)
-    kept = Store(store, run.cluster.work_dir or "store")
-    context = Context(run, kept, token=hub_token(run), flow_run=str(flow_run.id))
+    opened = Store(store, run.cluster.work_dir or "store")
+    context = Context(run, opened, token=hub_token(run), flow_run=str(flow_run.id))
     with Runner(context) as runner:
         planned = check_plan(runner)
         compiling = runner.start(GraphsStep())
-        vocabulary = runner.run(TokenizerStep())
-        tokenizer.check_fits(run, vocabulary)
-        dataset = runner.run(DatasetStep(vocabulary))
+        tokenizer = runner.run(TokenizerStep())
+        check_fits(run, tokenizer)
+        dataset = runner.run(DatasetStep(tokenizer))
         weights = runner.run(CheckpointStep())
         if run.train.epochs is not None:
             run = with_steps(run, dataset)
             planned = plan(run)  # again: the data decides how long the run is
-        identity = keys.run_identity(run, vocabulary.key, dataset.key, weights and weights.key)
+        identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key)
 
-        with open_run(runner, run, identity, vocabulary, dataset, planned) as overview:
+        with open_run(runner, run, identity, tokenizer, dataset, planned) as overview:
             graphs = compiling.result()
             runner.run(TrainingStep(dataset, identity, graphs, weights), following(runner.context))
-            ledger.record(kept, run.name, identity, dataset)
+            ledger.record(opened, run.name, identity, dataset)
             evaluated = runner.run(EvaluationStep(dataset, identity, graphs))
-            exported = runner.run(ExportStep(vocabulary, identity))
+            exported = runner.run(ExportStep(tokenizer, identity))
             report = runner.run(ReportStep(planned, evaluated, runner.outcomes))
             overview.update(now=True)
         folder = runner.context.run_folder

@@ -28,9 +28,8 @@ def register_pool() -> None:
     """Create or update the process work pool."""
     with get_client(sync_client=True) as client:
         try:
-            client.create_work_pool(
-                WorkPoolCreate(name=POOL, type="process", concurrency_limit=CONCURRENT_RUNS)
-            )
+            pool = WorkPoolCreate(name=POOL, type="process", concurrency_limit=CONCURRENT_RUNS)
+            client.create_work_pool(pool)
         except ObjectAlreadyExists:
             client.update_work_pool(POOL, WorkPoolUpdate(concurrency_limit=CONCURRENT_RUNS))
 

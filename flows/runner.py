@@ -97,18 +97,13 @@ class Background:
     def interrupt(self) -> None:
         """Raise `Interrupted` in the step, as Ctrl-C would in the main thread, and wait for its end."""
         if self.call.thread is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self.call.thread), ctypes.py_object(Interrupted)
-            )
+            thread = ctypes.c_ulong(self.call.thread)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Interrupted))
         wait([self._result])
 
 
 class Runner:
-    """Runs the steps of one flow run and records their outcomes. Use as a context manager.
-
-    Args:
-        context: for all steps; `open` adds the run folder.
-    """
+    """Context manager that runs the steps of one flow run and records their outcomes; `open` adds the run folder."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -135,9 +130,8 @@ class Runner:
     def check(self, name: str, function: Callable[[], T], describe: Callable[[T], str]) -> T:
         """Run a function as a task that makes no artifact, under the profile's name."""
         begun, place = time.monotonic(), self._reserve(name)
-        made = task(
-            function, name=name, task_run_name=f"{name} {self.context.profile.name}", cache_policy=NO_CACHE
-        )
+        title = f"{name} {self.context.profile.name}"
+        made = task(function, name=name, task_run_name=title, cache_policy=NO_CACHE)
         state = made(return_state=True)
         how = "done" if state.is_completed() else "failed"
         result = state.result(raise_on_failure=False)
@@ -146,11 +140,7 @@ class Runner:
         return state.result()
 
     def run(self, step: Step, context: Context | None = None) -> Artifact | None:
-        """Run a step in this thread. Returns its artifact, None if skipped; raises what made it fail.
-
-        Args:
-            context: that of another run; None is this one's.
-        """
+        """Run a step, perhaps in another run's context. Returns its artifact, None if skipped; raises what made it fail."""
         # Called directly, not submitted: so a cancellation reaches the step, which then ends its child processes.
         call = self._prepare(step, context or self.context)
         return self._finish(call, call.task(return_state=True))
@@ -171,12 +161,8 @@ class Runner:
             call.task = task(skip, name=step.name, task_run_name=step.name, cache_policy=NO_CACHE)
             return call
         key = step.key(context)
-        context = replace(
-            context,
-            progress=progress_reporter(step.kind, f"Progress of {step.name}"),
-            table=show_table,
-            map=_map,
-        )
+        progress = progress_reporter(step.kind, f"Progress of {step.name}")
+        context = replace(context, progress=progress, table=show_table, map=_map)
 
         def work() -> Artifact:
             call.thread = threading.get_ident()
@@ -247,9 +233,8 @@ class Runner:
 
     def _conclude(self, place: int, outcome: Outcome) -> None:
         self.outcomes[place] = outcome
-        took = (
-            format_duration(outcome.seconds) if outcome.how in ("done", "failed") and outcome.seconds else ""
-        )
+        timed = outcome.how in ("done", "failed") and outcome.seconds
+        took = format_duration(outcome.seconds) if timed else ""
         log.info("%s", f"{outcome.step:<10}  {outcome.how:<7}  {took:>7}  {outcome.note}".rstrip())
 
 

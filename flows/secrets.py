@@ -15,9 +15,8 @@ def hub_token(profile: Profile) -> str | None:
 
     Also None if no token is set: huggingface_hub then uses that of `hf auth login`.
     """
-    data = any(
-        source.kind == "hub" or (source.path or "").startswith("hf://") for source in profile.data.sources
-    )
+    sources = profile.data.sources
+    data = any(source.kind == "hub" or (source.path or "").startswith("hf://") for source in sources)
     if not data and profile.tokenizer.source == "train" and profile.init.from_ is None:
         return None
     for name in VARIABLES:  # not left to huggingface_hub: jobs do not inherit them

@@ -37,7 +37,7 @@ def open_run(
     identity: str,
     tokenizer: Artifact,
     dataset: Artifact,
-    planned: planner.Plan,
+    plan: planner.Plan,
 ) -> Iterator[Overview]:
     """Open the run folder for the steps in the block; other flow runs that want it wait. Yields its page in the UI."""
     context = runner.context
@@ -45,7 +45,7 @@ def open_run(
         runs.record_inputs(folder, identity, tokenizer, dataset)
         runner.open(profile, folder)
         overview = Overview(profile, folder)
-        overview.begin(planned)
+        overview.begin(plan)
         yield overview
 
 

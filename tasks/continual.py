@@ -39,8 +39,7 @@ class Standing:
 
 def standing(store: Store, name: str) -> Standing | None:
     """The promoted model; None if no run of this name was trained to its end and exported yet."""
-    promoted = store.backend.read(_name(name, FILE))
-    if promoted is not None:
+    if promoted := store.backend.read(_name(name, FILE)):
         return Standing(**json.loads(promoted))
     recorded = store.backend.read(_name(name, runs.INPUTS))
     if recorded is None or not store.run_folder(name).files(export.PART):
@@ -73,12 +72,10 @@ def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int
     made = {**whole, "train": train, "validation": held_out, "blend": None}
     key = keys.digest({"step": "fresh", "corpus": made})
     with store.artifacts.lock(DatasetStep.kind, key):
-        found = store.artifacts.find(DatasetStep.kind, key)
-        if found:
+        if found := store.artifacts.find(DatasetStep.kind, key):
             return found
-        used = {
-            entry["path"].split("/")[1] for entry in train + held_out if entry["path"].startswith("tokens/")
-        }
+        paths = [entry["path"] for entry in train + held_out]
+        used = {path.split("/")[1] for path in paths if path.startswith("tokens/")}
         requires = [{"kind": "tokens", "key": shard} for shard in sorted(used)]
         summary = {
             "tokens": sum(entry["tokens"] for entry in train),
@@ -102,9 +99,7 @@ def with_steps(profile: Profile, new: Artifact) -> Profile:
     fitting = {"warmup_steps": warmup, "constant_steps": min(train.constant_steps, steps - warmup)}
     for name, fits in fitting.items():
         if fits < (wanted := getattr(train, name)):
-            log.info(
-                "train.%s: cut from %d to %d, since the new data makes %d steps", name, wanted, fits, steps
-            )
+            log.info("train.%s: cut from %d to %d: the new data makes %d steps", name, wanted, fits, steps)
     fitting |= {"steps": steps, "epochs": None}
     return profile.model_copy(update={"train": train.model_copy(update=fitting)})
 

@@ -34,9 +34,8 @@ from tasks.tokenization.worker_pool import WorkerPool
 
 CORPUS, SHARDS = "corpus.json", "shards.json"
 LOCATION = {"path", "anonymous"}  # keys of an entry of corpus.json that say where a shard is read
-SPANS = (
-    3  # shuffle spans a node caches per stream: the current one, the next, and shards that reach beyond them
-)
+# Shuffle spans a node caches per stream: the current one, the next, and shards that reach beyond them.
+SPANS = 3
 log = logging.getLogger(__name__)
 
 
@@ -92,9 +91,8 @@ class DatasetStep(Step):
             return None
         entries = json.loads((store.artifacts.path(found, with_required=False) / CORPUS).read_text())["train"]
         for shard, entry in zip(self.plan(context).shards, entries, strict=True):
-            if shard.format == "megatron" and _location(shard) != {
-                name: entry[name] for name in LOCATION & entry.keys()
-            }:
+            recorded = {name: entry[name] for name in LOCATION & entry.keys()}
+            if shard.format == "megatron" and _location(shard) != recorded:
                 log.info("%s moved from %s: making the corpus again", shard.name, entry["path"])
                 store.artifacts.remove(self.kind, key)
                 return None
@@ -108,9 +106,7 @@ class DatasetStep(Step):
             SourceError: a corrupted source file.
         """
         profile, store, plan = context.profile, context.store, self.plan(context)
-        shard_keys = _shard_keys(
-            plan
-        )  # by themselves, whatever they repeat of others: the data ledger records these
+        shard_keys = _shard_keys(plan)  # before deduplication, as the data ledger records them
         if plan.deduplicate:
             comparable = duplicates.comparable(plan)
             hashes = ShardJob.fingerprint(plan).run(context, comparable)
@@ -119,7 +115,7 @@ class DatasetStep(Step):
 
         total = _sum(tokens)
         _require_text(profile, plan, tokens)
-        _require_windows(profile, plan, tokens, total)
+        _require_windows(profile, plan, tokens)
         _require_room(profile, store, plan, total)
         count = total["tokens"] + total["validation_tokens"]
         summary = {**total, "shards": len(tokens), "bytes_per_token": round(total["bytes"] / count, 3)}
@@ -165,28 +161,21 @@ class ShardJob:
         def key(k: int) -> str:
             return keys.hashes(plan.shards[k].digest)
 
-        return cls(
-            plan, "fingerprint", duplicates.HASHES, "hashing documents of", key, duplicates.fingerprint
-        )
+        verb = "hashing documents of"
+        return cls(plan, "fingerprint", duplicates.HASHES, verb, key, duplicates.fingerprint)
 
     def run(self, context: Context, numbers: Sequence[int]) -> list[Artifact]:
         """The artifacts of these shards, in their order; makes those that are not in the store."""
         wanted = [self.key(k) for k in numbers]
         limit = HASH_LIMIT // max(1, len(numbers))  # bytes to hash per shard; sizes are checked for all
-        artifacts = dict(
-            zip(wanted, context.store.artifacts.find_many(self.kind, wanted, limit), strict=True)
-        )
+        store = context.store.artifacts
+        artifacts = dict(zip(wanted, store.find_many(self.kind, wanted, limit), strict=True))
         # Files with the same contents have the same key and are processed once.
-        missing = list(
-            {key: k for key, k in zip(wanted, numbers, strict=True) if not artifacts[key]}.values()
-        )
+        missing = {key: k for key, k in zip(wanted, numbers, strict=True) if not artifacts[key]}
         if missing:
-            self._make(context, missing, len(numbers))
-            made = [self.key(k) for k in missing]
-            for key, artifact in zip(
-                made, context.store.artifacts.find_many(self.kind, made, 0), strict=True
-            ):
-                artifacts[key] = artifact or context.store.artifacts.expect(self.kind, key)
+            self._make(context, list(missing.values()), len(numbers))
+            for key, artifact in zip(missing, store.find_many(self.kind, list(missing), 0), strict=True):
+                artifacts[key] = artifact or store.expect(self.kind, key)
         return [artifacts[key] for key in wanted]
 
     def _make(self, context: Context, missing: Sequence[int], count: int) -> None:
@@ -220,11 +209,7 @@ def _shard_keys(plan: DatasetPlan) -> list[str]:
 
 
 def with_steps(profile: Profile, corpus: Artifact) -> Profile:
-    """Resolve `train.epochs` to steps over this corpus; the last batch is filled up.
-
-    Raises:
-        ProfileError: warm-up and constant steps exceed that number.
-    """
+    """Resolve `train.epochs` to steps; the last batch is filled up. Raises ProfileError if the warm-up exceeds them."""
     train = profile.train
     if train.epochs is None:
         return profile
@@ -283,12 +268,11 @@ def _require_text(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact
     """Reject sources in which too many records have no text."""
     limit = profile.data.maximum_missing
     for row in _report(profile, plan, tokens):
-        read = row["documents"] + row["validation_documents"] + row["short"] + row["duplicates"]
-        share = row["missing"] / max(1, read + row["missing"])
+        missing = row["missing"]
+        count = missing + row["documents"] + row["validation_documents"] + row["short"] + row["duplicates"]
+        share = missing / max(1, count)
         if share > limit:
-            reason = (
-                f"{row['source']} has {row['missing']:,} records without text of {read + row['missing']:,}"
-            )
+            reason = f"{row['source']} has {missing:,} records without text of {count:,}"
             raise ProfileError("data.maximum_missing", limit, reason, [round(share + 5e-4, 3)])
 
 
@@ -322,10 +306,9 @@ def _require_shares(profile: Profile) -> None:
         raise ProfileError(f"data.sources.{i}.weight", weight, reason, [float(f"{1.01 * least:.2g}")])
 
 
-def _require_windows(
-    profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact], total: dict[str, int]
-) -> None:
+def _require_windows(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> None:
     """Reject a corpus, or a weighted source, with less than one window to read."""
+    total = _sum(tokens)
     length, fraction = profile.train.sequence_length, profile.data.validation_fraction
     streams = [("the sources hold", total["tokens"])]
     for i, part in enumerate(_blend(profile, plan) or ()):

@@ -57,9 +57,8 @@ class EvaluationStep(Step):
             TimeoutError: it took longer than `TIMEOUT`.
         """
         profile, folder = context.profile, context.run_folder
-        output = (
-            folder / "logs" / f"evaluation-{key[:16]}.json"
-        )  # per key: runs are also evaluated on others' data
+        # Per key: runs are also evaluated on the data of others.
+        output = folder / "logs" / f"evaluation-{key[:16]}.json"
         job = cluster_job("evaluate", context, key, self.dataset, self.graphs, "--output", str(output))
         summary: dict[str, Any] = {}
         with context.store.artifacts.publish(self.kind, key, summary) as staging:
@@ -74,10 +73,8 @@ class EvaluationStep(Step):
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         loss, perplexity = summary["validation_loss"], summary["perplexity"]
-        metrics = "".join(
-            f", {name} {format_value(value)}" for name, value in summary.get("metrics", {}).items()
-        )
-        return f"validation loss {loss:.4f}, perplexity {perplexity:.1f}{metrics}"
+        metrics = [f", {name} {format_value(value)}" for name, value in summary.get("metrics", {}).items()]
+        return f"validation loss {loss:.4f}, perplexity {perplexity:.1f}{''.join(metrics)}"
 
 
 def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:

@@ -28,15 +28,11 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
         reasons = REASON.findall(failure.detail)
         return _as(FatalError, failure, reasons[-1][1] if reasons else "its input was rejected")
     if code == exit_codes.DIVERGED:
-        return _as(
-            FatalError,
-            failure,
-            "the loss diverged and the rollbacks are used up; try a lower train.learning_rate",
-        )
+        cause = "the loss diverged and the rollbacks are used up; try a lower train.learning_rate"
+        return _as(FatalError, failure, cause)
     if code == exit_codes.HUNG or exit_codes.HANG_MESSAGE in failure.detail:
-        return _as(
-            JobFailed, failure, "a rank hung; the stacks of all ranks are in the folder stacks beside the log"
-        )
+        cause = "a rank hung; the stacks of all ranks are in the folder stacks beside the log"
+        return _as(JobFailed, failure, cause)
     # The system's messages about memory count only if no rank reported another cause.
     if code == exit_codes.OUT_OF_MEMORY or OUT_OF_MEMORY.search(failure.detail):
         return _as(FatalError, failure, f"out of memory; {_advice(profile)}")

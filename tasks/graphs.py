@@ -43,10 +43,7 @@ log = logging.getLogger(__name__)
 PROGRAM = "graph"  # artifact kind of a single program
 TIMEOUT = 6 * 3600.0  # seconds, of one program
 MEMORY_FRACTION = 0.9  # of this machine's memory that all compiles together may use
-LOCAL_ONLY = (
-    "locks",
-    "precompiled_headers",
-)  # folders of inductor's cache that are useless on other machines
+LOCAL_ONLY = ("locks", "precompiled_headers")  # folders of inductor's cache, useless on other machines
 
 
 class GraphsFailed(RuntimeError):
@@ -128,11 +125,8 @@ def _compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, A
     """Compile the programs side by side; an entry per program, in order. Any exception ends the compiles too."""
     settings, cores = context.profile.compile, os.cpu_count() or 1
     workers = min(len(programs), settings.processes or cores)
-    memory = int(
-        settings.memory_gib * 2**30
-        if settings.memory_gib
-        else MEMORY_FRACTION * psutil.virtual_memory().total / workers
-    )
+    share = MEMORY_FRACTION * psutil.virtual_memory().total / workers
+    memory = int(settings.memory_gib * 2**30 if settings.memory_gib else share)
     limits = ("--memory", str(memory), "--jobs", str(max(1, cores // workers)))
     stop = threading.Event()
 
@@ -256,12 +250,9 @@ def _show(context: Context, summary: Mapping[str, Any]) -> None:
 
 def line(entry: Mapping[str, Any]) -> str:
     """A program's entry as a log line."""
-    cost = ""
-    if entry["seconds"] is not None:
-        cost = f", {format_duration(entry['seconds'])}"
-    if entry["peak_bytes"] is not None:
-        cost += f", {format_bytes(entry['peak_bytes'])}"
-    return f"{entry['name']}: {counted(entry['graphs'])}, {entry['status']}{cost}"
+    time = "" if entry["seconds"] is None else f", {format_duration(entry['seconds'])}"
+    memory = "" if entry["peak_bytes"] is None else f", {format_bytes(entry['peak_bytes'])}"
+    return f"{entry['name']}: {counted(entry['graphs'])}, {entry['status']}{time}{memory}"
 
 
 def counted(graphs: int) -> str:

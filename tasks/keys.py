@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,11 +28,7 @@ COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
 
 
 def digest(value: Any) -> str:
-    """Hash of a JSON value, independent of the order of its keys: 32 hex digits.
-
-    Raises:
-        TypeError, ValueError: not a JSON value.
-    """
+    """Hash of a JSON value, independent of the order of its keys: 32 hex digits. Raises TypeError or ValueError."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -154,10 +151,8 @@ def compiler_versions() -> Mapping[str, str]:
     """Versions of Python, the compiler packages and the C++ compiler, as far as they are installed."""
     found = {"python": platform.python_version()}
     for package in COMPILERS:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     # In the order in which torch's inductor looks for it.
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), None)
     if compiler:
@@ -170,8 +165,7 @@ def code_digest(*packages: str) -> str:
     """Hash of the source files of packages."""
     total = hashlib.sha256()
     for package in packages:
-        spec = find_spec(package)
-        folder = Path(spec.submodule_search_locations[0])
+        folder = Path(find_spec(package).submodule_search_locations[0])
         for path in sorted(folder.rglob("*.py")):
             total.update(f"{package}/{path.relative_to(folder)}\0{file_digest(path)}\n".encode())
     return total.hexdigest()[:32]

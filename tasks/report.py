@@ -26,6 +26,7 @@ from tasks.reporting.history import REPORT_JSON, History
 from tasks.reporting.outcome import Outcome
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
+from tasks.store.backends import FolderBackend
 from tasks.store.runs import INPUTS, read_events, read_inputs
 from tasks.store.store import Store
 
@@ -62,11 +63,7 @@ def write_report(
     evaluation: Mapping[str, Any],
     outcomes: Sequence[Outcome],
 ) -> Path:
-    """Write report.json and report.html into the run folder, each atomically; returns the path of report.html.
-
-    Args:
-        plan: `Plan.to_json()` of the planner.
-    """
+    """Write report.json and report.html, whose path it returns, into the run folder, each atomically."""
     history = History.read(folder)
     facts = {
         "run": profile.name,
@@ -82,9 +79,10 @@ def write_report(
         "events": read_events(folder),
         "export": str(folder / EXPORT) if (folder / EXPORT).is_dir() else None,
     }
-    _write_atomically(folder / REPORT_JSON, json.dumps(facts, indent=1))
     page = run_report.render(profile, facts, history, (folder / "profile.yaml").read_text())
-    return _write_atomically(folder / "report.html", page)
+    for name, text in {REPORT_JSON: json.dumps(facts, indent=1), "report.html": page}.items():
+        FolderBackend(folder).write(name, text.encode())
+    return folder / "report.html"
 
 
 def _traced(profile: Profile, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -129,15 +127,13 @@ def _tokenizer_file(folder: Path) -> Path | None:
     return next((file for file in files if file.exists()), None)
 
 
-def _decode_samples(
-    tokenizer_file: Path | None, samples: Sequence[Mapping[str, Sequence[int]]]
-) -> list[dict[str, str]]:
+def _decode_samples(file: Path | None, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Prompts and continuations as text; empty without a tokenizer."""
-    if not samples or tokenizer_file is None:
+    if not samples or file is None:
         return []
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    tokenizer = Tokenizer.from_file(str(file))
     decoded = []
     for sample in samples:
         prompt = tokenizer.decode(sample["prompt"], skip_special_tokens=False)
@@ -145,9 +141,3 @@ def _decode_samples(
         text = tokenizer.decode([*sample["prompt"], *sample["text"]], skip_special_tokens=False)
         decoded.append({"prompt": prompt, "text": text.removeprefix(prompt)})
     return decoded
-
-
-def _write_atomically(path: Path, text: str) -> Path:
-    partial = path.with_suffix(f"{path.suffix}.partial")
-    partial.write_text(text)
-    return partial.replace(path)

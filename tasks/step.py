@@ -83,11 +83,7 @@ class Step(ABC):
         return context.store.artifacts.find(self.kind, key)
 
     def run(self, context: Context, key: str | None = None) -> Artifact:
-        """Return the artifact, made under its lock unless the store has it.
-
-        Args:
-            key: as `key` returned it, if it was computed before.
-        """
+        """Return the artifact, made under its lock unless the store has it; `key` if it was computed before."""
         key = key or self.key(context)
         if key is None:
             return self.make(context, "")

@@ -41,22 +41,17 @@ class TokenizerStep(Step):
         return f"tokenizer from {profile.tokenizer.source}"
 
     def key(self, context: Context) -> str:
-        """From the training text and vocabulary size, a hub commit, or a folder's contents.
-
-        A hub revision that is not a commit is resolved to one.
-        """
+        """From the training text and vocabulary size, the commit of a hub revision, or a folder's contents."""
         profile, token = context.profile, context.token
         source, revision = profile.tokenizer.source, profile.tokenizer.revision
         if source == "train":
             texts = [shard.digest for shard in _shards_with_text(profile.data, context.store, token)]
-            return keys.tokenizer(
-                texts=texts, size=profile.tokenizer.vocabulary_size, held_out=profile.data.validation_fraction
-            )
+            size, held_out = profile.tokenizer.vocabulary_size, profile.data.validation_fraction
+            return keys.tokenizer(texts=texts, size=size, held_out=held_out)
         if is_folder(source):
             return keys.tokenizer(contents=folder_digest(source))
-        return keys.tokenizer(
-            repository=source, commit=resolve_commit(source, revision, token, "tokenizer.source")
-        )
+        commit = resolve_commit(source, revision, token, "tokenizer.source")
+        return keys.tokenizer(repository=source, commit=commit)
 
     def make(self, context: Context, key: str) -> Artifact:
         """Fetch or train the tokenizer. Raises ProfileError if the source has none."""
@@ -103,12 +98,8 @@ def train(data: Data, shards: list[Shard], size: int, folder: Path, token: str |
     Deterministic: counts are exact, and ties are broken by the pairs themselves.
     """
     tokenizer = byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[EOS], **options)
     tokenizer.train_from_iterator(_training_texts(data, shards, token), trainer)
     write(folder, tokenizer, {"bos_token": EOS, "eos_token": EOS, "unk_token": EOS})
 

@@ -82,20 +82,15 @@ class TrainingStep(Step):
         return run_artifacts.publish(store, self.kind, key, folder.name, f"checkpoints/step_{steps}", summary)
 
     def may_retry(self, context: Context) -> Callable[[], bool]:
-        return RetryBudget(
-            context.store.run_folder(context.run_folder.name), context.profile.cluster.retries
-        ).spend
+        run = context.store.run_folder(context.run_folder.name)
+        return RetryBudget(run, context.profile.cluster.retries).spend
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return f"loss {summary['loss']:.4f} after {summary['steps']:,} steps"
 
 
 class RetryBudget:
-    """Allows unlimited retries while the run makes progress: each new checkpoint refills the budget.
-
-    Args:
-        retries: failures in a row without a new checkpoint after which training is still retried.
-    """
+    """Allows unlimited retries while the run makes progress: `retries` failures in a row without a new checkpoint."""
 
     def __init__(self, run: RunFolder, retries: int) -> None:
         self._run, self._retries = run, retries
@@ -119,13 +114,8 @@ def cluster_job(
 ) -> Job:
     """`modeling.training.<program>` on every device of the profile's cluster."""
     store, folder, cluster = context.store, context.run_folder, context.profile.cluster
-    options = [
-        "--run-folder",
-        str(folder),
-        "--dataset",
-        str(store.artifacts.path(dataset, with_required=False)),
-    ]
-    options += ["--cache", str(store.work_dir / "cache")]
+    options = ["--run-folder", str(folder), "--cache", str(store.work_dir / "cache")]
+    options += ["--dataset", str(store.artifacts.path(dataset, with_required=False))]
     if store.is_remote:
         options += ["--artifacts", store.artifacts.remote_uri]
         options += ["--checkpoints", str(store.run_folder(folder.name).checkpoints_location)]

@@ -18,11 +18,7 @@ from tasks.store.store import Store
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table and write the page; returns the exit code.
-
-    Raises:
-        ProfileError: there is no such run, or the page cannot be written.
-    """
+    """Print the table and write the page; returns the exit code. Raises ProfileError for an unknown run or output."""
     runs = comparison.load_runs(Store(options.store), options.runs)
     try:
         page = comparison.write_page(runs, Path(options.output))

@@ -14,11 +14,7 @@ from profiles.errors import ProfileError
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the profile and print what each key became; returns the exit code.
-
-    Raises:
-        ProfileError: a key cannot be converted, or the profile's file exists already.
-    """
+    """Write the profile and print what each key became; returns the exit code. Raises ProfileError for an invalid key."""
     path = Path(options.config).expanduser()
     values, lines = nxdt.convert(nxdt.read(path), path.parent)
     target = Path(options.out or f"{values['name']}.yaml")

@@ -79,16 +79,13 @@ def parser() -> argparse.ArgumentParser:
     about = "plan a run: memory, communication, step time and cost"
     plan = _command(commands, "plan", "PROFILE", about, "trainshed plan tiny")
     _profile(plan)
-    plan.add_argument(
-        "--search",
-        action="store_true",
-        help="rank the topologies that fit the profile's cluster, with reasons for the rest",
-    )
+    about = "rank the topologies that fit the profile's cluster, with reasons for the rest"
+    plan.add_argument("--search", action="store_true", help=about)
     _json(plan)
 
     about = "start a Prefect server, a worker and all deployments on this machine"
     up = _command(commands, "up", "", about, "trainshed up")
-    _port(up, 4200, "port of the UI and the API")
+    _with_default(up, "--port", 4200, "port of the UI and the API", type=_integer(1, 65535), metavar="PORT")
 
     about = "convert a checkpoint to another format, or compare two checkpoints"
     example = "trainshed convert ./nxd ./model --to hf --config config.json"
@@ -102,16 +99,14 @@ def parser() -> argparse.ArgumentParser:
     compare = _command(commands, "compare", "RUN [RUN ...]", about, example)
     compare.add_argument("runs", nargs="+", metavar="RUN", help="a run's name, or the path of its folder")
     _store(compare)
-    compare.add_argument(
-        "--output", default="compare.html", metavar="FILE", help="HTML page to write (default: compare.html)"
-    )
+    _with_default(compare, "--output", "compare.html", "HTML page to write", metavar="FILE")
     _json(compare)
 
     about = "start TensorBoard for one run, or for all runs of a store"
     tensorboard = _command(commands, "tensorboard", "[RUN]", about, "trainshed tensorboard tiny")
     tensorboard.add_argument("run", nargs="?", metavar="RUN", help="a run's name, or the path of its folder")
     _store(tensorboard)
-    _port(tensorboard, 6006, "port on loopback")
+    _with_default(tensorboard, "--port", 6006, "port on loopback", type=_integer(1, 65535), metavar="PORT")
 
     about = "convert an NxD Training config to a profile"
     example = "trainshed import-config hf_llama3_70B_config.yaml"
@@ -136,79 +131,44 @@ def _command(commands: Any, name: str, operands: str, about: str, example: str) 
 
 
 def _profile(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "profile",
-        metavar="PROFILE",
-        help="a profile's name (see `trainshed profiles`) or the path of a YAML file",
-    )
-    command.add_argument(
-        *("-s", "--set"),
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY.PATH=VALUE",
-        help="override a profile key, for instance train.steps=100; repeatable",
-    )
+    about = "a profile's name (see `trainshed profiles`) or the path of a YAML file"
+    command.add_argument("profile", metavar="PROFILE", help=about)
+    about = "override a profile key, for instance train.steps=100; repeatable"
+    options = {"dest": "overrides", "action": "append", "default": [], "metavar": "KEY.PATH=VALUE"}
+    command.add_argument("-s", "--set", help=about, **options)
 
 
 def _conversion(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="Hugging Face folder, file or repository, NxD shards, run folder or checkpoint",
-    )
-    command.add_argument(
-        "destination", metavar="DESTINATION", help="folder to write, or to compare with --verify alone"
-    )
+    about = "Hugging Face folder, file or repository, NxD shards, run folder or checkpoint"
+    command.add_argument("source", metavar="SOURCE", help=about)
+    about = "folder to write, or to compare with --verify alone"
+    command.add_argument("destination", metavar="DESTINATION", help=about)
     command.add_argument("--to", choices=("hf", "nxd", "trainshed"), help="format to write")
     command.add_argument("--verify", action="store_true", help="compare both checkpoints tensor by tensor")
     command.add_argument("--revision", help="commit, tag or branch of a hub repository")
     command.add_argument("--config", metavar="PATH", help="the model's config.json, which NxD shards lack")
     for axis in ("tensor", "pipeline"):
-        command.add_argument(
-            f"--{axis}",
-            type=int,
-            default=1,
-            metavar="N",
-            help=f"{axis}-parallel degree to write (default: 1)",
-        )
-    command.add_argument(
-        "--nxd-layout", choices=("trn1", "trn2"), help="layout of NxD shards whose ranks share KV heads"
-    )
-    command.add_argument(
-        "--nxd-qkv",
-        choices=("separate", "fused", "coalesced"),
-        metavar="FORM",
-        help="QKV in written shards: separate, fused or coalesced (default unless KV heads are shared)",
-    )
-    command.add_argument(
-        "--budget",
-        type=_integer(1),
-        default=512,
-        metavar="MB",
-        help="memory for tensor buffers (default: 512)",
-    )
+        _with_default(command, f"--{axis}", 1, f"{axis}-parallel degree to write", type=int, metavar="N")
+    about = "layout of NxD shards whose ranks share KV heads"
+    command.add_argument("--nxd-layout", choices=("trn1", "trn2"), help=about)
+    forms = ("separate", "fused", "coalesced")
+    about = "QKV in written shards: separate, fused or coalesced (default unless KV heads are shared)"
+    command.add_argument("--nxd-qkv", choices=forms, metavar="FORM", help=about)
+    _with_default(command, "--budget", 512, "memory for tensor buffers", type=_integer(1), metavar="MB")
     _json(command)
 
 
 def _store(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--store", default="./store", metavar="URI", help="store, a folder or s3:// prefix (default: ./store)"
-    )
+    _with_default(command, "--store", "./store", "store, a folder or s3:// prefix", metavar="URI")
 
 
 def _json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON document on standard output")
 
 
-def _port(command: argparse.ArgumentParser, default: int, about: str) -> None:
-    command.add_argument(
-        "--port",
-        type=_integer(1, 65535),
-        default=default,
-        metavar="PORT",
-        help=f"{about} (default: {default})",
-    )
+def _with_default(command: Any, option: str, default: str | int, about: str, **settings: Any) -> None:
+    """Add an option whose help text ends with its default."""
+    command.add_argument(option, default=default, help=f"{about} (default: {default})", **settings)
 
 
 def _integer(least: int, most: int | None = None) -> Callable[[str], int]:

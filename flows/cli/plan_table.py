@@ -37,13 +37,9 @@ def show_plan(profile: Profile, *, as_json: bool) -> int:
 
 def in_days(days: float) -> str:
     """18.04 -> '18 days'; below two days, in hours: 1.5 -> '36:00:00'."""
-    return (
-        format_duration(days * 24 * 3600)
-        if days < 2
-        else f"{days:,.0f} days"
-        if days >= 10
-        else f"{days:.1f} days"
-    )
+    if days < 2:
+        return format_duration(days * 24 * 3600)
+    return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days"
 
 
 def _print(console: Console, profile: Profile, planned: Plan) -> None:
@@ -146,13 +142,11 @@ def _bar(fraction: float, width: int) -> Text:
 
 
 def _verdict(planned: Plan) -> Text:
+    memory = format_bytes(planned.device_bytes)
     if planned.fits:
-        left = planned.device_bytes - planned.needs
-        return Text(
-            f"fits in {format_bytes(planned.device_bytes)} a device, {format_bytes(left)} to spare", "green"
-        )
-    reserve = f"with the reserve of {1 - MARGIN:.0%}"
-    return Text(f"does not fit in {format_bytes(planned.device_bytes)} a device {reserve}", "red")
+        spare = format_bytes(planned.device_bytes - planned.needs)
+        return Text(f"fits in {memory} a device, {spare} to spare", "green")
+    return Text(f"does not fit in {memory} a device with the reserve of {1 - MARGIN:.0%}", "red")
 
 
 def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:

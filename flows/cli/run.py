@@ -40,11 +40,7 @@ OUTPUTS = {"model": "export", "metrics": "metrics", "report": "report"}  # print
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the flow and print its results; returns the exit code.
-
-    Raises:
-        ProfileError: the profile is invalid, or the store cannot be written.
-    """
+    """Run the flow and print its results; returns the exit code. Raises ProfileError for an invalid profile or store."""
     profile = resolve.load(options.profile, options.overrides, options.name)
     resolve.check(profile)
     resolve.check_start(profile)

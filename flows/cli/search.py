@@ -29,25 +29,19 @@ NUMBER = re.compile(r"\b\d+\b")
 
 
 def show_search(profile: Profile, typed: str, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Print the topologies that fit; returns REJECTED if there is none.
-
-    Args:
-        typed: the profile's name or path on the command line; `overrides` likewise.
-    """
+    """Print the topologies that fit; returns REJECTED if there is none. `typed` names the profile on the command line."""
     found, rejected = search(profile)
     if as_json:
         result = {"topologies": list(map(_describe, found)), "rejected": list(map(asdict, rejected))}
         print(json.dumps(result, indent=1))
     else:
-        _print(Console(highlight=False), profile, found, rejected)
+        _print(profile, found, rejected)
         if found:
             print(f"\nto plan the first: {_command(profile, typed, overrides, found[0])}")
     if found:
         return DONE
-    too_little_memory = any(family.needs for family in rejected)
-    advice = (
-        "use more nodes or devices with more memory" if too_little_memory else "change the batch or add nodes"
-    )
+    too_large = any(family.needs for family in rejected)
+    advice = "use more nodes or devices with more memory" if too_large else "change the batch or add nodes"
     cluster = f"{cluster_summary(profile)} of {format_bytes(device_bytes(profile))}"
     print_stderr(f"trainshed: no topology of {profile.name} fits {cluster}; {advice}")
     return REJECTED
@@ -66,14 +60,12 @@ def _describe(topology: Topology) -> dict[str, object]:
     }
 
 
-def _print(
-    console: Console, profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejected]
-) -> None:
+def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejected]) -> None:
+    console = Console(highlight=False)
     timed = all(topology.plan.step_seconds is not None for topology in found)
     order = "fastest first" if timed else "least communication first"
-    count = {0: "no topology fits", 1: "1 topology fits"}.get(
-        len(found), f"{len(found)} topologies fit, {order}"
-    )
+    several = f"{len(found)} topologies fit, {order}"
+    count = {0: "no topology fits", 1: "1 topology fits"}.get(len(found), several)
     console.print(Text.assemble((profile.name, "bold"), f" on {cluster_summary(profile)}: {count}"))
     if found:
         speed = ("step time", "tokens/s", "MFU") if timed else ("sent per step",)
@@ -103,11 +95,8 @@ def _row(topology: Topology) -> tuple[str, ...]:
     planned = topology.plan
     speed = (format_bytes(sum(planned.sent.values())),)
     if planned.step_seconds is not None:
-        speed = (
-            format_duration(planned.step_seconds),
-            f"{planned.tokens_per_second:,.0f}",
-            f"{planned.mfu:.0%}",
-        )
+        rate, mfu = f"{planned.tokens_per_second:,.0f}", f"{planned.mfu:.0%}"
+        speed = (format_duration(planned.step_seconds), rate, mfu)
     degrees = (str(planned.mesh[axis]) for axis in AXES)
     memory = f"{planned.needs / planned.device_bytes:.0%}"
     return (*degrees, topology.overrides["train.recompute"], *speed, memory)
@@ -135,9 +124,8 @@ def _degrees(families: Sequence[Rejected]) -> str:
     for tensor in dict.fromkeys(family.degrees["tensor"] for family in families):
         same_tensor = [family for family in families if family.degrees["tensor"] == tensor]
         text = f"tensor {tensor}"
-        if pipelines := [
-            family.degrees["pipeline"] for family in same_tensor if "pipeline" in family.degrees
-        ]:
+        pipelines = [family.degrees["pipeline"] for family in same_tensor if "pipeline" in family.degrees]
+        if pipelines:
             text += f", pipeline {_range(pipelines)}"
         if needs := [family.needs for family in same_tensor if family.needs is not None]:
             text += f" ({format_bytes(min(needs))} or more)"

@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 START_TIMEOUT = 120.0  # seconds
 
@@ -38,21 +39,11 @@ class Server:
         self._log_file = log_file
         self._port = _free_port()
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        with log_file.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "flows.cli.temporary_server", str(self._port)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        module = ("flows.cli.temporary_server", str(self._port))
+        self._process = start_module(module, log_file, stdin=subprocess.PIPE)
 
     def wait(self) -> str:
-        """Wait until the server is healthy and return the address of its API.
-
-        Raises:
-            RuntimeError: it exited, or took longer than START_TIMEOUT.
-        """
+        """Wait until the server is healthy and return its API's address. Raises RuntimeError after START_TIMEOUT."""
         address = f"http://127.0.0.1:{self._port}/api"
         if not wait_healthy(address, self._process):
             raise RuntimeError(f"the Prefect server did not start; log: {self._log_file}")
@@ -66,6 +57,14 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def start_module(module: Sequence[str], log_file: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start `python -m MODULE ARGUMENTS...` in a new session, with its output appended to the log file."""
+    command = [sys.executable, "-P", "-m", *module]
+    with log_file.open("ab") as output:
+        streams = {"stdout": output, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, start_new_session=True, **streams, **options)
 
 
 def wait_healthy(api: str, server: subprocess.Popen[bytes]) -> bool:

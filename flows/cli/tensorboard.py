@@ -28,9 +28,8 @@ def run(options: argparse.Namespace) -> int:
         with contextlib.redirect_stderr(io.StringIO()):  # its notices about the data loader
             address = board.launch()
     except TensorBoardServerException:
-        print_stderr(
-            f"trainshed: port {options.port} is taken, perhaps by another TensorBoard; choose one with --port"
-        )
+        advice = "perhaps by another TensorBoard; choose one with --port"
+        print_stderr(f"trainshed: port {options.port} is taken, {advice}")
         return FAILED
     print_stderr(f"TensorBoard: {address}\nCtrl-C stops it")
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -45,9 +44,8 @@ def log_folder(run: str | None, store: str) -> Path:
     """The folder of a run (a name or a path), or of all runs. Raises ProfileError if there is no such run."""
     runs = Path(store) / "runs"
     if "://" in store:
-        raise ProfileError(
-            "store", store, "TensorBoard reads local run folders; give the profile's cluster.work_dir"
-        )
+        reason = "TensorBoard reads local run folders; give the profile's cluster.work_dir"
+        raise ProfileError("store", store, reason)
     known = sorted(path.parent.name for path in runs.glob("*/profile.yaml"))
     if run is None:
         if not known:

@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ import psutil
 import yaml
 
 from flows.cli.exit_codes import DONE, FAILED
-from flows.cli.temporary_server import wait_healthy
+from flows.cli.temporary_server import start_module, wait_healthy
 from flows.prefect_settings import AUTOMATION, POOL, SETTINGS
 from flows.ui.console import print_stderr
 
@@ -40,9 +39,8 @@ def run(options: argparse.Namespace) -> int:
     """Start what is missing, print the UI's address and wait; returns the exit code."""
     home = Path(__file__).parents[2]
     if not (home / "prefect.yaml").exists():
-        print_stderr(
-            f"trainshed: no prefect.yaml in {home}; `up` needs a checkout, installed with `pip install -e`"
-        )
+        advice = "`up` needs a checkout, installed with `pip install -e`"
+        print_stderr(f"trainshed: no prefect.yaml in {home}; {advice}")
         return FAILED
     port = options.port
     address = f"http://127.0.0.1:{port}"
@@ -50,42 +48,35 @@ def run(options: argparse.Namespace) -> int:
     if _is_taken(port):
         found = _missing(f"{address}/api", home)
         if found is None:
-            print_stderr(
-                f"trainshed: port {port} is taken, perhaps by another `trainshed up`; choose one with --port"
-            )
+            advice = "perhaps by another `trainshed up`; choose one with --port"
+            print_stderr(f"trainshed: port {port} is taken, {advice}")
             return FAILED
         if not found:
             print_stderr(f"Prefect's UI: {address}\nalready running; nothing was changed")
             return DONE
-        print_stderr(
-            f"a Prefect server is already running without {', '.join(found)}; adding what is missing"
-        )
         missing = found
+        print_stderr(f"a Prefect server is already running without {', '.join(missing)}; adding them")
     for number in SIGNALS:  # also resets an ignored SIGINT, which children would inherit
         signal.signal(number, _interrupt)
     logs = Path("store/logs")
     logs.mkdir(parents=True, exist_ok=True)
-    environment = {
-        **os.environ,
-        **SETTINGS,
-        "PREFECT_API_URL": f"{address}/api",
-        "TRAINSHED_FOLDER": str(Path.cwd()),
-    }
+    variables = {**SETTINGS, "PREFECT_API_URL": f"{address}/api", "TRAINSHED_FOLDER": str(Path.cwd())}
+    settings = {"env": {**os.environ, **variables}, "stdin": subprocess.DEVNULL}
     children: list[subprocess.Popen[bytes]] = []
     try:
         if SERVER in missing:
             server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-            children.append(_start(server, environment, logs / "server.log"))
+            children.append(start_module(server, logs / "server.log", **settings))
             if not wait_healthy(f"{address}/api", children[0]):
                 print_stderr(f"trainshed: the Prefect server did not start; log: {logs / 'server.log'}")
                 return FAILED
         for module in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--all"]):
-            if _start(module, environment, logs / "deploy.log", home).wait() != 0:
+            if start_module(module, logs / "deploy.log", cwd=home, **settings).wait() != 0:
                 print_stderr(f"trainshed: `python -m {' '.join(module)}` failed; log: {logs / 'deploy.log'}")
                 return FAILED
         if WORKER in missing:
             worker = ["prefect", "worker", "start", "--pool", POOL]
-            children.append(_start(worker, environment, logs / "worker.log"))
+            children.append(start_module(worker, logs / "worker.log", **settings))
         print_stderr(f"Prefect's UI: {address}\nstart a run there, or in another terminal:")
         print_stderr(f"  PREFECT_API_URL={address}/api .venv/bin/prefect deployment run pretrain/tiny")
         if not children:
@@ -140,31 +131,11 @@ def _named(name: str) -> dict[str, Any]:
 
 
 def _query(address: str, body: dict[str, Any]) -> Any:
-    """POST a filter to Prefect's API and return the JSON answer.
-
-    Raises:
-        OSError, ValueError: something else listens there.
-    """
+    """POST a filter to Prefect's API; returns its JSON. Raises OSError or ValueError if something else listens there."""
     header = {"Content-Type": "application/json"}
     request = urllib.request.Request(address, json.dumps(body).encode(), header, method="POST")
     with urllib.request.urlopen(request, timeout=10) as answer:
         return json.load(answer)
-
-
-def _start(
-    module: Sequence[str], environment: dict[str, str], log_file: Path, folder: Path | None = None
-) -> subprocess.Popen[bytes]:
-    """Start `python -m MODULE ARGUMENTS...` in a new session."""
-    with log_file.open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", *module],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=folder,
-            start_new_session=True,
-        )
 
 
 def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -52,20 +52,15 @@ class PrefectArtifact:
 
     def _send(self, data: Any) -> None:
         from prefect.client.orchestration import get_client
+        from prefect.client.schemas import filters
         from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-        from prefect.client.schemas.filters import (
-            ArtifactFilter,
-            ArtifactFilterKey,
-            FlowRunFilter,
-            FlowRunFilterId,
-        )
         from prefect.runtime import flow_run, task_run
 
         run = self._flow_run or UUID(str(flow_run.id))
         with get_client(sync_client=True) as client:
             if self._id is None:
-                by_key = ArtifactFilter(key=ArtifactFilterKey(any_=[self._key]))
-                by_run = FlowRunFilter(id=FlowRunFilterId(any_=[run]))
+                by_key = filters.ArtifactFilter(key=filters.ArtifactFilterKey(any_=[self._key]))
+                by_run = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[run]))
                 found = client.read_artifacts(artifact_filter=by_key, flow_run_filter=by_run)
                 self._id = found[0].id if found else None
             if self._id is not None:

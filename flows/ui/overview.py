@@ -44,13 +44,10 @@ class Overview:
         self._artifact.update(lambda: markdown(self._profile, self._folder), now=now)
 
     def fail(self, failure: BaseException, checkpoints: Sequence[int]) -> None:
-        """Show a failure above the rest of the page.
+        """Show a failure above the rest of the page; raises if the run folder cannot be rendered.
 
         Args:
             checkpoints: steps of the complete ones.
-
-        Raises:
-            Exception: the rest cannot be rendered from the run folder.
         """
         failed = failure_markdown(failure, self._folder / "logs", checkpoints)
         rest = markdown(self._profile, self._folder)
@@ -59,12 +56,8 @@ class Overview:
 
 def markdown(profile: Profile, folder: Path) -> str:
     """The page of a run that has not failed."""
-    parts = [
-        _training(profile, History.read(folder)),
-        _plan(folder),
-        _incidents(folder),
-        _paths(profile, folder),
-    ]
+    training = _training(profile, History.read(folder))
+    parts = (training, _plan(folder), _incidents(folder), _paths(profile, folder))
     return "\n\n".join(part for part in parts if part)
 
 

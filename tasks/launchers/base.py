@@ -27,37 +27,27 @@ log = logging.getLogger(__name__)
 
 STATUS_TIMEOUT = 600.0  # seconds without a job's status until `execute` gives up watching
 WITHHELD_PREFIXES = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of environment variables
-SAFE_PATH = {
-    "PYTHONSAFEPATH": "1"
-}  # or `python -m` would prefer a user's tasks.py in the working folder to ours
+# Without it, `python -m` would prefer a user's tasks.py in the working folder to ours.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 
 @dataclass(frozen=True)
 class Job:
-    """`python -m program arguments`, as `nodes` × `processes` ranks, or as one plain process if `processes` is 0.
+    """`python -m program arguments`, as `nodes` × `processes` ranks, or as one plain process if `processes` is 0."""
 
-    Attributes:
-        name: unique within the folder; names the log and the state files.
-        folder: of the log and the state files.
-        processes: ranks per node, started by torchrun; 0: one process without torchrun.
-        threads: OMP_NUM_THREADS of each process; None keeps the environment's.
-        key: distinguishes jobs of the same name and folder on a cluster, for example the run's cache key.
-        array: size of a job array, whose jobs get --index 0 to array - 1; 0: no array.
-        attempt_file: counts the job's starts; the number is passed as --attempt. A job that has one saves a checkpoint when it is
-            asked to stop, and is requeued at its time limit.
-        secrets: environment variables that are written to no file.
-    """
-
-    name: str
+    name: str  # unique within the folder; names the log and the state files
     program: str
     arguments: tuple[str, ...]
-    folder: Path
+    folder: Path  # of the log and the state files
     nodes: int = 1
-    processes: int = 0
-    threads: int | None = None
-    key: str = ""
-    array: int = 0
+    processes: int = 0  # ranks per node, started by torchrun; 0: one process without torchrun
+    threads: int | None = None  # OMP_NUM_THREADS of each process; None keeps the environment's
+    key: str = ""  # tells jobs of the same name and folder apart on a cluster, e.g. the run's cache key
+    array: int = 0  # size of a job array, whose jobs get --index 0 to array - 1; 0: no array
+    # Counts the job's starts; the number is passed as --attempt. A job that has one saves a checkpoint when it is asked to stop,
+    # and is requeued at its time limit.
     attempt_file: Path | None = None
+    # Environment variables that are written to no file.
     secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def with_arguments(self, *arguments: str) -> Job:
@@ -100,17 +90,12 @@ class Status:
 
 
 class JobFailed(RuntimeError):
-    """A job failed; the message says how, and names its log.
-
-    Attributes:
-        detail: the last relevant log lines.
-        exit_code: of the rank that failed first if known, else of the job.
-    """
+    """A job failed; the message says how, and names its log."""
 
     def __init__(self, message: str, detail: str = "", exit_code: int | None = None) -> None:
         super().__init__(message)
-        self.detail = detail
-        self.exit_code = exit_code
+        self.detail = detail  # the last relevant log lines
+        self.exit_code = exit_code  # of the rank that failed first if known, else of the job
 
 
 def job_environment() -> dict[str, str]:
@@ -165,11 +150,10 @@ def execute(
         JobFailed: the job ended with an exit code other than 0, or its status was unknown for STATUS_TIMEOUT.
         TimeoutError: the job exceeded `timeout` and was cancelled.
     """
-    handle = launcher.find(job)
-    if handle is None:
-        handle = launcher.submit(job)
-    else:
+    if handle := launcher.find(job):
         log.warning("%s is already running: re-attached to it", job.name)
+    else:
+        handle = launcher.submit(job)
     start = last_known = time.monotonic()
     warnings = _Warnings()
     try:
@@ -195,9 +179,7 @@ def execute(
                 return
             if timeout is not None and time.monotonic() - start > timeout:
                 launcher.cancel(handle, grace)
-                raise TimeoutError(
-                    f"{job.name}: exceeded {timeout:.0f} s and was stopped; log: {job.log_file}"
-                )
+                raise TimeoutError(f"{job.name}: exceeded {timeout:.0f} s, stopped; log: {job.log_file}")
             time.sleep(poll_seconds)
     except BaseException as error:
         if not isinstance(error, Exception):

@@ -15,15 +15,10 @@ LOG_TAIL = 256 * 1024  # bytes at the end of a log that are searched for the cau
 DETAIL_LINES = 20
 RANK_PREFIX = "[rank ${rank}] "  # of each log line; torchrun fills in the rank
 RANK_LINE = re.compile(r"\[rank \d+\] ")
-ROOT_CAUSE = re.compile(
-    r"Root Cause.*?time\s*:\s*(\S+).*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL
-)
+ROOT_CAUSE = re.compile(r"(?s)Root Cause.*?time\s*:\s*(\S+).*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)")
 # The batch script (batch.py) writes this line at each start: a requeued job continues in the same log.
 START = re.compile(r"^job \d+, start \d+, on .*$", re.MULTILINE)
-OUT_OF_MEMORY = re.compile(
-    r"out of memory|OutOfMemory|oom[-_ ]kill|Cannot allocate memory|can't allocate memory|NRT_RESOURCE",
-    re.IGNORECASE,
-)
+OUT_OF_MEMORY = re.compile(r"(?i)out ?of ?memory|oom[-_ ]kill|can(no|')t allocate memory|NRT_RESOURCE")
 
 
 @dataclass(frozen=True)
@@ -35,11 +30,7 @@ class Cause:
 
 
 def job_failure(handle: Handle, status: Status, nodes: Sequence[str] = ()) -> JobFailed:
-    """The exception for a failed job, with the last lines of the rank that failed first, if known, else of the log.
-
-    Args:
-        nodes: the job's node names in rank order.
-    """
+    """The exception for a failed job on `nodes`, with the last lines of the rank that failed first, if known, else of the log."""
     log = _latest_log(handle)
     cause = _root_cause(log)
     code = status.exit_code

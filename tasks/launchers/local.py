@@ -37,14 +37,11 @@ class LocalLauncher:
         if job.array:
             raise ValueError(f"{job.name}: the local launcher does not run job arrays")
         job.folder.mkdir(parents=True, exist_ok=True)
-        previous = _read_handle(job)
-        if previous is not None:
+        if previous := _read_handle(job):
             self.cancel(previous, REPLACED_GRACE)
         identifier = uuid.uuid4().hex
-        if job.attempt_file is None:
-            command = _command(job)
-        else:
-            command = _command(job.with_arguments("--attempt", str(_next_attempt(job.attempt_file))))
+        attempt = ("--attempt", str(_next_attempt(job.attempt_file))) if job.attempt_file else ()
+        command = _command(job.with_arguments(*attempt))
         with job.log_file.open("ab") as output:
             log_start = output.tell()
             child = subprocess.Popen(

@@ -13,11 +13,7 @@ _reported: set[tuple[Path, int]] = set()  # corrupted lines already logged; the 
 
 
 class LogFollower:
-    """Follows a file, which need not exist yet; starts over if it shrinks or is replaced.
-
-    Args:
-        start: offset in bytes of the first line to read.
-    """
+    """Follows a file, which need not exist yet, from byte `start` on; starts over if it shrinks or is replaced."""
 
     def __init__(self, path: Path, start: int = 0) -> None:
         self._path = path

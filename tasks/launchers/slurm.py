@@ -11,9 +11,8 @@ import logging
 import re
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from profiles.errors import ProfileError
@@ -52,28 +51,19 @@ class SlurmLauncher:
         self._pending_reason = ""
 
     def submit(self, job: Job) -> Handle:
-        """Queue the job, with its script in <name>.sbatch; cancels another job of this name and folder first.
-
-        Raises:
-            ProfileError: the folder's path has characters that are special to Slurm.
-        """
-        special = [
-            character for character in str(job.folder) if character in "%\\" or not character.isprintable()
-        ]
-        if special:
+        """Queue the job; cancels another of its name and folder. Raises ProfileError for a path that Slurm cannot log to."""
+        if special := [mark for mark in str(job.folder) if mark in "%\\" or not mark.isprintable()]:
             reason = f"Slurm cannot write a log to {str(job.folder)!r} because of {special[0]!r}; choose another --store"
             raise ProfileError("cluster.launcher", "slurm", reason)
         job.folder.mkdir(parents=True, exist_ok=True)
-        running = self.find(job)
-        if running is not None:
+        if running := self.find(job):
             return running
         for other in self._queue(job):
             self.cancel(Handle(job, other.identifier), grace=self._cluster.grace)
         path = job.folder / f"{job.name}.sbatch"
         path.write_text(batch.script(job, self._cluster))
         log_start = job.log_file.stat().st_size if job.log_file.exists() else 0
-        output = _run(["sbatch", "--parsable", path.name], folder=job.folder, secrets=dict(job.secrets))
-        identifier = output.strip().partition(";")[0]
+        identifier = _run(["sbatch", "--parsable", path.name], job).strip().partition(";")[0]
         first = next(iter(self._queue(job)), None)
         if first and first.identifier != identifier:  # another process submitted it at the same time
             _run(["scancel", identifier])
@@ -89,8 +79,7 @@ class SlurmLauncher:
         return None
 
     def poll(self, handle: Handle) -> Status:
-        record = self._record(handle.job, handle.identifier)
-        if record is not None:
+        if record := self._record(handle.job, handle.identifier):
             return Status(running=False, exit_code=record["exit_code"])
         now = time.monotonic()
         if now - self._queried.get(handle.identifier, -POLL_SECONDS) < POLL_SECONDS:
@@ -145,11 +134,7 @@ class SlurmLauncher:
         return next((entry for entry in entries if entry.identifier == handle.identifier), None)
 
     def _queue(self, job: Job | None, retry_seconds: float = RETRY_SECONDS) -> list[QueueEntry]:
-        """The user's queued, running and completing jobs, of this job's name or all, oldest first.
-
-        Raises:
-            ControllerUnavailable: squeue failed for `retry_seconds`.
-        """
+        """The user's jobs, of this job's name or all, oldest first. Raises ControllerUnavailable after `retry_seconds`."""
         arguments = ["squeue", "--noheader", "--me", "--format=%F|%T|%k|%r"]
         if job is not None:
             arguments.append(f"--name={batch.job_name(job)}")
@@ -226,24 +211,13 @@ def _log_start(job: Job, identifier: str) -> int:
     return state["log_start"] if state["identifier"] == identifier else 0
 
 
-def _run(
-    command: Sequence[str],
-    *,
-    folder: Path | None = None,
-    check: bool = True,
-    secrets: Mapping[str, str] | None = None,
-) -> str:
-    """Run a command and return its stdout. Raises JobFailed with its stderr."""
-    environment = {**job_environment(), **(secrets or {})}  # sbatch passes it on to the job
+def _run(command: Sequence[str], job: Job | None = None, *, check: bool = True) -> str:
+    """Run a command, in the job's folder if given, and return its stdout. Raises JobFailed with its stderr."""
+    environment = job_environment() | dict(job.secrets if job else ())  # sbatch passes it on to the job
+    folder = job.folder if job else None
     try:
         done = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_TIMEOUT,
-            check=False,
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT
         )
     except subprocess.TimeoutExpired as error:
         raise JobFailed(f"{command[0]}: no answer within {COMMAND_TIMEOUT:.0f} s") from error

@@ -29,11 +29,7 @@ class Series:
 
 
 def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, from_zero: bool = False) -> str:
-    """HTML of a chart of all series that have finite points.
-
-    Args:
-        from_zero: start the y axis at 0.
-    """
+    """HTML of a chart of all series that have finite points; `from_zero` starts the y axis at 0."""
     shown = _finite(series)
     if not shown:
         return "<p>No data.</p>"
@@ -76,9 +72,8 @@ def svg_data_uri(series: Sequence[Series], *, x_label: str) -> str:
         parts.append(f'<text x="{left - 12:.0f}" y="{y:.0f}" text-anchor="end" {text}>{tick:,g}</text>')
     for index, tick in enumerate(frame.x_ticks):
         x = left + index / (len(frame.x_ticks) - 1) * WIDTH
-        parts.append(
-            f'<text x="{x:.0f}" y="{top + HEIGHT + 26:.0f}" text-anchor="middle" {text}>{tick:,g}</text>'
-        )
+        position = f'x="{x:.0f}" y="{top + HEIGHT + 26:.0f}"'
+        parts.append(f'<text {position} text-anchor="middle" {text}>{tick:,g}</text>')
     label = f'<text x="{left + WIDTH / 2:.0f}" y="{top + HEIGHT + 52:.0f}" text-anchor="middle" {text}>'
     svg = "".join([*parts, f"{label}{escape(x_label)}</text></svg>"])
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
@@ -135,15 +130,10 @@ def downsample(points: Points, limit: int = MAX_POINTS) -> Points:
     if size <= 1:
         return points
     groups = [points[start : start + size] for start in range(0, len(points), size)]
-    return [
-        (sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups
-    ]
+    return [tuple(sum(values) / len(group) for values in zip(*group, strict=True)) for group in groups]
 
 
 def _finite(series: Sequence[Series], limit: int = MAX_POINTS) -> list[Series]:
     """The series that have finite points, with only those, downsampled."""
-    shown = [
-        replace(line, points=downsample([p for p in line.points if math.isfinite(p[1])], limit))
-        for line in series
-    ]
-    return [line for line in shown if line.points]
+    finite = [replace(line, points=[p for p in line.points if math.isfinite(p[1])]) for line in series]
+    return [replace(line, points=downsample(line.points, limit)) for line in finite if line.points]

@@ -40,11 +40,7 @@ RESULTS = {  # row: (key of `load_runs`, formatter)
 
 
 def load_runs(store: Store, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Name, folder, profile (flat, by key path) and results of runs, which are given by name or folder.
-
-    Raises:
-        ProfileError: there is no such run, or its report.json is corrupted.
-    """
+    """Name, folder, profile (flat, by key path) and results of runs. Raises ProfileError for an unknown name or folder."""
     return [_load_run(_find_folder(store, name)) for name in names]
 
 

@@ -34,9 +34,7 @@ def key_figures(values: Mapping[str, str]) -> str:
 
 def properties(values: Mapping[str, str]) -> str:
     """A table of names and values; "" without values."""
-    rows = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in values.items()
-    )
+    rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in values.items())
     return f'<table class="facts">{rows}</table>' if rows else ""
 
 

@@ -24,11 +24,7 @@ STEP_PARTS = {  # of the step time, by metrics key
 
 
 def render(profile: Profile, facts: Mapping[str, Any], history: History, resolved_profile: str) -> str:
-    """Render the page.
-
-    Args:
-        resolved_profile: YAML of the resolved profile.
-    """
+    """Render the page from the contents of report.json, the metrics and the YAML of the resolved profile."""
     summaries = {step["step"]: step["summary"] for step in facts["steps"]}
     steps = "".join(map(_step, facts["steps"]))
     return html.page(
@@ -44,9 +40,7 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
             html.section("Evaluation", _evaluation(facts["evaluation"])),
             html.section("Samples", *map(_sample, facts["samples"])),
             html.section("Exported model", _export(facts["export"]) if facts["export"] else ""),
-            html.section(
-                "Data", _data(profile, summaries.get("dataset", {}), summaries.get("tokenizer", {}))
-            ),
+            html.section("Data", _data(profile, summaries)),
             html.section("Compiled graphs", *_graphs(summaries.get("graphs", {}), facts)),
             html.section(
                 "Environment",
@@ -91,11 +85,8 @@ def _step(outcome: Mapping[str, Any]) -> str:
 def _throughput(history: History) -> list[str]:
     throughput = Series("tokens per second", "smooth", history.curve("tokens_per_second"))
     memory = Series("memory of rank 0, GiB", "validation", history.curve("memory_bytes", 2.0**-30))
-    charts = [
-        line_chart([line], x_label="step", y_label=line.label, from_zero=True)
-        for line in (throughput, memory)
-        if line.points
-    ]
+    lines = [line for line in (throughput, memory) if line.points]
+    charts = [line_chart([line], x_label="step", y_label=line.label, from_zero=True) for line in lines]
     step_seconds = history.median("step_seconds")
     shown = {"step time, median": f"{step_seconds:.3f} s"} if step_seconds else {}
     for key, name in STEP_PARTS.items():
@@ -143,9 +134,7 @@ def _incidents(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _evaluation(evaluation: Mapping[str, Any]) -> str:
-    shown = {
-        name.replace("_", " "): format_value(value) for name, value in evaluation.items() if name != "metrics"
-    }
+    shown = {k.replace("_", " "): format_value(v) for k, v in evaluation.items() if k != "metrics"}
     shown["perplexity"] = f"{evaluation['perplexity']:,.1f}"
     # Runs of earlier versions have no user metrics.
     user_metrics = {name: format_value(value) for name, value in evaluation.get("metrics", {}).items()}
@@ -169,8 +158,8 @@ def _export(folder: str) -> str:
     return f"<p>In Hugging Face format: <code>{escape(folder)}</code></p>{html.code_block(program)}"
 
 
-def _data(profile: Profile, dataset: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> str:
-    shown = {}
+def _data(profile: Profile, summaries: Mapping[str, Mapping[str, Any]]) -> str:
+    dataset, tokenizer, shown = summaries.get("dataset", {}), summaries.get("tokenizer", {}), {}
     if "vocabulary_size" in tokenizer:
         trained = tokenizer.get("source") == "train"
         source = "trained on the dataset" if trained else f"from {tokenizer.get('source')}"

@@ -20,9 +20,8 @@ from tasks.sources.shard import Shard, SourceError, is_corruption, local_path, o
 
 BATCH_BYTES = 1 << 21
 MAX_ROWS = 1024  # per batch
-MAX_DICTIONARY_ROWS = (
-    128  # per batch of a dictionary-encoded column, whose decoded size is not in the metadata
-)
+# Per batch of a dictionary-encoded column, whose decoded size is not in the metadata.
+MAX_DICTIONARY_ROWS = 128
 BUFFER = 1 << 20  # bytes per read of a column
 LONG_VALUE = 1 << 22  # bytes; longer texts are decoded in chunks
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream; only the zeros before arrow 0.15
@@ -40,12 +39,7 @@ Value = str | LongText | TokenIds | None
 
 
 def parquet(shard: Shard, token: str | None) -> Iterator[Value]:
-    """Values of the shard's column, by row group.
-
-    Raises:
-        SourceError: a corrupted file.
-        ProfileError: no such column.
-    """
+    """Values of the shard's column, by row group. Raises SourceError, or ProfileError if there is no such column."""
     from pyarrow.parquet import ParquetFile
 
     path = shard.paths[0]
@@ -69,12 +63,7 @@ def parquet(shard: Shard, token: str | None) -> Iterator[Value]:
 
 
 def arrow(shard: Shard, token: str | None) -> Iterator[Value]:
-    """Values of the shard's column, by record batch.
-
-    Raises:
-        SourceError: a corrupted file.
-        ProfileError: no such column.
-    """
+    """Values of the shard's column, by record batch. Raises SourceError, or ProfileError if there is no such column."""
     for number, batch in enumerate(arrow_batches(shard, token)):
         if shard.stop is not None and number >= shard.stop:
             return
@@ -84,11 +73,7 @@ def arrow(shard: Shard, token: str | None) -> Iterator[Value]:
 
 
 def arrow_batches(shard: Shard, token: str | None = None) -> Iterator[Any]:
-    """Record batches of an arrow file, in the file or the stream format.
-
-    Raises:
-        SourceError: a corrupted file, or a stream without its end marker, which may lack its last batches.
-    """
+    """Record batches of an arrow file or stream. Raises SourceError, also for a stream without its end marker."""
     import pyarrow
 
     path = shard.paths[0]
@@ -130,17 +115,11 @@ def _stream_batches(file: Any, path: str) -> Iterator[Any]:
 
 
 def row_group_sizes(shard: Shard, token: str | None) -> list[int]:
-    """Uncompressed bytes of the shard's column in each row group of a parquet file.
-
-    Raises:
-        SourceError: a corrupted file.
-    """
+    """Uncompressed bytes of the shard's column in each row group of a parquet file. Raises SourceError."""
     from pyarrow.parquet import ParquetFile
 
-    with (
-        open_file(shard, shard.paths[0], token) as file,
-        source_errors(f"{shard.paths[0]}, footer", "parquet"),
-    ):
+    path = shard.paths[0]
+    with open_file(shard, path, token) as file, source_errors(f"{path}, footer", "parquet"):
         table = ParquetFile(file)
         return [
             sum(chunk.total_uncompressed_size for chunk in _column_chunks(table, group, shard.column))
@@ -184,12 +163,7 @@ def _batch_rows(table: Any, group: int, column: str) -> int:
 
 
 def _values(column: Any, position: str, first: int = 0) -> Iterator[Value]:
-    """Texts or rows of token ids of an arrow array; None for any other type.
-
-    Args:
-        position: describes what contains the array.
-        first: index of its first record there.
-    """
+    """Texts or token ids of an arrow array, whose records at `position` count from `first`; None for another type."""
     from pyarrow import types
 
     kind = column.type

@@ -29,8 +29,7 @@ def shards(data: Data, digests: DigestCache | None = None, token: str | None = N
     digests = digests or DigestCache()
     found = []
     for i, source in enumerate(data.sources):
-        column = source.text or data.text
-        listed = KINDS[source.kind](source, f"data.sources.{i}", column, digests, token)
+        listed = KINDS[source.kind](source, f"data.sources.{i}", source.text or data.text, digests, token)
         found += [replace(shard, source=i, use=source.use) for shard in listed]
     return found
 

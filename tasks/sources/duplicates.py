@@ -43,8 +43,7 @@ def fingerprint(
     shard = plan.shards[k]
     key = keys.hashes(shard.digest)
     with store.artifacts.lock(HASHES, key):
-        found = store.artifacts.find(HASHES, key)
-        if found:
+        if found := store.artifacts.find(HASHES, key):
             return found
         with store.artifacts.publish(HASHES, key) as folder:
             digests = b"".join(_hash(document) for document in readers.documents(shard, token))
@@ -58,11 +57,7 @@ def comparable(plan: DatasetPlan) -> list[int]:
 
 
 def find(plan: DatasetPlan, store: Store, hashes: dict[int, Artifact]) -> DatasetPlan:
-    """The plan with the documents to drop from each shard, which are published as one artifact.
-
-    Args:
-        hashes: artifacts of `fingerprint` for the `comparable` shards, by index.
-    """
+    """The plan with the documents to drop from each shard; `hashes` are artifacts of the `comparable` shards, by index."""
     sources = sorted({plan.shards[k].source for k in hashes})
     groups = [[k for k in sorted(hashes) if plan.shards[k].source == source] for source in sources]
     key = keys.duplicates([[hashes[k].key for k in group] for group in groups])

@@ -27,14 +27,7 @@ GROUP_FILES = 64  # average number of text files in a shard
 def split_files(
     files: list[SourceFile], source: Source, column: str, digests: DigestCache, token: str | None = None
 ) -> list[Shard]:
-    """Shards of files, in the order of the files; text files that are one document each come first.
-
-    Args:
-        column: field with the text.
-
-    Raises:
-        SourceError: a corrupted file.
-    """
+    """Shards of files, in their order; text files that are one document each come first. Raises SourceError."""
     base = Shard("", "", "", column=column, anonymous=source.anonymous)
 
     def split(file: SourceFile) -> list[Shard]:
@@ -63,16 +56,11 @@ def _whole_file(shard: Shard, file: SourceFile) -> Shard:
 
 def _parts(shard: Shard, file: SourceFile, ranges: list[tuple[int, int, str]]) -> list[Shard]:
     """Shards of ranges (start, stop, digest of the contents) of a file."""
-    return [
-        replace(
-            shard,
-            name=f"{file.name} part {i} of {len(ranges)}",
-            digest=_digest(shard.format, shard.column, content),
-            start=start,
-            stop=stop,
-        )
-        for i, (start, stop, content) in enumerate(ranges, 1)
-    ]
+    parts = []
+    for i, (start, stop, content) in enumerate(ranges, 1):
+        name, digest = f"{file.name} part {i} of {len(ranges)}", _digest(shard.format, shard.column, content)
+        parts.append(replace(shard, name=name, digest=digest, start=start, stop=stop))
+    return parts
 
 
 def _split_by_lines(shard: Shard, file: SourceFile, digests: DigestCache) -> list[Shard]:

@@ -32,11 +32,7 @@ FORMATS = {
     ".txt": "text",
     ".md": "text",
 }
-METADATA_FILES = (
-    "dataset_info.json",
-    "state.json",
-    "dataset_dict.json",
-)  # of save_to_disk, beside arrow files
+METADATA_FILES = ("dataset_info.json", "state.json", "dataset_dict.json")  # of save_to_disk
 DATASET_CARD = "readme.md"
 HIDDEN_PREFIXES = (".", "_")  # of files that Spark, git and others put beside data
 PARALLEL_READS = 16  # mostly waiting for the network or the disk
@@ -64,10 +60,7 @@ class SourceFile:
 def list_files(source: Source, key: str) -> list[str]:
     """URLs of the files that a source's path means, sorted: one file, a glob pattern's matches, or a folder, recursively.
 
-    A folder's README.md and hidden files are left out.
-
-    Raises:
-        ProfileError: no file; `key` is the profile key of the path.
+    A folder's README.md and hidden files are left out. Raises ProfileError for the profile key `key` if no file matches.
     """
     path = source.path if "://" in source.path else str(Path(source.path).expanduser())
     filesystem, pattern = resolve_filesystem(path, anonymous=source.anonymous)
@@ -88,9 +81,7 @@ def list_files(source: Source, key: str) -> list[str]:
 def list_saved_dataset(source: Source, key: str) -> list[str]:
     """URLs of the data files of a folder that `datasets` wrote with save_to_disk, in its own order.
 
-    Raises:
-        ProfileError: no such folder; `key` is the profile key of the path.
-        SourceError: a corrupted state.json.
+    Raises ProfileError for the profile key `key` if there is none, SourceError for a corrupted state.json.
     """
     filesystem, folder = resolve_filesystem(source.path, anonymous=source.anonymous)
     folder = folder.rstrip("/")
@@ -128,8 +119,7 @@ def describe_files(
     """Sizes and, when first used, digests of files."""
 
     def describe(path: str) -> SourceFile:
-        local = local_path(path)
-        if local is not None:
+        if local := local_path(path):
             return SourceFile(path, local.stat().st_size, lambda: digests.sha256(local))
         filesystem, remote_path = resolve_filesystem(path, anonymous=anonymous, token=token)
         info = filesystem.info(remote_path)

@@ -22,11 +22,7 @@ CONVERTED = "refs/convert/parquet"  # revision with the hub's parquet conversion
 
 
 def shards(source: Source, key: str, column: str, digests: DigestCache, token: str | None) -> list[Shard]:
-    """All shards of a data set's split.
-
-    Raises:
-        ProfileError: no such data set, configuration or split; a loading script; files of unknown format.
-    """
+    """All shards of a data set's split. Raises ProfileError for an unknown name, a loading script or an unknown format."""
     from huggingface_hub import HfApi
 
     with hub_errors(f"{key}.repository", source.repository, source.revision):
@@ -75,9 +71,8 @@ def _converted_files(source: Source, key: str, commit: str, token: str | None) -
     names = HfApi(token=token).list_repo_files(source.repository, revision=commit, repo_type="dataset")
     tables = sorted(name for name in names if name.endswith(".parquet") and name.count("/") == 2)
     configs = sorted({name.split("/")[0] for name in tables})
-    config = source.config or (
-        "default" if "default" in configs else configs[0] if len(configs) == 1 else None
-    )
+    only = configs[0] if len(configs) == 1 else None
+    config = source.config or ("default" if "default" in configs else only)
     if config not in configs:
         reason = "has several configurations" if config is None else "has no such configuration"
         raise ProfileError(f"{key}.config", source.config, f"{source.repository} {reason}", configs)
@@ -93,9 +88,7 @@ def _loading_script_error(source: Source, key: str, token: str | None) -> Profil
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    reason = (
-        f"{source.repository} has a loading script at this revision, and code of a repository is never run"
-    )
+    reason = f"{source.repository} has a loading script at this revision, and its code is never run"
     try:
         HfApi(token=token).dataset_info(source.repository, revision=CONVERTED)
     except HfHubHTTPError:

@@ -71,19 +71,14 @@ def of_file(open_binary: Callable[[], object], name: str) -> LongText:
 
 
 def of_json(literal: memoryview, locate: Callable[[], str]) -> LongText:
-    """A JSON string in UTF-8, without its quotes, decoded in chunks.
-
-    Args:
-        locate: gives the file and line for a SourceError.
-    """
+    """A JSON string in UTF-8, without its quotes, decoded in chunks; `locate` gives the position for a SourceError."""
 
     def chunks() -> Iterator[str]:
         start = 0
         while start < len(literal):
             stop, length = len(literal), READ
             while start + length < len(literal):
-                safe = SAFE.search(literal, start + length, start + 2 * length)
-                if safe:
+                if safe := SAFE.search(literal, start + length, start + 2 * length):
                     stop = safe.start()
                     break
                 length *= 2

@@ -40,13 +40,9 @@ def shards(source: Source, key: str, digests: DigestCache) -> list[Shard]:
         filesystem, remote_path = resolve_filesystem(path, anonymous=source.anonymous)
         if not filesystem.isfile(remote_path):
             raise ProfileError(f"{key}.path", source.path, f"there is no {path}")
-    pairs = zip(
-        describe_files(indices, source.anonymous, digests),
-        describe_files(data, source.anonymous, digests),
-        strict=True,
-    )
     found = []
-    for index, tokens in pairs:
+    described = (describe_files(paths, source.anonymous, digests) for paths in (indices, data))
+    for index, tokens in zip(*described, strict=True):
         content = hashlib.sha256(f"{index.digest}\n{tokens.digest}".encode()).hexdigest()
         name = index.name.removesuffix(".idx")
         digest = f"megatron:{content}"
@@ -89,9 +85,8 @@ def check(
                 raise IndexedError(data_path(prefix), offset + i * index.dtype.itemsize, reason)
             offset += len(data)
             report(offset // index.dtype.itemsize)
-    held_out = {"split": int(index.documents * validation_fraction), "train": 0}.get(
-        shard.use, index.documents
-    )
+    held_out_by_use = {"split": int(index.documents * validation_fraction), "train": 0}
+    held_out = held_out_by_use.get(shard.use, index.documents)
     train = index.documents - held_out
     sequence = int(index.document_indices[train])
     cut = int(index.pointers[sequence]) // index.dtype.itemsize if sequence < len(index.pointers) else total
@@ -105,8 +100,7 @@ def _open_index(shard: Shard) -> tuple[str, int, Index]:
     """Prefix, bytes of data and index of a pair; of a remote pair only the index is downloaded."""
     path = shard.paths[0]
     prefix = path.removesuffix(".idx")
-    local = local_path(path)
-    if local is not None:
+    if local := local_path(path):
         prefix = str(local).removesuffix(".idx")
         size = data_path(prefix).stat().st_size
         return prefix, size, Index(prefix, size)

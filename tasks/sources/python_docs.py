@@ -50,9 +50,8 @@ def _modules() -> list[Path]:
     tests = {"test", "tests", "idle_test"}
     top = [path for path in root.iterdir() if path.stem in sys.stdlib_module_names]
     files = [file for path in top for file in (path.rglob("*.py") if path.is_dir() else [path])]
-    return sorted(
-        file for file in files if file.suffix == ".py" and not tests & {*file.relative_to(root).parts}
-    )
+    sources = [file for file in files if file.suffix == ".py"]
+    return sorted(file for file in sources if not tests & {*file.relative_to(root).parts})
 
 
 def _docstrings(path: Path) -> Iterator[str]:
@@ -62,10 +61,9 @@ def _docstrings(path: Path) -> Iterator[str]:
 
 
 def _walk(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        text = ast.get_docstring(node)
-        if text:
-            yield text
+    documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    if documented and (text := ast.get_docstring(node)):
+        yield text
     for block in ("body", "handlers", "cases", "orelse", "finalbody"):  # fields with statements
         for statement in getattr(node, block, ()):
             yield from _walk(statement)

@@ -30,17 +30,8 @@ STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 def documents(shard: Shard, token: str | None = None) -> Iterator[Document]:
-    """All documents of a shard.
-
-    Raises:
-        SourceError: a corrupted file.
-        ProfileError: a file without the shard's column.
-    """
+    """All documents of a shard. Raises SourceError for a corrupted file, ProfileError if it lacks the shard's column."""
     return READERS[shard.format](shard, token)
-
-
-def _python_docs(shard: Shard, token: str | None) -> Iterator[Document]:
-    return python_docs.documents()
 
 
 def _text(shard: Shard, token: str | None) -> Iterator[Document]:
@@ -194,7 +185,7 @@ def _extract_long_strings(line: bytes) -> tuple[bytes, dict[str, memoryview]]:
 
 
 READERS: dict[str, Callable[[Shard, str | None], Iterator[Document]]] = {
-    "python-docs": _python_docs,
+    "python-docs": lambda *_: python_docs.documents(),
     "text": _text,
     "lines": _lines,
     "jsonl": _json_lines,

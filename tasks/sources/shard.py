@@ -22,10 +22,7 @@ class SourceError(ValueError):
     """A source file whose contents do not match its format; the message names the file and the position."""
 
 
-SOURCE_ERRORS = (
-    SourceError,
-    IndexedError,
-)  # errors of the user's files: input errors, like those of a profile
+SOURCE_ERRORS = (SourceError, IndexedError)  # errors of the user's files: input errors, like a profile's
 
 
 def is_corruption(error: Exception) -> bool:
@@ -37,32 +34,19 @@ def is_corruption(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class Shard:
-    """One separately cached part of a source.
+    """One separately cached part of a source."""
 
-    Attributes:
-        name: shown to users.
-        format: how it is read, a key of readers.READERS.
-        digest: hash of everything that its documents depend on.
-        paths: its files; most formats have one.
-        start, stop: part of the file: bytes of lines, row groups of parquet, record batches of arrow; stop None: to the end.
-        column: field with the text or the token ids, if records have fields.
-        source: index of its source in the profile.
-        use: "split", "train" or "validation".
-        anonymous: whether S3 is read without credentials.
-        fetch: whether a file on the hub is downloaded before it is read.
-    """
-
-    name: str
-    format: str
-    digest: str
-    paths: tuple[str, ...] = ()
-    start: int = 0
-    stop: int | None = None
-    column: str = ""
-    source: int = 0
-    use: str = "split"
-    anonymous: bool = False
-    fetch: bool = False
+    name: str  # shown to users
+    format: str  # how it is read, a key of readers.READERS
+    digest: str  # hash of everything that its documents depend on
+    paths: tuple[str, ...] = ()  # its files; most formats have one
+    start: int = 0  # part of the file, in bytes of lines, row groups of parquet or record batches of arrow
+    stop: int | None = None  # end of that part; None: the end of the file
+    column: str = ""  # field with the text or the token ids, if records have fields
+    source: int = 0  # index of its source in the profile
+    use: str = "split"  # or "train" or "validation"
+    anonymous: bool = False  # whether S3 is read without credentials
+    fetch: bool = False  # whether a file on the hub is downloaded before it is read
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,8 +87,7 @@ def open_file(shard: Shard, path: str, token: str | None = None) -> BinaryIO:
         revision, _, file = rest.partition("/")
         revision = revision.replace("%2F", "/")
         path = hf_hub_download(repository, file, repo_type="dataset", revision=revision, token=token)
-    local = local_path(path)
-    if local is not None:
+    if local := local_path(path):
         return local.open("rb")
     filesystem, remote_path = resolve_filesystem(path, anonymous=shard.anonymous, token=token)
     return io.BufferedReader(filesystem.open(remote_path, "rb", block_size=BLOCK), BLOCK)

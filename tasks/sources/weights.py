@@ -41,9 +41,8 @@ def fetch(
         elif REPOSITORY.fullmatch(source):
             yield _download_from_hub(source, resolve_commit(source, revision, token, key), token, key)
         else:
-            raise ProfileError(
-                key, source, "there is no such file or folder, and it is not a repository's name"
-            )
+            reason = "there is no such file or folder, and it is not a repository's name"
+            raise ProfileError(key, source, reason)
         return
     folder = target.with_name(f".{target.name}.source")
     _download_folder(source, folder, key)
@@ -54,11 +53,7 @@ def fetch(
 def identity(source: str, revision: str | None, token: str | None, key: str, digests: DigestCache) -> str:
     """Hash that identifies the weights at a source: their contents, an object store's ETags, or the commit on the hub.
 
-    Args:
-        key: name of the source's setting, for errors.
-
-    Raises:
-        ProfileError: there is no such file, folder or repository.
+    Raises ProfileError for the setting `key` if there is nothing.
     """
     path = Path(source).expanduser()
     if "://" in source:
@@ -113,17 +108,11 @@ def _download_folder(source: str, folder: Path, key: str) -> None:
 
 
 def select_files(names: list[str], key: str, source: str) -> list[str]:
-    """Of a Hugging Face folder, the configuration, index and weights: safetensors if there are any, else .bin files.
-
-    Raises:
-        ProfileError: there are no weights.
-    """
+    """Of a Hugging Face folder, the configuration, index and weights (safetensors if any). Raises ProfileError if none."""
     top = [name for name in names if PurePosixPath(name).name == name and name.endswith(EXTENSIONS)]
     for stem, extension in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-        files = [name for name in top if name.startswith(stem) and name.endswith(extension)]
-        if files:
+        if files := [name for name in top if name.startswith(stem) and name.endswith(extension)]:
             index = f"{stem}{extension}.index.json"
             return [*files, *(name for name in top if name in ("config.json", index))]
-    raise ProfileError(
-        key, source, "has neither model.safetensors nor pytorch_model.bin, in one file or sharded"
-    )
+    reason = "has neither model.safetensors nor pytorch_model.bin, in one file or sharded"
+    raise ProfileError(key, source, reason)

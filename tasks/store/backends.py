@@ -42,12 +42,9 @@ class Backend(Protocol):
         """Write a file atomically, replacing an existing one."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file only if it does not exist.
+        """Write a file only if it does not exist; returns whether this call created it.
 
         Callers must pass unique data: a lost response is resolved by comparing contents.
-
-        Returns:
-            Whether this call created the file.
         """
 
     def files(self, name: str) -> dict[str, int]:
@@ -116,11 +113,7 @@ class FolderBackend:
 
 
 class ObjectBackend:
-    """A prefix of an object store, accessed through fsspec.
-
-    Raises:
-        ProfileError: the URI's scheme is unknown or its package is not installed.
-    """
+    """A prefix of an object store, accessed through fsspec. Raises ProfileError for an unknown scheme."""
 
     def __init__(self, uri: str) -> None:
         from fsspec.core import url_to_fs
@@ -180,17 +173,9 @@ class ObjectBackend:
             self._filesystem.put([str(folder / name) for name in names], targets)
 
     def download(
-        self,
-        name: str,
-        names: Sequence[str],
-        folder: Path,
-        on_file: Callable[[str], None] = lambda file: None,
+        self, name: str, names: Sequence[str], folder: Path, on_file: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Download files from below a name into a folder, concurrently.
-
-        Args:
-            on_file: called with the name of each downloaded file while the others are still in transit.
-        """
+        """Download files from below a name into a folder, concurrently; `on_file` is called with the name of each."""
 
         def fetch(file: str) -> None:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)

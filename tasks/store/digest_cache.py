@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from tasks.keys import file_digest
+from tasks.store.backends import FolderBackend
 
 CLOCK_RESOLUTION = 2.0  # seconds: the coarsest among file systems in use
 
@@ -44,10 +44,8 @@ class DigestCache:
             pass
         value = compute()
         if _state(path) == state and time.time() - path.stat().st_mtime > CLOCK_RESOLUTION:
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            partial = entry.with_name(f".{uuid4().hex}")
-            partial.write_text(json.dumps({"state": state, "value": value}))
-            partial.replace(entry)
+            text = json.dumps({"state": state, "value": value})
+            FolderBackend(entry.parent).write(entry.name, text.encode())
         return value
 
 

@@ -20,18 +20,13 @@ SHARDS = "shards.json"  # in a dataset artifact: keys of its shards, in order
 
 @dataclass(frozen=True)
 class Entry:
-    """One run's entry.
-
-    Attributes:
-        parent: identity of the run whose weights it started from; None for a run from scratch.
-        dataset, shards: keys of its dataset and of the dataset's shards.
-    """
+    """One run's entry."""
 
     run: str
     identity: str
-    parent: str | None
-    dataset: str
-    shards: tuple[str, ...]
+    parent: str | None  # identity of the run whose weights it started from; None for a run from scratch
+    dataset: str  # its key
+    shards: tuple[str, ...]  # their keys
 
 
 def record(store: Store, run: str, identity: str, dataset: Artifact, parent: str | None = None) -> Entry:
@@ -55,11 +50,7 @@ def find(store: Store, identity: str) -> Entry | None:
 
 
 def lineage(store: Store, identity: str | None) -> Iterator[Entry]:
-    """A run's entry, then its parent's, up to the first ancestor.
-
-    Raises:
-        ValueError: a run has no entry, so its data is unknown; or the parents form a cycle.
-    """
+    """A run's entry, then its ancestors'. Raises ValueError if one is missing, so its data is unknown, or at a cycle."""
     visited: set[str] = set()
     while identity is not None:
         entry = find(store, identity)

@@ -43,10 +43,8 @@ class LockOwner:
             return False
         try:
             process = psutil.Process(self.pid)
-            return (
-                process.status() == psutil.STATUS_ZOMBIE
-                or abs(process.create_time() - self.started) > START_TOLERANCE
-            )
+            is_other = abs(process.create_time() - self.started) > START_TOLERANCE
+            return is_other or process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 

@@ -63,11 +63,7 @@ class Manifest:
         requires: Iterable[Mapping[str, str]],
         seconds: float | None = None,
     ) -> Manifest:
-        """Manifest of the files in a folder, which are hashed.
-
-        Raises:
-            ValueError: the folder contains a link, another special file, or a manifest.json.
-        """
+        """Manifest of a folder's files, which are hashed. Raises ValueError for a link, a special file or a manifest.json."""
         paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
         for path in paths:
             if path.is_symlink() or not path.is_file():
@@ -113,14 +109,7 @@ class Manifest:
                 raise Corrupted(f"{file.name} has {sizes[file.name]} bytes, expected {file.size}")
 
     def verify_contents(self, folder: Path, hash_limit: int) -> int:
-        """Hash files, smallest first, up to `hash_limit` bytes in total.
-
-        Returns:
-            What is left of the limit, in bytes.
-
-        Raises:
-            Corrupted: the contents of a file differ.
-        """
+        """Hash files, smallest first, up to `hash_limit` bytes; returns the rest of it. Raises Corrupted if one differs."""
         hashed = []
         for file in sorted(self.files, key=lambda file: file.size):
             if file.size > hash_limit:

@@ -44,8 +44,7 @@ def find(store: Store, kind: str, key: str, run: str) -> Artifact | None:
     folder, part = store.run_folder(run), artifact.summary["part"]
     target = folder.path / part
     try:
-        pointer = store.artifacts.path(artifact) / POINTER
-        manifest = Manifest.from_bytes(pointer.read_bytes(), kind, key)
+        manifest = Manifest.from_bytes((store.artifacts.path(artifact) / POINTER).read_bytes(), kind, key)
         if folder.is_remote(part):
             manifest.verify_sizes(folder.files(part))
         else:

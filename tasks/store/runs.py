@@ -24,11 +24,7 @@ FLOW_RUN = "flow-run"  # id of the flow run that uses the folder, or used it las
 
 @contextmanager
 def open_run(store: Store, profile: Profile, identity: str, flow_run: str) -> Iterator[Path]:
-    """The run's folder, locked for the block; other flow runs of the same name wait.
-
-    Raises:
-        ProfileError: the folder belongs to another run of that name whose job is still active.
-    """
+    """The run's folder, locked for the block; others wait. Raises ProfileError if another run of that name has an active job."""
     with store.lock(f"run-{profile.name}"):
         _require_no_active_job_of_another(store, profile, identity)
         folder = store.run_folder(profile.name).prepare(identity)
@@ -79,18 +75,13 @@ def _require_no_active_job_of_another(store: Store, profile: Profile, identity: 
 
 
 def fetch(store: Store, name: str) -> Path:
-    """The folder of an existing run, downloaded from the remote store if this machine has none.
-
-    Raises:
-        ProfileError: the store has no such run, or lacks its profile or inputs.
-    """
+    """The folder of an existing run, downloaded if this machine has none. Raises ProfileError if the store lacks part of it."""
     run = store.run_folder(name)
     identity = run.stored_identity
     if identity is None:
         raise ProfileError("run", name, f"there is no such run in {store.uri}")
     folder = run.prepare(identity)
-    missing = [file for file in ("profile.yaml", INPUTS) if not (folder / file).exists()]
-    if missing:
+    if missing := [file for file in ("profile.yaml", INPUTS) if not (folder / file).exists()]:
         reason = f"{missing[0]} is neither in {folder} nor in {store.uri}; set the work_dir in which the run was started"
         raise ProfileError("work_dir", str(store.work_dir), reason)
     return folder

@@ -38,11 +38,7 @@ def remove_abandoned(root: Path) -> None:
         try:
             owner = LockOwner.from_json(json.loads((outer / "owner.json").read_text()))
             abandoned = owner.is_gone if owner.is_local else _age(outer) > MAX_AGE
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-        ):  # being created or removed, or its process was killed meanwhile
+        except (OSError, ValueError, KeyError):  # being created or removed, or its process was killed
             abandoned = _age(outer) > MAX_AGE
         if abandoned:
             log.info("removing %s, left behind by an interrupted process", outer)

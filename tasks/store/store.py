@@ -20,17 +20,7 @@ from tasks.store.run_folder import RunFolder
 
 
 class Store:
-    """A store in a folder, or below an `s3://` prefix (or any other that fsspec supports).
-
-    Args:
-        work_dir: local folder for a remote store; ignored otherwise.
-
-    Attributes:
-        work_dir: the local folder.
-        backend: for small files that are not artifacts.
-        is_remote: whether the store is not a folder.
-        artifacts: the immutable artifacts.
-    """
+    """A store in a folder, or below an `s3://` prefix (or any other that fsspec supports), with local folder `work_dir`."""
 
     def __init__(self, uri: str, work_dir: str | Path = "store") -> None:
         self.uri = uri
@@ -38,9 +28,9 @@ class Store:
         path = Path(work_dir if self.is_remote else uri.removeprefix("file://"))
         self._local = FolderBackend(path.expanduser().absolute())
         self._remote = ObjectBackend(uri) if self.is_remote else None
-        self.backend: Backend = self._remote or self._local
-        self.work_dir = self._local.root
-        self.local_cache = self._local.path("notes")
+        self.backend: Backend = self._remote or self._local  # for small files that are not artifacts
+        self.work_dir = self._local.root  # a folder on this machine
+        self.local_cache = self._local.path("notes")  # cheap to lose
         self.artifacts = ArtifactStore(self._local, self._remote)
 
     def run_folder(self, name: str) -> RunFolder:

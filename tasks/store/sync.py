@@ -21,11 +21,7 @@ EXCLUDED = ("checkpoints", "graphs", "standing.json")
 
 
 class RunSync:
-    """Context manager that uploads a folder in the background during the block, and once more at its end.
-
-    Args:
-        remote: backend to upload to; None disables the sync.
-    """
+    """Context manager that uploads a folder in the background during the block, and at its end; without `remote`, nothing."""
 
     def __init__(
         self, folder: Path, remote: ObjectBackend | None, name: str, interval: float = INTERVAL
@@ -45,8 +41,7 @@ class RunSync:
             if path.is_file() and not name.parts[0].startswith(EXCLUDED):
                 stat = path.stat()
                 states[name.as_posix()] = (stat.st_size, stat.st_mtime_ns)
-        changed = [name for name, state in states.items() if self._uploaded.get(name) != state]
-        if changed:
+        if changed := [name for name, state in states.items() if self._uploaded.get(name) != state]:
             self._remote.upload(self._folder, changed, self._name)
         self._uploaded = states
 

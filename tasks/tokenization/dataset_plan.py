@@ -32,23 +32,14 @@ class DatasetPlan:
 
     @classmethod
     def of(cls, profile: Profile, tokenizer: Artifact, shards: list[Shard]) -> DatasetPlan:
-        """Plan of a profile's data, before duplicates are known.
-
-        Raises:
-            ProfileError: BOS or EOS is to be added, and the tokenizer has no such token.
-        """
+        """Plan of a profile's data, before duplicates are known. Raises ProfileError if the tokenizer lacks BOS or EOS."""
         data, summary = profile.data, tokenizer.summary
-        for key, name, wanted in (
-            ("prepend_bos", "bos", data.prepend_bos),
-            ("append_eos", "eos", data.append_eos),
-        ):
-            if wanted and summary[name] is None:
+        for key, name in (("prepend_bos", "bos"), ("append_eos", "eos")):
+            if getattr(data, key) and summary[name] is None:
                 reason = f"the tokenizer {summary['source']} has no {name.upper()} token"
                 raise ProfileError(f"data.{key}", True, reason, [False])
-        options = {
-            field.name: getattr(data, field.name) for field in fields(cls) if hasattr(data, field.name)
-        }
-        return cls(tokenizer, tuple(shards), **options)
+        names = [field.name for field in fields(cls) if hasattr(data, field.name)]
+        return cls(tokenizer, tuple(shards), **{name: getattr(data, name) for name in names})
 
     def key(self, k: int) -> str:
         """Cache key of the tokens of shard k."""
@@ -57,15 +48,9 @@ class DatasetPlan:
         if shard.format == "megatron":
             size = self.tokenizer.summary["vocabulary_size"]
             return keys.tokens(None, shard.digest, held_out, vocabulary_size=size)
-        return keys.tokens(
-            self.tokenizer.key,
-            shard.digest,
-            held_out,
-            append_eos=self.append_eos,
-            prepend_bos=self.prepend_bos,
-            minimum_length=self.minimum_length,
-            drops=self.drops[k] if self.drops else "",
-        )
+        options = {name: getattr(self, name) for name in ("append_eos", "prepend_bos", "minimum_length")}
+        drops = self.drops[k] if self.drops else ""
+        return keys.tokens(self.tokenizer.key, shard.digest, held_out, drops=drops, **options)
 
     def to_json(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}

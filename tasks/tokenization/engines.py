@@ -135,8 +135,7 @@ class WordCacheEngine(VerifiedEngine):
 
     def _encode(self, texts: Sequence[str]) -> Encoded:
         rows = [self._cache.encode(text) for text in texts]
-        unsupported = [i for i, row in enumerate(rows) if row is None]
-        if unsupported:
+        if unsupported := [i for i, row in enumerate(rows) if row is None]:
             ids, counts = self._reference.encode([texts[i] for i in unsupported])
             for i, row in zip(unsupported, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
                 rows[i] = row.tobytes()

@@ -19,6 +19,7 @@ from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import DatasetPlan
 from tasks.tokenization.worker import ERROR_PREFIX
 
+CPU_NODES = {"constraint": None, "exclusive": False, "device": "cpu"}  # shards need no accelerator
 MAX_JOBS = 1000  # of an array; Slurm's default MaxArraySize is 1001
 
 
@@ -30,38 +31,22 @@ class SlurmArray:
     """
 
     def __init__(self, cluster: Cluster, store: Store, token: str | None = None) -> None:
-        changes = {
-            "partition": cluster.shards_partition,
-            "constraint": None,
-            "exclusive": False,
-            "device": "cpu",
-        }
+        changes = {"partition": cluster.shards_partition, **CPU_NODES}
         self._launcher = create("slurm", cluster.model_copy(update=changes))
         self._store, self._secrets = store, (("HF_TOKEN", token),) if token else ()
 
     def run(self, plan: DatasetPlan, operation: str, numbers: Sequence[int]) -> None:
-        """Apply an operation to these shards; returns once all results are in the store.
-
-        Raises:
-            SourceError: a job rejected its shard. JobFailed: the array failed otherwise.
-        """
+        """Apply an operation to these shards and wait. Raises SourceError if a job rejects its shard, else JobFailed."""
         contents = {"plan.json": plan.to_json(), "shards.json": list(numbers)}
         # The folder depends on the contents, or flows that share a store would replace each other's arrays.
         folder = self._store.local_cache / "array" / keys.digest({"order": operation, **contents})
         for name, value in contents.items():
             FolderBackend(folder).write(name, json.dumps(value).encode())
         count = min(MAX_JOBS, len(numbers))
-        arguments = ("--plan", folder / "plan.json", "--shards", folder / "shards.json")
-        arguments += ("--store", self._store.uri, "--work-dir", self._store.work_dir)
-        arguments += ("--operation", operation, "--of", count)
-        job = Job(
-            operation,
-            "tasks.tokenization.worker",
-            tuple(map(str, arguments)),
-            folder,
-            array=count,
-            secrets=self._secrets,
-        )
+        options = ("--plan", folder / "plan.json", "--shards", folder / "shards.json", "--of", count)
+        options += ("--store", self._store.uri, "--work-dir", self._store.work_dir, "--operation", operation)
+        worker, arguments = "tasks.tokenization.worker", tuple(map(str, options))
+        job = Job(operation, worker, arguments, folder, array=count, secrets=self._secrets)
         try:
             execute(self._launcher, job, grace=0)  # finished shards are in the store
         except JobFailed as failure:

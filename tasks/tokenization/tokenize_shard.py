@@ -17,7 +17,7 @@ from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
 from tasks.sources import corpus, duplicates, long_text, megatron, readers
 from tasks.sources.columnar import TokenIds
 from tasks.sources.long_text import LongText, TextSplitter
-from tasks.sources.shard import Shard, SourceError
+from tasks.sources.shard import SourceError
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 from tasks.tokenization import engines
@@ -65,8 +65,7 @@ def tokenize(
     """
     key, shard = plan.key(k), plan.shards[k]
     with store.artifacts.lock(TOKENS, key):
-        found = store.artifacts.find(TOKENS, key)
-        if found:
+        if found := store.artifacts.find(TOKENS, key):
             return found
         summary: dict[str, Any] = {}
         with store.artifacts.publish(TOKENS, key, summary) as folder:
@@ -77,11 +76,9 @@ def tokenize(
                 summary.update(_pair_counts(splits), pair=splits)
                 (folder / "pair.json").write_text(json.dumps(splits))
             else:
-                tokenizer = _ShardTokenizer(plan, store, shard, threads, token)
-                summary.update(vars(tokenizer.write(k, folder, report)))
-                summary["engine"] = (
-                    tokenizer.engine and tokenizer.engine.name
-                )  # None for a shard without text
+                tokenizer = _ShardTokenizer(plan, store, k, threads, token)
+                summary.update(vars(tokenizer.write(folder, report)))
+                summary["engine"] = tokenizer.engine and tokenizer.engine.name  # None without text
     artifact = store.artifacts.expect(TOKENS, key)
     store.artifacts.evict(artifact)  # training downloads it when it needs it
     return artifact
@@ -95,11 +92,9 @@ def _pair_counts(splits: dict[str, dict[str, int]]) -> dict[str, int]:
 class _ShardTokenizer:
     """Writes the train and validation pairs of one shard."""
 
-    def __init__(
-        self, plan: DatasetPlan, store: Store, shard: Shard, threads: int, token: str | None
-    ) -> None:
-        self.plan, self.shard, self.store = plan, shard, store
-        self.threads, self.token = threads, token
+    def __init__(self, plan: DatasetPlan, store: Store, k: int, threads: int, token: str | None) -> None:
+        self.plan, self.shard, self.threads, self.token = plan, plan.shards[k], threads, token
+        self.dropped = duplicates.dropped_documents(plan, store, k)
         self.tokenizer = engines.load_tokenizer(store.artifacts.path(plan.tokenizer))
         summary = plan.tokenizer.summary
         self.vocabulary_size = summary["vocabulary_size"]
@@ -107,22 +102,21 @@ class _ShardTokenizer:
         self.eos = [summary["eos"]] if plan.append_eos else []
         self.engine: engines.Engine | None = None
 
-    def write(self, k: int, folder: Path, report: Report) -> Counts:
-        dropped = duplicates.dropped_documents(self.plan, self.store, k)
+    def write(self, folder: Path, report: Report) -> Counts:
         try:
-            return self._write(folder, report, dropped)
+            return self._write(folder, report)
         except engines.EngineMismatch as error:
             log.info("%s: %s; tokenizing it again with tokenizers", self.shard.name, error)
             self.engine = engines.HuggingFaceEngine(self.tokenizer)
-            return self._write(folder, report, dropped)
+            return self._write(folder, report)
 
-    def _write(self, folder: Path, report: Report, dropped: set[int]) -> Counts:
+    def _write(self, folder: Path, report: Report) -> Counts:
         dtype = token_dtype(self.vocabulary_size)
         self.counts = Counts()
         self.train = IndexedDatasetBuilder(folder / "train", dtype)
         self.validation = IndexedDatasetBuilder(folder / "validation", dtype)
         with self.train, self.validation:
-            for batch in self._batches(dropped):
+            for batch in self._batches():
                 if isinstance(batch, LongText):
                     self._add_long_text(batch)
                 elif isinstance(batch, TokenIds):
@@ -135,14 +129,13 @@ class _ShardTokenizer:
         self.counts.validation_tokens = self.validation.tokens
         return self.counts
 
-    def _batches(self, dropped: set[int]) -> Iterator[list[str] | LongText | TokenIds]:
+    def _batches(self) -> Iterator[list[str] | LongText | TokenIds]:
         """Batches of up to BATCH_CHARACTERS in document order; longer texts and tokenized documents one by one."""
-        batch: list[str] = []
-        size = 0
+        batch, size = [], 0
         for number, document in enumerate(readers.documents(self.shard, self.token)):
             if document is None:
                 self.counts.missing += 1
-            elif number in dropped:
+            elif number in self.dropped:
                 self.counts.duplicates += 1
             elif isinstance(document, str) and len(document) < self.plan.minimum_length:
                 self.counts.short += 1

@@ -39,14 +39,8 @@ def fetch_hub(repository: str, commit: str, token: str | None, into: Path) -> No
             super().__init__(*arguments, **{**options, "disable": True})
 
     with hub_errors("tokenizer.source", repository, commit):
-        snapshot_download(
-            repository,
-            revision=commit,
-            token=token,
-            allow_patterns=list(NAMES),
-            local_dir=into,
-            tqdm_class=Silent,
-        )
+        options = {"allow_patterns": list(NAMES), "local_dir": into, "tqdm_class": Silent}
+        snapshot_download(repository, revision=commit, token=token, **options)
 
 
 def fetch_folder(source: str, into: Path) -> None:

@@ -55,9 +55,8 @@ def write(folder: Path, tokenizer: Tokenizer, configuration: dict[str, Any]) -> 
         tokenizer.save(str(folder / "tokenizer.json"))
     # The class that uses tokenizer.json unchanged; a model's own tokenizer class may replace parts of it.
     configuration = {**configuration, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(configuration, indent=2, ensure_ascii=False) + "\n"
-    )
+    text = json.dumps(configuration, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n")
 
 
 def load(folder: Path) -> Tokenizer:
@@ -94,11 +93,7 @@ def from_vocabulary(vocabulary: Path, merges: Path) -> tuple[Tokenizer, dict[str
 
 
 def from_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """Tokenizer with the same tokens as a SentencePiece BPE model (Llama 2), and its special tokens.
-
-    Raises:
-        ValueError: the model is not BPE, normalizes text, or has user-defined symbols.
-    """
+    """Tokenizer equal to a SentencePiece BPE model (Llama 2), and its special tokens. Raises ValueError for other models."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
     proto = ModelProto.FromString(path.read_bytes())
@@ -112,15 +107,8 @@ def from_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
         raise ValueError("the model has user-defined symbols; convert it to tokenizer.json first")
     pieces = [piece.piece for piece in proto.pieces]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    unknown = pieces[trainer.unk_id]
-    model = models.BPE(
-        vocabulary,
-        _merges(proto, vocabulary),
-        unk_token=unknown,
-        fuse_unk=True,
-        byte_fallback=trainer.byte_fallback,
-    )
-    tokenizer = Tokenizer(model)
+    options = {"unk_token": pieces[trainer.unk_id], "fuse_unk": True, "byte_fallback": trainer.byte_fallback}
+    tokenizer = Tokenizer(models.BPE(vocabulary, _merges(proto, vocabulary), **options))
     prefix = [normalizers.Prepend("▁")] if normalizer.add_dummy_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if normalizer.add_dummy_prefix else []
@@ -148,15 +136,13 @@ def _merges(proto: ModelProto, vocabulary: dict[str, int]) -> list[tuple[str, st
 def _configuration(raw: Path, tokenizer: Tokenizer, special: dict[str, str]) -> dict[str, Any]:
     """The source's tokenizer_config.json, with special tokens that it lacks taken from the other files."""
     files = [raw / name for name in ("tokenizer_config.json", "special_tokens_map.json", "config.json")]
-    given, special_tokens_map, model = (
-        json.loads(path.read_text()) if path.exists() else {} for path in files
-    )
+    given, special_map, model = (json.loads(path.read_text()) if path.exists() else {} for path in files)
     given.pop("auto_map", None)  # refers to code
     configuration = {name: value for name, value in given.items() if value is not None}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         ids = model.get(f"{name}_id")
         by_id = tokenizer.id_to_token(ids[0] if isinstance(ids, list) else ids) if ids is not None else None
-        token = special_tokens_map.get(name) or special.get(name) or by_id
+        token = special_map.get(name) or special.get(name) or by_id
         if token:
             configuration.setdefault(name, token)
     default = next((token for token in DEFAULT_EOS if tokenizer.token_to_id(token) is not None), None)

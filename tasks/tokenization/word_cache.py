@@ -183,11 +183,7 @@ def _require_independent_words(model: dict[str, Any], marker: str) -> None:
 
 
 def _split_pre_tokenizers(state: dict[str, Any]) -> tuple[list[dict], list[dict]]:
-    """The pre-tokenizers that split by regular expressions, and those after them, which run on single words.
-
-    Raises:
-        UnsupportedTokenizer
-    """
+    """Pre-tokenizers that split by regular expressions, and later ones, which see one word. Raises UnsupportedTokenizer."""
     normalizer = state["normalizer"]
     if normalizer and normalizer.get("normalizers") != []:
         raise UnsupportedTokenizer("it normalizes the text")
@@ -206,24 +202,16 @@ def _split_pre_tokenizers(state: dict[str, Any]) -> tuple[list[dict], list[dict]
     return steps[:count], on_words
 
 
-def _split_step(pattern: str) -> dict[str, Any]:
+def _split_step(pattern: str | None) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def _is_split_step(step: dict[str, Any]) -> bool:
-    return (
-        step["type"] == "Split"
-        and "Regex" in step["pattern"]
-        and step == _split_step(step["pattern"]["Regex"])
-    )
+    return step["type"] == "Split" and step == _split_step(step["pattern"].get("Regex"))
 
 
 def _splitter(pattern: str) -> Splitter:
-    """Function that splits a text into the matches of a pattern and the text between them, in order.
-
-    Raises:
-        UnsupportedTokenizer
-    """
+    """Function that splits a text into a pattern's matches and the text between them. Raises UnsupportedTokenizer."""
     try:
         splitter = regex.compile(f"(?:{pattern})|(?:(?!{pattern})[\\s\\S])+")
         if regex.compile(pattern).match("") or splitter.groups:

@@ -34,15 +34,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plan", type=Path, required=True, help="JSON file of a dataset plan")
     parser.add_argument("--store", required=True, help="folder or s3:// prefix")
     parser.add_argument("--work-dir", default="store", help="local folder of a store on S3")
-    parser.add_argument(
-        "--threads", type=int, default=int(os.environ.get("SLURM_CPUS_ON_NODE", "1")), help="of the engine"
-    )
+    cores = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
+    parser.add_argument("--threads", type=int, default=cores, help="of the engine")
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--serve", action="store_true", help="read requests from stdin")
     mode.add_argument("--shards", type=Path, help="JSON file with the numbers of the shards to process")
-    parser.add_argument(
-        "--operation", choices=OPERATIONS, default="tokenize", help="applied to each of --shards"
-    )
+    parser.add_argument("--operation", choices=OPERATIONS, default="tokenize", help="applied to --shards")
     parser.add_argument("--index", type=int, default=0, help="number of this job, from 0")
     parser.add_argument("--of", type=int, default=1, help="number of jobs that share the shards")
     options = parser.parse_args(arguments)

@@ -118,14 +118,8 @@ class _Worker:
     ) -> None:
         self._forward_log = forward_log
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  `close` closes it
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=environment,
-        )
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        self._process = subprocess.Popen(command, text=True, env=environment, **streams)
 
     def run(self, operation: str, k: int, report: Callable[[int], None]) -> Artifact:
         try:

@@ -131,7 +131,7 @@ def test_little_new_data_takes_fewer_steps_than_the_warm_up(series, caplog):
     )
     state = night("train.steps=null", "train.epochs=1", "train.warmup_steps=6", "evaluate.tolerance=1")
     assert state.name == "Promoted", state.message
-    assert "train.warmup_steps: cut from 6 to 4, since the new data makes 4 steps" in caplog.text
+    assert "train.warmup_steps: cut from 6 to 4: the new data makes 4 steps" in caplog.text
     run = json.loads((store / "runs/nightly/standing.json").read_text())["run"]
     assert len(losses(store / "runs" / run)) == 4
 
