@@ -27,39 +27,20 @@ CPU_PROCESSES = 16
 SEARCH_STEPS = 1024  # how far from an invalid value valid ones are searched, in each direction
 ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200"), "neuron": ("trn1", "trn2", "trn3")}
 # Accelerators that can be planned and converted for but not trained on: the reason, and alternatives.
-PLANNED_ONLY = {
-    "trn1": (
-        "native PyTorch does not train on it, nor does AWS's older stack since SDK 2.30",
-        ["trn2", "trn3"],
-    )
-}
+TRN1 = "native PyTorch does not train on it, nor does AWS's older stack since SDK 2.30"
+PLANNED_ONLY = {"trn1": (TRN1, ["trn2", "trn3"])}
 BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron",)}
 # sbatch options that the launcher sets itself, or that have their own profile key.
 LAUNCHER_OPTIONS = {
-    *(
-        "array",
-        "chdir",
-        "comment",
-        "dependency",
-        "error",
-        "export",
-        "input",
-        "job-name",
-        "no-requeue",
-        "nodes",
-    ),
+    *("array", "chdir", "comment", "dependency", "error", "export", "input", "job-name", "no-requeue"),
     *("ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "requeue", "signal", "wait", "wrap"),
-    *("account", "constraint", "exclusive", "partition", "time"),
+    *("account", "constraint", "exclusive", "nodes", "partition", "time"),
 }
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check(profile: Profile) -> None:
-    """Check that a profile can be planned.
-
-    Raises:
-        ProfileError: for the first rule that is broken.
-    """
+    """Check that a profile can be planned. Raises ProfileError for the first rule that is broken."""
     for rule in (*TOPOLOGY, _trace, _schedule, _vocabulary, _files, _compile, data_sources.check):
         try:
             rule(profile)
@@ -93,11 +74,7 @@ def with_value(profile: Profile, key: str, value: Any) -> Profile:
 
 
 def check_start(profile: Profile) -> None:
-    """Check that a run can be started from this machine, which planning does not need.
-
-    Raises:
-        ProfileError: for the first rule that is broken.
-    """
+    """Check that a run can be started from this machine, which planning does not need. Raises ProfileError."""
     cluster = profile.cluster
     if cluster.accelerator in PLANNED_ONLY:
         raise ProfileError("cluster.accelerator", cluster.accelerator, *PLANNED_ONLY[cluster.accelerator])
@@ -217,18 +194,12 @@ def _data_parallel(profile: Profile) -> None:
     world, replica = profile.world_size, profile.model_parallel
     if world % replica == 0:
         return
-    cluster, parallel = profile.cluster, profile.parallel
-    degrees = (
-        f"tensor {parallel.tensor} × pipeline {parallel.pipeline} × context {parallel.context} = {replica}"
-    )
-    if cluster.launcher == "local":
-        raise ProfileError(
-            "cluster.devices_per_node", cluster.devices_per_node, f"is not a multiple of {degrees}"
-        )
-    reason = (
-        f"times {cluster.devices_per_node} devices per node is {world} processes, not a multiple of {degrees}"
-    )
-    raise ProfileError("cluster.nodes", cluster.nodes, reason)
+    parallel, per_node = profile.parallel, profile.cluster.devices_per_node
+    mesh = f"tensor {parallel.tensor} × pipeline {parallel.pipeline} × context {parallel.context} = {replica}"
+    if profile.cluster.launcher == "local":
+        raise ProfileError("cluster.devices_per_node", per_node, f"is not a multiple of {mesh}")
+    reason = f"times {per_node} devices per node is {world} processes, not a multiple of {mesh}"
+    raise ProfileError("cluster.nodes", profile.cluster.nodes, reason)
 
 
 def _batch(profile: Profile) -> None:
@@ -257,17 +228,11 @@ def _schedule(profile: Profile) -> None:
     if train.steps is not None and train.warmup_steps + train.constant_steps > train.steps:
         key = "warmup_steps" if train.warmup_steps > train.steps else "constant_steps"
         reason = f"warmup_steps + constant_steps exceed train.steps {train.steps}"
-        raise ProfileError(
-            f"train.{key}",
-            getattr(train, key),
-            reason,
-            [train.steps - (train.warmup_steps if key == "constant_steps" else 0)],
-        )
-    if train.minimum_learning_rate > train.learning_rate:
-        reason = f"is above learning_rate {train.learning_rate}"
-        raise ProfileError(
-            "train.minimum_learning_rate", train.minimum_learning_rate, reason, [train.learning_rate]
-        )
+        fitting = train.steps - (train.warmup_steps if key == "constant_steps" else 0)
+        raise ProfileError(f"train.{key}", getattr(train, key), reason, [fitting])
+    lowest, peak = train.minimum_learning_rate, train.learning_rate
+    if lowest > peak:
+        raise ProfileError("train.minimum_learning_rate", lowest, f"is above learning_rate {peak}", [peak])
 
 
 def _vocabulary(profile: Profile) -> None:
@@ -276,9 +241,8 @@ def _vocabulary(profile: Profile) -> None:
         reason = "is missing; training a tokenizer needs its size"
         raise ProfileError("tokenizer.vocabulary_size", None, reason, [embeddings])
     if size is not None and size > embeddings:
-        raise ProfileError(
-            "tokenizer.vocabulary_size", size, f"is larger than model.vocab_size {embeddings}", [embeddings]
-        )
+        reason = f"is larger than model.vocab_size {embeddings}"
+        raise ProfileError("tokenizer.vocabulary_size", size, reason, [embeddings])
 
 
 def _files(profile: Profile) -> None:

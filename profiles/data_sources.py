@@ -24,11 +24,7 @@ REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def check(profile: Profile) -> None:
-    """Check that every source can be read as described.
-
-    Raises:
-        ProfileError: for the first rule that is broken.
-    """
+    """Check that every source can be read as described. Raises ProfileError for the first rule that is broken."""
     for number, source in enumerate(profile.data.sources):
         _check_source(source, f"data.sources.{number}")
     uses = [source.use for source in profile.data.sources]

@@ -14,11 +14,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def config_json(repository: str, key: str) -> Path:
-    """Fetch a repository's config.json, or take it from the hub cache if it is current.
-
-    Raises:
-        ProfileError: no such repository or file, no access, or the hub is unreachable.
-    """
+    """Fetch a repository's config.json, unless the hub cache has the current one. Raises ProfileError if it cannot."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -62,12 +58,7 @@ def hub_errors(key: str, repository: str, revision: str | None) -> Iterator[None
 def resolve_commit(repository: str, revision: str | None, token: str | None, key: str) -> str:
     """The commit that a revision of a model repository points to now; a commit is returned without a request.
 
-    Args:
-        token: for the hub; None takes HF_TOKEN.
-        key: profile key named in errors.
-
-    Raises:
-        ProfileError: no such repository or revision, or no access with this token.
+    Raises ProfileError for the profile key `key` without such a revision, or without access by the token (None: HF_TOKEN).
     """
     if revision and COMMIT.fullmatch(revision):
         return revision

@@ -132,12 +132,8 @@ class Model(Section):
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             valid = [n for n in range(1, heads + 1) if heads % n == 0]
-            raise ProfileError(
-                "num_key_value_heads",
-                kv_heads,
-                f"does not divide {heads} query heads",
-                neighbours(kv_heads, valid),
-            )
+            reason, nearest = f"does not divide {heads} query heads", neighbours(kv_heads, valid)
+            raise ProfileError("num_key_value_heads", kv_heads, reason, nearest)
         if self.hidden_act not in ACTIVATIONS[self.architecture]:
             reason = f"is not an activation of {self.architecture}"
             raise ProfileError("hidden_act", self.hidden_act, reason, ACTIVATIONS[self.architecture])
@@ -173,11 +169,7 @@ _DERIVED = (
 
 
 def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with aliases of norm_eps replaced.
-
-    Raises:
-        ProfileError: it is given under two names.
-    """
+    """The values with aliases of norm_eps replaced. Raises ProfileError if it is given under two names."""
     given = [name for name in ("norm_eps", *NORM_EPS_ALIASES) if name in values]
     if len(given) > 1:
         raise ProfileError(
@@ -192,23 +184,9 @@ def neighbours(value: int, valid: list[int]) -> list[int]:
 
 
 LLAMA_FIELDS = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
-    *(
-        "vocab_size",
-        "max_position_embeddings",
-        "rope_theta",
-        "rope_scaling",
-        "tie_word_embeddings",
-        "attention_bias",
-    ),
-    *("mlp_bias", "hidden_act", "initializer_range"),
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "rope_theta", "rope_scaling"),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act", "initializer_range"),
 )
 GPT_FIELDS = {  # our name: name in GPT-2's config.json
     "hidden_size": "n_embd",
@@ -237,11 +215,7 @@ GPT_DEFAULTS = {"activation_function": "gelu_new", **dict.fromkeys(GPT_DROPOUTS,
 
 
 def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`Model` fields from a Hugging Face config.json.
-
-    Raises:
-        ProfileError: an unsupported architecture, or an unsupported feature of it.
-    """
+    """`Model` fields from a Hugging Face config.json. Raises ProfileError for an unsupported architecture or feature."""
     kind = config.get("model_type")
     architectures = {"llama": "llama", "gpt2": "gpt"}
     if kind not in architectures:

@@ -43,11 +43,7 @@ Rule = Callable[[Any], Translation]
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a config: values by dotted key, references resolved.
-
-    Raises:
-        ProfileError: the file is missing or not a mapping, or a reference is undefined or circular.
-    """
+    """Read a config: values by dotted key, references resolved. Raises ProfileError for an invalid file or reference."""
     try:
         values = yaml_text.parse(path.read_text())
     except FileNotFoundError:
@@ -120,12 +116,8 @@ def _model_and_tokenizer(ours: Mapping[str, Any], folder: Path) -> dict[str, Any
 
 def _sources(theirs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Data sources: folders of token ids, or prefixes of Megatron files."""
-    prefixes = theirs.get("data.data_prefix") or []
-    sources = [
-        {"kind": "megatron", "path": str(prefix)}
-        for prefix in prefixes
-        if not isinstance(prefix, float | int)
-    ]
+    prefixes = [entry for entry in theirs.get("data.data_prefix") or [] if not isinstance(entry, float | int)]
+    sources = [{"kind": "megatron", "path": str(prefix)} for prefix in prefixes]
     for key, use in (("data.train_dir", "train"), ("data.val_dir", "validation")):
         if theirs.get(key):
             sources.append({"kind": "tokens", "path": theirs[key], "text": "input_ids", "use": use})
@@ -217,18 +209,15 @@ def _pipeline_cuts(value: Any) -> Translation:
     except ValueError:
         reason = "is not a list of layers such as model.layers.18"
         raise ProfileError("model.pipeline_cuts", value, reason) from None
-    return {
-        "parallel.pipeline_cuts": cuts
-    }, "NxD names the last layer of a stage, Trainshed the first of the next"
+    note = "NxD names the last layer of a stage, Trainshed the first of the next"
+    return {"parallel.pipeline_cuts": cuts}, note
 
 
 def _recompute_modules(value: Any) -> Translation:
     names = value if isinstance(value, list) else [value] if value else []
     if any(str(name).endswith("MLP") and not str(name).startswith("Activation") for name in names):
-        return (
-            {},
-            "selective saves the MLP projections and recomputes the rest of the MLP; full saves nothing",
-        )
+        note = "selective saves the MLP projections and recomputes the rest of the MLP; full saves nothing"
+        return {}, note
     return {}, "selective recomputes norms, rotation, the attention core and activation × gate"
 
 
@@ -256,6 +245,7 @@ LEGACY = "belongs to the legacy stack, which native PyTorch on Neuron does not u
 ROUNDING = "master weights are float32; no stochastic rounding"
 STORE = "`trainshed run --store` sets where runs are stored"
 BF16 = ("mixed_precision", "mixed_precisionSR", "bf16SR", "autocast", "manual")
+OPTIMIZERS = {"adamw": "", "adamw_fp32OptState": ""}
 SCHEDULES = {"CosineAnnealing": "cosine", "LinearAnnealingWithWarmUp": "linear"}
 RECOMPUTE = {"selective": "selective", "full": "full", None: "none"}
 
@@ -323,12 +313,7 @@ RULES: dict[str, Rule] = {
     "model.do_layer_norm_weight_decay": _to("train.norm_weight_decay"),
     "model.wrap_with_zero": _drop("see parallel.zero1"),
     # model.optim
-    "model.optim.name": _one_of(
-        "model.optim.name",
-        "",
-        dict.fromkeys(("adamw", "adamw_fp32OptState"), ""),
-        "AdamW with float32 states",
-    ),
+    "model.optim.name": _one_of("model.optim.name", "", OPTIMIZERS, "AdamW with float32 states"),
     "model.optim.lr": _float("train.learning_rate"),
     "model.optim.weight_decay": _float("train.weight_decay"),
     "model.optim.betas": lambda value: ({"train.betas": list(map(float, value))}, ""),

@@ -72,9 +72,8 @@ def _find(name_or_path: str, folder: Path, key: str) -> Path:
         if path.is_file():
             return path
         siblings = [str(Path(name_or_path).with_name(found.name)) for found in path.parent.glob("*.y*ml")]
-        raise ProfileError(
-            key, name_or_path, "there is no such file", difflib.get_close_matches(name_or_path, siblings)
-        )
+        close = difflib.get_close_matches(name_or_path, siblings)
+        raise ProfileError(key, name_or_path, "there is no such file", close)
     path = SHIPPED / f"{name_or_path}.yaml"
     if name_or_path in names():
         return path
@@ -128,13 +127,11 @@ def _apply(values: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     parts = path.strip().split(".")
     if not equals or not all(parts):
-        raise ProfileError(
-            f"--set {override}", None, "is not of the form key.path=value", ["train.steps=100"]
-        )
+        reason = "is not of the form key.path=value"
+        raise ProfileError(f"--set {override}", None, reason, ["train.steps=100"])
     if parts == ["extends"]:
-        raise ProfileError(
-            "extends", text, "cannot be overridden; set it in a profile file, or run that profile"
-        )
+        reason = "cannot be overridden; set it in a profile file, or run that profile"
+        raise ProfileError("extends", text, reason)
     try:
         value = yaml_text.parse(text)
     except ValueError as error:
@@ -184,9 +181,8 @@ def _with_config(model: Mapping[str, Any]) -> dict[str, Any]:
     if config is None:
         return model
     if not isinstance(config, str):
-        raise ProfileError(
-            "model.config", config, "is neither the path of a config.json nor a hub repository"
-        )
+        reason = "is neither the path of a config.json nor a hub repository"
+        raise ProfileError("model.config", config, reason)
     path = Path(config).expanduser()
     if not path.exists() and _is_repository(config):
         path = config_json(config, "model.config")

@@ -161,8 +161,7 @@ class Train(Section):
 
     steps: Count | None = Field(None, description="optimizer steps; null if train.epochs is set")
     epochs: Count | None = Field(
-        None,
-        description="passes over the data, which determine the steps; null if train.steps is set",
+        None, description="passes over the data, which determine the steps; null if train.steps is set"
     )
     global_batch_size: Count = Field(description="samples per optimizer step over all ranks")
     micro_batch_size: Size = Field(1, description="samples per forward pass on a rank")
@@ -220,9 +219,7 @@ class Compile(Section):
 
     enabled: bool = Field(True, description="compile graphs ahead of time; false: eager")
     backend: str | None = Field(
-        None,
-        min_length=1,
-        description="inductor or neuron; null: the device's default",
+        None, min_length=1, description="inductor or neuron; null: the device's default"
     )
     processes: Count | None = Field(None, description="graphs compiled concurrently; null: one per core")
     memory_gib: Annotated[float, Field(gt=0)] | None = Field(
@@ -286,8 +283,7 @@ class Cluster(Section):
         None, description="torch threads per process; null: the node's cores divided among its processes"
     )
     retries: Natural = Field(
-        2,
-        description="retries after consecutive failures; a new checkpoint resets the count",
+        2, description="retries after consecutive failures; a new checkpoint resets the count"
     )
     hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
         20.0, description="hang timeout = hang_factor × median step time + this; null: no hang detection"
@@ -305,8 +301,7 @@ class Cluster(Section):
     )
     account: str | None = Field(None, pattern=WORD, description="Slurm account; null: the user's default")
     time: Annotated[str, Field(pattern=TIME), BeforeValidator(_as_text)] | None = Field(
-        None,
-        description="Slurm time limit of a job, such as 1-12:00:00; the run resumes in the next job",
+        None, description="Slurm time limit of a job, such as 1-12:00:00; the run resumes in the next job"
     )
     time_left: Count = Field(
         120, description="seconds before the time limit at which training saves and requeues"

@@ -19,15 +19,7 @@ from profiles.schema import Profile
 
 PACKAGES = ("flows", "tasks", "modeling", "parallel", "profiles")  # Trainshed's own
 # Names in rows of metrics.jsonl that a user metric may not have.
-RESERVED_METRICS = (
-    "step",
-    "loss",
-    "validation_loss",
-    "perplexity",
-    "tokens",
-    "skipped",
-    "rank_seconds",
-)
+RESERVED_METRICS = ("step", "loss", "validation_loss", "perplexity", "tokens", "skipped", "rank_seconds")
 
 
 def search_path() -> list[str]:
@@ -53,11 +45,7 @@ def module_file(module: str) -> Path | None:
 
 
 def check(profile: Profile) -> None:
-    """Check that the functions a profile names exist, and that metric names are distinct.
-
-    Raises:
-        ProfileError: for the first function that fails.
-    """
+    """Check that the functions a profile names exist, with distinct metric names. Raises ProfileError."""
     metrics: set[str] = set(RESERVED_METRICS)
     for key, name in _named_functions(profile):
         module, _, function = name.partition(":")

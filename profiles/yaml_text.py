@@ -45,11 +45,7 @@ for _first in "123456789":
 
 
 def parse(text: str) -> Any:
-    """Parse a YAML document.
-
-    Raises:
-        ValueError: invalid YAML; one line with the position.
-    """
+    """Parse a YAML document. Raises ValueError, in one line with the position."""
     try:
         return yaml.load(text, Loader)
     except yaml.MarkedYAMLError as error:
