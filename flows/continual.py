@@ -71,12 +71,12 @@ def _round(context: Context) -> State[Any]:
     tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
     with Runner(context) as runner:
         everything = runner.run(DatasetStep(tokenizer))
-        dataset = series.fresh(store, current, everything, profile.train.sequence_length)
+        dataset = series.new_data(store, current, everything, profile.train.sequence_length)
         if dataset is None:
             return Completed(name="NothingNew", message=f"no data that {current.run} was not trained on")
 
         base = runs.fetch(store, current.run)
-        weights = series.newest(store, current)
+        weights = series.latest_checkpoint(store, current)
         run = series.with_steps(profile, dataset)
         run = run.model_copy(update={"name": f"{run.name}-round-{current.round + 1}"})
         runner.context = replace(context, profile=run)
@@ -95,7 +95,7 @@ def _round(context: Context) -> State[Any]:
             ledger.record(store, run.name, identity, dataset, parent=current.identity)
             what = keys.digest([identity, held_out.key])
             after = runner.run(EvaluationStep(held_out, what, graphs))
-            old, new = (each.summary["validation_loss"] for each in (before, after))
+            old, new = (evaluation.summary["validation_loss"] for evaluation in (before, after))
             better = new <= old + profile.evaluate.tolerance  # never true for a loss that is not a number
             if better:
                 runner.run(ExportStep(tokenizer, identity))

@@ -39,8 +39,8 @@ class Standing:
 
 def standing(store: Store, name: str) -> Standing | None:
     """The promoted model; None if no run of this name was trained to its end and exported yet."""
-    if promoted := store.backend.read(_name(name, FILE)):
-        return Standing(**json.loads(promoted))
+    if recorded := store.backend.read(_name(name, FILE)):
+        return Standing(**json.loads(recorded))
     recorded = store.backend.read(_name(name, runs.INPUTS))
     if recorded is None or not store.run_folder(name).files(export.PART):
         return None
@@ -50,27 +50,27 @@ def standing(store: Store, name: str) -> Standing | None:
     return Standing(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
 
 
-def newest(store: Store, stands: Standing) -> Path:
+def latest_checkpoint(store: Store, promoted: Standing) -> Path:
     """Local folder of the promoted model's latest checkpoint."""
-    run = store.run_folder(stands.run)
+    run = store.run_folder(promoted.run)
     return run.download(f"checkpoints/step_{run.checkpoint_steps()[-1]}")
 
 
-def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int) -> Artifact | None:
+def new_data(store: Store, promoted: Standing, corpus: Artifact, sequence_length: int) -> Artifact | None:
     """The part of a corpus that the model was not trained on, as a dataset; None if it is less than one window.
 
     Its held-out text is that of the series.
     """
-    whole = _read(store, corpus, CORPUS)
-    held_out = _read(store, store.artifacts.expect(DatasetStep.kind, stands.dataset), CORPUS)["validation"]
-    known = ledger.trained_on(store, stands.identity)
-    pairs = zip(whole["train"], _read(store, corpus, SHARDS), strict=True)
+    contents = _read(store, corpus, CORPUS)
+    held_out = _read(store, store.artifacts.expect(DatasetStep.kind, promoted.dataset), CORPUS)["validation"]
+    known = ledger.trained_on(store, promoted.identity)
+    pairs = zip(contents["train"], _read(store, corpus, SHARDS), strict=True)
     new = [(entry, shard) for entry, shard in pairs if shard not in known]
     train = [entry for entry, _ in new]
     if sum(entry["tokens"] for entry in train) <= sequence_length:
         return None
-    made = {**whole, "train": train, "validation": held_out, "blend": None}
-    key = keys.digest({"step": "fresh", "corpus": made})
+    selected = {**contents, "train": train, "validation": held_out, "blend": None}
+    key = keys.digest({"step": "fresh", "corpus": selected})
     with store.artifacts.lock(DatasetStep.kind, key):
         if found := store.artifacts.find(DatasetStep.kind, key):
             return found
@@ -83,7 +83,7 @@ def fresh(store: Store, stands: Standing, corpus: Artifact, sequence_length: int
             "shards": len(train),
         }
         with store.artifacts.publish(DatasetStep.kind, key, summary, requires) as folder:
-            (folder / CORPUS).write_text(json.dumps(made))
+            (folder / CORPUS).write_text(json.dumps(selected))
             (folder / SHARDS).write_text(json.dumps([shard for _, shard in new]))
     return store.artifacts.expect(DatasetStep.kind, key)
 
@@ -104,9 +104,9 @@ def with_steps(profile: Profile, new: Artifact) -> Profile:
     return profile.model_copy(update={"train": train.model_copy(update=fitting)})
 
 
-def promote(store: Store, name: str, stands: Standing, run: str, identity: str) -> Standing:
+def promote(store: Store, name: str, promoted: Standing, run: str, identity: str) -> Standing:
     """Make a run's model the promoted one."""
-    after = Standing(run, identity, stands.round + 1, stands.tokenizer, stands.dataset)
+    after = Standing(run, identity, promoted.round + 1, promoted.tokenizer, promoted.dataset)
     store.backend.write(_name(name, FILE), json.dumps(asdict(after), indent=1).encode())
     return after
 

@@ -249,13 +249,13 @@ def _report(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> 
     """Counts of each source, as report.json has them."""
     rows = []
     for i, source in enumerate(profile.data.sources):
-        own = [found for shard, found in zip(plan.shards, tokens, strict=True) if shard.source == i]
-        counts = _sum(own)
+        found = [artifact for shard, artifact in zip(plan.shards, tokens, strict=True) if shard.source == i]
+        counts = _sum(found)
         made = counts["tokens"] + counts["validation_tokens"]
         where = source.repository or source.path or source.kind
         rate = round(counts["bytes"] / made, 3) if made else None
-        engines = sorted({shard.summary["engine"] for shard in own if shard.summary.get("engine")})
-        row = {"source": where, "shards": len(own), **counts, "bytes_per_token": rate, "engines": engines}
+        engines = sorted({shard.summary["engine"] for shard in found if shard.summary.get("engine")})
+        row = {"source": where, "shards": len(found), **counts, "bytes_per_token": rate, "engines": engines}
         rows.append(row)
     return rows
 
@@ -298,10 +298,10 @@ def _require_room(profile: Profile, store: Store, plan: DatasetPlan, total: dict
 def _require_shares(profile: Profile) -> None:
     """Reject weights so small that their sources would never be sampled."""
     weighted = [(i, source.weight) for i, source in enumerate(profile.data.sources) if source.weight]
-    each = quotas([weight for _, weight in weighted]) if weighted else []
-    if 0 in each:
-        i, weight = weighted[each.index(0)]
-        least = (sum(own for _, own in weighted) - weight) / (LONGEST_PATTERN - 1)
+    counts = quotas([weight for _, weight in weighted]) if weighted else []
+    if 0 in counts:
+        i, weight = weighted[counts.index(0)]
+        least = (sum(other for _, other in weighted) - weight) / (LONGEST_PATTERN - 1)
         reason = f"is less than one of {LONGEST_PATTERN:,} samples, so the source would never be sampled"
         raise ProfileError(f"data.sources.{i}.weight", weight, reason, [float(f"{1.01 * least:.2g}")])
 
@@ -312,9 +312,9 @@ def _require_windows(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artif
     length, fraction = profile.train.sequence_length, profile.data.validation_fraction
     streams = [("the sources hold", total["tokens"])]
     for i, part in enumerate(_blend(profile, plan) or ()):
-        own = [found for shard, found in zip(plan.shards, tokens, strict=True) if shard.source == i]
+        found = [artifact for shard, artifact in zip(plan.shards, tokens, strict=True) if shard.source == i]
         if part["weight"]:
-            streams.append((f"data.sources.{i} has a weight and holds", _sum(own)["tokens"]))
+            streams.append((f"data.sources.{i} has a weight and holds", _sum(found)["tokens"]))
     for holds, count in streams:
         if count <= length:
             reason = f"{holds} {count} tokens to train on, fewer than one window of {length} + 1"

@@ -7,7 +7,7 @@ import pytest
 from profiles.errors import ProfileError
 from profiles.resolve import check
 from tasks import dataset
-from tasks.continual import Standing, fresh
+from tasks.continual import Standing, new_data
 from tasks.dataset import DatasetStep
 from tasks.step import Context
 from tasks.store import ledger
@@ -31,10 +31,10 @@ def test_new_data_is_what_no_ancestor_was_trained_on(store, tmp_path, deduplicat
     first = DatasetStep(words).run(Context(wanted, store))
     ledger.record(store, "base", "1" * 32, first)
     base = Standing("base", "1" * 32, 0, words.key, first.key)
-    assert fresh(store, base, first, 16) is None
+    assert new_data(store, base, first, 16) is None
 
     (folder / "b.jsonl").write_bytes(lines(DOCUMENTS[50:100]))
-    second = fresh(store, base, DatasetStep(words).run(Context(wanted, store)), 16)
+    second = new_data(store, base, DatasetStep(words).run(Context(wanted, store)), 16)
     repeated = 10 if deduplicate else 0  # documents of b that are also in a
     assert documents_of(second, store) == 50 - repeated
     ledger.record(store, "next", "2" * 32, second, parent="1" * 32)
@@ -44,9 +44,9 @@ def test_new_data_is_what_no_ancestor_was_trained_on(store, tmp_path, deduplicat
 
     (folder / "c.jsonl").write_bytes(lines(DOCUMENTS[100:140]))
     everything = DatasetStep(words).run(Context(wanted, store))
-    third = fresh(store, Standing("next", "2" * 32, 1, words.key, first.key), everything, 16)
+    third = new_data(store, Standing("next", "2" * 32, 1, words.key, first.key), everything, 16)
     assert documents_of(third, store) == 40
-    assert documents_of(fresh(store, base, everything, 16), store) == 90 - repeated
+    assert documents_of(new_data(store, base, everything, 16), store) == 90 - repeated
 
 
 def test_a_missing_or_invalid_entry_is_an_error(store):
