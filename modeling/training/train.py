@@ -243,7 +243,7 @@ class TrainingData:
         self._batches: Prefetcher | None = None
 
     def seek(self, step: int) -> None:
-        """Prefetcher from the step after this one."""
+        """Prefetch from the step after this one."""
         if self._trainer.reads_samples:
             self._batches = Prefetcher(self._read, step + 1, self._settings.steps)
 
