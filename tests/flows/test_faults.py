@@ -143,7 +143,8 @@ def test_command_started_again_reattaches_to_running_training(
     command, profile, undisturbed, tmp_path, prefect_server
 ):
     folder = tmp_path / "store/runs/micro"
-    arguments = ("run", str(profile), *settings(*LONGER))
+    patient = "cluster.hang_seconds=600"  # the ranks are suspended for as long as a loaded machine takes
+    arguments = ("run", str(profile), *settings(*LONGER, patient))
     first = command(*arguments, PREFECT_API_URL=prefect_server)
     wait_for_step(folder, INTERRUPTED_AT)
     training = ranks(folder)
@@ -160,7 +161,7 @@ def test_command_started_again_reattaches_to_running_training(
     cancel_jobs(None, SimpleNamespace(id=uuid.uuid4(), parameters=given), None)
     assert {process.pid for process in ranks(folder)} == before
     second = command(*arguments, PREFECT_API_URL=prefect_server)
-    log, deadline = tmp_path / "store/logs/micro.log", time.monotonic() + 90
+    log, deadline = tmp_path / "store/logs/micro.log", time.monotonic() + 300
     while "re-attached to it" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
     for process in training:
