@@ -76,7 +76,7 @@ def killed(prefect_ui, browser, profile, tmp_path_factory):
 
         wait_until(is_shown)
         with visit(browser, f"{prefect_ui}/artifacts/artifact/{shown['run']['id']}", (1300, 1150)) as page:
-            page.page.get_by_text(re.compile("The plan")).wait_for()
+            page.page.get_by_role("heading", name="Plan", exact=True).wait_for()
             page.page.wait_for_timeout(500)
             page.picture("prefect-run")
             seen["run"] = (page.page.inner_text("body"), page.has_broken_image(), page.complaints, page.asked)

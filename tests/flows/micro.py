@@ -156,7 +156,7 @@ def exported(folder: Path, dataset: Path, length: int) -> tuple[float, str]:
     return loss.item(), tokenizer.decode(generated[0])
 
 
-def wait_for_step(folder: Path, step: int, timeout: float = 120) -> None:
+def wait_for_step(folder: Path, step: int, timeout: float = 300) -> None:
     """Until training has done so many steps."""
     deadline = time.monotonic() + timeout
     while True:
