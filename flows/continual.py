@@ -1,4 +1,4 @@
-"""Continual pretraining: trains a finished model further on new data, and replaces it only by one that is no worse.
+"""Continual pretraining: trains a finished model further on new data and promotes the result only if it is no worse.
 
     new data -> graphs -> evaluate before -> train -> evaluate after -> export if no worse -> report -> promote
 

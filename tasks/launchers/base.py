@@ -138,7 +138,7 @@ def execute(
 ) -> None:
     """Run a job to completion, or re-attach to it if it is already running.
 
-    A BaseException that is no Exception (Ctrl-C, a cancelled flow) cancels the job. Any other error while watching leaves it
+    Ctrl-C or a cancelled flow (a BaseException other than Exception) cancels the job. Any other error while watching leaves it
     running: a status that cannot be read is retried for STATUS_TIMEOUT seconds, an error of `watch` is logged.
 
     Args:

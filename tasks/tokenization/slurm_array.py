@@ -24,7 +24,7 @@ MAX_JOBS = 1000  # of an array; Slurm's default MaxArraySize is 1001
 
 
 class SlurmArray:
-    """Processes shards on the partition `cluster.shards_partition`, as many at a time as it has room for.
+    """Processes shards in a Slurm job array on the partition `cluster.shards_partition`.
 
     Args:
         token: for the hub; passed in the jobs' environment and written to no file.
