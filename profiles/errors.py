@@ -27,7 +27,8 @@ class ProfileError(ValueError):
 
     def __str__(self) -> str:
         subject = self.key if self.value is None else f"{self.key} = {format_value(self.value)}"
-        nearest = f"; nearest valid: {', '.join(map(format_value, self.choices))}" if self.choices else ""
+        choices = ", ".join(format_value(choice, longest=None) for choice in self.choices)
+        nearest = f"; nearest valid: {choices}" if choices else ""
         return f"{subject}: {self.reason}{nearest}"
 
     def within(self, section: str) -> ProfileError:
@@ -35,9 +36,9 @@ class ProfileError(ValueError):
         return ProfileError(f"{section}.{self.key}", self.value, self.reason, self.choices)
 
 
-def format_value(value: Any) -> str:
-    """A value as in YAML, on one line, truncated to LONGEST_VALUE characters."""
+def format_value(value: Any, longest: int | None = LONGEST_VALUE) -> str:
+    """A value as in YAML, on one line, truncated to `longest` characters if that is given."""
     if isinstance(value, bool):
         return str(value).lower()
     text = " ".join(str(value).split())
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+    return text if longest is None or len(text) <= longest else f"{text[: longest - 1]}…"

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -36,11 +37,19 @@ def free_port():
 
 
 def ask(address: str, body: dict | list | None = None) -> list | dict:
+    """The answer of Prefect's API; its server on SQLite answers 503 for moments, which its clients ask again too."""
     request = urllib.request.Request(
         address, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}, method="POST"
     )
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
+    for _ in range(30):
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+            time.sleep(1)
+    raise TimeoutError(f"{address} was unavailable for 30 s")
 
 
 def only(flow_run: str) -> dict:

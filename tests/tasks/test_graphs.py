@@ -104,7 +104,7 @@ def test_a_graph_of_another_shape_is_a_miss_and_is_named(place, compiled, tmp_pa
     )
     words = place.train(other, compiled)
     assert micro.metrics(other)[0]["cold_compiles"] > 0
-    assert "warning: not among the graphs compiled ahead" in words
+    assert "warning: compile cache misses despite a precompiled graphs artifact" in words
     assert "block, training; loss, training" in words
 
 

@@ -95,7 +95,10 @@ def test_shards_are_keyed_by_their_files_not_by_the_commit(hub):
         ({"repository": "org/texts"}, r"sources\.0\.config: .*several configurations; nearest valid: en, de"),
         ({"repository": "org/texts", "config": "fr"}, r"config = fr: .*no such conf.*nearest valid: en, de"),
         ({"repository": "org/texts", "config": "en", "split": "dev"}, r"split = dev: .*valid: test, train"),
-        ({"repository": "org/none"}, r"repository = org/none: is no folder here and no repository"),
+        (
+            {"repository": "org/none"},
+            r"repository = org/none: is neither a local folder nor a hub repository",
+        ),
         ({"repository": "org/texts", "config": "en", "revision": "v9"}, r"revision = v9: .*no such revision"),
         ({"repository": "org/script"}, r"repository = org/script: .*loading script.*no refs/convert/parquet"),
     ],
