@@ -25,7 +25,14 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from benchmarks.timing import alternate, alternate_timed, make_parser, median_ratio, print_table, seconds
+from benchmarks.harness.timing import (
+    alternate,
+    alternate_timed,
+    make_parser,
+    median_ratio,
+    print_table,
+    seconds,
+)
 from parallel import Mesh, ZeRO1
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.boxes import PREFIX, BoxedTensor, boxed_tensors

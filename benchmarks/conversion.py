@@ -16,9 +16,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.processes import peak_memory
-from benchmarks.timing import alternate, make_parser, print_table
-from benchmarks.workload import llama
+from benchmarks.harness.processes import peak_memory
+from benchmarks.harness.timing import alternate, make_parser, print_table
+from benchmarks.harness.workload import llama
 from profiles.model import Model
 
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary

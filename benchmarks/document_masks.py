@@ -7,7 +7,7 @@ import statistics
 
 import torch
 
-from benchmarks.timing import alternate_timed, make_parser
+from benchmarks.harness.timing import alternate_timed, make_parser
 from modeling.training.trainer import Trainer
 from profiles import resolve
 

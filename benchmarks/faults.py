@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.timing import make_parser
+from benchmarks.harness.timing import make_parser
 from tests.flows.micro import settings, write_profile
 from tests.slurm.cluster import Cluster, missing
 

@@ -11,10 +11,10 @@ import tempfile
 
 import torch
 
-from benchmarks import ours
-from benchmarks.comparisons import Result, Schedule, TrainingComparison
-from benchmarks.report import machine, run, show
-from benchmarks.timing import make_parser
+from benchmarks.harness import ours
+from benchmarks.harness.comparisons import Result, Schedule, TrainingComparison
+from benchmarks.harness.report import machine, run, show
+from benchmarks.harness.timing import make_parser
 from modeling.models.flops import flops_per_token
 from parallel import device
 

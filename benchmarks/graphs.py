@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.comparisons import largest_difference
-from benchmarks.processes import Script, measure_script
-from benchmarks.timing import alternate, make_parser, median_ratio
+from benchmarks.harness.comparisons import largest_difference
+from benchmarks.harness.processes import Script, measure_script
+from benchmarks.harness.timing import alternate, make_parser, median_ratio
 from profiles.resolve import dump, load
 
 LARGE = ("llama3-70b", "llama3-70b-trn1", "llama3-70b-cp", "llama3.1-405b-trn1", "gpt3-175b")

@@ -17,8 +17,8 @@ from torch.profiler import profile as record
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.processes import Script, run_script
-from benchmarks.timing import make_parser
+from benchmarks.harness.processes import Script, run_script
+from benchmarks.harness.timing import make_parser
 from modeling.planning.planner import plan
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer

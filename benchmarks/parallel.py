@@ -3,7 +3,7 @@
 Each comparison alternates between ours and the peer, each in fresh processes, on the same weights and batches, with two threads
 per side. A comparison whose losses differ fails, whatever its ratio. A ratio is the peer's median step time over ours in the
 same round; the table has the median of the rounds and their minimum and maximum. "Of bound" is the time of the step's matrix
-products and attention alone (benchmarks/bound.py) over ours.
+products and attention alone (benchmarks/harness/bound.py) over ours.
 
 Exit codes: 0 all comparisons ran and agree, 1 one failed, 2 arguments rejected.
 """
@@ -12,9 +12,9 @@ import json
 import sys
 import tempfile
 
-from benchmarks.comparisons import COMPARISONS, Schedule
-from benchmarks.report import machine, run, show
-from benchmarks.timing import make_parser
+from benchmarks.harness.comparisons import COMPARISONS, Schedule
+from benchmarks.harness.report import machine, run, show
+from benchmarks.harness.timing import make_parser
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.timing import alternate_timed, make_parser
+from benchmarks.harness.timing import alternate_timed, make_parser
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.indexed import IndexedDatasetBuilder
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.processes import ScriptError
-from benchmarks.timing import alternate, make_parser
-from benchmarks.workload import DTYPES
+from benchmarks.harness.processes import ScriptError
+from benchmarks.harness.timing import alternate, make_parser
+from benchmarks.harness.workload import DTYPES
 from parallel import device
 from parallel.attention.attention import attention
 from parallel.mesh import Mesh

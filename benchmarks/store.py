@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.timing import alternate_timed, make_parser, median_ratio
+from benchmarks.harness.timing import alternate_timed, make_parser, median_ratio
 
 GOAL = 0.8
 

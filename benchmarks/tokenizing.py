@@ -1,6 +1,6 @@
 """Compare tokenization (JSON lines in, `.bin`/`.idx` out) with tokenizers in memory and with `datasets.map`.
 
-Uses all cores and a BPE of 32,000 tokens, trained on the text itself, which does not repeat (benchmarks/text.py): byte-level
+Uses all cores and a BPE of 32,000 tokens, trained on the text itself, which does not repeat (harness/text.py): byte-level
 (gigatoken, or the word cache without it) or SentencePiece style (the word cache). Sides alternate; figures are medians. Where
 gigatoken is measured, the slower sides read a part of the text.
 """
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from benchmarks.text import documents
-from benchmarks.timing import alternate, make_parser, seconds
+from benchmarks.harness.text import documents
+from benchmarks.harness.timing import alternate, make_parser, seconds
 from profiles import resolve
 from tasks.dataset import DatasetStep
 from tasks.step import Context

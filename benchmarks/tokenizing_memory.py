@@ -1,7 +1,7 @@
 """Measure the peak memory of a tokenization worker, with one document of 200 MB in the text.
 
 One `tasks.tokenization.worker` process tokenizes a file of JSON lines, compressed so that it is one shard. The text is that of
-benchmarks/text.py, repeated if needed: repetition changes the speed, not the memory. The long document is prose, rows of
+benchmarks/harness/text.py, repeated if needed: repetition changes the speed, not the memory. The long document is prose, rows of
 numbers (csv) or indented JSON; the last two have no letters with a space between them.
 """
 
@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.processes import peak_memory
-from benchmarks.text import DOCUMENT, documents
-from benchmarks.timing import make_parser
+from benchmarks.harness.processes import peak_memory
+from benchmarks.harness.text import DOCUMENT, documents
+from benchmarks.harness.timing import make_parser
 from profiles import resolve
 from tasks.dataset import DatasetStep
 from tasks.step import Context

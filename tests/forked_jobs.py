@@ -24,7 +24,7 @@ from unittest import mock
 
 from tests.forkserver import forkserver
 
-TORCHRUN = "modeling.training.torchrun"
+TORCHRUN = "modeling.supervision.torchrun"
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Other libraries' training steps on the workload of `benchmarks.workload`, one script per library.
+"""Other libraries' training steps on the workload of `benchmarks.harness.workload`, one script per library.
 
-`llama` is the plain torch model of those that bring none. Scripts import torch, transformers and `benchmarks.workload`.
+`llama` is the plain torch model of those that bring none. Scripts import torch, transformers and `benchmarks.harness.workload`.
 """

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks import workload
+from benchmarks.harness import workload
 from benchmarks.peers.llama import Llama, cross_entropy
 
 

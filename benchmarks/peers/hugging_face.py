@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import workload
+from benchmarks.harness import workload
 from benchmarks.peers.llama import cross_entropy
 from profiles.model import to_config_json
 

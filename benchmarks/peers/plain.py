@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from benchmarks import workload
+from benchmarks.harness import workload
 from benchmarks.peers.llama import Llama, cross_entropy
 
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from benchmarks import workload
+from benchmarks.harness import workload
 from benchmarks.peers.llama import Llama, cross_entropy
 
 

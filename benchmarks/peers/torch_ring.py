@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import workload
+from benchmarks.harness import workload
 from benchmarks.peers.llama import Llama, cross_entropy
 
 SEQUENCE = 2  # the dim of q, k and v

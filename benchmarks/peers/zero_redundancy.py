@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import workload
+from benchmarks.harness import workload
 from benchmarks.peers.llama import Llama, cross_entropy
 
 

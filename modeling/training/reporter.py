@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from modeling.models.flops import flops_per_token
+from modeling.supervision.stragglers import Stragglers
+from modeling.supervision.telemetry import Telemetry
 from modeling.training.evaluate import Evaluation
 from modeling.training.metrics import MetricsWriter, record_event
 from modeling.training.step import StepRecord
-from modeling.training.stragglers import Stragglers
-from modeling.training.telemetry import Telemetry
 from modeling.training.trainer import Trainer
 
 log = logging.getLogger("trainshed")

@@ -10,7 +10,7 @@ from typing import Self
 
 import torch
 
-from modeling.training.stragglers import one_hot
+from modeling.supervision.stragglers import one_hot
 from modeling.training.trainer import Trainer
 
 

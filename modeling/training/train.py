@@ -23,16 +23,16 @@ from modeling.data import shard_cache
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.prefetch import Batch, Prefetcher, read_batch
 from modeling.models.build import DTYPES
+from modeling.supervision.profiling import StepTrace
+from modeling.supervision.stragglers import node_names
+from modeling.supervision.watchdog import Watchdog
 from modeling.training.anomalies import AnomalyGuard, Ranges, sample_number
 from modeling.training.checkpoints import Checkpoints, Rejected, SaveGivenUp
 from modeling.training.evaluate import evaluate_samples
 from modeling.training.learning_rate import learning_rate
-from modeling.training.profiling import StepTrace
 from modeling.training.reporter import Reporter
 from modeling.training.step import StepRecord, StepStatistics, StepTimings
-from modeling.training.stragglers import node_names
 from modeling.training.trainer import Trainer
-from modeling.training.watchdog import Watchdog
 from parallel import ZeRO1, collectives
 from parallel.checkpoint import checkpoint
 from profiles.resolve import load

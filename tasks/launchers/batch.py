@@ -210,7 +210,7 @@ def _command(job: Job) -> list[list[str]]:
     if job.processes == 0:
         return [[sys.executable], *program]
     return [
-        [sys.executable, "-m", "modeling.training.torchrun"],
+        [sys.executable, "-m", "modeling.supervision.torchrun"],
         ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.processes), "--max-restarts", "0"],
         ["--rdzv-backend", "static"],  # the c10d one prints a stack dump on shutdown
         ["--tee", "3", "--log-dir", str(job.folder / "ranks")],

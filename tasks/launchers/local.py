@@ -121,7 +121,7 @@ def _command(job: Job) -> list[str]:
         port = probe.getsockname()[1]
     # A static rendezvous: the c10d one prints a stack dump on shutdown.
     torchrun = [
-        *(sys.executable, "-m", "modeling.training.torchrun", "--nnodes", "1", "--node-rank", "0"),
+        *(sys.executable, "-m", "modeling.supervision.torchrun", "--nnodes", "1", "--node-rank", "0"),
         *("--nproc-per-node", str(job.processes), "--master-addr", "127.0.0.1", "--master-port", str(port)),
         *("--max-restarts", "0", "--tee", "3", "--log-dir", str(job.folder / "ranks")),
     ]

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks.comparisons import Result, largest_difference
-from benchmarks.processes import Measurement
+from benchmarks.harness.comparisons import Result, largest_difference
+from benchmarks.harness.processes import Measurement
 
 
 def benchmark(*arguments):

@@ -44,7 +44,7 @@ def ranks(folder) -> list[psutil.Process]:
             if (
                 "modeling.training.train" in line
                 and str(folder) in line
-                and "modeling.training.torchrun" not in line
+                and "modeling.supervision.torchrun" not in line
             ):
                 found.append(process)
         except psutil.Error:

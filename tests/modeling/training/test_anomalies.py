@@ -10,8 +10,8 @@ import pytest
 from modeling import exit_codes
 from modeling.data.corpus import Samples
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
+from modeling.supervision.stragglers import Stragglers
 from modeling.training.anomalies import sample_number
-from modeling.training.stragglers import Stragglers
 from tests.modeling import micro
 
 STEPS, BATCH = 60, 4

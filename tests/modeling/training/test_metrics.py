@@ -2,8 +2,8 @@
 
 import json
 
+from modeling.supervision.telemetry import Telemetry
 from modeling.training.metrics import MetricsWriter, tag
-from modeling.training.telemetry import Telemetry
 from parallel.device import resolve
 
 

@@ -1,4 +1,4 @@
-"""torchrun with an external watchdog: `python -m modeling.training.torchrun ...` takes torchrun's arguments.
+"""torchrun with an external watchdog: `python -m modeling.supervision.torchrun ...` takes torchrun's arguments.
 
 A hung rank dumps its own stacks and exits (watchdog.py), unless its process is stopped or blocked in native code that never
 releases the GIL. For such a rank, GRACE seconds after its deadline, py-spy captures the stacks into the rank's file in
@@ -23,8 +23,8 @@ import psutil
 from torch.distributed import run
 
 from modeling.exit_codes import HANG_MESSAGE
-from modeling.training import heartbeat
-from modeling.training.stragglers import node_name
+from modeling.supervision import heartbeat
+from modeling.supervision.stragglers import node_name
 
 GRACE = 1.5  # seconds after the deadline in which a rank can dump its own stacks
 POLL = 0.5  # seconds

@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.comparisons import Result, RingComparison, Schedule, TrainingComparison
-from benchmarks.processes import ScriptError
-from benchmarks.timing import print_table
+from benchmarks.harness.comparisons import Result, RingComparison, Schedule, TrainingComparison
+from benchmarks.harness.processes import ScriptError
+from benchmarks.harness.timing import print_table
 
 STYLES = {"met": "green", "missed": "yellow", "failed": "bold red"}
 HEADINGS = ("work", "against", "ours", "peer", "ratio", "due", "of bound", "losses differ", "result")

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from modeling.training.telemetry import READERS, Telemetry, neuron_readings
+from modeling.supervision.telemetry import READERS, Telemetry, neuron_readings
 from parallel import device
 
 # Shortened output of neuron-monitor.

@@ -1,4 +1,4 @@
-"""Trainshed on the workload: torchrun --nproc-per-node 2 -m benchmarks.ours --tensor 2
+"""Trainshed on the workload: torchrun --nproc-per-node 2 -m benchmarks.harness.ours --tensor 2
 
 Builds the `Trainer` and the optimizer from a profile, as a training run does.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import workload
+from benchmarks.harness import workload
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel.layout import layout_of

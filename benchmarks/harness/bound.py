@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.harness.timing import seconds
+from benchmarks.harness.workload import DTYPES, Workload, start, workload_parser
 from benchmarks.peers.llama import causal_attention
-from benchmarks.timing import seconds
-from benchmarks.workload import DTYPES, Workload, start, workload_parser
 from profiles.model import Model
 
 REPEATS = 8

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from benchmarks import ring_attention
-from benchmarks.processes import Measurement, Script, measure_script
-from benchmarks.timing import alternate, median_ratio
-from benchmarks.workload import WORKLOADS
+from benchmarks.harness.processes import Measurement, Script, measure_script
+from benchmarks.harness.timing import alternate, median_ratio
+from benchmarks.harness.workload import WORKLOADS
 
 THREADS = 2  # of all processes of a side together
 TOLERANCES = {"float32": 1e-5, "bf16": 2e-2}  # relative, of each step's loss
@@ -100,8 +100,8 @@ class TrainingComparison:
 
     Attributes:
         peer: module of `benchmarks.peers` and its arguments.
-        ours: arguments of `benchmarks.ours`.
-        bound_target: fraction of the lower bound (`benchmarks.bound`) to reach; None where there is no bound.
+        ours: arguments of `benchmarks.harness.ours`.
+        bound_target: fraction of the lower bound (`benchmarks.harness.bound`) to reach; None where there is no bound.
     """
 
     name: str

@@ -17,7 +17,7 @@ HOME = Path(__file__).parents[3]
 # Three steps, which set the hang timeout; then rank 1 hangs and rank 0 waits for it.
 PROGRAM = """
 import ctypes, os, pathlib, signal, sys, time
-from modeling.training.watchdog import Watchdog
+from modeling.supervision.watchdog import Watchdog
 
 folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
 rank = int(os.environ["RANK"])
@@ -40,7 +40,7 @@ with Watchdog(folder / "stacks", rank, 1.0, 4.0) as watchdog:
 @pytest.mark.parametrize("how", ["waits", "holds", "stopped"])
 def test_hung_ranks_leave_their_stacks(how, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    torchrun = ["modeling.training.torchrun", "--standalone", "--nproc-per-node", "2"]
+    torchrun = ["modeling.supervision.torchrun", "--standalone", "--nproc-per-node", "2"]
     process = subprocess.Popen(
         [sys.executable, "-m", *torchrun, "program.py", str(tmp_path), how],
         cwd=tmp_path,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.timing import make_parser
+from benchmarks.harness.timing import make_parser
 from modeling.conversion.weights import global_shapes
 from modeling.models.weight_names import huggingface_tensor
 from profiles.model import Model

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Self
 
 from modeling.exit_codes import HANG_MESSAGE, HUNG
-from modeling.training.heartbeat import Heartbeat
-from modeling.training.stragglers import node_name
+from modeling.supervision.heartbeat import Heartbeat
+from modeling.supervision.stragglers import node_name
 
 LONG_TIMEOUT = 1800.0  # seconds, for anything but a step
 MINIMUM_STEPS = 3  # needed for a median step time
