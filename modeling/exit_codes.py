@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import NoReturn
+
+log = logging.getLogger(__name__)
 
 REJECTED = 2
 """Invalid profile, data or checkpoint: a retry would fail the same way."""
@@ -18,6 +21,20 @@ HANG_MESSAGE = "no step for"
 """Appears in the log of a hung rank, also of one that was killed for it and has another exit code."""
 INTERRUPTED = 143
 """Stopped by a signal; the last step is saved if `checkpoint.on_stop` is true."""
+
+
+def code_of(program: Callable[[], int]) -> int:
+    """Run a program. Returns its exit code, or that of the error that ended it, which is logged."""
+    import torch  # here, because launchers read the codes without torch
+
+    try:
+        return program()
+    except (torch.OutOfMemoryError, MemoryError):
+        log.exception("out of memory")
+        return OUT_OF_MEMORY
+    except ValueError:  # invalid profile, data or checkpoint; its message says which
+        log.exception("rejected")
+        return REJECTED
 
 
 def leave(code: int) -> NoReturn:

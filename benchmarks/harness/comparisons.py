@@ -124,11 +124,11 @@ class TrainingComparison:
     def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:
         module, *arguments = self.peer
         scripts = {
-            "ours": Script("ours", self.ours, self.processes),
+            "ours": Script("harness.ours", self.ours, self.processes),
             "peer": Script(f"peers.{module}", tuple(arguments), self.processes),
         }
         if self.bound_target:
-            scripts["bound"] = Script("bound")
+            scripts["bound"] = Script("harness.bound")
         common = ["--workload", self.workload, "--precision", self.precision, "--device", self.device]
         common += ["--threads", str(THREADS // self.processes)]
         common += ["--warm-up", str(schedule.warm_up), "--steps", str(schedule.steps)]

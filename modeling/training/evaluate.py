@@ -83,15 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
     graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
-    try:
-        with Trainer(profile, graphs, precompiled=precompiled) as trainer:
-            evaluate_checkpoint(trainer, options)
-    except (torch.OutOfMemoryError, MemoryError):
-        log.exception("out of memory")
-        return exit_codes.OUT_OF_MEMORY
-    except ValueError:  # invalid profile, data or checkpoint; its message says which
-        log.exception("rejected")
-        return exit_codes.REJECTED
+    with Trainer(profile, graphs, precompiled=precompiled) as trainer:
+        evaluate_checkpoint(trainer, options)
     return 0
 
 
@@ -127,4 +120,4 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    exit_codes.leave(main())
+    exit_codes.leave(exit_codes.code_of(main))

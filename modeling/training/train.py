@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from modeling import exit_codes
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
@@ -68,12 +66,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Rejected as reason:
         log.error(f"rejected: {reason}")
-        return exit_codes.REJECTED
-    except (torch.OutOfMemoryError, MemoryError):
-        log.exception("out of memory")
-        return exit_codes.OUT_OF_MEMORY
-    except ValueError:  # invalid profile, data or checkpoint; its message says which
-        log.exception("rejected")
         return exit_codes.REJECTED
 
 
@@ -303,4 +295,4 @@ class StopSignal:
 
 
 if __name__ == "__main__":
-    exit_codes.leave(main())
+    exit_codes.leave(exit_codes.code_of(main))
