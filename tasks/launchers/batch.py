@@ -6,7 +6,8 @@ The script handles everything itself, since no orchestrator need be alive while 
     USR1        time limit near, or preemption: the ranks save a checkpoint and the job is requeued
     USR2        stop requested: the ranks save a checkpoint and the job ends
                 (a job without an attempt file saves nothing: it gets no USR1 and ends at once on USR2)
-    record      <name>.exit.json with the exit code, written last; a job that left none was killed by Slurm or its node failed
+    record      <name>.exit.json, written once the ranks have ended: their exit code, or null if Slurm killed or requeues the job,
+                of which the queue says which; none is left if the script itself was killed or its node failed
 
 Values are quoted for bash. #SBATCH options are parsed by Slurm, with its own quoting; none holds a path, since the script is
 submitted from the log's folder and changes to the job's folder itself.
@@ -55,6 +56,10 @@ $environment
 start=$$SLURM_JOB_ID.$${SLURM_RESTART_COUNT:-0}
 echo "$$start" > "$$logs/$$name.start"
 rm -f "$$logs/$$name.exit.json"
+record() { # exit code
+  printf '{"job": "%s", "exit_code": %s, "nodes": "%s"}\n' "$${SLURM_ARRAY_JOB_ID:-$$SLURM_JOB_ID}" "$$1" \
+    "$$(IFS=,; echo "$${hosts[*]}")" > "$$logs/$$name.exit.partial" && mv "$$logs/$$name.exit.partial" "$$logs/$$name.exit.json"
+}
 $count
 echo "job $$SLURM_JOB_ID, start $$((SLURM_RESTART_COUNT + 1)), on $${hosts[*]}; rendezvous at $$MASTER_ADDR:$$MASTER_PORT"
 
@@ -88,12 +93,17 @@ elif [ -z "$$stopping" ] && [ "$$code" != 0 ] && { [ -z "$$first" ] || interrupt
   stopping=requeue
 fi
 case $$stopping in
-  requeue) echo "$requeued"; scontrol requeue "$$SLURM_JOB_ID" && exec sleep 60 ;; # until the requeue kills this script
-  killed) exit "$$code" ;;
+  requeue) # sleeps until the requeue kills this script
+    echo "$requeued"
+    record null
+    scontrol requeue "$$SLURM_JOB_ID" && exec sleep 60
+    ;;
+  killed)
+    record null
+    exit "$$code"
+    ;;
 esac
-nodes=$$(IFS=,; echo "$${hosts[*]}")
-printf '{"job": "%s", "exit_code": %d, "nodes": "%s"}\n' "$${SLURM_ARRAY_JOB_ID:-$$SLURM_JOB_ID}" "$$code" "$$nodes" \
-  > "$$logs/$$name.exit.partial" && mv "$$logs/$$name.exit.partial" "$$logs/$$name.exit.json"
+record "$$code"
 exit "$$code"
 """)
 
@@ -134,8 +144,8 @@ printf %d "$$attempt" > "$$attempt_file.partial" && mv "$$attempt_file.partial" 
 """)
 
 
-def script(job: Job, cluster: Cluster) -> str:
-    """Text of the job's batch script."""
+def script(job: Job, cluster: Cluster, submission: str) -> str:
+    """Text of the job's batch script; `submission` tells this submission of the job from others, in the Slurm job's comment."""
     device = devices.resolve(cluster.device)
     variables = {**SAFE_PATH, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_PREFIX}
     variables |= dict(device.environment)
@@ -149,7 +159,7 @@ def script(job: Job, cluster: Cluster) -> str:
         logs=quote(str(job.folder)),
         name=job.name,
         folder=quote(str(Path.cwd())),
-        options="\n".join(f"#SBATCH {option}" for option in options(job, cluster)),
+        options="\n".join(f"#SBATCH {option}" for option in options(job, cluster, submission)),
         port="$((20000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0}) * 2 % 12000))",
         environment="\n".join(lines),
         run=(RUN_SAVING if job.attempt_file else RUN_WITHOUT_SAVING).lstrip(),
@@ -170,15 +180,15 @@ def job_name(job: Job) -> str:
 
 
 def fingerprint(job: Job) -> str:
-    """Hash of the job's signature, stored in the Slurm job's comment."""
+    """Hash of the job's signature, the first part of the Slurm job's comment."""
     return hashlib.sha256(json.dumps(job.signature).encode()).hexdigest()[:16]
 
 
-def options(job: Job, cluster: Cluster) -> list[str]:
+def options(job: Job, cluster: Cluster, submission: str) -> list[str]:
     """Options of sbatch."""
     found = [
         f"--job-name={job_name(job)}",
-        f"--comment={fingerprint(job)}",
+        f"--comment={fingerprint(job)}.{submission}",
         f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
         f"--output={job.name}.log",

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from tasks.launchers import causes
-from tasks.launchers.base import Handle, Job, JobFailed, Status, job_environment
+from tasks.launchers.base import Handle, Job, JobFailed, Status, job_environment, write_atomically
 
 MARKER = "TRAINSHED_JOB"
 REPLACED_GRACE = 30.0  # seconds that a job has to save which another one replaces
@@ -56,7 +56,7 @@ class LocalLauncher:
         handle = Handle(job, identifier, log_start)
         state = {"identifier": identifier, "log_start": log_start, "job": job.signature}
         try:
-            _write_atomically(job.handle_file, json.dumps(state, indent=1))
+            write_atomically(job.handle_file, json.dumps(state, indent=1))
         except BaseException:
             self.cancel(handle, grace=0)
             raise
@@ -131,7 +131,7 @@ def _command(job: Job) -> list[str]:
 def _next_attempt(attempt_file: Path) -> int:
     """Increment the attempt number, which fences earlier attempts that are still running somewhere."""
     number = int(attempt_file.read_text()) + 1 if attempt_file.exists() else 1
-    _write_atomically(attempt_file, str(number))
+    write_atomically(attempt_file, str(number))
     return number
 
 
@@ -162,9 +162,3 @@ def _signal_all(identifier: str, number: signal.Signals) -> None:
     for process in _processes(identifier):
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)

@@ -1,54 +1,66 @@
 """Launcher for Slurm clusters, through sbatch, squeue, scontrol and scancel.
 
-A running job is found by its name, so any process can re-attach to it. Its exit code is read from the record that its batch
-script writes (batch.py), since Slurm forgets jobs within minutes. While the controller does not answer, a job counts as running.
+A running job is found by its name, so any process can re-attach to it. Its batch script (batch.py) writes a record as soon as its
+ranks have ended, and the record, not the queue, says how: Slurm forgets jobs within minutes, and may list them for as long after
+their end as an epilog takes. The queue is therefore queried often only after something has changed. While the controller does not
+answer, a job counts as running.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
-import subprocess
 import time
-from collections.abc import Sequence
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
 from profiles.errors import ProfileError
 from profiles.schema import Cluster
 from tasks.launchers import batch, causes
-from tasks.launchers.base import Handle, Job, JobFailed, Status, job_environment
+from tasks.launchers.base import Handle, Job, JobFailed, Status, write_atomically
+from tasks.launchers.slurm_queue import ControllerUnavailable, Queue, QueueEntry, run_command
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 2.0  # between queries of the controller; the record is read at every poll
-COMMAND_TIMEOUT = 60.0  # seconds
-RETRY_SECONDS = 300.0  # of retrying a controller that does not answer, where nothing can be done without it
+POLL_SECONDS = 15.0  # between queries of the controller; the record is read at every poll
+CHANGED_SECONDS = 2.0  # between the first queries after a change
+CANCEL_SECONDS = 5.0  # at most, between queries while a job is being cancelled
 KILL_SECONDS = 60.0  # for a killed job to leave the queue
 HELD_SECONDS = 5.0  # that a requeued job is left waiting, while its nodes clean up
 GONE_SECONDS = 10.0  # for a record to become visible on a shared file system after its job has left the queue
 STATE = re.compile(r"\bJobState=(\S+) Reason=(\S+)")
 
+_queue = Queue()
 
-@dataclass(frozen=True)
-class QueueEntry:
-    """A job as squeue shows it; `fingerprint` is its comment (batch.fingerprint)."""
 
-    identifier: str
-    state: str
-    fingerprint: str
-    reason: str
+@dataclass
+class _Watch:
+    """What the polls of one job have seen; times are of time.monotonic."""
+
+    changed_at: float
+    # State in the queue, "" once it has left, and whether there is a record.
+    seen: tuple[str, bool] | None = None
+    due_at: float = 0.0  # when to look at the queue again
+    held_since: float | None = None  # first look that found it held after a requeue
+    pending_reason: str = ""
+
+    def observe(self, state: str, recorded: bool) -> None:
+        if (state, recorded) != self.seen:
+            self.seen, self.changed_at = (state, recorded), time.monotonic()
+
+    @property
+    def interval(self) -> float:
+        """Seconds between looks at the queue: few after a change, then ever more."""
+        return min(POLL_SECONDS, max(CHANGED_SECONDS, (time.monotonic() - self.changed_at) / 3))
 
 
 class SlurmLauncher:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        # Times by job identifier:
-        self._queried: dict[str, float] = {}  # last query of the controller
-        self._gone: dict[str, float] = {}  # first query that no longer found the job
-        self._held: dict[str, float] = {}  # first query that found the job held after a requeue
-        self._pending_reason = ""
+        self._watches: dict[str, _Watch] = {}  # by job identifier
 
     def submit(self, job: Job) -> Handle:
         """Queue the job; cancels another of its name and folder. Raises ProfileError for a path that Slurm cannot log to."""
@@ -58,100 +70,129 @@ class SlurmLauncher:
         job.folder.mkdir(parents=True, exist_ok=True)
         if running := self.find(job):
             return running
-        for other in self._queue(job):
+        for other in self._active(job):
             self.cancel(Handle(job, other.identifier), grace=self._cluster.grace)
+        submission = uuid.uuid4().hex[:16]
         path = job.folder / f"{job.name}.sbatch"
-        path.write_text(batch.script(job, self._cluster))
+        path.write_text(batch.script(job, self._cluster, submission))
         log_start = job.log_file.stat().st_size if job.log_file.exists() else 0
-        identifier = _run(["sbatch", "--parsable", path.name], job).strip().partition(";")[0]
-        first = next(iter(self._queue(job)), None)
-        if first and first.identifier != identifier:  # another process submitted it at the same time
-            _run(["scancel", identifier])
-            identifier = first.identifier
-        log.info("%s: submitted as Slurm job %s; script: %s", job.name, identifier, path)
-        job.handle_file.write_text(json.dumps({"identifier": identifier, "log_start": log_start}))
-        return Handle(job, identifier, log_start)
+        handle = Handle(job, self._sbatch(job, submission), log_start)
+        _write_handle(handle)
+        first = self.find(job)
+        if first and first.identifier != handle.identifier:  # another process submitted it at the same time
+            run_command(["scancel", handle.identifier])
+            handle = Handle(job, first.identifier, log_start)
+            _write_handle(handle)
+        log.info("%s: submitted as Slurm job %s; script: %s", job.name, handle.identifier, path)
+        return handle
 
     def find(self, job: Job) -> Handle | None:
-        for entry in self._queue(job):
-            if entry.fingerprint == batch.fingerprint(job) and self._record(job, entry.identifier) is None:
+        for entry in self._active(job):
+            same = entry.comment.partition(".")[0] == batch.fingerprint(job)
+            if same and not _has_exit_code(self._record(job, entry.identifier)):
                 return Handle(job, entry.identifier, _log_start(job, entry.identifier))
         return None
 
     def poll(self, handle: Handle) -> Status:
-        if record := self._record(handle.job, handle.identifier):
+        record = self._record(handle.job, handle.identifier)
+        if record and _has_exit_code(record):
             return Status(running=False, exit_code=record["exit_code"])
+        watch = self._watches.setdefault(handle.identifier, _Watch(time.monotonic()))
+        if watch.seen and watch.seen[1] != (record is not None):
+            watch.observe(watch.seen[0], record is not None)
+            watch.due_at = 0.0
         now = time.monotonic()
-        if now - self._queried.get(handle.identifier, -POLL_SECONDS) < POLL_SECONDS:
+        if now < watch.due_at:
             return Status(running=True)
-        self._queried[handle.identifier] = now
         try:
-            entry = self._entry(handle, retry_seconds=0)
+            # Of what another job's poll has read, nothing older than the change that prompts this look.
+            entry = self._entry(handle, max_age=min(watch.interval, now - watch.changed_at))
         except ControllerUnavailable as error:
             log.debug("%s", error)
+            watch.due_at = now + watch.interval
             return Status(running=True)
-        if entry is not None:
-            self._gone.pop(handle.identifier, None)
-            self._log_pending_reason(handle, entry)
-            self._release(handle, entry)
-            return Status(running=True)
-        if now - self._gone.setdefault(handle.identifier, now) < GONE_SECONDS:
-            return Status(running=True)
-        return Status(running=False, note=self._end_without_record(handle))
+        watch.observe(entry.state if entry else "", record is not None)
+        watch.due_at = now + watch.interval
+        if record and (entry is None or entry.ended):
+            return Status(running=False, note=self._end_without_exit_code(handle))
+        if entry is None:
+            gone = now - watch.changed_at > GONE_SECONDS
+            return Status(running=not gone, note=self._end_without_exit_code(handle) if gone else "")
+        self._log_pending_reason(handle, entry, watch)
+        self._release(handle, entry, watch)
+        return Status(running=True)
 
     def location(self, handle: Handle) -> str:
-        return f"Slurm job {handle.identifier}" if self._entry(handle) else ""
+        return "" if self._has_ended(handle, self._entry(handle)) else f"Slurm job {handle.identifier}"
 
     def cancel(self, handle: Handle, grace: float) -> None:
         entry = self._entry(handle)
-        if entry is not None and entry.state == "RUNNING" and grace > 0:
-            _run(["scancel", "--batch", "--signal=USR2", handle.identifier], check=False)
-            self._await_end(handle, grace)
-        if self._entry(handle) is None:
+        if entry is None or self._has_ended(handle, entry):
             return
-        _run(["scancel", handle.identifier], check=False)
+        if entry.state == "RUNNING" and grace > 0:
+            run_command(["scancel", "--batch", "--signal=USR2", handle.identifier], check=False)
+            if self._await_end(handle, grace):
+                return
+        run_command(["scancel", handle.identifier], check=False)
         if not self._await_end(handle, KILL_SECONDS / 4):
-            _run(["scancel", "--full", "--signal=KILL", handle.identifier], check=False)
-            if not self._await_end(handle, KILL_SECONDS):
+            run_command(["scancel", "--full", "--signal=KILL", handle.identifier], check=False)
+            if not self._await_end(handle, KILL_SECONDS, killed=True):
                 log.warning("%s: Slurm job %s still queued after scancel", handle.job.name, handle.identifier)
 
     def failure(self, handle: Handle, status: Status) -> JobFailed:
         record = self._record(handle.job, handle.identifier) or {}
         return causes.job_failure(handle, status, record.get("nodes", "").split(","))
 
-    def _await_end(self, handle: Handle, seconds: float) -> bool:
-        """Whether the job leaves the queue within this time."""
-        deadline = time.monotonic() + seconds
-        while self._entry(handle) is not None:
-            if time.monotonic() > deadline:
+    def _sbatch(self, job: Job, submission: str) -> str:
+        """Submit the job's script and return the identifier; its answer may be lost though Slurm has queued the job."""
+        command = ["sbatch", "--parsable", f"{job.name}.sbatch"]
+        try:
+            return run_command(command, folder=job.folder, secrets=job.secrets).strip().partition(";")[0]
+        except JobFailed as error:
+            queued = [entry for entry in _queue.require() if entry.comment.partition(".")[2] == submission]
+            if not queued:
+                raise
+            log.warning("%s; but Slurm has queued the job", error)
+            return queued[0].identifier
+
+    def _has_ended(self, handle: Handle, entry: QueueEntry | None, killed: bool = False) -> bool:
+        """Whether the job's processes have ended for good; `killed`: they got SIGKILL, so none can write a record."""
+        record = self._record(handle.job, handle.identifier)
+        if entry is None or _has_exit_code(record):
+            return True
+        return entry.ended and (killed or record is not None)
+
+    def _await_end(self, handle: Handle, seconds: float, *, killed: bool = False) -> bool:
+        """Whether the job ends within this time; looks at the queue at growing intervals, and when a record appears."""
+        start, asked_at, recorded = time.monotonic(), -math.inf, False
+        while True:
+            record, now = self._record(handle.job, handle.identifier), time.monotonic()
+            if _has_exit_code(record):
+                return True
+            pause = min(CANCEL_SECONDS, max(0.5, (now - start) / 3))
+            if (record is not None) != recorded or now - asked_at > pause:
+                recorded, asked_at = record is not None, now
+                if self._has_ended(handle, self._entry(handle), killed):
+                    return True
+            if now - start > seconds:
                 return False
             time.sleep(0.3)
-        return True
 
-    def _entry(self, handle: Handle, retry_seconds: float = RETRY_SECONDS) -> QueueEntry | None:
-        """The job's entry in the queue; None once it has left. Raises ControllerUnavailable."""
-        entries = self._queue(None, retry_seconds)
+    def _active(self, job: Job) -> list[QueueEntry]:
+        """Jobs of this name that have not ended, oldest first. Raises ControllerUnavailable."""
+        name = batch.job_name(job)
+        return [entry for entry in _queue.require() if entry.name == name and not entry.ended]
+
+    def _entry(self, handle: Handle, max_age: float | None = None) -> QueueEntry | None:
+        """The job's entry in the queue; None once it has left. Raises ControllerUnavailable, without `max_age` after retries."""
+        entries = _queue.require() if max_age is None else _queue.read(max_age)
         return next((entry for entry in entries if entry.identifier == handle.identifier), None)
 
-    def _queue(self, job: Job | None, retry_seconds: float = RETRY_SECONDS) -> list[QueueEntry]:
-        """The user's jobs, of this job's name or all, oldest first. Raises ControllerUnavailable after `retry_seconds`."""
-        arguments = ["squeue", "--noheader", "--me", "--format=%F|%T|%k|%r"]
-        if job is not None:
-            arguments.append(f"--name={batch.job_name(job)}")
-        deadline = time.monotonic() + retry_seconds
-        while True:
-            try:
-                rows = _run(arguments).splitlines()
-                break
-            except JobFailed as error:
-                if time.monotonic() > deadline:
-                    raise ControllerUnavailable(str(error)) from error
-                time.sleep(1)
-        entries = [QueueEntry(*row.strip().split("|", 3)) for row in rows]
-        return sorted(entries, key=lambda entry: int(entry.identifier))
-
     def _record(self, job: Job, identifier: str) -> dict[str, Any] | None:
-        """The record of the job's end, if written; of an array, the record with the highest exit code once all are written."""
+        """The record of the job's end, if written (see batch.py); of an array, once all have one.
+
+        Of an array's records, the one with the highest exit code, or one without.
+        """
         suffixes = [f".{index}" for index in range(job.array)] or [""]
         records = []
         for suffix in suffixes:
@@ -162,29 +203,31 @@ class SlurmLauncher:
             if record["job"] != identifier:
                 return None
             records.append(record)
-        return max(records, key=lambda record: record["exit_code"])
+        return max(records, key=lambda record: record["exit_code"] if _has_exit_code(record) else math.inf)
 
-    def _log_pending_reason(self, handle: Handle, entry: QueueEntry) -> None:
+    def _log_pending_reason(self, handle: Handle, entry: QueueEntry, watch: _Watch) -> None:
         """Log why a job is pending, when the reason changes."""
         reason = entry.reason if entry.state == "PENDING" else ""
-        if reason not in ("", "None", self._pending_reason):
+        if reason not in ("", "None", watch.pending_reason):
             log.info("%s: Slurm job %s is pending: %s", handle.job.name, handle.identifier, reason)
-        self._pending_reason = reason
+        watch.pending_reason = reason
 
-    def _release(self, handle: Handle, entry: QueueEntry) -> None:
+    def _release(self, handle: Handle, entry: QueueEntry, watch: _Watch) -> None:
         """Start a requeued job now; Slurm holds it for two minutes."""
         if entry.state != "PENDING" or entry.reason != "BeginTime" or not _has_started(handle):
-            self._held.pop(handle.identifier, None)
+            watch.held_since = None
             return
         now = time.monotonic()
-        if now - self._held.setdefault(handle.identifier, now) > HELD_SECONDS:
-            _run(["scontrol", "update", f"JobId={handle.identifier}", "StartTime=now"], check=False)
+        if watch.held_since is None:
+            watch.held_since = now
+        if now - watch.held_since > HELD_SECONDS:
+            run_command(["scontrol", "update", f"JobId={handle.identifier}", "StartTime=now"], check=False)
 
-    def _end_without_record(self, handle: Handle) -> str:
-        """Why a job ended that left no record."""
-        output = _run(["scontrol", "--oneliner", "show", "job", handle.identifier], check=False)
+    def _end_without_exit_code(self, handle: Handle) -> str:
+        """Why a job ended whose record has no exit code."""
+        output = run_command(["scontrol", "--oneliner", "show", "job", handle.identifier], check=False)
         state = STATE.search(output)
-        if state and state[1] == "TIMEOUT":
+        if state and (state[1] == "TIMEOUT" or state[2] == "TimeLimit"):
             limit = self._cluster.time or "its partition's"
             key = "cluster.time_left" if handle.job.attempt_file else "cluster.time"
             return f"Slurm ended job {handle.identifier} at its time limit ({limit}); increase {key}"
@@ -192,8 +235,13 @@ class SlurmLauncher:
         return f"Slurm ended job {handle.identifier}{how}, or its node failed"
 
 
-class ControllerUnavailable(JobFailed):
-    """The Slurm controller did not answer."""
+def _has_exit_code(record: dict[str, Any] | None) -> bool:
+    return record is not None and record["exit_code"] is not None
+
+
+def _write_handle(handle: Handle) -> None:
+    state = {"identifier": handle.identifier, "log_start": handle.log_start}
+    write_atomically(handle.job.handle_file, json.dumps(state))
 
 
 def _has_started(handle: Handle) -> bool:
@@ -209,18 +257,3 @@ def _log_start(job: Job, identifier: str) -> int:
     except (FileNotFoundError, ValueError):
         return 0
     return state["log_start"] if state["identifier"] == identifier else 0
-
-
-def _run(command: Sequence[str], job: Job | None = None, *, check: bool = True) -> str:
-    """Run a command, in the job's folder if given, and return its stdout. Raises JobFailed with its stderr."""
-    environment = job_environment() | dict(job.secrets if job else ())  # sbatch passes it on to the job
-    folder = job.folder if job else None
-    try:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT
-        )
-    except subprocess.TimeoutExpired as error:
-        raise JobFailed(f"{command[0]}: no answer within {COMMAND_TIMEOUT:.0f} s") from error
-    if check and done.returncode != 0:
-        raise JobFailed(f"{command[0]}: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
-    return done.stdout

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from string import Template
 
@@ -50,6 +51,7 @@ PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
 InactiveLimit=0
 KillWait=5
+Epilog=$folder/epilog
 MinJobAge=300
 SlurmctldTimeout=30
 SlurmdTimeout=30
@@ -86,6 +88,12 @@ class Cluster:
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory={MEMORY} State=UNKNOWN"
             for node, port in self._ports.items()
         )
+        self._hold = self.folder / "hold-epilogs"
+        epilog = self.folder / "epilog"
+        epilog.write_text(
+            f"#!/bin/bash\nfor ((i = 0; i < 1200; i++)); do [ -e {self._hold} ] || exit 0; /bin/sleep 0.1; done\n"
+        )
+        epilog.chmod(0o755)
         self.configuration = self.folder / "slurm.conf"
         self.configuration.write_text(
             CONFIGURATION.substitute(
@@ -164,6 +172,15 @@ class Cluster:
 
     def start_node(self, node: str) -> None:
         self._start(node, "slurmd", "-D", "-N", node, **{NODE: node})
+
+    @contextlib.contextmanager
+    def slow_epilogs(self) -> Iterator[None]:
+        """Let the epilogs of jobs that end in the block take two minutes, or until the block ends."""
+        self._hold.touch()
+        try:
+            yield
+        finally:
+            self._hold.unlink()
 
     def kill_slurmd(self, node: str) -> None:
         """Kill only the daemon; its jobs keep running."""

@@ -162,6 +162,6 @@ def test_cancelled_run_saves_and_leaves_no_job(cluster, lab):
     done = max(run.losses)
     assert INTERRUPTED_AT <= done < int(STEPS[0].partition("=")[2])
     assert (run.folder / f"checkpoints/step_{done}/complete.json").exists()
-    assert cluster.jobs() == []
+    until(lambda: cluster.jobs() == [])
     assert cluster.tasks() == []
     assert json.loads((run.folder / "logs/train.exit.json").read_text())["exit_code"] != 0

@@ -1,7 +1,10 @@
 """SlurmLauncher on a real cluster: quoting, re-attaching, requeueing, cancelling, and jobs that Slurm ends."""
 
+import contextlib
 import json
+import os
 import shlex
+import shutil
 import time
 from pathlib import Path
 
@@ -144,6 +147,38 @@ def test_another_process_re_attaches_to_the_running_job(place, launcher, cluster
     assert (place / "logs/work.log").read_text().count("rank 0 of 4") == 1
 
 
+def test_new_job_is_followed_while_an_older_one_is_in_its_epilog(place, launcher, cluster, monkeypatch):
+    """Also if the answer of sbatch is lost."""
+    (place / "finish").touch()
+    with cluster.slow_epilogs():
+        with pytest.raises(JobFailed, match="rank 3 on n2"):
+            execute(launcher, job(place, "fail"))
+        until(lambda: cluster.jobs("COMPLETING"))
+        (place / "finish").unlink()
+        replace_program(
+            "sbatch", f'{shutil.which("sbatch")} "$@" > /dev/null; exit 1', place.parent, monkeypatch
+        )
+        handle = launcher.submit(job(place, "fail"))
+        ((older, *_),) = cluster.jobs("COMPLETING")
+        assert [number for number, *_ in cluster.jobs("PENDING,RUNNING")] == [handle.identifier] != [older]
+        assert json.loads((place / "logs/work.job.json").read_text())["identifier"] == handle.identifier
+        assert launcher_of().find(job(place, "fail")).identifier == handle.identifier
+    (place / "finish").touch()
+    while (status := launcher.poll(handle)).running:
+        time.sleep(0.2)
+    assert "rank 3 on" in str(launcher.failure(handle, status))
+    assert (place / "logs/work.log").read_text().count("rendezvous at") == 2
+
+
+def replace_program(name: str, body: str, folder: Path, monkeypatch) -> None:
+    """Put a shell script in the place of a program."""
+    path = folder / "bin" / name
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+
+
 def test_another_job_of_the_same_name_replaces_the_running_one_after_it_saved(place, launcher, cluster):
     first = launcher.submit(job(place, saves=True))
     wait_for(*(place / f"pid-{rank}" for rank in range(4)))
@@ -151,7 +186,7 @@ def test_another_job_of_the_same_name_replaces_the_running_one_after_it_saved(pl
     other = second.submit(job(place, nodes=1))
     assert (place / "saved-0").exists()
     assert not launcher.poll(first).running
-    assert [number for number, *_ in cluster.jobs()] == [other.identifier]
+    until(lambda: [number for number, *_ in cluster.jobs()] == [other.identifier])
     second.cancel(other, grace=0)
     until(lambda: not cluster.jobs())
 
@@ -161,7 +196,12 @@ def test_only_interrupted_jobs_are_requeued_at_the_time_limit(place, launcher, c
     """Ranks that finish or fail by themselves near the time limit determine the job's exit code."""
     handle = launcher.submit(job(place, "ends-with", str(code), saves=True))
     wait_for(*(place / f"pid-{rank}" for rank in range(4)))
-    cluster.command("scancel", "--batch", "--signal=USR1", handle.identifier)
+    with cluster.slow_epilogs() if code == 143 else contextlib.nullcontext():
+        cluster.command("scancel", "--batch", "--signal=USR1", handle.identifier)
+        if code == 143:  # a requeued job shows as COMPLETING until its epilogs have ended
+            until(lambda: cluster.jobs("COMPLETING") and (place / "logs/work.exit.json").exists())
+            assert launcher.poll(handle).running
+            assert launcher.find(job(place, "ends-with", "143", saves=True)).identifier == handle.identifier
     until(lambda: not launcher.poll(handle).running or cluster.jobs("PENDING"))
     log = (place / "logs/work.log").read_text()
     assert "time limit near" in log
@@ -182,7 +222,7 @@ def test_job_with_begin_option_is_not_released_early(place, cluster):
     """Slurm gives the same pending reason as for a requeued job, which the launcher releases."""
     launcher = launcher_of("cluster.slurm=['--begin=now+600']")
     handle = launcher.submit(job(place))
-    deadline = time.monotonic() + slurm.HELD_SECONDS + 3 * slurm.POLL_SECONDS
+    deadline = time.monotonic() + slurm.HELD_SECONDS + 3 * slurm.CHANGED_SECONDS
     while time.monotonic() < deadline:
         assert launcher.poll(handle).running
         time.sleep(0.2)

@@ -1,0 +1,109 @@
+"""Slurm's queue as squeue shows it: one query of the controller serves all jobs that this process follows."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.launchers.base import JobFailed, job_environment
+
+COMMAND_TIMEOUT = 60.0  # seconds
+RETRY_SECONDS = 300.0  # of retrying a controller that does not answer, where nothing can be done without it
+FORMAT = "%F|%T|%M|%j|%k|%r"
+
+
+class ControllerUnavailable(JobFailed):
+    """The Slurm controller did not answer."""
+
+
+@dataclass(frozen=True)
+class QueueEntry:
+    """A job, or one of a job array, as squeue shows it."""
+
+    identifier: str  # of the array, if it is one of an array
+    state: str
+    time_used: str
+    name: str
+    comment: str
+    reason: str
+
+    @property
+    def ended(self) -> bool:
+        """Whether Slurm only cleans up behind the job, for instance in an epilog.
+
+        A job that is requeued shows as COMPLETING as well until its nodes are cleaned up, but with no time used.
+        """
+        return self.state == "COMPLETING" and self.time_used != "0:00"
+
+
+class Queue:
+    """The user's jobs, read again only if the latest reading is too old; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read_at = -float("inf")
+        self._entries: list[QueueEntry] = []
+        self._error: ControllerUnavailable | None = None
+
+    def read(self, max_age: float = 0.0) -> list[QueueEntry]:
+        """All jobs, oldest first, as they were at most `max_age` seconds ago. Raises ControllerUnavailable."""
+        asked_at = time.monotonic()
+        with self._lock:
+            if self._read_at < asked_at - max_age:
+                self._read_at = time.monotonic()
+                try:
+                    self._entries, self._error = _query(), None
+                except JobFailed as error:
+                    self._error = ControllerUnavailable(str(error))
+            if self._error is not None:
+                raise ControllerUnavailable(str(self._error))
+            return self._entries
+
+    def require(self) -> list[QueueEntry]:
+        """All jobs as they are now; retries for RETRY_SECONDS. Raises ControllerUnavailable."""
+        deadline = time.monotonic() + RETRY_SECONDS
+        while True:
+            try:
+                return self.read()
+            except ControllerUnavailable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
+
+
+def _query() -> list[QueueEntry]:
+    """Jobs of this user in all partitions, hidden ones too."""
+    rows = run_command(["squeue", "--noheader", "--me", "--all", f"--format={FORMAT}"]).splitlines()
+    fields = [row.strip().split("|", 5) for row in rows]
+    # Rows that do not parse belong to other jobs, whose names and comments may contain anything.
+    entries = [QueueEntry(*row) for row in fields if len(row) == 6 and row[0].isdigit()]
+    return sorted(entries, key=lambda entry: int(entry.identifier))
+
+
+def run_command(
+    command: Sequence[str],
+    *,
+    folder: Path | None = None,
+    secrets: Sequence[tuple[str, str]] = (),
+    check: bool = True,
+) -> str:
+    """Run one of Slurm's commands and return its stdout; sbatch passes the environment on to the job.
+
+    Raises JobFailed with its stderr.
+    """
+    # Of the user's own settings of squeue, some would hide jobs.
+    environment = {name: value for name, value in job_environment().items() if not name.startswith("SQUEUE_")}
+    environment |= dict(secrets)
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT
+        )
+    except subprocess.TimeoutExpired as error:
+        raise JobFailed(f"{command[0]}: no answer within {COMMAND_TIMEOUT:.0f} s") from error
+    if check and done.returncode != 0:
+        raise JobFailed(f"{command[0]}: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
+    return done.stdout
