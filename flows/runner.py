@@ -224,8 +224,8 @@ class Runner:
         if folder is None:
             self._unrecorded.append(event)
             return
-        rows = runs.read_metrics(folder) if name == "train" else ()
-        record_event(folder, **event, **({"step": rows[-1]["step"]} if rows else {}))
+        row = runs.last_training_row(folder) if name == "train" else None
+        record_event(folder, **event, **({"step": row["step"]} if row else {}))
 
     def _reserve(self, name: str) -> int:
         self.outcomes.append(Outcome(name, "running", None))

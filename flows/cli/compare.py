@@ -19,9 +19,9 @@ from tasks.store.store import Store
 
 def run(options: argparse.Namespace) -> int:
     """Print the table and write the page; returns the exit code. Raises ProfileError for an unknown run or output."""
-    runs = comparison.load_runs(Store(options.store), options.runs)
+    runs, histories = comparison.load_runs(Store(options.store), options.runs)
     try:
-        page = comparison.write_page(runs, Path(options.output))
+        page = comparison.write_page(runs, histories, Path(options.output))
     except OSError as error:
         raise ProfileError("--output", options.output, f"cannot be written: {error.strerror}") from error
     if options.json:

@@ -31,7 +31,7 @@ class Overview:
     """The overview artifact of one flow run."""
 
     def __init__(self, profile: Profile, folder: Path, flow_run: UUID | None = None) -> None:
-        self._profile, self._folder = profile, folder
+        self._profile, self._folder, self._history = profile, folder, History(folder)
         self._artifact = PrefectArtifact("markdown", KEY, "Progress, plan, incidents and paths", flow_run)
 
     def begin(self, plan: Plan) -> None:
@@ -41,7 +41,7 @@ class Overview:
 
     def update(self, *, now: bool = False) -> None:
         """Render the page again; without `now`, every few seconds at most."""
-        self._artifact.update(lambda: markdown(self._profile, self._folder), now=now)
+        self._artifact.update(self._render, now=now)
 
     def fail(self, failure: BaseException, checkpoints: Sequence[int]) -> None:
         """Show a failure above the rest of the page; raises if the run folder cannot be rendered.
@@ -50,15 +50,20 @@ class Overview:
             checkpoints: steps of the complete ones.
         """
         failed = failure_markdown(failure, self._folder / "logs", checkpoints)
-        rest = markdown(self._profile, self._folder)
+        rest = self._render()
         self._artifact.update(lambda: f"{failed}\n\n{rest}", now=True)
 
-
-def markdown(profile: Profile, folder: Path) -> str:
-    """The page of a run that has not failed."""
-    training = _training(profile, History.read(folder))
-    parts = (training, _plan(folder), _incidents(folder), _paths(profile, folder))
-    return "\n\n".join(part for part in parts if part)
+    def _render(self) -> str:
+        """The page of a run that has not failed; reads only the metrics that are new."""
+        self._history.update()
+        profile, folder = self._profile, self._folder
+        parts = (
+            _training(profile, self._history),
+            _plan(folder),
+            _incidents(folder),
+            _paths(profile, folder),
+        )
+        return "\n\n".join(part for part in parts if part)
 
 
 def failure_markdown(
@@ -87,9 +92,9 @@ def _next_action(failure: BaseException, logs: Path | None, checkpoints: Sequenc
 def _training(profile: Profile, history: History) -> str:
     """Step and loss as a heading, the loss curve, speed and time left."""
     steps = profile.train.steps
-    if not history.steps:
+    last = history.last
+    if last is None:
         return f"## {profile.name}: {steps:,} steps to train"
-    last = history.steps[-1]
     done = last["step"] >= steps
     step = f"All {steps:,} steps are done" if done else f"Step {last['step']:,} of {steps:,}"
     parts = [f"## {step}, loss {last['loss']:.4f}"]

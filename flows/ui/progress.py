@@ -19,6 +19,7 @@ from flows.ui.overview import Overview
 from profiles.schema import Profile
 from tasks.launchers.log_follower import LogFollower
 from tasks.reporting.format import format_duration, format_value
+from tasks.store.runs import METRICS
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class TrainingProgress:
     """Shows a training run from its metrics; call `update` a few times a second."""
 
     def __init__(self, profile: Profile, folder: Path) -> None:
-        self._metrics = LogFollower(folder / "metrics.jsonl")
+        self._metrics = LogFollower(folder / METRICS, on_restart=self._forget)
         self._steps = profile.train.steps
         self._user_metrics = [name.partition(":")[2] for name in profile.evaluate.metrics]
         self._recent: deque[dict[str, Any]] = deque(maxlen=TABLE_STEPS)
@@ -56,14 +57,15 @@ class TrainingProgress:
 
     def update(self) -> None:
         """Show the rows that were written since the last call."""
-        rows = self._metrics.rows()
-        for row in rows:
+        new = False
+        for row in self._metrics.rows():
+            new = True
             if "loss" in row:
                 self._recent.append(row)
             elif self._read_earlier_rows and "validation_loss" in row:
                 self._log_evaluation(row)
-        self._read_earlier_rows = True  # an earlier attempt's evaluations are not logged again
-        if not self._recent or not rows:
+        self._read_earlier_rows = True
+        if not self._recent or not new:
             return
         now = time.monotonic()
         if now - self._logged_at >= LINE_SECONDS:
@@ -74,6 +76,11 @@ class TrainingProgress:
         self._bar.update(step / self._steps)
         self._table.update(lambda: table_data(map(table_row, reversed(self._recent))), now=done)
         self._overview.update(now=done)
+
+    def _forget(self) -> None:
+        """Training has resumed: rows were dropped, and the evaluations that are left are not logged again."""
+        self._recent.clear()
+        self._read_earlier_rows = False
 
     def _log_evaluation(self, row: dict[str, Any]) -> None:
         metrics = "".join(f", {name} {format_value(row[name])}" for name in self._user_metrics if name in row)

@@ -4,57 +4,94 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 
+READ_BYTES = 1 << 20  # at once
 _reported: set[tuple[Path, int]] = set()  # corrupted lines already logged; the same file has many followers
 
 
 class LogFollower:
-    """Follows a file, which need not exist yet, from byte `start` on; starts over if it shrinks or is replaced."""
+    """Follows a file, which need not exist yet, from byte `start` on; starts over if it shrinks or is replaced.
 
-    def __init__(self, path: Path, start: int = 0) -> None:
+    Args:
+        on_restart: called before it starts over, for instance to forget the rows that were read.
+    """
+
+    def __init__(self, path: Path, start: int = 0, on_restart: Callable[[], None] = lambda: None) -> None:
         self._path = path
         self._offset = start
+        self._on_restart = on_restart
         self._inode: int | None = None
         self._line = 0  # number of the last line read, from the start offset
 
     def lines(self) -> list[str]:
-        """Complete lines added since the last call."""
+        """Complete lines added since the last call, about READ_BYTES at most; none if there are no more."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
             return []
         with file:
-            status = self._path.stat()
+            status = os.fstat(file.fileno())
             if status.st_size < self._offset or self._inode not in (None, status.st_ino):
                 self._offset = self._line = 0
+                self._on_restart()
             self._inode = status.st_ino
             file.seek(self._offset)
-            complete, newline, _ = file.read().rpartition(b"\n")
+            data = file.read(READ_BYTES)
+            while b"\n" not in data and (more := file.read(READ_BYTES)):
+                data += more
+        complete, newline, _ = data.rpartition(b"\n")
         self._offset += len(complete) + len(newline)
         return complete.decode(errors="replace").splitlines() if newline else []
 
-    def rows(self) -> list[dict[str, Any]]:
-        """New JSON objects of a JSON Lines file.
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """New JSON objects of a JSON Lines file, up to its end.
 
         Lines that are not JSON objects, as a process that dies while writing leaves them, are skipped with one warning.
         """
-        rows, corrupted = [], []
-        for line in self.lines():
-            self._line += 1
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if isinstance(row, dict):
-                rows.append(row)
-            else:
-                corrupted.append(self._line)
+        corrupted: list[int] = []
+        while lines := self.lines():
+            for line in lines:
+                self._line += 1
+                if (row := _row(line)) is not None:
+                    yield row
+                else:
+                    corrupted.append(self._line)
         if corrupted and (self._path, corrupted[0]) not in _reported:
             _reported.add((self._path, corrupted[0]))
             others = f" and {len(corrupted) - 1:,} more" if len(corrupted) > 1 else ""
             log.warning("%s: line %d%s: not a JSON object; skipped", self._path, corrupted[0], others)
-        return rows
+
+
+def last_row(path: Path, key: str) -> dict[str, Any] | None:
+    """The last row of a JSON Lines file that has the key, read from the end of the file; None if there is none."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return None
+    with file:
+        end, size = file.seek(0, os.SEEK_END), READ_BYTES // 16
+        while True:
+            start = file.seek(max(0, end - size))
+            lines = file.read(end - start).split(b"\n")[
+                :-1
+            ]  # the last part is a line that is still being written
+            for line in reversed(lines[1:] if start else lines):
+                if (row := _row(line)) is not None and key in row:
+                    return row
+            if start == 0:
+                return None
+            size *= 8
+
+
+def _row(line: str | bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

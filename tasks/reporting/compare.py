@@ -17,7 +17,7 @@ from profiles.schema import Profile
 from tasks.reporting import html
 from tasks.reporting.chart import Series, line_chart
 from tasks.reporting.format import format_bytes, format_count, format_duration
-from tasks.reporting.history import REPORT_JSON, SMOOTHING, History, moving_average
+from tasks.reporting.history import REPORT_JSON, History
 from tasks.store.store import Store
 
 LINE_STYLES = 6  # line colours in report.html
@@ -39,9 +39,14 @@ RESULTS = {  # row: (key of `load_runs`, formatter)
 }
 
 
-def load_runs(store: Store, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Name, folder, profile (flat, by key path) and results of runs. Raises ProfileError for an unknown name or folder."""
-    return [_load_run(_find_folder(store, name)) for name in names]
+def load_runs(store: Store, names: Sequence[str]) -> tuple[list[dict[str, Any]], list[History]]:
+    """Name, folder, profile (flat, by key path) and results of runs, and their histories.
+
+    Raises ProfileError for an unknown name or folder.
+    """
+    folders = [_find_folder(store, name) for name in names]
+    histories = [History.read(folder) for folder in folders]
+    return [_load_run(*run) for run in zip(folders, histories, strict=True)], histories
 
 
 def profile_differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -63,15 +68,12 @@ def table_rows(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def write_page(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
+def write_page(runs: Sequence[Mapping[str, Any]], histories: Sequence[History], path: Path) -> Path:
     """Write the comparison as an HTML page."""
     training, validation = [], []
-    for number, run in enumerate(runs):
+    for number, (run, history) in enumerate(zip(runs, histories, strict=True)):
         style = f"line-{number % LINE_STYLES + 1}"
-        history = History.read(Path(run["folder"]))
-        losses = history.curve("loss")
-        curve = moving_average(losses) if len(losses) > 2 * SMOOTHING else losses
-        training.append(Series(run["run"], style, curve))
+        training.append(Series(run["run"], style, history.smoothed_loss() or history.curve("loss")))
         validation.append(Series(run["run"], style, history.curve("validation_loss"), dots=True))
     names = [run["run"] for run in runs]
     sections = [
@@ -85,7 +87,7 @@ def write_page(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 
 def _find_folder(store: Store, name: str) -> Path:
-    folder = Path(name) if "/" in name else store.run_folder(name).path
+    folder = Path(name) if "/" in name else store.work_dir / "runs" / name
     if (folder / "profile.yaml").is_file():
         return folder
     runs = folder.parent
@@ -94,14 +96,13 @@ def _find_folder(store: Store, name: str) -> Path:
     raise ProfileError("run", name, f"no such run in {runs}", nearest)
 
 
-def _load_run(folder: Path) -> dict[str, Any]:
+def _load_run(folder: Path, history: History) -> dict[str, Any]:
     profile = resolve.load(str(folder / "profile.yaml"))
-    history = History.read(folder)
     run: dict[str, Any] = {"run": folder.name, "folder": str(folder), "profile": _flat_profile(profile)}
     run |= history.measurements(profile)
-    if history.evaluations:
-        run["validation_loss"] = history.evaluations[-1]["validation_loss"]
-    run["state"] = f"at step {len(history.steps):,} of {profile.train.steps:,}"
+    if history.last_evaluation:
+        run["validation_loss"] = history.last_evaluation["validation_loss"]
+    run["state"] = f"at step {history.steps:,} of {profile.train.steps:,}"
     if (folder / REPORT_JSON).is_file():
         run |= {"state": "finished", **_read_report(folder / REPORT_JSON)}
     return run

@@ -1,79 +1,134 @@
-"""A run's metrics.jsonl as curves by step, medians and totals."""
+"""A run's metrics.jsonl as curves by step, medians and totals, read incrementally in bounded memory."""
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from profiles.schema import Profile
+from tasks.launchers.log_follower import LogFollower
 from tasks.reporting.chart import Points, Series
-from tasks.store.runs import read_metrics
+from tasks.reporting.downsampling import Curve, Sample
+from tasks.store.runs import METRICS
 
 REPORT_JSON = "report.json"
-SMOOTHING = 10  # steps before and after each that a smoothed value averages
+SMOOTHING = 10  # points before and after each that a smoothed value averages
+CURVES = ("loss", "tokens_per_second", "memory_bytes")
+MEDIANS = (
+    *("step_seconds", "tokens_per_second", "mfu"),
+    *("data_wait_seconds", "forward_backward_seconds", "optimizer_seconds", "communication_seconds"),
+)
+MAXIMA = ("memory_bytes", "cold_compiles")
 
 
-@dataclass(frozen=True)
 class History:
-    """Rows of metrics.jsonl: of training steps, and of evaluations during training."""
+    """What metrics.jsonl of a run folder says; `update` reads what is new.
 
-    steps: Sequence[dict[str, Any]]
-    evaluations: Sequence[dict[str, Any]]
+    Attributes:
+        steps: number of training steps.
+        last: row of the last training step, None before the first.
+        last_evaluation: row of the last evaluation during training.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._follower = LogFollower(folder / METRICS, on_restart=self._clear)
+        self._clear()
 
     @classmethod
-    def read(cls, folder: Path) -> History:
+    def read(cls, folder: Path) -> Self:
         """Read the history of the run in this folder."""
-        rows = read_metrics(folder)
-        return cls([row for row in rows if "loss" in row], [row for row in rows if "validation_loss" in row])
+        history = cls(folder)
+        history.update()
+        return history
+
+    def update(self) -> None:
+        """Read the rows that were added; all of them if training has resumed, which drops rows."""
+        for row in self._follower.rows():
+            if "loss" in row:
+                self._add_step(row)
+            if "validation_loss" in row:
+                self.last_evaluation = row
+                self._add_to_curve("validation_loss", row)
+
+    def _clear(self) -> None:
+        self.steps, self._seconds, self._skipped = 0, 0.0, 0
+        self.last: dict[str, Any] | None = None
+        self.last_evaluation: dict[str, Any] | None = None
+        self._curves: defaultdict[str, Curve] = defaultdict(Curve)
+        self._samples: defaultdict[str, Sample] = defaultdict(Sample)
+        self._first: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+
+    def _add_step(self, row: dict[str, Any]) -> None:
+        self.steps += 1
+        self.last = row
+        self._seconds += row.get("step_seconds", 0.0)
+        self._skipped += bool(row.get("skipped"))
+        for key in CURVES:
+            self._add_to_curve(key, row)
+        for key in MEDIANS:
+            if isinstance(value := row.get(key), int | float):
+                if key in self._first:
+                    self._samples[key].add(value)
+                else:
+                    self._first[key] = value
+        for key in MAXIMA:
+            if isinstance(value := row.get(key), int | float):
+                self._maxima[key] = max(value, self._maxima.get(key, value))
+
+    def _add_to_curve(self, key: str, row: dict[str, Any]) -> None:
+        if isinstance(value := row.get(key), int | float):
+            self._curves[key].add(row["step"], value)
 
     def curve(self, key: str, scale: float = 1.0) -> Points:
-        """(step, value × scale) of every row that has the metric."""
-        rows = self.evaluations if key == "validation_loss" else self.steps
-        return [(row["step"], row[key] * scale) for row in rows if isinstance(row.get(key), int | float)]
+        """(step, value × scale) of the rows that have the metric, one of CURVES or "validation_loss"; downsampled."""
+        return [(step, value * scale) for step, value in self._curves[key].points]
 
     def median(self, key: str) -> float | None:
-        """Median of a metric without its first value, which includes warm-up; None if it was not measured."""
-        values = [value for _, value in self.curve(key)[1:] or self.curve(key)]
-        return median(values) if values else None
+        """Median of one of MEDIANS without its first value, which includes warm-up; None if it was not measured."""
+        median = self._samples[key].median
+        return self._first.get(key) if median is None else median
 
     def maximum(self, key: str) -> float | None:
-        return max((value for _, value in self.curve(key)), default=None)
+        """Maximum of one of MAXIMA."""
+        return self._maxima.get(key)
 
     def measurements(self, profile: Profile) -> dict[str, Any]:
         """Totals and medians of the run, as report.json holds them; None for a metric that was not measured."""
         return {
-            "steps": len(self.steps),
-            "loss": self.steps[-1]["loss"] if self.steps else None,
-            "tokens": len(self.steps) * profile.train.global_batch_size * profile.train.sequence_length,
-            "training_seconds": sum(row.get("step_seconds", 0.0) for row in self.steps),
+            "steps": self.steps,
+            "loss": self.last["loss"] if self.last else None,
+            "tokens": self.steps * profile.train.global_batch_size * profile.train.sequence_length,
+            "training_seconds": self._seconds,
             "step_seconds": self.median("step_seconds"),
             "tokens_per_second": self.median("tokens_per_second"),
             "mfu": self.median("mfu"),
             "memory_bytes": self.maximum("memory_bytes"),
-            "skipped": sum(bool(row.get("skipped")) for row in self.steps),
+            "skipped": self._skipped,
             "cold_compiles": self.maximum("cold_compiles"),
         }
 
     def loss_series(self) -> list[Series]:
         """Training loss, its moving average and validation loss, for a chart."""
-        losses = self.curve("loss")
-        lines = [Series("training", "training", losses)]
-        if len(losses) > 2 * SMOOTHING:
-            label = f"training, mean of {2 * SMOOTHING + 1} steps"
-            lines.append(Series(label, "smooth", moving_average(losses)))
+        lines = [Series("training", "training", self.curve("loss"))]
+        if smoothed := self.smoothed_loss():
+            steps = (2 * SMOOTHING + 1) * self._curves["loss"].group_size
+            lines.append(Series(f"training, mean of {steps:,} steps", "smooth", smoothed))
         return [*lines, Series("validation", "validation", self.curve("validation_loss"), dots=True)]
+
+    def smoothed_loss(self) -> Points:
+        """Moving average of the training loss; empty for a run that is too short."""
+        losses = self.curve("loss")
+        return moving_average(losses) if len(losses) > 2 * SMOOTHING else []
 
 
 def moving_average(points: Points) -> list[tuple[float, float]]:
-    """Centered moving average of the finite points; the window shrinks towards both ends, so the curve does not lag."""
-    finite = [point for point in points if math.isfinite(point[1])]
+    """Centered moving average; the window shrinks towards both ends, so the curve does not lag."""
     means = []
-    for index, (step, _) in enumerate(finite):
-        reach = min(SMOOTHING, index, len(finite) - 1 - index)
-        window = finite[index - reach : index + reach + 1]
+    for index, (step, _) in enumerate(points):
+        reach = min(SMOOTHING, index, len(points) - 1 - index)
+        window: Sequence[tuple[float, float]] = points[index - reach : index + reach + 1]
         means.append((step, sum(value for _, value in window) / len(window)))
     return means

@@ -12,13 +12,14 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.launchers import create, latest_jobs
-from tasks.launchers.log_follower import LogFollower
+from tasks.launchers.log_follower import LogFollower, last_row
 from tasks.store.artifacts import Artifact
 from tasks.store.backends import FolderBackend
 from tasks.store.store import Store
 
 INPUTS = "inputs.json"
 ATTEMPT = "attempt"  # number of the training attempt that may complete checkpoints
+METRICS = "metrics.jsonl"
 FLOW_RUN = "flow-run"  # id of the flow run that uses the folder, or used it last
 
 
@@ -100,9 +101,14 @@ def read_inputs(folder: Path) -> dict[str, str]:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Rows of a run's metrics.jsonl; empty if there is no such file."""
-    return LogFollower(folder / "metrics.jsonl").rows()
+    return list(LogFollower(folder / METRICS).rows())
+
+
+def last_training_row(folder: Path) -> dict[str, Any] | None:
+    """The row of the last training step in a run's metrics.jsonl; None if there is none. Costs the same for any length."""
+    return last_row(folder / METRICS, "loss")
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """Rows of a run's events.jsonl (failures and anomalies); empty if there is no such file."""
-    return LogFollower(folder / "events.jsonl").rows()
+    return list(LogFollower(folder / "events.jsonl").rows())

@@ -1,6 +1,11 @@
 """LogFollower on a file that another process appends to, truncates and replaces."""
 
-from tasks.launchers.log_follower import LogFollower
+import json
+
+import pytest
+
+from tasks.launchers import log_follower
+from tasks.launchers.log_follower import LogFollower, last_row
 
 
 def test_reads_only_new_complete_lines(tmp_path):
@@ -48,3 +53,18 @@ def test_corrupted_lines_are_skipped_with_one_warning(tmp_path, caplog):
         file.write('{"step": 5}\ntorn\n')
     assert [row["step"] for row in follower.rows()] == [5]
     assert caplog.records[-1].getMessage() == f"{path}: line 7: not a JSON object; skipped"
+
+
+@pytest.mark.parametrize("block", [1 << 10, 1 << 20])
+def test_last_row_is_the_last_complete_one_that_has_the_key(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(log_follower, "READ_BYTES", block)
+    path = tmp_path / "file"
+    assert last_row(path, "loss") is None
+    path.write_text('{"step": 1, "loss": 2.0}')
+    assert last_row(path, "loss") is None
+    rows = [{"step": step, "loss": 1.0, "text": "x" * 100} for step in range(1, 20)]
+    rows += [{"step": 19, "validation_loss": 1.0}] * 20
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"step": 20, "loss": 1.0')
+    assert last_row(path, "loss")["step"] == 19
+    assert last_row(path, "accuracy") is None
+    assert len(list(LogFollower(path).rows())) == 39

@@ -15,7 +15,8 @@ def test_compare_shows_results_curves_and_profile_differences(capsys, tmp_path, 
     write_run(tmp_path / "store/runs/first")
     write_report(tmp_path / "store/runs/first")
     write_run(tmp_path / "store/runs/second", "train.learning_rate=1e-3", losses=50)
-    assert main(["compare", "first", "second", "--json"]) == 0
+    (tmp_path / "store/runs/second").rename(tmp_path / "store/runs/first~1")
+    assert main(["compare", "first", "first~1", "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert output["differences"] == {"train.learning_rate": [0.003, 0.001]}
     assert [run["state"] for run in output["runs"]] == ["finished", "at step 50 of 300"]
@@ -26,10 +27,10 @@ def test_compare_shows_results_curves_and_profile_differences(capsys, tmp_path, 
     assert parser.open == []
     assert page.count('class="line line-2"') == 2
 
-    assert main(["compare", "first", "second"]) == 0
+    assert main(["compare", "first", "first~1"]) == 0
     assert "train.learning_rate  0.003" in capsys.readouterr().out
-    assert main(["compare", "first", "secund"]) == 2
-    assert "nearest valid: second" in capsys.readouterr().err
+    assert main(["compare", "first", "first-1"]) == 2
+    assert "nearest valid: first~1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""A run's history: bounded, incremental, and right after a resume."""
+
+import json
+
+import pytest
+
+from profiles import resolve
+from tasks.reporting.downsampling import LIMIT
+from tasks.reporting.history import History
+
+
+def write(path, steps: int) -> None:
+    """Replace the file by rows of so many steps, as a resumed training does."""
+    rows = (
+        {"step": step, "loss": 10 - step / 1000, "step_seconds": 5.0 if step == 1 else 0.5 + step % 10 / 100}
+        | {"tokens_per_second": float(step), "memory_bytes": step % 700, "skipped": step == 7}
+        for step in range(1, steps + 1)
+    )
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    partial.replace(path)
+
+
+def test_long_run_is_downsampled(tmp_path):
+    steps = 3 * LIMIT + 1
+    write(tmp_path / "metrics.jsonl", steps)
+    history = History.read(tmp_path)
+    losses = history.curve("loss")
+    assert LIMIT / 2 <= len(losses) <= LIMIT
+    assert all(loss == pytest.approx(10 - step / 1000) for step, loss in losses)
+    assert losses[-1][0] > steps - 4
+    measured = history.measurements(resolve.load("tiny"))
+    assert (measured["steps"], measured["memory_bytes"], measured["skipped"]) == (steps, 699, 1)
+    assert measured["training_seconds"] == pytest.approx(5 + 0.545 * (steps - 1), abs=0.5)
+    assert measured["step_seconds"] == pytest.approx(0.545, abs=0.011)
+    assert measured["tokens_per_second"] == pytest.approx(steps / 2, rel=0.1)
+    (_, smooth, _) = history.loss_series()
+    assert smooth.label == f"training, mean of {21 * 4} steps"
+
+
+def test_only_new_rows_are_read_until_a_resume_drops_some(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 50)
+    history = History.read(tmp_path)
+    with path.open("r+b") as file:
+        file.write(b"#")  # would be skipped if it were read again
+        file.seek(0, 2)
+        file.write(b'{"step": 51, "loss": 4.0}\n{"step": 50, "validation_loss": 3.0}\n{"step": 52')
+    history.update()
+    assert (history.steps, history.last["loss"]) == (51, 4.0)
+    assert history.last_evaluation["validation_loss"] == 3.0
+
+    write(path, 40)
+    history.update()
+    assert (history.steps, history.last["step"], history.last_evaluation) == (40, 40, None)
+    assert [step for step, _ in history.curve("loss")] == list(range(1, 41))
