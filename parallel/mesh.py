@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import product
 
 import torch
@@ -52,6 +53,7 @@ class Mesh:
         rank: rank to plan for: the mesh then has ranks and sizes but no process groups (for planning, conversion and tests);
             None: this process's, with groups if torch.distributed is initialized.
         supports_reduction: see `Device.supports_reduction`.
+        timeout: of the process groups; torch's default for new groups is not that of the default group.
 
     Raises:
         ValueError: a degree below 1, replicas that do not divide the tensor degree, or a different world size.
@@ -66,6 +68,7 @@ class Mesh:
         kv_replicas: int = 1,
         rank: int | None = None,
         supports_reduction: bool = False,
+        timeout: timedelta | None = None,
     ) -> None:
         self.shape = dict(zip(AXES, (pipeline, data, context, tensor), strict=True))
         for name, size in self.shape.items():
@@ -86,7 +89,7 @@ class Mesh:
             raise ValueError(f"mesh: rank {self.rank} is outside a world of size {self.size}")
         self._registered: list[str] = []
         for name, groups in self._groups().items():
-            setattr(self, name, self._axis(name, groups, planned, supports_reduction))
+            setattr(self, name, self._axis(name, groups, planned, supports_reduction, timeout))
         if not planned and self.size > 1:
             # A rank that closed the mesh before another has connected would break that rank's connection.
             dist.barrier()
@@ -112,14 +115,20 @@ class Mesh:
         return groups
 
     def _axis(
-        self, name: str, groups: list[tuple[int, ...]], planned: bool, supports_reduction: bool
+        self,
+        name: str,
+        groups: list[tuple[int, ...]],
+        planned: bool,
+        supports_reduction: bool,
+        timeout: timedelta | None,
     ) -> Axis:
         ranks = next((group for group in groups if self.rank in group), (self.rank,))
         group = None
         if not planned and any(len(members) > 1 for members in groups):
             # Creating a group is collective over the world, members or not.
             created = [
-                dist.group.WORLD if name == "world" else dist.new_group(list(members)) for members in groups
+                dist.group.WORLD if name == "world" else dist.new_group(list(members), timeout=timeout)
+                for members in groups
             ]
             if ranks in groups:
                 group = created[groups.index(ranks)]

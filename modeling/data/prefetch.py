@@ -58,6 +58,11 @@ class Prefetcher:
             self._queue.append(self._pool.submit(self._read, self._next_step))
             self._next_step += 1
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next batch has been read."""
+        return self._queue[0].done()
+
     def next(self) -> Batch:
         """The batch of the next step; raises what reading it raised."""
         batch = self._queue.pop(0).result()

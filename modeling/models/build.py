@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 
 from modeling.models.flops import layer_multiply_adds
@@ -19,12 +21,16 @@ MODELS: dict[str, type[LanguageModel]] = {"llama": Llama, "gpt": GPT}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_mesh(profile: Profile, rank: int | None = None) -> Mesh:
-    """The run's device mesh as this process sees it, or without process groups as `rank` sees it."""
+def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | None = None) -> Mesh:
+    """The run's device mesh as this process sees it, or without process groups as `rank` sees it.
+
+    Args:
+        timeout: of the process groups.
+    """
     parallel, cluster = profile.parallel, profile.cluster
     degrees = (parallel.pipeline, profile.data_parallel, parallel.context, parallel.tensor)
     reduces = devices.resolve(cluster.device, cluster.accelerator).supports_reduction
-    return Mesh(*degrees, profile.kv_replication, rank=rank, supports_reduction=reduces)
+    return Mesh(*degrees, profile.kv_replication, rank=rank, supports_reduction=reduces, timeout=timeout)
 
 
 def partition_layers(profile: Profile) -> list[range]:

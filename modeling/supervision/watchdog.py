@@ -1,15 +1,13 @@
 """Hang watchdog: ends a rank whose training makes no progress, and dumps its stacks.
 
-If a rank waits forever for another, only the stacks of both tell which one is at fault. Each rank watches itself: if no step
-ends within
+If a rank waits forever for another, only the stacks of both tell which one is at fault. Each rank watches itself: if it exceeds
+the timeout of its phase (timeouts.py), it writes the traceback of each thread to RUN/logs/stacks/rank_<n>.txt and torch's flight
+recorder, if the backend keeps one, to rank_<n>.collectives (for `torchfrtrace`), and exits with code HUNG. The launcher then ends
+the other ranks. A rank that cannot do so, because it is stopped or blocked in native code that holds the GIL, is handled by the
+external watchdog (torchrun.py), or without that by faulthandler's C thread.
 
-    hang timeout = hang_factor · median step time + hang_seconds
-
-(LONG_TIMEOUT at the start, while graphs compile, and during checkpoints and evaluations), it writes the traceback of each thread
-to RUN/logs/stacks/rank_<n>.txt and torch's flight recorder, if the backend keeps one, to rank_<n>.collectives (for
-`torchfrtrace`), and exits with code HUNG. The launcher then ends the other ranks. A rank that cannot do so, because it is
-stopped or blocked in native code that holds the GIL, is handled by the external watchdog (torchrun.py), or without that by
-faulthandler's C thread.
+While one rank waits for data, the others wait for it in a collective of their step. So a rank that stays in another phase than a
+step is counted in the process group's store, and as long as the count is not zero no step times out.
 
 Cost: one lock per step, and a new faulthandler thread every few seconds.
 """
@@ -19,20 +17,23 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from modeling.exit_codes import HANG_MESSAGE, HUNG
 from modeling.supervision.heartbeat import Heartbeat
 from modeling.supervision.stragglers import node_name
+from modeling.supervision.timeouts import COMPILE, MINIMUM_STEPS, STEP, Timeouts
 
-LONG_TIMEOUT = 1800.0  # seconds, for anything but a step
-MINIMUM_STEPS = 3  # needed for a median step time
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+BUSY_RANKS = "trainshed/busy_ranks"  # key of their number in the store
+BUSY_AFTER = 1.0  # seconds in another phase than a step, at most
 # Seconds between a rank's dump and its exit, so that other hung ranks can dump before they are ended.
 EXIT_DELAY = 4.0
 FAULTHANDLER_DELAY = 20.0  # seconds that faulthandler waits beyond the deadline
@@ -43,68 +44,112 @@ class Watchdog:
 
     Args:
         folder: folder of the stacks, shared by all ranks.
-        factor: `cluster.hang_factor`, in median step times.
-        grace: `cluster.hang_seconds`; None disables the watchdog.
+        store: shared by all ranks, and used by this object only; None: there are no other ranks.
     """
 
-    def __init__(self, folder: Path, rank: int, factor: float, grace: float | None) -> None:
-        self._path, self._rank, self._factor, self._grace = folder / f"rank_{rank}.txt", rank, factor, grace
-        self._heartbeat = None if grace is None else Heartbeat(self._path)
+    def __init__(self, folder: Path, rank: int, timeouts: Timeouts, store: Store | None = None) -> None:
+        self._path, self._rank, self._timeouts, self._store = (
+            folder / f"rank_{rank}.txt",
+            rank,
+            timeouts,
+            store,
+        )
+        enabled = timeouts.grace is not None
+        self._heartbeat = Heartbeat(self._path) if enabled else None
+        self._busy_after = min(BUSY_AFTER, (timeouts.grace or 0.0) / 2)
         self._step_seconds: deque[float] = deque(maxlen=50)
         self._step = 0
-        self._timeout, self._deadline = LONG_TIMEOUT, time.monotonic() + LONG_TIMEOUT
+        self._phase = STEP
+        self._begun = self._deadline = time.monotonic()  # of the phase
         self._faulthandler_deadline = 0.0
         self._changed = threading.Condition()
-        self._finished = grace is None
+        self._finished = not enabled
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
 
     def beat(self, step: int, seconds: float) -> None:
         """Record a finished step and restart the timeout."""
         self._step = step
-        self._step_seconds.append(seconds)
-        self._restart(self._step_timeout())
+        with self._changed:  # the thread reads it
+            self._step_seconds.append(seconds)
+        self._begin(STEP)
 
     @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Allow the block LONG_TIMEOUT seconds: a checkpoint or an evaluation."""
-        self._restart(LONG_TIMEOUT)
+    def phase(self, name: str) -> Iterator[None]:
+        """Apply the timeout of a phase to the block."""
+        self._begin(name)
         try:
             yield
         finally:
-            self._restart(self._step_timeout())
+            self._begin(STEP)
 
-    def _step_timeout(self) -> float:
-        if len(self._step_seconds) < MINIMUM_STEPS or self._grace is None:
-            return LONG_TIMEOUT
-        return self._factor * statistics.median(self._step_seconds) + self._grace
+    @property
+    def _timed_phase(self) -> str:
+        compiling = self._phase == STEP and len(self._step_seconds) < MINIMUM_STEPS
+        return COMPILE if compiling else self._phase
 
-    def _restart(self, timeout: float) -> None:
+    @property
+    def _timeout(self) -> float:
+        return self._timeouts.of(self._timed_phase, self._step_seconds)
+
+    def _begin(self, phase: str) -> None:
         if self._heartbeat is None:
             return
         with self._changed:
-            self._timeout, self._deadline = timeout, time.monotonic() + timeout
+            self._phase, self._begun = phase, time.monotonic()
+            self._extend()
             self._changed.notify()
-        self._heartbeat.set_deadline(self._deadline)
-        deadline = time.monotonic() + timeout + FAULTHANDLER_DELAY
+
+    def _extend(self) -> None:
+        """Set the deadline to a timeout from now; the caller holds the lock."""
+        self._deadline = time.monotonic() + self._timeout
+        if self._heartbeat is not None:
+            self._heartbeat.set_deadline(self._deadline)
+        deadline = self._deadline + FAULTHANDLER_DELAY
         # Each call starts a thread, so small changes are skipped.
         if abs(deadline - self._faulthandler_deadline) > FAULTHANDLER_DELAY / 2:
             self._faulthandler_deadline = deadline
-            faulthandler.dump_traceback_later(timeout + FAULTHANDLER_DELAY, exit=True)
+            faulthandler.dump_traceback_later(self._timeout + FAULTHANDLER_DELAY, exit=True)
 
     def _watch(self) -> None:
-        with self._changed:
-            while not self._finished:
-                seconds_left = self._deadline - time.monotonic()
-                if seconds_left <= 0:
+        busy = False  # whether this rank is counted
+        while True:
+            with self._changed:
+                if self._finished:
                     break
-                self._changed.wait(seconds_left)
-            if self._finished:
-                return
-        self._dump_and_exit()
+                now, phase = time.monotonic(), self._phase
+                busy_from = self._begun + self._busy_after if phase != STEP else float("inf")
+                expired = now >= self._deadline
+                if busy == (now >= busy_from) and not expired:
+                    self._changed.wait(min(self._deadline, float("inf") if busy else busy_from) - now)
+                    continue
+            if expired:
+                others_busy = phase == STEP and self._count(0) > 0
+                with self._changed:
+                    if time.monotonic() < self._deadline:
+                        continue  # it ended just now
+                    if not others_busy:
+                        break
+                    self._extend()
+            else:
+                busy = not busy
+                self._count(1 if busy else -1)
+        if busy:
+            self._count(-1)
+        if not self._finished:
+            self._dump_and_exit()
+
+    def _count(self, change: int) -> int:
+        """Change the number of ranks that are in another phase than a step; returns it, 0 without a store."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store's process has ended
+                return self._store.add(BUSY_RANKS, change)
+        return 0
 
     def _dump_and_exit(self) -> None:
-        path, timeout, step = self._path, self._timeout, self._step
-        message = f"rank {self._rank} on {node_name()}: {HANG_MESSAGE} {timeout:.1f} s after step {step}"
+        path = self._path
+        waited = f"{HANG_MESSAGE} {time.monotonic() - self._begun:.1f} s after step {self._step}"
+        limit = f"the timeout of the phase {self._timed_phase!r} is {self._timeout:.1f} s"
+        message = f"rank {self._rank} on {node_name()}: {waited}; {limit}"
         if self._heartbeat is not None:
             self._heartbeat.set_deadline(time.monotonic() + FAULTHANDLER_DELAY)
         with contextlib.suppress(OSError):  # a full disk must not keep the rank alive
@@ -122,7 +167,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         if not self._finished:
-            self._restart(LONG_TIMEOUT)
+            self._begin(STEP)
             self._thread.start()
         return self
 

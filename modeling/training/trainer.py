@@ -20,6 +20,7 @@ from modeling.compilation import compilers, graph_cache
 from modeling.compilation.graph_cache import CompileStatistics, EagerStatistics
 from modeling.models.build import DTYPES, build_mesh, build_stage, extra_warmup_forwards, partition_layers
 from modeling.models.language_model import LanguageModel
+from modeling.supervision.timeouts import Timeouts
 from modeling.training import user_functions
 from parallel import device as devices
 from parallel import initialize
@@ -59,8 +60,8 @@ class Trainer:
         self.torch_device = self.device.set_current(local_rank)
         torch.set_num_threads(threads(profile))
         if start and profile.world_size > 1:
-            dist.init_process_group(self.device.backend)
-        self.mesh = build_mesh(profile)
+            dist.init_process_group(self.device.backend, timeout=timeouts_of(profile).process_group)
+        self.mesh = build_mesh(profile, timeout=timeouts_of(profile).process_group)
         self.compile_statistics: CompileStatistics | EagerStatistics = EagerStatistics()
         if graphs is not None:
             compiler = compilers.make_compiler(profile)
@@ -227,6 +228,13 @@ class Trainer:
         """Sum numbers over all ranks but the tensor axis, on which they must be equal; one all-reduce."""
         return all_reduce(numbers.double() / self.mesh.tensor.size, self.mesh.world).tolist()
 
+    def connect_store(self) -> dist.Store | None:
+        """A connection of its own to the store that all ranks share; None for a single rank."""
+        if self.mesh.size == 1:
+            return None
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+
     def __enter__(self) -> Self:
         return self
 
@@ -234,6 +242,11 @@ class Trainer:
         self.mesh.close()
         if dist.is_initialized() and failure[0] is None:
             dist.destroy_process_group()
+
+
+def timeouts_of(profile: Profile) -> Timeouts:
+    """The timeouts of a profile's run."""
+    return Timeouts(profile.cluster.hang_factor, profile.cluster.hang_seconds)
 
 
 def threads(profile: Profile) -> int:

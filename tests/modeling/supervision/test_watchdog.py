@@ -5,18 +5,24 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from modeling import exit_codes
+from modeling.supervision import watchdog
+from modeling.supervision.timeouts import PHASES, STEP, Timeouts
+from tests.forkserver import forkserver
 from tests.slurm.conftest import until
 
 HOME = Path(__file__).parents[3]
 # Three steps, which set the hang timeout; then rank 1 hangs and rank 0 waits for it.
 PROGRAM = """
 import ctypes, os, pathlib, signal, sys, time
+from modeling.supervision.timeouts import Timeouts
 from modeling.supervision.watchdog import Watchdog
 
 folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -29,7 +35,7 @@ def wait_for_the_other():
 def hold_the_gil():
     ctypes.PyDLL(None).sleep(300)
 
-with Watchdog(folder / "stacks", rank, 1.0, 4.0) as watchdog:
+with Watchdog(folder / "stacks", rank, Timeouts(1.0, 4.0)) as watchdog:
     for step in 1, 2, 3:
         watchdog.beat(step, 0.1)
     (folder / f"{rank}.there").touch()
@@ -67,3 +73,38 @@ def test_hung_ranks_leave_their_stacks(how, tmp_path):
     assert how == "waits" or "captured externally" in second
     code = int(re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", said, re.DOTALL)[1])
     assert code in (exit_codes.HUNG, -signal.SIGALRM), said
+
+
+def test_rank_that_waits_for_data_of_another_is_not_hung(tmp_path):
+    process = forkserver().Process(target=wait_for_data_then_hang, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == exit_codes.HUNG
+    assert (tmp_path / "read").exists()
+    stacks = (tmp_path / "rank_0.txt").read_text()
+    assert re.search(r"no step for \S+ s after step 3; the timeout of the phase 'step' is 1.1 s", stacks)
+
+
+def wait_for_data_then_hang(folder: Path) -> None:
+    """Two ranks: one reads data for longer than a step may take, then both hang."""
+    store, timeouts = dist.HashStore(), Timeouts(1.0, 1.0)
+    watchdog.EXIT_DELAY = 0
+    with (
+        watchdog.Watchdog(folder, 0, timeouts, store) as waiting,
+        watchdog.Watchdog(folder, 1, timeouts, store) as reading,
+    ):
+        for step in 1, 2, 3:
+            waiting.beat(step, 0.1)
+            reading.beat(step, 0.1)
+        with reading.phase("data"):
+            time.sleep(2.5)
+        (folder / "read").touch()
+        reading._finished = True
+        time.sleep(300)
+
+
+@pytest.mark.parametrize("grace", [20.0, 9000.0])
+def test_process_group_times_out_after_every_phase(grace):
+    timeouts = Timeouts(5.0, grace)
+    longest = max(timeouts.of(phase, [3000.0] * 3) for phase in (STEP, *PHASES))
+    assert longest < timeouts.process_group.total_seconds()

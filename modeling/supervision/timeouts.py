@@ -1,0 +1,54 @@
+"""Timeouts: how long a rank may take in each phase of a program before it counts as hung. No other module defines any.
+
+    step         hang_factor · median step time + hang_seconds, at most the longest of all
+    compile      from the start until a median of steps is known
+    load, save, evaluate, data    PHASES
+
+The process group has a timeout of its own, which ends a program without stacks. It is longer than all of these.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+MINIMUM_STEPS = 3  # needed for a median step time
+STEP = "step"
+COMPILE = "compile"
+PHASES = {  # seconds
+    COMPILE: 1800.0,
+    "load": 3600.0,
+    "save": 3600.0,
+    "evaluate": 3600.0,
+    "data": 1800.0,  # a batch that was not read ahead in time
+}
+MARGIN = 600.0  # seconds that the process group waits beyond the longest
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Timeouts of a run, in seconds.
+
+    Args:
+        factor: `cluster.hang_factor`, in median step times.
+        grace: `cluster.hang_seconds`; None: no watchdog, only the process group's timeout.
+    """
+
+    factor: float
+    grace: float | None
+
+    def of(self, phase: str, step_seconds: Sequence[float] = ()) -> float:
+        """The timeout of a phase; `step_seconds` are those of the latest steps, needed for the phase STEP."""
+        if phase != STEP:
+            return PHASES[phase]
+        return min(self.factor * statistics.median(step_seconds) + (self.grace or 0.0), self._longest)
+
+    @property
+    def process_group(self) -> timedelta:
+        return timedelta(seconds=self._longest + MARGIN)
+
+    @property
+    def _longest(self) -> float:
+        return max(PHASES.values()) + (self.grace or 0.0)
