@@ -32,9 +32,21 @@ def code_of(program: Callable[[], int]) -> int:
     except (torch.OutOfMemoryError, MemoryError):
         log.exception("out of memory")
         return OUT_OF_MEMORY
-    except ValueError:  # invalid profile, data or checkpoint; its message says which
+    except ValueError as error:  # invalid profile, data or checkpoint; its message says which
+        if _follows_failed_read(error):
+            log.exception("failed")
+            return 1
         log.exception("rejected")
         return REJECTED
+
+
+def _follows_failed_read(error: BaseException | None) -> bool:
+    """Whether an error was raised because a file or server could not be read, which says nothing about the input."""
+    while error is not None:
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def leave(code: int) -> NoReturn:

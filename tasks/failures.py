@@ -14,7 +14,12 @@ from profiles.schema import Profile
 from tasks.launchers import JobFailed
 from tasks.launchers.causes import OUT_OF_MEMORY
 
-REASON = re.compile(r"^\[rank \d+\] (?:\w+\.)*(\w*(?:Error|StaleAttempt)|rejected): (.*)$", re.MULTILINE)
+# Last line of a rank's error.
+REASON = re.compile(
+    r"^\[rank \d+\] (?:\w+\.)*(\w*(?:Error|StaleAttempt|CorruptCheckpoint|LoadFailed|SaveGivenUp)|rejected): (.*)$",
+    re.MULTILINE,
+)
+STORAGE_FAILURES = ("LoadFailed", "SaveGivenUp", "StaleAttempt")  # retried; their reason is the cause
 
 
 class FatalError(JobFailed):
@@ -23,9 +28,8 @@ class FatalError(JobFailed):
 
 def classify(profile: Profile, failure: JobFailed) -> JobFailed:
     """Return the failure with its cause, as `FatalError` if a retry would fail again."""
-    code = failure.exit_code
+    code, reasons = failure.exit_code, REASON.findall(failure.detail)
     if code == exit_codes.REJECTED:
-        reasons = REASON.findall(failure.detail)
         return _as(FatalError, failure, reasons[-1][1] if reasons else "its input was rejected")
     if code == exit_codes.DIVERGED:
         cause = "the loss diverged and the rollbacks are used up; try a lower train.learning_rate"
@@ -33,6 +37,8 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
     if code == exit_codes.HUNG or exit_codes.HANG_MESSAGE in failure.detail:
         cause = "a rank hung; the stacks of all ranks are in the folder stacks beside the log"
         return _as(JobFailed, failure, cause)
+    if reasons and reasons[-1][0] in STORAGE_FAILURES:
+        return _as(JobFailed, failure, reasons[-1][1])
     # The system's messages about memory count only if no rank reported another cause.
     if code == exit_codes.OUT_OF_MEMORY or OUT_OF_MEMORY.search(failure.detail):
         return _as(FatalError, failure, f"out of memory; {_advice(profile)}")

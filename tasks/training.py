@@ -7,12 +7,14 @@ has the current number, and only that attempt may complete checkpoints. The arti
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from profiles import state_files
 from profiles.schema import Profile
 from tasks import failures, keys
 from tasks.launchers import Job, JobFailed, create, execute
@@ -20,7 +22,7 @@ from tasks.launchers.log_follower import LogFollower
 from tasks.step import Context, Step
 from tasks.store import run_artifacts, runs
 from tasks.store.artifacts import Artifact
-from tasks.store.run_folder import RunFolder
+from tasks.store.run_folder import MARKER, RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,9 @@ class TrainingStep(Step):
 
         steps, run = profile.train.steps, store.run_folder(folder.name)
         if steps not in run.checkpoint_steps():  # otherwise it ended while no orchestrator watched
+            if not (folder / "profile.yaml").exists():
+                reason = "moved or removed while the run was active; move it back, or start the run again"
+                raise failures.FatalError(f"{folder}: {reason}")
             try:
                 with run.sync():
                     launcher = create(profile.cluster.launcher, profile.cluster)
@@ -77,9 +82,13 @@ class TrainingStep(Step):
                 raise failures.classify(profile, failure) from failure
         if steps not in run.checkpoint_steps():
             raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")
-        last = next(row for row in reversed(runs.read_metrics(folder)) if "loss" in row)
-        summary = {"steps": steps, "loss": last["loss"], "tokens": last["consumed_tokens"]}
-        return run_artifacts.publish(store, self.kind, key, folder.name, f"checkpoints/step_{steps}", summary)
+        part = f"checkpoints/step_{steps}"
+        marker = state_files.parse((run.read_file(f"{part}/{MARKER}") or b"").decode(errors="replace")) or {}
+        tokens = steps * profile.train.global_batch_size * profile.train.sequence_length
+        losses = {row["step"]: row["loss"] for row in runs.read_metrics(folder) if "loss" in row}
+        loss = marker.get("loss", losses.get(steps, math.nan))  # markers of earlier versions have none
+        summary = {"steps": steps, "loss": loss, "tokens": tokens}
+        return run_artifacts.publish(store, self.kind, key, folder.name, part, summary)
 
     def may_retry(self, context: Context) -> Callable[[], bool]:
         run = context.store.run_folder(context.run_folder.name)

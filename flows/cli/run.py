@@ -73,7 +73,10 @@ def run(options: argparse.Namespace) -> int:
     except Exception as error:
         log.debug("the run failed", exc_info=True)
         print_stderr(f"trainshed: {one_line(error)}")
-        print_stderr("run the same command again to resume")
+        from tasks.failures import FatalError
+
+        if not isinstance(error, FatalError):
+            print_stderr("run the same command again to resume")
         if log_file.is_file():
             print_stderr(f"traceback: {log_file}")
         return FAILED

@@ -15,6 +15,7 @@ from flows.ui.artifacts import PrefectArtifact
 from modeling.planning.planner import Plan
 from profiles.errors import ProfileError
 from profiles.schema import Profile
+from tasks.failures import FatalError
 from tasks.reporting.chart import svg_data_uri
 from tasks.reporting.format import format_bytes, format_count, format_duration
 from tasks.reporting.history import History
@@ -82,6 +83,9 @@ def _next_action(failure: BaseException, logs: Path | None, checkpoints: Sequenc
     if isinstance(failure, ProfileError):
         change = f", for instance to `{failure.choices[0]}`" if failure.choices else ""
         return f"change `{failure.key}`{change} and start the run again. Completed steps are not repeated."
+    if isinstance(failure, FatalError):
+        action = "change what the message names, and start the run again. The same run would fail again."
+        return f"{action} The job logs are in `{logs}`." if logs else action
     resumes = "skips the completed steps"
     if checkpoints:
         resumes = f"resumes from step {max(checkpoints):,}, its latest checkpoint"

@@ -17,7 +17,7 @@ from flows.ui.artifacts import PrefectArtifact, ProgressBar, table_data
 from flows.ui.console import log_progress
 from flows.ui.overview import Overview
 from profiles.schema import Profile
-from tasks.launchers.log_follower import LogFollower
+from tasks.launchers.log_follower import LogFollower, is_metrics
 from tasks.reporting.format import format_duration, format_value
 from tasks.store.runs import METRICS
 
@@ -58,7 +58,7 @@ class TrainingProgress:
     def update(self) -> None:
         """Show the rows that were written since the last call."""
         new = False
-        for row in self._metrics.rows():
+        for row in self._metrics.rows(is_metrics):
             new = True
             if "loss" in row:
                 self._recent.append(row)

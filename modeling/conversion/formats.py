@@ -58,5 +58,5 @@ def read_config(path: Path) -> Model:
         return Model(**from_config_json(config))
     except FileNotFoundError:
         raise ProfileError("--config", None, f"is required: {path} does not exist") from None
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise ProfileError("--config", str(path), f"cannot be used: {error}") from error

@@ -100,6 +100,8 @@ def _safetensors(path: Path) -> dict[str, LazyTensor]:
     except FileNotFoundError:
         raise ValueError(f"{path}: missing") from None
     except Exception as error:  # SafetensorError is a plain Exception
+        if torch_files.is_failed_read(path, error):
+            raise OSError(f"{path}: cannot be read: {error}") from error
         raise ValueError(f"{path}: corrupted, or not a safetensors file: {error}") from None
 
 

@@ -7,6 +7,7 @@ from before torch 1.6 cannot be mapped and are read into memory.
 
 from __future__ import annotations
 
+import errno
 import logging
 import pickle
 import re
@@ -118,5 +119,19 @@ def _loaded(path: Path, _: tuple[int, int, int]) -> Any:
         reason = f"it would run {found[1]}" if found else "not a plain pickle of tensors"
         raise ValueError(f"{path}: rejected: {reason}; only tensors are read") from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError) as error:
+        if is_failed_read(path, error):
+            raise OSError(f"{path}: cannot be read: {error}") from error
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path}: corrupted, or not a torch.save file: {reason}") from None
+
+
+def is_failed_read(path: Path, error: Exception) -> bool:
+    """Whether an error of a library that reads files comes from the file system rather than from the file's contents."""
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        return True
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError:
+        return True
+    return False

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from profiles import state_files
+
 log = logging.getLogger("trainshed")
 
 # TensorBoard tag groups; a metric in none of them is a user metric, named after its function.
@@ -58,9 +60,7 @@ class MetricsWriter:
         path = run / "metrics.jsonl"
         if path.exists():
             lines = path.read_text(errors="replace").splitlines()
-            partial = path.with_suffix(".partial")
-            partial.write_text("".join(f"{line}\n" for line in lines if _step(line) <= step))
-            partial.replace(path)
+            state_files.write(path, "".join(f"{line}\n" for line in lines if _step(line) <= step))
         self.file = path.open("ab", buffering=0)
         self._unwritten: list[bytes] = []
         self._tensorboard = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)

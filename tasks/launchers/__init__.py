@@ -7,10 +7,10 @@ imports only `profiles`, `parallel.device` and the exit codes of `modeling`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from profiles import state_files
 from profiles.schema import Cluster
 from tasks.launchers.base import Handle, Job, JobFailed, Launcher, Status, execute
 
@@ -34,4 +34,5 @@ def latest_jobs(folder: Path) -> Iterator[Handle]:
     """Handles of the latest job of each name that was submitted in `folder`, running or not."""
     for path in sorted(folder.glob("*.job.json")):
         job = Job(path.name.removesuffix(".job.json"), "", (), folder)
-        yield Handle(job, json.loads(path.read_text())["identifier"])
+        if state := state_files.read_json(path):
+            yield Handle(job, state["identifier"])

@@ -104,13 +104,6 @@ def job_environment() -> dict[str, str]:
     return {**inherited, **SAFE_PATH}
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file, so that other processes never read part of it."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
 class Launcher(Protocol):
     def submit(self, job: Job) -> Handle:
         """Start or queue the job and return at once.

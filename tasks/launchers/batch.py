@@ -137,10 +137,15 @@ while kill -0 "$ranks" 2> /dev/null; do
 done"""
 
 COUNT_ATTEMPT = Template(r"""
-# Increment the attempt number, which fences earlier starts that are still running.
+# Increment the attempt number, which fences earlier starts that are still running. A damaged file continues from the time in
+# seconds, which exceeds every earlier number.
 attempt_file=$file
-attempt=$$(($$(cat "$$attempt_file" 2> /dev/null || echo 0) + 1))
-printf %d "$$attempt" > "$$attempt_file.partial" && mv "$$attempt_file.partial" "$$attempt_file"
+attempt=0
+if [ -e "$$attempt_file" ]; then attempt=$$(cat "$$attempt_file") || exit 1; fi
+case "$$attempt" in ''|*[!0-9]*) echo "$$attempt_file: damaged; attempts count on from the time"; attempt=$$(date +%s) ;; esac
+attempt=$$((attempt + 1))
+printf %d "$$attempt" > "$$attempt_file.partial" && sync "$$attempt_file.partial" &&
+  mv "$$attempt_file.partial" "$$attempt_file" || exit 1
 """)
 
 

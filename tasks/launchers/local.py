@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import signal
 import socket
 import subprocess
@@ -19,8 +20,11 @@ from pathlib import Path
 
 import psutil
 
+from profiles import state_files
 from tasks.launchers import causes
-from tasks.launchers.base import Handle, Job, JobFailed, Status, job_environment, write_atomically
+from tasks.launchers.base import Handle, Job, JobFailed, Status, job_environment
+
+log = logging.getLogger(__name__)
 
 MARKER = "TRAINSHED_JOB"
 REPLACED_GRACE = 30.0  # seconds that a job has to save which another one replaces
@@ -56,15 +60,15 @@ class LocalLauncher:
         handle = Handle(job, identifier, log_start)
         state = {"identifier": identifier, "log_start": log_start, "job": job.signature}
         try:
-            write_atomically(job.handle_file, json.dumps(state, indent=1))
+            state_files.write(job.handle_file, json.dumps(state, indent=1))
         except BaseException:
             self.cancel(handle, grace=0)
             raise
         return handle
 
     def find(self, job: Job) -> Handle | None:
-        handle = _read_handle(job)
-        if handle is None or json.loads(job.handle_file.read_text()).get("job") != job.signature:
+        handle, state = _read_handle(job), state_files.read_json(job.handle_file) or {}
+        if handle is None or state.get("job") != job.signature:
             return None
         return handle if _processes(handle.identifier) else None
 
@@ -105,11 +109,8 @@ class LocalLauncher:
 
 def _read_handle(job: Job) -> Handle | None:
     """Handle of the latest job of this name and folder, whatever it ran."""
-    try:
-        state = json.loads(job.handle_file.read_text())
-    except FileNotFoundError:
-        return None
-    return Handle(job, state["identifier"], state["log_start"])
+    state = state_files.read_json(job.handle_file)
+    return state and Handle(job, state["identifier"], state["log_start"])
 
 
 def _command(job: Job) -> list[str]:
@@ -129,9 +130,20 @@ def _command(job: Job) -> list[str]:
 
 
 def _next_attempt(attempt_file: Path) -> int:
-    """Increment the attempt number, which fences earlier attempts that are still running somewhere."""
-    number = int(attempt_file.read_text()) + 1 if attempt_file.exists() else 1
-    write_atomically(attempt_file, str(number))
+    """Increment the attempt number, which fences earlier attempts that are still running somewhere.
+
+    A damaged file continues from the time in seconds, which exceeds every earlier number.
+    """
+    text = state_files.read_text(attempt_file)
+    number = 1
+    if text is not None:
+        if not text.strip().isdecimal():
+            log.warning(
+                "%s: damaged: %r is not a number; attempts count on from the time", attempt_file, text
+            )
+            text = str(int(time.time()))
+        number = int(text) + 1
+    state_files.write(attempt_file, str(number))
     return number
 
 

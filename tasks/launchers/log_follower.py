@@ -49,23 +49,24 @@ class LogFollower:
         self._offset += len(complete) + len(newline)
         return complete.decode(errors="replace").splitlines() if newline else []
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self, is_valid: Callable[[dict[str, Any]], bool] = lambda row: True) -> Iterator[dict[str, Any]]:
         """New JSON objects of a JSON Lines file, up to its end.
 
-        Lines that are not JSON objects, as a process that dies while writing leaves them, are skipped with one warning.
+        Lines that are no JSON objects, as a process that dies while writing leaves them, or not valid, are skipped with one
+        warning.
         """
         corrupted: list[int] = []
         while lines := self.lines():
             for line in lines:
                 self._line += 1
-                if (row := _row(line)) is not None:
+                if (row := _row(line)) is not None and is_valid(row):
                     yield row
                 else:
                     corrupted.append(self._line)
         if corrupted and (self._path, corrupted[0]) not in _reported:
             _reported.add((self._path, corrupted[0]))
             others = f" and {len(corrupted) - 1:,} more" if len(corrupted) > 1 else ""
-            log.warning("%s: line %d%s: not a JSON object; skipped", self._path, corrupted[0], others)
+            log.warning("%s: line %d%s: damaged; skipped", self._path, corrupted[0], others)
 
 
 def last_row(path: Path, key: str) -> dict[str, Any] | None:
@@ -95,3 +96,15 @@ def _row(line: str | bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def is_metrics(row: dict[str, Any]) -> bool:
+    """Whether a row of metrics.jsonl has a step and only numbers."""
+    return isinstance(row.get("step"), int) and not any(
+        isinstance(value, str | dict) for value in row.values()
+    )
+
+
+def is_event(row: dict[str, Any]) -> bool:
+    """Whether a row of events.jsonl says what happened and when."""
+    return isinstance(row.get("event"), str) and isinstance(row.get("time"), int | float)

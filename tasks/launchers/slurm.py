@@ -17,10 +17,11 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.schema import Cluster
 from tasks.launchers import batch, causes
-from tasks.launchers.base import Handle, Job, JobFailed, Status, write_atomically
+from tasks.launchers.base import Handle, Job, JobFailed, Status
 from tasks.launchers.slurm_queue import ControllerUnavailable, Queue, QueueEntry, run_command
 
 log = logging.getLogger(__name__)
@@ -241,7 +242,7 @@ def _has_exit_code(record: dict[str, Any] | None) -> bool:
 
 def _write_handle(handle: Handle) -> None:
     state = {"identifier": handle.identifier, "log_start": handle.log_start}
-    write_atomically(handle.job.handle_file, json.dumps(state))
+    state_files.write(handle.job.handle_file, json.dumps(state))
 
 
 def _has_started(handle: Handle) -> bool:
@@ -252,8 +253,5 @@ def _has_started(handle: Handle) -> bool:
 
 def _log_start(job: Job, identifier: str) -> int:
     """Log offset at which this job starts, if it is the one submitted last."""
-    try:
-        state = json.loads(job.handle_file.read_text())
-    except (FileNotFoundError, ValueError):
-        return 0
-    return state["log_start"] if state["identifier"] == identifier else 0
+    state = state_files.read_json(job.handle_file) or {}
+    return state["log_start"] if state.get("identifier") == identifier else 0

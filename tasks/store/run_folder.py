@@ -92,6 +92,10 @@ class RunFolder:
             partial.rename(folder)
         return folder
 
+    def read_file(self, file: str) -> bytes | None:
+        """Contents of a file of the run in the store; None if it does not exist."""
+        return self._primary.read(f"{self._prefix}/{file}")
+
     def remove_file(self, file: str) -> None:
         """Remove a file of the run from the store; no error if it does not exist."""
         self._primary.remove(f"{self._prefix}/{file}")

@@ -12,7 +12,7 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.launchers import create, latest_jobs
-from tasks.launchers.log_follower import LogFollower, last_row
+from tasks.launchers.log_follower import LogFollower, is_event, is_metrics, last_row
 from tasks.store.artifacts import Artifact
 from tasks.store.backends import FolderBackend
 from tasks.store.store import Store
@@ -101,7 +101,7 @@ def read_inputs(folder: Path) -> dict[str, str]:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Rows of a run's metrics.jsonl; empty if there is no such file."""
-    return list(LogFollower(folder / METRICS).rows())
+    return list(LogFollower(folder / METRICS).rows(is_metrics))
 
 
 def last_training_row(folder: Path) -> dict[str, Any] | None:
@@ -111,4 +111,4 @@ def last_training_row(folder: Path) -> dict[str, Any] | None:
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """Rows of a run's events.jsonl (failures and anomalies); empty if there is no such file."""
-    return list(LogFollower(folder / "events.jsonl").rows())
+    return list(LogFollower(folder / "events.jsonl").rows(is_event))

@@ -6,6 +6,7 @@ import pytest
 
 from tasks.launchers import log_follower
 from tasks.launchers.log_follower import LogFollower, last_row
+from tasks.store import runs
 
 
 def test_reads_only_new_complete_lines(tmp_path):
@@ -48,11 +49,11 @@ def test_corrupted_lines_are_skipped_with_one_warning(tmp_path, caplog):
         assert [row["step"] for row in LogFollower(path).rows()] == [1, 4]
     assert [row["step"] for row in follower.rows()] == [1, 4]
     (record,) = caplog.records
-    assert record.getMessage() == f"{path}: line 2 and 2 more: not a JSON object; skipped"
+    assert record.getMessage() == f"{path}: line 2 and 2 more: damaged; skipped"
     with path.open("a") as file:
         file.write('{"step": 5}\ntorn\n')
     assert [row["step"] for row in follower.rows()] == [5]
-    assert caplog.records[-1].getMessage() == f"{path}: line 7: not a JSON object; skipped"
+    assert caplog.records[-1].getMessage() == f"{path}: line 7: damaged; skipped"
 
 
 @pytest.mark.parametrize("block", [1 << 10, 1 << 20])
@@ -68,3 +69,15 @@ def test_last_row_is_the_last_complete_one_that_has_the_key(tmp_path, monkeypatc
     assert last_row(path, "loss")["step"] == 19
     assert last_row(path, "accuracy") is None
     assert len(list(LogFollower(path).rows())) == 39
+
+
+def test_damaged_rows_of_metrics_are_skipped(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 1, "loss": 5.5, "mfu": null, "skipped": false, "rank_seconds": [1.0]}\n'
+        '{"loss": 5.5}\n{"step": 3, "loss": "5.5"}\n{"step": null, "loss": 5.5}\n{"step": 5, "validation_loss": NaN}\n'
+    )
+    assert [row["step"] for row in runs.read_metrics(tmp_path)] == [1, 5]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: line 2 and 2 more: damaged; skipped"
+    ]

@@ -1,0 +1,23 @@
+"""State files that lost their contents are named, or count as absent; an unreadable one is neither."""
+
+import pytest
+
+from profiles import state_files
+
+
+@pytest.mark.parametrize("text", ["", "\0\0\0", '{"identifier": "7', "[1]"])
+def test_damaged_file_counts_as_absent_with_a_warning(tmp_path, caplog, text):
+    path = tmp_path / "train.job.json"
+    assert state_files.read_json(path) is None
+    assert not caplog.records
+    path.write_text(text)
+    assert state_files.read_json(path) is None
+    assert f"{path}: damaged" in caplog.text
+    state_files.write(path, '{"identifier": "8"}')
+    assert state_files.read_json(path) == {"identifier": "8"}
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_file_that_cannot_be_read_is_an_error(tmp_path):
+    with pytest.raises(IsADirectoryError):
+        state_files.read_json(tmp_path)
