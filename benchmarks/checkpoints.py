@@ -6,7 +6,8 @@ Figures are medians of alternating rounds, ratios are ours over the peer's in th
     stall    what training waits for an asynchronous save: `begin`, the slowdown of the next step or the wait of its update while
              states are copied, and `finish` once files are written; against a synchronous save, `torch.save` and plain DCP
     steps    a step of matrix products during a save over one without
-    load     what one of four data-parallel ranks reads of a checkpoint that one process saved, against DCP's reader
+    load     what one of four data-parallel ranks reads and verifies of a checkpoint that one process saved, against the same
+             without verification, and DCP's reader
 
 The exit code is 1 where the stall is at least a tenth of the synchronous save.
 """
@@ -36,6 +37,7 @@ from benchmarks.harness.timing import (
 from parallel import Mesh, ZeRO1
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.boxes import PREFIX, BoxedTensor, boxed_tensors
+from parallel.checkpoint.checksums import FileDescription
 from parallel.checkpoint.reader import Reader
 from parallel.initialization import Normal
 from parallel.layout import Layout, Section, parameter
@@ -82,7 +84,10 @@ def main() -> int:
         results = alternate({"stall": stall, **sides}, options.rounds)
         shard = make_optimizer(options.parameters, Mesh(data=4, rank=1))
         loads = {
-            "load": lambda: Reader(folder / "step_0").load(boxed_tensors(shard.state_boxes(), PREFIX)),
+            "load": lambda: load(
+                folder / "step_0", shard, checkpoint.read_marker(folder / "step_0")["files"]
+            ),
+            "unverified": lambda: load(folder / "step_0", shard, None),
             "DCP load": lambda: load_dcp(folder / "step_0", shard),
         }
         results |= alternate_timed(loads, options.rounds)
@@ -157,6 +162,10 @@ class LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].views[index.offset]
 
 
+def load(path: Path, optimizer: ZeRO1, files: dict[str, FileDescription] | None) -> None:
+    Reader(path, files).load(boxed_tensors(optimizer.state_boxes(), PREFIX))
+
+
 def load_dcp(path: Path, optimizer: ZeRO1) -> None:
     state = boxed_tensors(optimizer.state_boxes(), PREFIX)
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), planner=LoadPlanner(), no_dist=True)
@@ -178,6 +187,7 @@ def show(parameters: int, results: dict[str, list[float]], steps: list[tuple[flo
         ("plain DCP", median["plain DCP"], over("stall", "plain DCP"), ""),
         ("step during a save", f"{during:.4f}", f"{during / usual:.2f}", ""),
         ("load of a quarter", median["load"], "", ""),
+        ("without verification", median["unverified"], over("load", "unverified"), ""),
         ("DCP's reader", median["DCP load"], over("load", "DCP load"), ""),
     ]
     title = f"{parameters / 1e6:.0f} M parameters, {parameters * 12 / 1e6:.0f} MB of state"

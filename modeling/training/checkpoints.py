@@ -1,8 +1,11 @@
 """Checkpoints of a run: which one to resume from, what to save, which to keep, and retries of failed saves.
 
+A corrupted checkpoint is moved to quarantine, and the run resumes from the latest intact one.
+
 Kept are the latest `checkpoint.keep`, the multiples of `checkpoint.keep_every` steps, and the one with the lowest validation
-loss, if an evaluation fell on its step. A failed save is logged and retried after 1, 2, 4, ... steps while training continues;
-only if the final checkpoint cannot be written does the run fail.
+loss, if an evaluation fell on its step. A failed save is logged and retried after 1, 2, 4, ... steps while training continues.
+The run fails if the final checkpoint cannot be written, or if FIRST_SAVES attempts have failed and none has succeeded since the
+run was started: it would train for nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -24,6 +27,7 @@ from modeling.training.trainer import Trainer
 from parallel import ZeRO1
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
+from profiles import state_files
 from profiles.schema import Profile
 
 log = logging.getLogger("trainshed")
@@ -32,12 +36,17 @@ log = logging.getLogger("trainshed")
 RETRY_PAUSES = (1.0, 2.0, 4.0, 8.0)
 
 
+FIRST_SAVES = (
+    8  # failed attempts, none before successful, after which a run ends; with the pauses above, 127 steps
+)
+
+
 class Rejected(ValueError):
     """The checkpoint to resume from does not exist, or belongs to another model."""
 
 
 class SaveGivenUp(RuntimeError):
-    """The final checkpoint could not be written."""
+    """The final checkpoint could not be written, or none since the run was started."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,9 @@ class ResumeRequest:
 class Start:
     """What a run starts from."""
 
-    source: Location | None  # checkpoint to load; None initializes from the seed
-    step: int  # last finished step; 0 takes only the weights of `source`
-    message: str  # log line
+    resumes: bool  # from its own latest checkpoint
+    # Otherwise: the checkpoint with its initial weights; None initializes from the seed.
+    weights: Location | None = None
 
 
 class Checkpoints:
@@ -92,6 +101,7 @@ class Checkpoints:
         self._step = 0  # of the current or latest save
         self._validation_loss: float | None = None
         self._failures = 0  # in a row
+        self._has_saved = False  # since the run was started
 
     def resume(self, weights: Path | None) -> tuple[int, dict[str, Any]]:
         """Load what the run starts from; returns the last finished step and its checkpoint's marker.
@@ -100,52 +110,92 @@ class Checkpoints:
             weights: checkpoint with the initial weights of a run that has no checkpoint.
 
         Raises:
-            Rejected: there is no such checkpoint, or it belongs to another model.
+            Rejected: there is no such checkpoint, it belongs to another model, or none is intact.
+            LoadFailed: it cannot be read.
             StaleAttempt: another attempt has begun.
         """
         start: Start = call_on_leader(self.leader, lambda: self._prepare_start(weights))
-        marker: dict[str, Any] = {}
-        if start.source is not None:
-            if start.step:
-                marker = checkpoint.read_marker(start.source)
-                check_same_model(self.profile, marker, start.source)
+        if start.resumes:
+            found = self._load_latest(self.profile.train.steps)
+            if found is None:
+                call_on_leader(self.leader, self._reject_without_intact_checkpoint)
+            step, marker = found
+            message = f"resumed from step {step}"
+        elif start.weights is not None:
             try:
-                checkpoint.load(start.source, self.optimizer, weights_only=not start.step)
+                checkpoint.load(start.weights, self.optimizer, weights_only=True)
             except ValueError as error:
                 raise Rejected(error) from None
+            step, marker = 0, {}
+            message = f"weights from {start.weights}; optimizer and schedule restart"
+        else:
+            step, marker = 0, {}
+            message = f"from scratch, seed {self.profile.train.seed}"
         if self.leader:
-            log.info(start.message)
-        return start.step, marker
+            log.info(message)
+        return step, marker
 
     def roll_back(self, step: int) -> tuple[int, dict[str, Any]] | None:
-        """Load the latest checkpoint from before `step` and discard later ones.
+        """Load the latest intact checkpoint from before `step` and discard later ones.
 
         Returns:
             Its step and marker; None if there is none.
         """
         if self._saver.pending:
             self._finish()
-        earlier = call_on_leader(self.leader, lambda: max((s for s in self._saved if s < step), default=None))
-        if earlier is None:
-            return None
-        marker = checkpoint.load(self._path(earlier), self.optimizer)
-        for later in [saved for saved in self._saved if saved > earlier]:
-            self._discard(later)
-        return earlier, marker
+        found = self._load_latest(step - 1)
+        if found is not None:
+            for later in [saved for saved in self._saved if saved > found[0]]:
+                self._discard(later)
+        return found
+
+    def _load_latest(self, last: int) -> tuple[int, dict[str, Any]] | None:
+        """Load the latest intact checkpoint of step `last` or before; corrupted ones are moved to quarantine.
+
+        Returns:
+            Its step and marker; None if there is none.
+        """
+        while True:
+            step = call_on_leader(
+                self.leader, lambda: max((s for s in self._saved if s <= last), default=None)
+            )
+            if step is None:
+                return None
+            try:
+                return step, checkpoint.load(self._path(step), self.optimizer)
+            except checkpoint.CorruptCheckpoint as error:
+                reason = str(error)
+                call_on_leader(self.leader, lambda: self._quarantine(step, reason))  # noqa: B023
+            except ValueError as error:
+                raise Rejected(error) from None
+
+    def _quarantine(self, step: int, reason: str) -> None:
+        """Move a corrupted checkpoint to quarantine; leader only."""
+        self._check_fencing()
+        moved = checkpoint.quarantine(self.location, step)
+        self._saved.pop(step, None)
+        log.warning(f"WARNING checkpoint step_{step} is corrupted: {reason}; moved to {moved}")
+        record_event(self.run, "corrupted checkpoint", step=step, reason=f"{reason}; moved to {moved}")
+
+    def _reject_without_intact_checkpoint(self) -> NoReturn:
+        names = ", ".join(checkpoint.quarantined(self.location))
+        raise Rejected(
+            f"{self.location}: no intact checkpoint; {names} are corrupted, in {checkpoint.QUARANTINE}: restore a checkpoint "
+            "from a backup, or set checkpoint.resume=none to train from the beginning"
+        )
 
     @property
     def writing(self) -> bool:
         """Whether this rank is still writing a checkpoint."""
         return self._saver.writing
 
-    def poll(self, writers: float) -> None:
-        """Complete a pending save once no rank is writing.
+    def written(self, writers: float) -> bool:
+        """Whether a pending save can be completed; the same on all ranks, as is `writers`, the number that are `writing`."""
+        return self._saver.pending and not writers
 
-        Args:
-            writers: number of ranks that are `writing`, the same on all ranks.
-        """
-        if self._saver.pending and not writers:
-            self._finish()
+    def complete(self) -> None:
+        """Complete the pending save."""
+        self._finish()
 
     def due(self, step: int) -> bool:
         """Whether to save after this step: at the interval, or to retry a failed save."""
@@ -164,7 +214,7 @@ class Checkpoints:
             state: JSON values to add to the marker.
 
         Raises:
-            SaveGivenUp: a `last` one failed on every attempt.
+            SaveGivenUp: a `last` one failed on every attempt, or FIRST_SAVES attempts and none succeeded.
             StaleAttempt: another attempt has begun.
         """
         if self._saver.pending:
@@ -180,7 +230,7 @@ class Checkpoints:
             time.sleep(pause)
             error = self._begin(step, validation_loss, state) or self._finish()
         if error is not None:
-            raise SaveGivenUp(self._save_given_up(step, error))
+            raise self._save_given_up(step, error, len(RETRY_PAUSES) + 1)
 
     def close(self) -> None:
         """Complete a pending save."""
@@ -215,7 +265,7 @@ class Checkpoints:
             self._saver.finish()
         except checkpoint.SaveFailed as error:
             return self._record_failure(error)
-        self._failures = 0
+        self._failures, self._has_saved = 0, True
         if self.leader:
             self._saved[self._step] = self._validation_loss
             settings = self.profile.checkpoint
@@ -228,16 +278,17 @@ class Checkpoints:
         if self.leader:
             log.warning(f"warning: step {self._step} could not be saved: {error}; retrying")
             record_event(self.run, "not saved", step=self._step, reason=str(error))
+        if not self._has_saved and self._failures >= FIRST_SAVES:
+            raise self._save_given_up(self._step, error, self._failures)
         return error
 
-    def _save_given_up(self, step: int, error: checkpoint.SaveFailed) -> str:
-        message = f"step {step} could not be saved: {error}; gave up after {len(RETRY_PAUSES) + 1} attempts"
+    def _save_given_up(self, step: int, error: checkpoint.SaveFailed, attempts: int) -> SaveGivenUp:
+        message = f"step {step} could not be saved: {error}; gave up after {attempts} attempts"
         if not self.leader:
-            return message
+            return SaveGivenUp(message)
         latest = max(self._saved, default=None)
-        return f"{message}; the latest complete checkpoint is " + (
-            f"step_{latest} in {self.location}" if latest is not None else "none"
-        )
+        where = f"step_{latest} in {self.location}" if latest is not None else "none"
+        return SaveGivenUp(f"{message}; the latest complete checkpoint is {where}")
 
     def _path(self, step: int) -> Location:
         return checkpoint.join(self.location, f"step_{step}")
@@ -261,19 +312,34 @@ class Checkpoints:
         saved = dict(checkpoint.complete_checkpoints(self.location))
         settings = self.profile.checkpoint
         request = ResumeRequest(settings.resume, settings.weights)
-        followed = self._read_followed()
         if request != ResumeRequest():
+            followed = self._read_followed()
             if followed.get("wish") != asdict(request):
                 saved, weights = self._follow(request, saved, weights)
             else:
                 weights = followed["weights"] or weights
-        self._saved = {step: checkpoint.read_marker(at).get("validation_loss") for step, at in saved.items()}
-        if saved:
-            latest = max(saved)
-            return Start(saved[latest], latest, f"resumed from step {latest}")
-        if weights is not None:
-            return Start(weights, 0, f"weights from {weights}; optimizer and schedule restart")
-        return Start(None, 0, f"from scratch, seed {self.profile.train.seed}")
+        reject_beyond_last_step(self.profile, saved)
+        self._saved = self._read_markers(saved)
+        if self._saved:
+            return Start(resumes=True)
+        if request == ResumeRequest() and checkpoint.quarantined(self.location):
+            self._reject_without_intact_checkpoint()
+        return Start(resumes=False, weights=weights)
+
+    def _read_markers(self, saved: dict[int, Location]) -> dict[int, float | None]:
+        """Validation loss of each checkpoint, by step; one with a corrupted marker is moved to quarantine."""
+        losses: dict[int, float | None] = {}
+        latest: dict[str, Any] = {}
+        for step, source in saved.items():
+            try:
+                latest = checkpoint.read_marker(source)
+            except checkpoint.CorruptCheckpoint as error:
+                self._quarantine(step, str(error))
+            else:
+                losses[step] = latest.get("validation_loss")
+        if losses:
+            check_same_model(self.profile, latest, saved[max(losses)])
+        return losses
 
     def _follow(
         self, request: ResumeRequest, saved: dict[int, Location], weights: Location | None
@@ -294,7 +360,7 @@ class Checkpoints:
             if request.weights and step is not None:
                 weights = checkpoint.join(aside, f"step_{step}")
         source = str(weights) if request.weights and weights else None
-        self._followed_path.write_text(json.dumps({"wish": asdict(request), "weights": source}))
+        state_files.write(self._followed_path, json.dumps({"wish": asdict(request), "weights": source}))
         return {s: at for s, at in saved.items() if s <= last_kept}, weights
 
     @property
@@ -303,27 +369,43 @@ class Checkpoints:
 
     def _read_followed(self) -> dict[str, Any]:
         """The request that was followed last; empty if none was."""
-        return json.loads(self._followed_path.read_text()) if self._followed_path.exists() else {}
+        text = state_files.read_text(self._followed_path)
+        if text is None:
+            return {}
+        followed = state_files.parse(text)
+        if followed is None:  # to follow the request a second time would repeat the training since
+            raise Rejected(
+                f"{self._followed_path}: damaged, so it is unknown whether checkpoint.resume and checkpoint.weights were "
+                "followed already; remove it to follow them now, or remove these keys to resume from the latest checkpoint"
+            )
+        return followed
 
     def _check_fencing(self) -> None:
-        """Raise StaleAttempt if a later attempt has begun or the folder now belongs to another run.
+        """Raise StaleAttempt if a later attempt has begun, or the folder is gone or now belongs to another run.
 
         A rank that is cut off from its launcher may keep running.
         """
-        if run_identity(self.run) != self._run_identity:
-            raise checkpoint.StaleAttempt(f"{self.run}: now belongs to another run; this one ends")
+        identity = run_identity(self.run)
+        if identity != self._run_identity:
+            if identity:
+                raise checkpoint.StaleAttempt(f"{self.run}: now belongs to another run; this one ends")
+            raise checkpoint.StaleAttempt(f"{self.run}: moved or removed during training, which ends")
         if self.attempt is None:
             return
-        current = int((self.run / "attempt").read_text())
-        if current != self.attempt:
-            reason = f"attempt {current} has taken over the run"
+        path = self.run / "attempt"
+        text = state_files.read_text(path)
+        if text is None:
+            raise checkpoint.StaleAttempt(f"{path}: removed during training, which ends")
+        if not text.isdecimal():
+            raise RuntimeError(f"{path}: damaged: {text!r} is not a number")
+        if int(text) != self.attempt:
+            reason = f"attempt {int(text)} has taken over the run"
             raise checkpoint.StaleAttempt(f"attempt {self.attempt} ends: {reason}")
 
 
-def run_identity(run: Path) -> bytes:
+def run_identity(run: Path) -> str:
     """Contents of run.json, which differ between runs of the same name; empty without the file."""
-    path = run / "run.json"
-    return path.read_bytes() if path.exists() else b""
+    return state_files.read_text(run / "run.json") or ""
 
 
 def retained(saved: dict[int, float | None], keep: int, keep_every: int) -> set[int]:
@@ -340,6 +422,16 @@ def retained(saved: dict[int, float | None], keep: int, keep_every: int) -> set[
     if losses:
         steps.add(min(losses, key=losses.__getitem__))
     return steps
+
+
+def reject_beyond_last_step(profile: Profile, saved: dict[int, Location]) -> None:
+    """Raise `Rejected` for a checkpoint of a step after the run's last: another run's, or a copy by hand."""
+    for step, source in saved.items():
+        if step > profile.train.steps:
+            raise Rejected(
+                f"{source}: is of a step after the run's last, train.steps = {profile.train.steps}; raise train.steps to "
+                "continue from it, or move the folder away"
+            )
 
 
 def check_same_model(profile: Profile, marker: dict[str, Any], source: Location) -> None:
@@ -362,6 +454,9 @@ def call_on_leader(leader: bool, function: Callable[[], Any]) -> Any:
             outcome = [function()]
         except (ValueError, RuntimeError) as error:
             outcome = [error]
+        except Exception as error:  # of any storage; may not be picklable
+            log.exception("rank 0 failed")
+            outcome = [RuntimeError(f"rank 0: {error!r}")]
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], Exception):

@@ -22,10 +22,12 @@ from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.prefetch import Batch, read_batch
+from modeling.training.checkpoints import reject_beyond_last_step
 from modeling.training.generate import generate_samples
 from modeling.training.trainer import Trainer
 from parallel import ZeRO1
 from parallel.checkpoint import checkpoint
+from profiles import state_files
 from profiles.resolve import load
 
 log = logging.getLogger("trainshed")
@@ -89,12 +91,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
-    """Evaluate the latest complete checkpoint and write the result. Raises ValueError if there is none."""
+    """Evaluate the latest complete checkpoint and write the result. Raises ValueError if there is none, or it is corrupted."""
     profile = trainer.profile
-    saved = list(checkpoint.complete_checkpoints(options.checkpoints or options.run_folder / "checkpoints"))
+    saved = dict(checkpoint.complete_checkpoints(options.checkpoints or options.run_folder / "checkpoints"))
     if not saved:
         raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
-    step, location = saved[-1]
+    reject_beyond_last_step(profile, saved)
+    step, location = max(saved.items())
     optimizer = ZeRO1(trainer.named_parameters(), trainer.mesh, shard=profile.parallel.zero1)
     checkpoint.load(location, optimizer, weights_only=True)
     cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
@@ -112,9 +115,7 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
             "samples": generated,
             **evaluation.graphs,
         }
-        partial = options.output.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=1))
-        partial.replace(options.output)
+        state_files.write(options.output, json.dumps(result, indent=1))
         loss, perplexity = evaluation.loss, evaluation.perplexity
         log.info(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.1f}")
 

@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from modeling.training.evaluate import evaluate_samples
 from modeling.training.learning_rate import learning_rate
 from modeling.training.reporter import Reporter
 from modeling.training.step import StepRecord, StepStatistics, StepTimings
-from modeling.training.trainer import Trainer
+from modeling.training.trainer import Trainer, timeouts_of
 from parallel import ZeRO1, collectives
 from parallel.checkpoint import checkpoint
 from profiles.resolve import load
@@ -55,14 +56,15 @@ def main(arguments: list[str] | None = None) -> int:
     profile = load(str(options.run_folder / "profile.yaml"))
     stop = StopSignal()
     graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
-    cluster = profile.cluster
     try:
         with Trainer(profile, graphs, precompiled=precompiled) as trainer:
             stacks = options.run_folder / "logs" / "stacks"
-            with Watchdog(stacks, trainer.mesh.rank, cluster.hang_factor, cluster.hang_seconds) as watchdog:
+            with Watchdog(
+                stacks, trainer.mesh.rank, timeouts_of(profile), trainer.connect_store()
+            ) as watchdog:
                 return TrainingRun(trainer, options, stop, watchdog).train()
-    except (checkpoint.StaleAttempt, SaveGivenUp) as reason:
-        log.error(reason)
+    except (checkpoint.StaleAttempt, checkpoint.LoadFailed, SaveGivenUp) as reason:
+        log.error(f"{type(reason).__name__}: {reason}")
         return 1
     except Rejected as reason:
         log.error(f"rejected: {reason}")
@@ -85,7 +87,8 @@ class TrainingRun:
         run = options.run_folder
         location = options.checkpoints or run / "checkpoints"
         self.checkpoints = Checkpoints(trainer, self.optimizer, run, location, options.attempt)
-        self.step, state = self.checkpoints.resume(options.weights)
+        with watchdog.phase("load"):
+            self.step, state = self.checkpoints.resume(options.weights)
         self.guard = AnomalyGuard(self.settings, state.get("guard"))
         cache = shard_cache.from_arguments(options, self.profile.data.cache_gigabytes)
         s = self.settings.sequence_length
@@ -114,15 +117,18 @@ class TrainingRun:
             if path := self.trace.end(self.step):
                 log.info(f"trace of the last steps: {path}")
             if self.guard.exhausted:
-                if not self._roll_back():
+                with self.watchdog.phase("load"):
+                    rolled_back = self._roll_back()
+                if not rolled_back:
                     return exit_codes.DIVERGED
                 continue
             stopping = bool(record.statistics.stop_requests)
-            self._save_if_due(None if stopping else self._evaluate_if_due(), stopping)
+            validation_loss = None if stopping else self._evaluate_if_due()
+            self._save_if_due(record.statistics.loss, validation_loss, stopping)
             if stopping:
                 self._report_stop()
                 break
-        with self.watchdog.suspended():
+        with self.watchdog.phase("save"):
             self.checkpoints.close()
         if self.reporter:
             self.reporter.close()
@@ -131,7 +137,8 @@ class TrainingRun:
     def _train_step(self) -> StepRecord:
         settings, optimizer = self.settings, self.optimizer
         start, waited_before = time.perf_counter(), collectives.wait_time.seconds
-        batch = self.data.next()
+        with nullcontext() if self.data.ready else self.watchdog.phase("data"):
+            batch = self.data.next()
         data_ready = time.perf_counter()
 
         rate = learning_rate(settings, self.step)
@@ -150,7 +157,9 @@ class TrainingRun:
         update = optimizer.step(rate, skip=bool(anomaly))
         self.guard.update(statistics.loss, update.skipped)
         parameter_norm = optimizer.parameter_norm()
-        self.checkpoints.poll(statistics.checkpoint_writers)
+        if self.checkpoints.written(statistics.checkpoint_writers):
+            with self.watchdog.phase("save"):
+                self.checkpoints.complete()
         end = time.perf_counter()
 
         skip_reason = (anomaly or f"gradient norm is {update.gradient_norm}") if update.skipped else ""
@@ -169,19 +178,19 @@ class TrainingRun:
         every = self.profile.evaluate.every
         if not every or self.step % every:
             return None
-        with self.watchdog.suspended():
+        with self.watchdog.phase("evaluate"):
             result = evaluate_samples(self.trainer, self.validation, self.profile.evaluate.batches)
         if self.reporter:
             self.reporter.evaluation(self.step, result)
         return result.loss
 
-    def _save_if_due(self, validation_loss: float | None, stopping: bool) -> None:
+    def _save_if_due(self, loss: float, validation_loss: float | None, stopping: bool) -> None:
         finished = self.step == self.settings.steps
         save_on_stop = stopping and self.profile.checkpoint.on_stop
         if not (finished or save_on_stop or self.checkpoints.due(self.step)):
             return
-        state: dict[str, Any] = {"left_out": self.data.excluded, "guard": self.guard.state()}
-        with self.watchdog.suspended():
+        state: dict[str, Any] = {"loss": loss, "left_out": self.data.excluded, "guard": self.guard.state()}
+        with self.watchdog.phase("save"):
             self.checkpoints.save(self.step, validation_loss, last=finished or stopping, **state)
 
     def _roll_back(self) -> bool:
@@ -238,6 +247,11 @@ class TrainingData:
         """Prefetch from the step after this one."""
         if self._trainer.reads_samples:
             self._batches = Prefetcher(self._read, step + 1, self._settings.steps)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `next` returns at once."""
+        return self._batches is None or self._batches.ready
 
     def next(self) -> Batch:
         """The next step's batch; empty if no stage of this rank needs samples."""

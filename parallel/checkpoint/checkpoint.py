@@ -17,10 +17,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel.checkpoint.boxes import PREFIX, BoxedTensor, boxed_tensors
 from parallel.checkpoint.locations import (
     MARKER,
+    QUARANTINE,
+    CorruptCheckpoint,
     Location,
     complete_checkpoints,
     discard,
@@ -28,6 +31,8 @@ from parallel.checkpoint.locations import (
     join,
     move_aside,
     name_of,
+    quarantine,
+    quarantined,
     read_marker,
 )
 from parallel.checkpoint.reader import Reader
@@ -38,6 +43,9 @@ from parallel.optimizer.zero1 import ZeRO1
 __all__ = [
     "MARKER",
     "PREFIX",
+    "QUARANTINE",
+    "CorruptCheckpoint",
+    "LoadFailed",
     "Location",
     "SaveFailed",
     "Saver",
@@ -49,9 +57,15 @@ __all__ = [
     "load",
     "move_aside",
     "name_of",
+    "quarantine",
+    "quarantined",
     "read_marker",
     "save",
 ]
+
+
+class LoadFailed(RuntimeError):
+    """A checkpoint could not be read, which says nothing about its contents."""
 
 
 def save(
@@ -76,10 +90,31 @@ def load(checkpoint: Location, optimizer: ZeRO1, *, weights_only: bool = False) 
         The contents of the marker: what `save` got as `about`, optimizer steps, mesh and versions.
 
     Raises:
-        ValueError: the checkpoint is incomplete, corrupted, or of a different model; names the first difference.
+        CorruptCheckpoint: on all ranks, if any rank finds the checkpoint corrupted. States may be partly overwritten.
+        ValueError: the checkpoint is incomplete or of a different model; names the first difference.
+        LoadFailed: a rank could not read it.
     """
-    about = read_marker(checkpoint)
-    reader = Reader(checkpoint)
+    about: dict[str, Any] = {}
+    random: dict[str, Tensor] = {}
+    error: Exception | None = None
+    try:
+        about = read_marker(checkpoint)
+        random = _fill(checkpoint, about, optimizer, weights_only)
+    except Exception as raised:  # of any storage; the other ranks must learn it
+        error = raised
+    _raise_on_all(error)
+    optimizer.gather_parameters()
+    if not weights_only:
+        optimizer.steps = about["optimizer_steps"]
+        set_random_states(optimizer.buckets[0].values.device, random)
+    return about
+
+
+def _fill(
+    checkpoint: Location, about: dict[str, Any], optimizer: ZeRO1, weights_only: bool
+) -> dict[str, Tensor]:
+    """Read this rank's shards. Returns its random states, empty if the checkpoint is of another topology."""
+    reader = Reader(checkpoint, about.get("files"))
     targets = boxed_tensors(optimizer.state_boxes(), ["master"] if weights_only else PREFIX)
     for name, target in targets.items():
         if name not in reader.tensors:
@@ -100,8 +135,21 @@ def load(checkpoint: Location, optimizer: ZeRO1, *, weights_only: bool = False) 
                 random[kind], targets[name] = state, BoxedTensor(name, tuple(state.shape))
                 targets[name].add((0,), state)
     reader.load(targets)
-    optimizer.gather_parameters()
-    if not weights_only:
-        optimizer.steps = about["optimizer_steps"]
-        set_random_states(optimizer.buckets[0].values.device, random)
-    return about
+    return random
+
+
+def _raise_on_all(error: Exception | None) -> None:
+    """Raise one rank's error on every rank: proven corruption before a different model, before a failed read. Collective."""
+    kinds = (CorruptCheckpoint, ValueError, LoadFailed)
+    found = None
+    if error is not None:
+        kind = next((kind for kind in kinds if isinstance(error, kind)), LoadFailed)
+        found = (kinds.index(kind), str(error) if isinstance(error, ValueError) else repr(error))
+    everywhere = [found]
+    if dist.is_initialized():
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found)
+    errors = [(*each, rank) for rank, each in enumerate(everywhere) if each is not None]
+    if errors:
+        kind, text, rank = min(errors)
+        raise kinds[kind](text if kinds[kind] is not LoadFailed else f"rank {rank}: {text}") from error

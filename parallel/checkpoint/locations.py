@@ -1,11 +1,16 @@
 """Where checkpoints are stored: a local folder or a prefix that fsspec reaches (`s3://`).
 
-    <location>/step_<n>/*.distcp         boxes, one file per rank
-    <location>/step_<n>/.metadata        DCP's index: which box of which tensor is at which bytes of which file
-    <location>/step_<n>/complete.json    the marker, written last: everything that is not a tensor
+    <location>/step_<n>/*.distcp            boxes, one file per rank
+    <location>/step_<n>/*.distcp.checksums  of the file's blocks (checksums.py)
+    <location>/step_<n>/.metadata           DCP's index: which box of which tensor is at which bytes of which file
+    <location>/step_<n>/complete.json       the marker, written last: all but tensors; size and checksum of each file
+    <location>/quarantine/step_<n>/         a corrupted checkpoint; its marker is corrupted.json
 
-A checkpoint without its marker is incomplete: never loaded, and safe to remove at any time. File names begin with the id of the
-save that wrote them, so an abandoned writer cannot overwrite files of its successor.
+A checkpoint without its marker is incomplete: never loaded, and safe to remove at any time. Nothing else counts, whatever its
+name begins with. File names begin with the id of the save that wrote them, so an abandoned writer cannot overwrite files of its
+successor.
+
+Only `FileNotFoundError` is absence. A read that fails for another reason is retried, then raised.
 
 The only modules of `parallel` that use more than torch are this one and `reader.py`: fsspec, which torch requires, imported when
 needed.
@@ -14,15 +19,31 @@ needed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 MARKER = "complete.json"
+QUARANTINE = "quarantine"
+CORRUPTED_MARKER = "corrupted.json"  # of a checkpoint in quarantine
+STEP = re.compile(r"step_(0|[1-9][0-9]*)")
+ABSENT = (FileNotFoundError, NotADirectoryError)
+READ_PAUSES = (1.0, 4.0, 15.0)  # seconds before a failed read is repeated
 Location = Path | str
+T = TypeVar("T")
+
+log = logging.getLogger("trainshed")
+
+
+class CorruptCheckpoint(ValueError):
+    """A checkpoint's files were read and are wrong, or a listing shows that one is missing; names the file."""
 
 
 def join(location: Location, name: str) -> Location:
@@ -43,30 +64,68 @@ def complete_checkpoints(location: Location) -> Iterator[tuple[int, Location]]:
 
 
 def read_marker(checkpoint: Location) -> dict[str, Any]:
-    """The marker of a complete checkpoint. Raises ValueError: there is no marker: no checkpoint, or its save did not finish."""
+    """The marker of a complete checkpoint.
+
+    Raises:
+        ValueError: there is no marker: no checkpoint, or its save did not finish.
+        CorruptCheckpoint: it is not a JSON object.
+    """
     files, root = filesystem(checkpoint)
+    path = f"{root}/{MARKER}"
     try:
-        return json.loads(files.cat_file(f"{root}/{MARKER}"))
-    except FileNotFoundError:
+        data = retry_reads(path, lambda: files.cat_file(path))
+    except ABSENT:
         raise ValueError(f"{checkpoint}: not a complete checkpoint; {MARKER} is missing") from None
+    try:
+        about = json.loads(data)
+    except ValueError:
+        about = None
+    if not isinstance(about, dict):
+        raise CorruptCheckpoint(f"{checkpoint}: {MARKER} is corrupted: not a JSON object")
+    return about
 
 
 def write_marker(checkpoint: Location, about: dict[str, Any]) -> None:
-    """Mark a checkpoint as complete, atomically."""
+    """Mark a checkpoint as complete, atomically and durably."""
     files, root = filesystem(checkpoint)
     data = json.dumps(about, indent=1).encode()
-    if is_local(files):
-        files.pipe_file(f"{root}/.{MARKER}", data)
-        files.mv(f"{root}/.{MARKER}", f"{root}/{MARKER}")
-    else:
+    if not is_local(files):
         files.pipe_file(f"{root}/{MARKER}", data)
+        return
+    partial = Path(root, f".{MARKER}")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(Path(root, MARKER))
+    for folder in (root, Path(root).parent):
+        _sync_folder(folder)
+
+
+def retry_reads(path: str, read: Callable[[], T]) -> T:
+    """Call `read`, again after each of READ_PAUSES if it fails; absence and corruption are not failures, and raised at once."""
+    for pause in READ_PAUSES:
+        try:
+            return read()
+        except (*ABSENT, CorruptCheckpoint):
+            raise
+        except Exception as error:  # of any storage
+            log.warning(f"warning: {path} could not be read: {error!r}; retrying in {pause:.0f} s")
+            time.sleep(pause)
+    return read()
+
+
+def sizes(checkpoint: Location) -> dict[str, int]:
+    """Size in bytes of each file of a checkpoint, by name. Raises FileNotFoundError if there is no such folder."""
+    files, root = filesystem(checkpoint)
+    return {name_of(entry["name"]): entry["size"] for entry in files.ls(root, detail=True)}
 
 
 def discard(checkpoint: Location) -> None:
     """Remove a checkpoint if it exists, its marker first: an interrupted removal leaves it incomplete."""
     files, root = filesystem(checkpoint)
     for path, recursive in ((f"{root}/{MARKER}", False), (root, True)):
-        if files.exists(path):
+        if _exists(files, path):
             files.rm(path, recursive=recursive)
 
 
@@ -81,21 +140,50 @@ def discard_incomplete(location: Location) -> list[str]:
 def move_aside(location: Location, steps: list[int]) -> Location:
     """Move the checkpoints of these steps to the first free of `<location>~1`, `<location>~2`, ...; returns which."""
     files, root = filesystem(location)
-    number = 1
-    while files.exists(f"{root}~{number}"):
-        number += 1
-    aside = f"{str(location).rstrip('/')}~{number}"
-    files.makedirs(f"{root}~{number}", exist_ok=True)
+    suffix = _free_suffix(files, root)
+    files.makedirs(f"{root}{suffix}", exist_ok=True)
     for step in steps:
-        source, target = f"{root}/step_{step}", f"{root}~{number}/step_{step}"
-        if is_local(files):
-            files.mv(source, target)
-        else:
-            found = sorted(files.find(source), key=lambda path: path.endswith(MARKER))  # the marker last
-            for path in found:
-                files.copy(path, target + path.removeprefix(source))
-            files.rm(found)
+        _move(files, f"{root}/step_{step}", f"{root}{suffix}/step_{step}")
+    aside = f"{str(location).rstrip('/')}{suffix}"
     return Path(aside) if isinstance(location, Path) else aside
+
+
+def quarantine(location: Location, step: int) -> Location:
+    """Move a corrupted checkpoint to `<location>/quarantine`, where it never counts as complete; returns where."""
+    files, root = filesystem(location)
+    name = f"{QUARANTINE}/step_{step}"
+    name += _free_suffix(files, f"{root}/{name}") if _exists(files, f"{root}/{name}") else ""
+    files.makedirs(f"{root}/{QUARANTINE}", exist_ok=True)
+    _move(files, f"{root}/step_{step}", f"{root}/{name}", marker=CORRUPTED_MARKER)
+    return join(location, name)
+
+
+def quarantined(location: Location) -> list[str]:
+    """Names of the checkpoints in quarantine."""
+    files, root = filesystem(location)
+    return sorted(name for name in _names(files, f"{root}/{QUARANTINE}") if name.startswith("step_"))
+
+
+def _move(files: AbstractFileSystem, source: str, target: str, marker: str = MARKER) -> None:
+    """Move a checkpoint and rename its marker."""
+    if is_local(files):
+        Path(source).rename(target)
+        if marker != MARKER and Path(target, MARKER).exists():
+            Path(target, MARKER).rename(Path(target, marker))
+        return
+    found = sorted(files.find(source), key=lambda path: path.endswith(f"/{MARKER}"))  # the marker last
+    for path in found:
+        name = path.removeprefix(source)
+        files.copy(path, target + (f"/{marker}" if name == f"/{MARKER}" else name))
+    files.rm(found)
+
+
+def _free_suffix(files: AbstractFileSystem, path: str) -> str:
+    """The first of ~1, ~2, ... with which no such path exists."""
+    number = 1
+    while _exists(files, f"{path}~{number}"):
+        number += 1
+    return f"~{number}"
 
 
 def filesystem(location: Location) -> tuple[AbstractFileSystem, str]:
@@ -115,9 +203,31 @@ def is_local(files: AbstractFileSystem) -> bool:
 def _steps(location: Location) -> dict[int, bool]:
     """The step of every checkpoint at a location, and whether it is complete."""
     files, root = filesystem(location)
+    steps = [int(found[1]) for found in map(STEP.fullmatch, _names(files, root)) if found]
+    return {step: _exists(files, f"{root}/step_{step}/{MARKER}") for step in steps}
+
+
+def _names(files: AbstractFileSystem, folder: str) -> list[str]:
+    """Names of the entries of a folder; empty if it does not exist."""
     try:
-        names = [path.rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False)]
-    except FileNotFoundError:
-        return {}
-    steps = [name.removeprefix("step_") for name in names if name.startswith("step_")]
-    return {int(step): files.exists(f"{root}/step_{step}/{MARKER}") for step in steps if step.isdecimal()}
+        return [name_of(path) for path in retry_reads(folder, lambda: files.ls(folder, detail=False))]
+    except ABSENT:
+        return []
+
+
+def _exists(files: AbstractFileSystem, path: str) -> bool:
+    """Whether a path exists; unlike fsspec's `exists`, raises what prevents an answer."""
+    try:
+        retry_reads(path, lambda: files.info(path))
+    except ABSENT:
+        return False
+    return True
+
+
+def _sync_folder(folder: str | Path) -> None:
+    """Make the names in a local folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

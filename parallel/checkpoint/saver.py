@@ -26,11 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
 from parallel.checkpoint.boxes import PREFIX, BoxedTensor, SavePlanner, boxed_tensors
 from parallel.checkpoint.locations import Location, discard, write_marker
-from parallel.checkpoint.writer import Writer
+from parallel.checkpoint.writer import Writer, WrittenFiles
 from parallel.device import host_memory_for, random_states
 from parallel.optimizer.zero1 import STATES, ZeRO1
 
@@ -51,7 +50,7 @@ class _PendingSave:
     checkpoint: Location
     about: dict[str, Any]
     writer: Writer
-    written: Future[list[WriteResult] | str]  # positions of this rank's boxes, or the error
+    written: Future[WrittenFiles | str]  # by this rank, or the error
 
 
 class Saver:
@@ -133,7 +132,7 @@ class Saver:
                 "torch": torch.__version__,
             },
         }
-        written: Future[list[WriteResult] | str]
+        written: Future[WrittenFiles | str]
         if self._thread:
             written = self._thread.submit(self._write, writer)
         else:
@@ -160,9 +159,9 @@ class Saver:
                 ]
                 if errors:
                     raise SaveFailed(errors[0])
-                save.writer.finish(self._metadata, results)
+                files = save.writer.write_index(self._metadata, results)
                 self.fencing_check()
-                write_marker(save.checkpoint, save.about)
+                write_marker(save.checkpoint, {**save.about, "files": files})
             except StaleAttempt:
                 raise
             except Exception:
@@ -193,10 +192,10 @@ class Saver:
         if self._copies and self._device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def _write(self, writer: Writer) -> list[WriteResult] | str:
+    def _write(self, writer: Writer) -> WrittenFiles | str:
         try:
             writer.begin(self.rank)
-            return writer.write_data(self._plan, self._planner).value()
+            return writer.write(self._plan, self._planner)
         except Exception as error:  # of any storage; `finish` reports it on all ranks
             return _reason(error)
 

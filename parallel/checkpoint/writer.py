@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,15 +33,18 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import skip_data
 
-from parallel.checkpoint.locations import Location, is_local
+from parallel.checkpoint.checksums import SUFFIX, ChecksumFileSystem, FileDescription, describe
+from parallel.checkpoint.locations import Location, is_local, name_of
 from parallel.layout import GlobalBox
 
 
 class Writer(FsspecWriter):
-    """DCP's writer, with file names that begin with the id of the save."""
+    """DCP's writer, with file names that begin with the id of the save, and with checksums of what it writes."""
 
     def __init__(self, checkpoint: Location, save_id: str) -> None:
         super().__init__(str(checkpoint))
+        self.fs = ChecksumFileSystem()
+        self.fs.init_path(self.path)
         self.sync_files = is_local(self.fs.fs)  # a put of an object is durable by itself
         self.save_id = save_id
 
@@ -49,11 +53,37 @@ class Writer(FsspecWriter):
         self.fs.mkdir(self.path)
         self.prefix = _StoragePrefix(f"{self.save_id}_{rank}_")
 
-    def write_data(self, plan: SavePlan, planner: Any) -> Any:
-        return super().write_data(dataclasses.replace(plan, storage_data=self.prefix), planner)
+    def write(self, plan: SavePlan, planner: Any) -> WrittenFiles:
+        """Write this rank's file, and its checksums."""
+        boxes = self.write_data(dataclasses.replace(plan, storage_data=self.prefix), planner).value()
+        described = {}
+        for path, checksums in list(self.fs.written.items()):
+            table = checksums.table()
+            with self.fs.create_stream(path + SUFFIX, "wb") as stream:
+                stream.write(table)
+                if self.sync_files:
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            described[name_of(path)] = describe(checksums.size, table)
+        return WrittenFiles(boxes, described)
+
+    def write_index(self, metadata: Metadata, written: list[WrittenFiles]) -> dict[str, FileDescription]:
+        """Write DCP's index, on one rank. Returns the descriptions of all files, for the marker."""
+        self.finish(metadata, [each.boxes for each in written])
+        index = self.fs.written[f"{self.path}/.metadata.tmp"]
+        files = {name: described for each in written for name, described in each.files.items()}
+        return {**files, ".metadata": describe(index.size, index.table())}
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # DCP's default names the folder, and checkpoints are moved
+
+
+@dataclass(frozen=True)
+class WrittenFiles:
+    """What one rank wrote: positions of its boxes, and its files by name."""
+
+    boxes: list[WriteResult]
+    files: dict[str, FileDescription]
 
 
 @dataclass(frozen=True)

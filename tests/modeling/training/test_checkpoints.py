@@ -1,8 +1,10 @@
 """Checkpoints of a run, trained in one process: resume requests, retention, failed saves."""
 
 import json
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from modeling.training.checkpoints import retained
 from tasks.store import runs
 from tests import disk
 from tests.modeling import micro
+from tests.slurm.conftest import until
 
 ALONE = ("parallel.tensor=1", "cluster.devices_per_node=1")
 
@@ -28,9 +31,8 @@ def command(run: Path, dataset: Path, *arguments: object) -> list[str]:
 def train(run: Path, dataset: Path, *overrides: str, code: int = 0, arguments: tuple = ()) -> str:
     """Run training; returns its output."""
     micro.run_folder(run, *ALONE, *overrides)
-    done = subprocess.run(command(run, dataset, *arguments), capture_output=True, text=True, check=False)
-    said = done.stdout + done.stderr
-    assert done.returncode == code, said
+    where = ("--run-folder", run, "--dataset", dataset)
+    said = micro.run("training.train", *where, *arguments, processes=0, code=code)
     assert "torch.distributed is disabled" not in said
     return said
 
@@ -108,9 +110,34 @@ def finished(dataset, tmp_path_factory) -> Path:
 @pytest.fixture
 def run(finished, tmp_path) -> Path:
     """A finished run's folder, with checkpoints of steps 4, 8 and 12."""
-    import shutil
-
     return shutil.copytree(finished, tmp_path / "run")
+
+
+def test_run_falls_back_to_the_latest_intact_checkpoint(run, finished, dataset):
+    shards = {step: next((run / f"checkpoints/step_{step}").glob("*.distcp")) for step in (4, 8, 12)}
+    content = shards[12].read_bytes()
+    shards[12].write_bytes(content[:9000] + bytes([content[9000] ^ 1]) + content[9001:])
+    (run / "checkpoints/step_8/complete.json").write_text("")
+    said = train(run, dataset)
+    assert f"WARNING checkpoint step_12 is corrupted: {shards[12]}: corrupted" in said
+    assert "WARNING checkpoint step_8 is corrupted" in said
+    assert "resumed from step 4" in said
+    assert micro.losses(run) == micro.losses(finished)
+    assert steps(run) == [4, 8, 12]
+    events = [row for row in runs.read_events(run) if row["event"] == "corrupted checkpoint"]
+    assert sorted(event["step"] for event in events) == [8, 12]
+    for step in steps(run):
+        next((run / f"checkpoints/step_{step}").glob("*.distcp")).unlink()
+    for _ in range(2):  # also if it is started again: training from the beginning is never a fallback
+        said = train(run, dataset, code=2)
+        assert "no intact checkpoint; step_12, step_12~1, step_4, step_8, step_8~1 are corrupted" in said
+        assert "set checkpoint.resume=none to train from the beginning" in said
+
+
+def test_checkpoint_beyond_the_last_step_is_rejected_by_name(run, dataset):
+    shutil.copytree(run / "checkpoints/step_12", run / "checkpoints/step_13")
+    said = train(run, dataset, code=2)
+    assert f"{run}/checkpoints/step_13: is of a step after the run's last, train.steps = 12" in said
 
 
 def test_requested_step_is_resumed_once_and_later_checkpoints_move_aside(run, finished, dataset):
@@ -150,3 +177,41 @@ def test_checkpoint_of_another_model_is_rejected_with_first_differing_field(run,
         "step_12 belongs to another model: model.intermediate_size is 64 in the checkpoint, 128 in the profile"
         in said
     )
+
+
+def test_damaged_record_of_a_followed_request_is_named(run, dataset):
+    train(run, dataset)  # a request for the latest checkpoint needs none
+    (run / "resumed.json").write_text("")
+    train(run, dataset)
+    said = train(run, dataset, "checkpoint.resume=4", code=2)
+    assert f"{run}/resumed.json: damaged" in said
+    assert steps(run) == [4, 8, 12]
+
+
+def test_run_ends_if_no_save_succeeds_since_its_start(dataset, tmp_path):
+    place = tmp_path / "file"
+    place.touch()
+    arguments = ("--checkpoints", place / "checkpoints")
+    said = train(
+        tmp_path / "run", dataset, "checkpoint.every=1", "train.steps=40", code=1, arguments=arguments
+    )
+    assert "SaveGivenUp: step 8 could not be saved: rank 0: Not a directory; gave up after 8 attempts" in said
+    assert "Traceback" not in said
+    assert "step 9/" not in said
+
+
+def test_run_folder_that_is_moved_away_is_not_made_again(dataset, tmp_path):
+    run = micro.run_folder(tmp_path / "run", *ALONE, "checkpoint.every=1", "train.steps=5000")
+    (run / "run.json").write_text("{}")
+
+    def move() -> None:
+        until((run / "checkpoints/step_1/complete.json").exists)
+        run.rename(tmp_path / "moved")
+
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(move)
+        where = ("--run-folder", run, "--dataset", dataset)
+        said = micro.run("training.train", *where, processes=0, code=1)
+        moving.result()
+    assert f"StaleAttempt: {run}: moved or removed during training, which ends" in said
+    assert not run.exists()

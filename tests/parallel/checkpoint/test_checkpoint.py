@@ -176,6 +176,10 @@ def test_save_replaces_an_existing_checkpoint(tmp_path):
 def test_marker_contains_about_mesh_and_versions(tmp_path):
     checkpoint.save(tmp_path / "step_1", trained_optimizer(), {"step": 1, "profile": {"name": "p"}})
     marker = json.loads((tmp_path / "step_1" / checkpoint.MARKER).read_text())
+    sizes = {name: described["size"] for name, described in marker.pop("files").items()}
+    shard = next((tmp_path / "step_1").glob("*.distcp"))
+    index = tmp_path / "step_1/.metadata"
+    assert sizes == {path.name: path.stat().st_size for path in (shard, index)}
     assert marker == {
         "step": 1,
         "profile": {"name": "p"},
@@ -273,7 +277,7 @@ def test_malicious_metadata_is_rejected(tmp_path):
     checkpoint.save(tmp_path / "step_1", trained_optimizer(), {})
     (tmp_path / "step_1/.metadata").write_bytes(pickle.dumps(Malicious()))
     with pytest.raises(ValueError, match=r".metadata: rejected: posix.mkdir is not allowed"):
-        checkpoint.load(tmp_path / "step_1", trained_optimizer())
+        Reader(tmp_path / "step_1")
     assert not (tmp_path / "done").exists()
 
 

@@ -1,6 +1,7 @@
 """Checkpoints under an `s3://` address: each rank reads only its shard; incomplete ones are removed."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import s3fs
@@ -8,6 +9,8 @@ import torch
 
 from parallel import Mesh, RMSNorm, ZeRO1, initialize
 from parallel.checkpoint import checkpoint
+from parallel.checkpoint.boxes import PREFIX, boxed_tensors
+from parallel.checkpoint.reader import Reader
 from tests import s3
 from tests.pool import Pool, mesh
 
@@ -84,8 +87,19 @@ def test_rank_fetches_only_its_shard(pool, address):
     for same, fetched in run_on_ranks(pool, 8, load, address):
         assert same
         shard = 3 * 4 * WIDTH / 8
-        # Besides the shard: the marker, the index, and the header of each box.
+        # Besides the shard: the marker, the index, and the blocks at both ends of each box and of the part that is read.
         assert shard <= fetched < 1.1 * shard + 100_000
+    files = s3fs.S3FileSystem()
+    first_rank = next(path for path in files.ls(f"{address}/step_3") if path.endswith("_0_0.distcp"))
+    content = bytearray(files.cat_file(first_rank))
+    content[2_000_000] ^= 1
+    files.pipe_file(first_rank, bytes(content))
+    marker = checkpoint.read_marker(f"{address}/step_3")
+    for rank, corrupted in ((3, True), (4, False)):  # the second half is in the other file
+        shards = boxed_tensors(optimizer(Mesh(data=8, rank=rank), seed=2).state_boxes(), PREFIX)
+        reader = Reader(f"{address}/step_3", marker["files"])
+        with pytest.raises(checkpoint.CorruptCheckpoint) if corrupted else nullcontext():
+            reader.load(shards)
 
 
 def test_incomplete_checkpoints_are_ignored_and_removed(address):
@@ -102,3 +116,8 @@ def test_incomplete_checkpoints_are_ignored_and_removed(address):
     assert aside == f"{address}~1"
     assert [step for step, _ in checkpoint.complete_checkpoints(aside)] == [1]
     assert list(checkpoint.complete_checkpoints(address)) == []
+    moved = checkpoint.quarantine(aside, 1)
+    assert moved == f"{address}~1/quarantine/step_1"
+    assert list(checkpoint.complete_checkpoints(aside)) == []
+    assert checkpoint.quarantined(aside) == ["step_1"]
+    assert not any(path.endswith(checkpoint.MARKER) for path in files.find(aside))

@@ -1,0 +1,129 @@
+"""Corrupted checkpoints are found while they load, on all ranks; failed reads are retried, and never taken for corruption."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from parallel.checkpoint import checkpoint, locations
+from tests.parallel.checkpoint.test_checkpoint import Case, build, trained_optimizer
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    checkpoint.save(tmp_path / "step_1", trained_optimizer(width=9000), {"step": 1})
+    return tmp_path / "step_1"
+
+
+def flip(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+
+
+def shard(saved: Path) -> Path:
+    (path,) = saved.glob("*.distcp")
+    return path
+
+
+def test_every_flipped_bit_is_found_and_its_file_named(saved):
+    loaded = trained_optimizer(width=9000)
+    for path in (shard(saved), *saved.glob("*.checksums"), saved / ".metadata"):
+        size = path.stat().st_size
+        for position in {*range(0, size, size // 20), size - 1}:
+            flip(path, position)
+            with pytest.raises(checkpoint.CorruptCheckpoint, match=f"step_1/{path.name}: corrupted"):
+                checkpoint.load(saved, loaded)
+            flip(path, position)
+    checkpoint.load(saved, loaded)
+
+
+def test_corruption_seen_by_one_rank_is_raised_on_all(tmp_path, pool):
+    errors = pool.run(load_with_corrupted_file_of_rank_1, 2, folder=tmp_path)
+    assert errors[0] == errors[1]
+    assert "_1_0.distcp: corrupted" in errors[0]
+
+
+def load_with_corrupted_file_of_rank_1(folder: Path) -> str:
+    trainer, optimizer = build(Case(data=2))
+    try:
+        checkpoint.save(folder / "step_1", optimizer, {})
+        if trainer.mesh.rank == 0:
+            flip(next((folder / "step_1").glob("*_1_0.distcp")), 30_000)
+        checkpoint.Saver(optimizer)._on_rank_0(lambda: None)  # the other rank waits for the flip
+        with pytest.raises(checkpoint.CorruptCheckpoint) as raised:
+            checkpoint.load(folder / "step_1", optimizer)
+        return str(raised.value)
+    finally:
+        trainer.mesh.close()
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_truncated_or_missing_file_is_corruption(saved, checksums):
+    if not checksums:  # as it was saved before there were any
+        marker = json.loads((saved / checkpoint.MARKER).read_text())
+        del marker["files"]
+        (saved / checkpoint.MARKER).write_text(json.dumps(marker))
+        next(saved.glob("*.checksums")).unlink()
+    checkpoint.load(saved, loaded := trained_optimizer(width=9000))
+    path = shard(saved)
+    path.write_bytes(path.read_bytes()[:50_000])
+    with pytest.raises(checkpoint.CorruptCheckpoint, match=rf"step_1/{path.name}: corrupted"):
+        checkpoint.load(saved, loaded)
+    path.unlink()
+    with pytest.raises(checkpoint.CorruptCheckpoint, match=rf"step_1/{path.name}: missing"):
+        checkpoint.load(saved, loaded)
+    (saved / checkpoint.MARKER).write_text("")
+    with pytest.raises(checkpoint.CorruptCheckpoint, match=r"step_1: complete.json is corrupted"):
+        checkpoint.load(saved, loaded)
+
+
+def test_failed_read_is_retried_and_then_raised_as_such(saved, monkeypatch):
+    monkeypatch.setattr(locations, "READ_PAUSES", (0.0, 0.0))
+    opened, failures = Path.open, []
+
+    def open_stale(path, *arguments, **named):
+        if path.suffix == ".distcp" and failures:
+            raise OSError(failures.pop(), "stale file handle")
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", open_stale)
+    failures += [errno.ESTALE] * 2
+    checkpoint.load(saved, loaded := trained_optimizer(width=9000))
+    assert not failures
+    failures += [errno.ESTALE] * 3
+    with pytest.raises(checkpoint.LoadFailed, match=r"rank 0: .*distcp.*stale file handle"):
+        checkpoint.load(saved, loaded)
+
+
+def test_checkpoint_whose_marker_cannot_be_read_is_not_discarded(saved, monkeypatch):
+    monkeypatch.setattr(locations, "READ_PAUSES", ())
+    info = LocalFileSystem.info
+
+    def stale(self, path, **named):
+        if str(path).endswith(checkpoint.MARKER):
+            raise OSError(errno.ESTALE, "stale file handle")
+        return info(self, path, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "info", stale)
+        with pytest.raises(OSError, match="stale"):
+            checkpoint.discard_incomplete(saved.parent)
+    checkpoint.load(saved, trained_optimizer(width=9000))
+
+
+def test_only_folders_named_as_steps_count(saved):
+    root = saved.parent
+    for name in ("step_1.bak", "step_0x", "step_01", "backup/step_2", "quarantine/step_3"):
+        (root / name).mkdir(parents=True)
+        (root / name / checkpoint.MARKER).write_text("{}")
+    assert [step for step, _ in checkpoint.complete_checkpoints(root)] == [1]
+    assert checkpoint.discard_incomplete(root) == []
+    moved = checkpoint.quarantine(root, 1)
+    assert checkpoint.quarantined(root) == ["step_1", "step_3"]
+    assert not (moved / checkpoint.MARKER).exists()
+    assert list(checkpoint.complete_checkpoints(root)) == []
