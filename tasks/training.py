@@ -85,9 +85,10 @@ class TrainingStep(Step):
         part = f"checkpoints/step_{steps}"
         marker = state_files.parse((run.read_file(f"{part}/{MARKER}") or b"").decode(errors="replace")) or {}
         tokens = steps * profile.train.global_batch_size * profile.train.sequence_length
-        losses = {row["step"]: row["loss"] for row in runs.read_metrics(folder) if "loss" in row}
-        loss = marker.get("loss", losses.get(steps, math.nan))  # markers of earlier versions have none
-        summary = {"steps": steps, "loss": loss, "tokens": tokens}
+        last = (
+            marker if "loss" in marker else runs.last_training_row(folder)
+        )  # a marker of an earlier version has none
+        summary = {"steps": steps, "loss": last["loss"] if last else math.nan, "tokens": tokens}
         return run_artifacts.publish(store, self.kind, key, folder.name, part, summary)
 
     def may_retry(self, context: Context) -> Callable[[], bool]:
