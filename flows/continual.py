@@ -24,7 +24,7 @@ from flows.parameters import ProfileName, RunName
 from flows.pretrain import load, run_name
 from flows.runner import THREADS, Runner, forward_logs
 from flows.secrets import hub_token
-from flows.steps import check_plan, following, open_run
+from flows.steps import check_plan, following, open_run, read_lock, resolve_inputs
 from profiles import resolve
 from tasks import continual as series
 from tasks import keys
@@ -69,7 +69,11 @@ def _round(context: Context) -> State[Any]:
         missing = f"run {profile.name} has no finished model to continue: one that was trained to its end and exported"
         return Completed(name="NothingYet", message=missing)
     tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
-    with Runner(context) as runner:
+    name = f"{profile.name}-round-{current.round + 1}"
+    # A round that was interrupted goes on with its data; one that is over, without a promotion, looks for new data.
+    over = series.is_over(store, name)
+    with runs.lock_run(store, name), Runner(context) as runner:
+        resolve_inputs(runner, None if over else read_lock(store, name))
         everything = runner.run(DatasetStep(tokenizer))
         dataset = series.new_data(store, current, everything, profile.train.sequence_length)
         if dataset is None:
@@ -78,16 +82,17 @@ def _round(context: Context) -> State[Any]:
         base = runs.fetch(store, current.run)
         weights = series.latest_checkpoint(store, current)
         run = series.with_steps(profile, dataset)
-        run = run.model_copy(update={"name": f"{run.name}-round-{current.round + 1}"})
-        runner.context = replace(context, profile=run)
+        run = run.model_copy(update={"name": name})
+        runner.context = replace(runner.context, profile=run)
         planned = check_plan(runner)
         compiling = runner.start(GraphsStep())
         start = keys.digest([current.identity, weights.name])
         identity = keys.run_identity(run, tokenizer.key, dataset.key, start)
         runs.record_flow_run(base, context.flow_run)
-        with open_run(runner, run, identity, tokenizer, dataset, planned) as overview:
+        inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": None}
+        with open_run(runner, run, identity, inputs, planned, replace=over) as overview:
             held_out = store.artifacts.expect(DatasetStep.kind, current.dataset)
-            of_base = replace(context, profile=resolve.load(str(base / "profile.yaml")), folder=base)
+            of_base = replace(runner.context, profile=resolve.load(str(base / "profile.yaml")), folder=base)
             what = keys.digest([current.identity, weights.name, held_out.key])
             before = runner.run(EvaluationStep(held_out, what), of_base)
             graphs = compiling.result()

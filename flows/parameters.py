@@ -15,3 +15,5 @@ ProfileName = Annotated[
 ]
 
 RunName = Annotated[str, Field(title="name")] | Annotated[None, Field(title="the profile's name")]
+
+ForkedFrom = Annotated[str, Field(title="RUN or RUN@STEP")] | Annotated[None, Field(title="no other run")]

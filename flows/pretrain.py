@@ -1,8 +1,8 @@
 """The main flow: from a tokenizer, a data set and perhaps a pretrained checkpoint to a trained Hugging Face model.
 
-    plan ─┬─> tokenizer ─> dataset ─┐
-          ├─> checkpoint ───────────┼─> train ─> evaluate ─> export ─> report
-          └─> graphs ───────────────┘
+                   ┌─> tokenizer ─> dataset ─┐
+    plan ─> resolve ─> checkpoint ───────────┼─> train ─> evaluate ─> export ─> report
+       └─> graphs ───────────────────────────┘
 
 Each step is a Prefect task that publishes an artifact; a step whose artifact is complete is not run again. Graphs need the
 profile alone, so they compile while the data is tokenized.
@@ -20,10 +20,10 @@ from prefect.runtime import flow_run
 
 from flows import working_folder
 from flows.hooks import HOOKS
-from flows.parameters import ProfileName, RunName
+from flows.parameters import ForkedFrom, ProfileName, RunName
 from flows.runner import THREADS, Runner, forward_logs
 from flows.secrets import hub_token
-from flows.steps import check_plan, following, open_run
+from flows.steps import RunCommand, check_plan, following, keep_lock, open_run, read_lock, resolve_inputs
 from modeling.planning.planner import plan
 from profiles import resolve
 from profiles.schema import Profile
@@ -32,10 +32,11 @@ from tasks.checkpoint import CheckpointStep
 from tasks.dataset import DatasetStep, with_steps
 from tasks.evaluation import EvaluationStep
 from tasks.export import ExportStep
+from tasks.fork import copy_checkpoint, find_parent, require_forkable
 from tasks.graphs import GraphsStep
 from tasks.report import ReportStep
 from tasks.step import Context
-from tasks.store import ledger
+from tasks.store import ledger, runs
 from tasks.store.store import Store
 from tasks.tokenizer import TokenizerStep, check_fits
 from tasks.training import TrainingStep
@@ -58,7 +59,13 @@ def load(profile: str, overrides: Sequence[str], name: str | None) -> Profile:
 
 @flow(name="pretrain", flow_run_name=run_name, task_runner=THREADS, **HOOKS)
 def pretrain(
-    profile: ProfileName, overrides: Sequence[str] = (), name: RunName = None, store: str = "./store"
+    profile: ProfileName,
+    overrides: Sequence[str] = (),
+    name: RunName = None,
+    store: str = "./store",
+    update: bool = False,
+    replace: bool = False,
+    fork: ForkedFrom = None,
 ) -> dict[str, Any]:
     """Train the model of a profile and export it; returns the paths of its results and the outcome of each step.
 
@@ -67,15 +74,23 @@ def pretrain(
         overrides: Keys to override, each as in train.steps=100.
         name: The run's name; empty: the profile's.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
+        update: Resolve hub revisions and source files again, instead of taking them from the run's lock.
+        replace: If a run with other mathematics has this name, move it to <name>~N and start over.
+        fork: RUN or RUN@STEP: a new run starts from this run's checkpoint, with its optimizer and data position.
     """
     working_folder.enter()
     forward_logs()
     run = load(profile, overrides, name)
     opened = Store(store, run.cluster.work_dir or "store")
     context = Context(run, opened, token=hub_token(run), flow_run=str(flow_run.id))
-    with Runner(context) as runner:
+    with runs.lock_run(opened, run.name), Runner(context) as runner:
+        parent = find_parent(opened, fork) if fork else None
+        if parent:
+            require_forkable(opened, parent, run)
         planned = check_plan(runner)
         compiling = runner.start(GraphsStep())
+        resolve_inputs(runner, None if update else read_lock(opened, run.name, parent))
+        keep_lock(runner.context)
         tokenizer = runner.run(TokenizerStep())
         check_fits(run, tokenizer)
         dataset = runner.run(DatasetStep(tokenizer))
@@ -83,12 +98,19 @@ def pretrain(
         if run.train.epochs is not None:
             run = with_steps(run, dataset)
             planned = plan(run)  # again: the data decides how long the run is
-        identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key)
+        origin = parent and keys.digest([parent.identity, parent.step])
+        identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key, origin)
 
-        with open_run(runner, run, identity, tokenizer, dataset, planned) as overview:
+        inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": weights}
+        command = RunCommand(profile, overrides, name, store)
+        with open_run(
+            runner, run, identity, inputs, planned, command, parent=parent, replace=replace
+        ) as overview:
+            if parent:
+                copy_checkpoint(opened, parent, run.name)
             graphs = compiling.result()
             runner.run(TrainingStep(dataset, identity, graphs, weights), following(runner.context))
-            ledger.record(opened, run.name, identity, dataset)
+            ledger.record(opened, run.name, identity, dataset, parent and parent.identity)
             evaluated = runner.run(EvaluationStep(dataset, identity, graphs))
             exported = runner.run(ExportStep(tokenizer, identity))
             report = runner.run(ReportStep(planned, evaluated, runner.outcomes))

@@ -1,12 +1,13 @@
 """Runs steps as Prefect tasks, cached by the store.
 
-Prefect records under a step's key that it was done; the store knows whether its artifact is still complete. A step counts as
-cached only if both agree. Prefect's records are small JSON files in `<store>/prefect/`.
+The store is the only cache: a step whose artifact is complete there ends in the state Cached. Looking for it is part of the
+task, so a store that does not answer for a moment is asked again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import threading
@@ -22,7 +23,6 @@ from prefect import Task, task, unmapped
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import FlowRunContext, TaskRunContext
-from prefect.filesystems import RemoteFileSystem
 from prefect.futures import PrefectFuture
 from prefect.logging.handlers import APILogHandler
 from prefect.states import Completed
@@ -34,7 +34,6 @@ from flows.ui.progress import progress_reporter
 from modeling.training.metrics import record_event
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from tasks import keys
 from tasks.failures import FatalError
 from tasks.reporting.format import format_duration
 from tasks.reporting.outcome import Outcome
@@ -42,7 +41,7 @@ from tasks.sources.shard import SOURCE_ERRORS
 from tasks.step import Context, Step
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
-from tasks.store.store import Store
+from tasks.store.inventory import ARTIFACTS
 from tasks.tokenization.worker_pool import PoolClosed
 
 log = logging.getLogger(__name__)
@@ -50,7 +49,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 UNLIMITED = 1_000_000  # retries, for steps that decide themselves
-DELAYS = [2.0, 4.0, 8.0, 16.0, 30.0]  # seconds before each retry; the last applies to all further ones
+# Seconds before each retry, of which the last applies to all further ones, and by what share they vary: runs that a common
+# cause stopped do not all come back at once.
+DELAYS = {"retry_delay_seconds": [2.0, 4.0, 8.0, 16.0, 30.0], "retry_jitter_factor": 0.3}
 # Background steps and mapped parts share the flow's threads: two parts a core, and room for the steps that wait for them.
 THREADS = ThreadPoolTaskRunner(max_workers=2 * (os.cpu_count() or 1) + 8)
 
@@ -66,7 +67,8 @@ class _Call:
     step: Step
     place: int  # index of its outcome
     task: Task[..., Any] | None = None
-    known: Artifact | None = None  # the artifact, if the store had it
+    artifact: Artifact | None = None  # what it found or made
+    cached: bool = False  # whether the store had it
     retries: int = 0
     begun: float = field(default_factory=time.monotonic)
     thread: int | None = None  # id of the thread that it runs in; None before and after
@@ -108,8 +110,8 @@ class Runner:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.outcomes: list[Outcome] = []  # in the order in which the steps were started
-        self._results = _result_storage(context.store)
         self._background: list[Background] = []
+        self._used: dict[str, list[str]] = {}  # keys of the artifacts that were used, by kind
         self._unrecorded: list[dict[str, Any]] = []  # failures before there was a run folder
 
     def __enter__(self) -> Self:
@@ -127,11 +129,14 @@ class Runner:
             record_event(folder, **failure)
         self._unrecorded.clear()
 
-    def check(self, name: str, function: Callable[[], T], describe: Callable[[T], str]) -> T:
+    def check(
+        self, name: str, function: Callable[[], T], describe: Callable[[T], str], retries: int = 0
+    ) -> T:
         """Run a function as a task that makes no artifact, under the profile's name."""
         begun, place = time.monotonic(), self._reserve(name)
+        options = {**DELAYS, "retries": retries, "retry_condition_fn": worth_retrying} if retries else {}
         title = f"{name} {self.context.profile.name}"
-        made = task(function, name=name, task_run_name=title, cache_policy=NO_CACHE)
+        made = task(function, name=name, task_run_name=title, cache_policy=NO_CACHE, **options)
         state = made(return_state=True)
         how = "done" if state.is_completed() else "failed"
         result = state.result(raise_on_failure=False)
@@ -164,24 +169,18 @@ class Runner:
         progress = progress_reporter(step.kind, f"Progress of {step.name}")
         context = replace(context, progress=progress, table=show_table, map=_map)
 
-        def work() -> Artifact:
+        def work() -> State:
             call.thread = threading.get_ident()
             try:
-                return step.run(context, key)
+                found = step.find(context, key) if key is not None else None
+                call.artifact, call.cached = found or step.run(context, key), found is not None
             finally:
                 call.thread = None
+            return Completed(name="Cached" if call.cached else "Completed", data=call.artifact.to_json())
 
-        options: dict[str, Any] = {"cache_policy": NO_CACHE}
-        if key is not None:
-            call.known = step.find(context, key)
-            options = self._retries(call, context) | {
-                "cache_key_fn": lambda *_: f"{step.kind}-{key}",
-                "refresh_cache": call.known is None,
-                "persist_result": True,
-                "result_serializer": "json",
-                "result_storage": self._results,
-            }
-        call.task = task(work, name=step.name, task_run_name=step.title(profile), **options)
+        retries = self._retries(call, context) if key is not None else {}
+        title = step.title(profile)
+        call.task = task(work, name=step.name, task_run_name=title, cache_policy=NO_CACHE, **retries)
         return call
 
     def _retries(self, call: _Call, context: Context) -> dict[str, Any]:
@@ -195,8 +194,7 @@ class Runner:
             self._record(call.step.name, "tried again", state)
             return True
 
-        count = 2 if decide is None else UNLIMITED
-        return {"retries": count, "retry_delay_seconds": DELAYS, "retry_condition_fn": condition}
+        return {**DELAYS, "retries": 2 if decide is None else UNLIMITED, "retry_condition_fn": condition}
 
     def _finish(self, call: _Call, state: State) -> Artifact | None:
         """Record the outcome of a step, and return its artifact or raise what made it fail."""
@@ -204,16 +202,26 @@ class Runner:
         if not state.is_completed():
             self._conclude(place, Outcome(name, "failed", seconds, retries=call.retries))
             self._record(name, "failed", state)
-        result = state.result()  # raises what made the step fail
-        if state.name == "Skipped":
+        state.result()  # raises what made the step fail
+        artifact = call.artifact
+        if artifact is None:
             self._conclude(place, Outcome(name, "skipped", None, state.message or ""))
             return None
-        # Prefect's record may be from a time when the store was elsewhere: what the store says counts.
-        artifact = call.known or result
-        how, took = ("cached", artifact.seconds) if call.known else ("done", seconds)
+        how, took = ("cached", artifact.seconds) if call.cached else ("done", seconds)
+        self._record_use(artifact)
         note, summary = call.step.describe(artifact.summary), artifact.summary
         self._conclude(place, Outcome(name, how, took, note, summary, call.retries))
         return artifact
+
+    def _record_use(self, artifact: Artifact) -> None:
+        """Record that the run uses an artifact, so that garbage collection keeps it."""
+        if artifact.key:
+            self._used.setdefault(artifact.kind, []).append(artifact.key)
+        if self.context.folder is not None:
+            run = self.context.store.run_folder(self.context.folder.name)
+            known = json.loads(run.read(ARTIFACTS) or b"{}")
+            if known != (used := known | self._used):
+                run.write(ARTIFACTS, json.dumps(used, indent=1).encode())
 
     def _record(self, name: str, how: str, state: State) -> None:
         """Record a failed attempt in events.jsonl, with the step that training had reached."""
@@ -263,9 +271,9 @@ def forward_logs() -> None:
 @task(
     task_run_name="{name}",
     retries=2,
-    retry_delay_seconds=DELAYS,
     retry_condition_fn=worth_retrying,
     cache_policy=NO_CACHE,
+    **DELAYS,
 )
 def part(function: Callable[[T], R], item: T, name: str) -> R:
     """One part of a step."""
@@ -276,11 +284,3 @@ def _map(function: Callable[[T], R], items: Sequence[T], names: Sequence[str]) -
     """Run a function for each item as a task of its own, which Prefect shows and retries."""
     for future in part.map(unmapped(function), list(items), list(names)):
         yield future.result()
-
-
-def _result_storage(store: Store) -> Path | RemoteFileSystem:
-    if "://" not in store.uri:
-        return Path(store.uri).absolute() / "prefect"
-    block = RemoteFileSystem(basepath=f"{store.uri}/prefect")
-    block.save(f"trainshed-{keys.digest(store.uri)[:16]}", overwrite=True)  # Prefect takes saved blocks only
-    return block

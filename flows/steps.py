@@ -1,20 +1,26 @@
-"""What flows do around their steps: check the plan, open the run folder, follow training."""
+"""What flows do around their steps: check the plan, resolve the inputs, open the run folder, follow training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flows.runner import Runner
 from flows.ui.overview import Overview
-from flows.ui.progress import TrainingProgress
-from flows.ui.summaries import plan_summary
+from flows.ui.progress import TrainingProgress, progress_reporter
+from flows.ui.summaries import inputs_summary, plan_summary
 from modeling.planning import planner
 from profiles.schema import Profile
+from tasks.resolve import Inputs, RunLock, resolve
 from tasks.step import Context
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
+from tasks.store.run_folder import LOCK, Parent
+from tasks.store.store import Store
+
+RESOLVE_RETRIES = 5  # a minute in all: the hub's own limits are waited out within an attempt
 
 
 def check_plan(runner: Runner) -> planner.Plan:
@@ -30,23 +36,81 @@ def check_plan(runner: Runner) -> planner.Plan:
     return runner.check("plan", plan, plan_summary)
 
 
+@dataclass(frozen=True)
+class RunCommand:
+    """The `trainshed run` command that a flow run's parameters amount to."""
+
+    profile: str
+    overrides: Sequence[str]
+    name: str | None
+    store: str
+
+    def ways_out(self, conflict: runs.RunExists, name: str) -> list[tuple[str, str]]:
+        """What to do about a name that belongs to a run with other mathematics: (what it does, command)."""
+        settings = [part for override in self.overrides for part in ("--set", override)]
+        settings += ["--store", self.store] if self.store != "./store" else []
+        same, other = ["trainshed", "run", self.profile, *settings], f"{name}-2"
+        named = ["--name", self.name] if self.name else []
+        found = [([*same, "--name", other], "train under another name")]
+        if conflict.forkable:
+            command = ["trainshed", "fork", f"{name}@{conflict.step}", other, *settings]
+            found.append((command, f"continue from its step {conflict.step:,}"))
+        found.append(([*same, *named, "--replace"], f"move it to {name}~N and start over"))
+        return [(does, shlex.join(command)) for command, does in found]
+
+
+def read_lock(store: Store, name: str, parent: Parent | None = None) -> bytes | None:
+    """The lock of a run, or that of its parent for a run that is new; None if there is none."""
+    return store.run_folder(name).read(LOCK) or (parent and store.run_folder(parent.run).read(LOCK))
+
+
+def resolve_inputs(runner: Runner, lock: bytes | None) -> None:
+    """Resolve what the run is made from as a task, reusing the answers of a run lock; the steps that follow use the result."""
+    context = runner.context
+    progress = progress_reporter("inputs", "Progress of resolve")
+
+    def work() -> Inputs:
+        known = RunLock.from_bytes(lock, f"{context.profile.name}/{LOCK}") if lock else None
+        return resolve(context.profile, context.store, context.token, known, progress)
+
+    inputs = runner.check("resolve", work, inputs_summary, retries=RESOLVE_RETRIES)
+    runner.context = replace(context, resolved=inputs)
+
+
+def keep_lock(context: Context) -> None:
+    """Keep the lock of a run that does not exist yet, so that a flow run that fails before training is repeated alike."""
+    run = context.store.run_folder(context.profile.name)
+    if run.stored_identity is None:
+        run.write(LOCK, context.inputs.lock.to_bytes())
+
+
 @contextmanager
 def open_run(
     runner: Runner,
     profile: Profile,
     identity: str,
-    tokenizer: Artifact,
-    dataset: Artifact,
+    inputs: Mapping[str, Artifact | None],
     plan: planner.Plan,
+    command: RunCommand | None = None,
+    *,
+    parent: Parent | None = None,
+    replace: bool = False,
 ) -> Iterator[Overview]:
-    """Open the run folder for the steps in the block; other flow runs that want it wait. Yields its page in the UI."""
+    """Open the run folder for the steps in the block. Yields its page in the UI. Arguments and errors as `runs.open_run`."""
     context = runner.context
-    with runs.open_run(context.store, profile, identity, context.flow_run) as folder:
-        runs.record_inputs(folder, identity, tokenizer, dataset)
-        runner.open(profile, folder)
-        overview = Overview(profile, folder)
-        overview.begin(plan)
-        yield overview
+    keys = {kind: artifact and artifact.key for kind, artifact in inputs.items()}
+    try:
+        folder = runs.open_run(
+            context.store, profile, identity, context.flow_run, keys, parent=parent, replace=replace
+        )
+    except runs.RunExists as conflict:
+        conflict.commands = command.ways_out(conflict, profile.name) if command else ()
+        raise
+    context.store.run_folder(profile.name).write(LOCK, context.inputs.lock.to_bytes())
+    runner.open(profile, folder)
+    overview = Overview(profile, folder)
+    overview.begin(plan)
+    yield overview
 
 
 def following(context: Context) -> Context:

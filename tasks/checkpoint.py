@@ -23,7 +23,6 @@ from tasks import keys
 from tasks.sources import weights
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
-from tasks.store.digest_cache import DigestCache
 
 # Settings of trained weights that the weights themselves do not show.
 INVISIBLE = ("hidden_act", "norm_eps", "rope_theta", "rope_scaling")
@@ -44,9 +43,7 @@ class CheckpointStep(Step):
 
     def key(self, context: Context) -> str:
         """From the weights' contents or hub commit, and the model. Raises ProfileError if nothing is at init.from."""
-        init, digests = context.profile.init, DigestCache(context.store.local_cache)
-        identity = weights.identity(init.from_, init.revision, context.token, "init.from", digests)
-        return keys.checkpoint(context.profile, identity)
+        return keys.checkpoint(context.profile, context.inputs.weights["digest"])
 
     def make(self, context: Context, key: str) -> Artifact:
         """Fetch and convert the weights. Raises ProfileError if they are not of the profile's model."""
@@ -57,7 +54,8 @@ class CheckpointStep(Step):
         config.write_text(json.dumps(to_config_json(profile.model)))
         cuts = tuple(layers.start for layers in partition_layers(profile)[1:])
         options = Options("trainshed", config, profile.parallel.tensor, cuts=cuts or None)
-        with weights.fetch(init.from_, init.revision, work / "source", context.token, "init.from") as source:
+        revision = context.inputs.weights["commit"] or init.revision
+        with weights.fetch(init.from_, revision, work / "source", context.token, "init.from") as source:
             try:
                 _warn_of_differences(formats.locate(source), profile.model)
                 record = convert(source, converted, options, name=init.from_, replace=True)

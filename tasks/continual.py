@@ -13,17 +13,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from profiles import resolve
 from profiles.schema import Profile
 from tasks import export, keys
 from tasks.dataset import CORPUS, SHARDS, DatasetStep
 from tasks.dataset import with_steps as steps_of_epochs
 from tasks.store import ledger, runs
 from tasks.store.artifacts import Artifact
+from tasks.store.inventory import STANDING
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
-
-FILE = "standing.json"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Standing:
 
 def standing(store: Store, name: str) -> Standing | None:
     """The promoted model; None if no run of this name was trained to its end and exported yet."""
-    if recorded := store.backend.read(_name(name, FILE)):
+    if recorded := store.backend.read(_name(name, STANDING)):
         return Standing(**json.loads(recorded))
     recorded = store.backend.read(_name(name, runs.INPUTS))
     if recorded is None or not store.run_folder(name).files(export.PART):
@@ -48,6 +48,15 @@ def standing(store: Store, name: str) -> Standing | None:
     if ledger.find(store, inputs["identity"]) is None:  # it was exported before its end
         return None
     return Standing(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
+
+
+def is_over(store: Store, name: str) -> bool:
+    """Whether a round was trained to its end."""
+    run = store.run_folder(name)
+    if run.stored_identity is None:
+        return False
+    profile = resolve.load(str(runs.fetch(store, name) / "profile.yaml"))
+    return profile.train.steps in run.checkpoint_steps()
 
 
 def latest_checkpoint(store: Store, promoted: Standing) -> Path:
@@ -107,7 +116,7 @@ def with_steps(profile: Profile, new: Artifact) -> Profile:
 def promote(store: Store, name: str, promoted: Standing, run: str, identity: str) -> Standing:
     """Make a run's model the promoted one."""
     after = Standing(run, identity, promoted.round + 1, promoted.tokenizer, promoted.dataset)
-    store.backend.write(_name(name, FILE), json.dumps(asdict(after), indent=1).encode())
+    store.backend.write(_name(name, STANDING), json.dumps(asdict(after), indent=1).encode())
     return after
 
 

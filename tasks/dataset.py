@@ -21,11 +21,10 @@ from profiles import check
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks import keys
-from tasks.sources import corpus, duplicates
+from tasks.sources import duplicates
 from tasks.sources.shard import Shard, local_path
 from tasks.step import Context, Step
 from tasks.store.artifacts import HASH_LIMIT, Artifact
-from tasks.store.digest_cache import DigestCache
 from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
 from tasks.tokenization.slurm_array import SlurmArray
@@ -56,17 +55,14 @@ class DatasetStep(Step):
         return f"dataset of {profile.name}"
 
     def plan(self, context: Context) -> DatasetPlan:
-        """What there is to tokenize, listed once; duplicates are not known yet.
+        """What there is to tokenize; duplicates are not known yet.
 
-        Raises:
-            ProfileError: a source that lists nothing, or would never be read.
-            SourceError: a corrupted source file.
+        Raises ProfileError for a source that would never be read.
         """
         if self._plan is None:
             profile = context.profile
             _require_shares(profile)
-            shards = corpus.shards(profile.data, DigestCache(context.store.local_cache), context.token)
-            self._plan = DatasetPlan.of(profile, self.tokenizer, shards)
+            self._plan = DatasetPlan.of(profile, self.tokenizer, context.inputs.shards)
         return self._plan
 
     def key(self, context: Context) -> str:

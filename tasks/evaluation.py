@@ -46,7 +46,10 @@ class EvaluationStep(Step):
     name = "evaluate"
 
     def key(self, context: Context) -> str:
-        return keys.evaluation(context.run_folder.name, self.identity, context.profile.evaluate.metrics)
+        profile = context.profile
+        return keys.evaluation(
+            context.run_folder.name, self.identity, profile.train, profile.evaluate.metrics
+        )
 
     def make(self, context: Context, key: str) -> Artifact:
         """Evaluate.

@@ -32,7 +32,7 @@ class ExportStep(Step):
     name = "export"
 
     def key(self, context: Context) -> str:
-        return keys.export(context.run_folder.name, self.identity)
+        return keys.export(context.run_folder.name, self.identity, context.profile.train)
 
     def find(self, context: Context, key: str) -> Artifact | None:
         return run_artifacts.find(context.store, self.kind, key, context.run_folder.name)

@@ -32,7 +32,7 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
     if code == exit_codes.REJECTED:
         return _as(FatalError, failure, reasons[-1][1] if reasons else "its input was rejected")
     if code == exit_codes.DIVERGED:
-        cause = "the loss diverged and the rollbacks are used up; try a lower train.learning_rate"
+        cause = "the loss diverged and the rollbacks are used up; fork the run before that with a lower train.learning_rate"
         return _as(FatalError, failure, cause)
     if code == exit_codes.HUNG or exit_codes.HANG_MESSAGE in failure.detail:
         cause = "a rank hung; the stacks of all ranks are in the folder stacks beside the log"

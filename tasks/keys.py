@@ -20,10 +20,30 @@ from pathlib import Path
 from typing import Any
 
 from profiles import user_functions
-from profiles.schema import Profile
+from profiles.schema import Profile, Train
 
-# Keys of `train` that change how the same mathematics is computed or logged.
-NOT_MATHEMATICS = {"micro_batch_size", "recompute", "recompute_layers", "log_every"}
+# Keys of `train` that change how the same mathematics is computed or logged, and those that guard it.
+NOT_MATHEMATICS = {
+    "micro_batch_size",
+    "recompute",
+    "recompute_layers",
+    "log_every",
+    "spike_factor",
+    "bad_steps",
+    "rollbacks",
+}
+# Keys of `train` that make the learning rate's schedule, which may still change for the steps that are ahead.
+SCHEDULE = {
+    "steps",
+    "epochs",
+    "learning_rate",
+    "minimum_learning_rate",
+    "warmup_steps",
+    "constant_steps",
+    "schedule",
+}
+# Keys of `train` that a position in the data counts in.
+POSITION = ("global_batch_size", "sequence_length")
 COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
 
 
@@ -119,32 +139,43 @@ def _compiler(profile: Profile) -> dict[str, Any]:
     }
 
 
-def run_identity(profile: Profile, tokenizer: str, dataset: str, weights: str | None = None) -> str:
+def run_identity(
+    profile: Profile, tokenizer: str, dataset: str, weights: str | None = None, parent: str | None = None
+) -> str:
     """Identity of a run: what determines its mathematics, with the keys of the artifacts that it starts from.
 
-    Excludes its name, cluster and topology, and how it is compiled, saved and evaluated.
+    Excludes its name, cluster and topology, how it is compiled, saved and evaluated, what guards it, and the learning rate's
+    schedule, which is compared step by step instead (store/runs.py).
+
+    Args:
+        parent: identity and step of the run that it was forked from.
     """
-    train = profile.train.model_dump(mode="json", exclude=NOT_MATHEMATICS)
+    train = profile.train.model_dump(mode="json", exclude=NOT_MATHEMATICS | SCHEDULE)
     if profile.train.loss:
         train["loss"] = _function(profile.train.loss)
-    inputs = {"tokenizer": tokenizer, "dataset": dataset, "weights": weights}
+    inputs = {"tokenizer": tokenizer, "dataset": dataset, "weights": weights, "parent": parent}
     return digest({"model": _model(profile), "train": train, **inputs})
 
 
-def training(run: str, identity: str) -> str:
-    """Key of a run's training."""
-    return digest({"step": "training", "run": run, "identity": identity})
+def training(run: str, identity: str, train: Train) -> str:
+    """Key of a run's training, to the end of its schedule."""
+    return _of_run("training", run, identity, train)
 
 
-def evaluation(run: str, identity: str, metrics: Sequence[str] = ()) -> str:
-    """Key of an evaluation, from the run and the user's metric functions."""
+def evaluation(run: str, identity: str, train: Train, metrics: Sequence[str] = ()) -> str:
+    """Key of an evaluation of a run, with the user's metric functions."""
     functions = {"metrics": [_function(name) for name in metrics]} if metrics else {}
-    return digest({"step": "evaluation", "run": run, "identity": identity, **functions})
+    return _of_run("evaluation", run, identity, train, **functions)
 
 
-def export(run: str, identity: str) -> str:
+def export(run: str, identity: str, train: Train) -> str:
     """Key of a run's export."""
-    return digest({"step": "export", "run": run, "identity": identity})
+    return _of_run("export", run, identity, train)
+
+
+def _of_run(step: str, run: str, identity: str, train: Train, **more: Any) -> str:
+    schedule = train.model_dump(mode="json", include=SCHEDULE)
+    return digest({"step": step, "run": run, "identity": identity, "schedule": schedule, **more})
 
 
 def compiler_versions() -> Mapping[str, str]:

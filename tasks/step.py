@@ -11,11 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import cpu_count
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from profiles.schema import Profile
+from tasks.resolve import Inputs, resolve
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
@@ -37,6 +39,8 @@ class Context:
     profile: Profile
     store: Store  # where artifacts and runs are kept
     folder: Path | None = None  # the run folder; None until the run is open
+    # What the profile's references resolve to; None: resolved once, when a step asks.
+    resolved: Inputs | None = None
     # Hugging Face token, never logged or stored; None uses the environment's HF_TOKEN.
     token: str | None = field(default=None, repr=False)
     flow_run: str = ""  # id of the flow run, recorded with the jobs that it starts
@@ -47,6 +51,11 @@ class Context:
     table: Callable[[str, str, Rows], None] = lambda key, title, rows: None
     # Calls a function for each item side by side; takes the function, the items and their display names.
     map: Callable[[Callable[[T], R], Sequence[T], Sequence[str]], Iterable[R]] = map_in_threads
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """What the run is made from: the resolved tokenizer, sources and initial weights."""
+        return self.resolved or resolve(self.profile, self.store, self.token)
 
     @property
     def run_folder(self) -> Path:

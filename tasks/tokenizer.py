@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 from tokenizers import models, pre_tokenizers, trainers
 
 from profiles.errors import ProfileError
-from profiles.hub import resolve_commit
 from profiles.schema import Data, Profile
 from tasks import keys
 from tasks.sources import corpus, readers
@@ -19,9 +18,7 @@ from tasks.sources.long_text import LongText
 from tasks.sources.shard import Shard
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
-from tasks.store.digest_cache import DigestCache
-from tasks.store.store import Store
-from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest, is_folder
+from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest
 from tasks.tokenization.tokenizer_files import EOS, byte_level, convert, load, special_token_id, write
 
 WITHOUT_TEXT = ("tokens", "megatron")  # formats of sources that are tokenized already
@@ -42,35 +39,34 @@ class TokenizerStep(Step):
 
     def key(self, context: Context) -> str:
         """From the training text and vocabulary size, the commit of a hub revision, or a folder's contents."""
-        profile, token = context.profile, context.token
-        source, revision = profile.tokenizer.source, profile.tokenizer.revision
-        if source == "train":
-            texts = [shard.digest for shard in _shards_with_text(profile.data, context.store, token)]
-            size, held_out = profile.tokenizer.vocabulary_size, profile.data.validation_fraction
-            return keys.tokenizer(texts=texts, size=size, held_out=held_out)
-        if is_folder(source):
-            return keys.tokenizer(contents=folder_digest(source))
-        commit = resolve_commit(source, revision, token, "tokenizer.source")
-        return keys.tokenizer(repository=source, commit=commit)
+        profile, pinned = context.profile, context.inputs.tokenizer
+        if pinned is not None:
+            return keys.tokenizer(**pinned)
+        texts = [shard.digest for shard in _shards_with_text(context.inputs.shards)]
+        size, held_out = profile.tokenizer.vocabulary_size, profile.data.validation_fraction
+        return keys.tokenizer(texts=texts, size=size, held_out=held_out)
 
     def make(self, context: Context, key: str) -> Artifact:
         """Fetch or train the tokenizer. Raises ProfileError if the source has none."""
-        profile, token = context.profile, context.token
+        profile, token, pinned = context.profile, context.token, context.inputs.tokenizer
         source, revision = profile.tokenizer.source, None
         summary: dict[str, object] = {}
         with (
             context.store.artifacts.publish(self.kind, key, summary) as folder,
             tempfile.TemporaryDirectory() as download,
         ):
-            if source == "train":
+            if pinned is None:
                 context.progress("reading the training text", None)
-                shards = _shards_with_text(profile.data, context.store, token)
+                shards = _shards_with_text(context.inputs.shards)
                 train(profile.data, shards, profile.tokenizer.vocabulary_size, folder, token)
-            elif is_folder(source):
+            elif "contents" in pinned:
                 fetch_folder(source, Path(download))
+                if folder_digest(download) != pinned["contents"]:
+                    reason = "its files have changed since the run's inputs were resolved; --update resolves them again"
+                    raise ProfileError("tokenizer.source", source, reason)
                 convert(source, Path(download), folder)
             else:
-                revision = resolve_commit(source, profile.tokenizer.revision, token, "tokenizer.source")
+                revision = pinned["commit"]
                 context.progress(f"fetching {source} at {revision[:12]}", None)
                 fetch_hub(source, revision, token, Path(download))
                 convert(source, Path(download), folder)
@@ -104,9 +100,8 @@ def train(data: Data, shards: list[Shard], size: int, folder: Path, token: str |
     write(folder, tokenizer, {"bos_token": EOS, "eos_token": EOS, "unk_token": EOS})
 
 
-def _shards_with_text(data: Data, store: Store, token: str | None) -> list[Shard]:
+def _shards_with_text(shards: Sequence[Shard]) -> list[Shard]:
     """The shards that a tokenizer can be trained on."""
-    shards = corpus.shards(data, DigestCache(store.local_cache), token)
     found = [shard for shard in shards if shard.format not in WITHOUT_TEXT and shard.use != "validation"]
     if not found:
         raise ProfileError("tokenizer.source", "train", "no source has text to train a tokenizer on")

@@ -44,7 +44,7 @@ class TrainingStep(Step):
         return f"train {profile.name}, {profile.train.steps} steps"
 
     def key(self, context: Context) -> str:
-        return keys.training(context.run_folder.name, self.identity)
+        return keys.training(context.run_folder.name, self.identity, context.profile.train)
 
     def find(self, context: Context, key: str) -> Artifact | None:
         return run_artifacts.find(context.store, self.kind, key, context.run_folder.name)
@@ -83,7 +83,7 @@ class TrainingStep(Step):
         if steps not in run.checkpoint_steps():
             raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")
         part = f"checkpoints/step_{steps}"
-        marker = state_files.parse((run.read_file(f"{part}/{MARKER}") or b"").decode(errors="replace")) or {}
+        marker = state_files.parse((run.read(f"{part}/{MARKER}") or b"").decode(errors="replace")) or {}
         tokens = steps * profile.train.global_batch_size * profile.train.sequence_length
         last = (
             marker if "loss" in marker else runs.last_training_row(folder)

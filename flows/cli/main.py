@@ -74,7 +74,36 @@ def parser() -> argparse.ArgumentParser:
     _profile(run)
     _store(run)
     run.add_argument("--name", help="the run's name (default: the profile's)")
+    _update(run)
+    about = "move a run of this name with other mathematics to NAME~N, and start over"
+    run.add_argument("--replace", action="store_true", help=about)
+    run.set_defaults(fork=None)
     _json(run)
+
+    about = "start a new run from another run's checkpoint, with its optimizer and data position"
+    example = "trainshed fork tiny@200 colder --set train.learning_rate=1e-4"
+    fork = _command(commands, "fork", "RUN[@STEP] NEW", about, example)
+    fork.add_argument(
+        "parent", metavar="RUN[@STEP]", help="the run, and the step of its checkpoint (default: latest)"
+    )
+    fork.add_argument("name", metavar="NEW", help="name of the new run")
+    _overrides(fork)
+    _store(fork)
+    _update(fork)
+    about = "with a store on S3, the folder for run folders, as the profile's cluster.work_dir"
+    _with_default(fork, "--work-dir", "./store", about, metavar="FOLDER")
+    _json(fork)
+
+    about = "list the runs of a store: state, step, loss, age, size, parent"
+    runs = _command(commands, "runs", "", about, "trainshed runs")
+    _store(runs)
+    _json(runs)
+
+    about = "show what no run of a store refers to, and remove it with --yes"
+    collect = _command(commands, "gc", "", about, "trainshed gc")
+    _store(collect)
+    collect.add_argument("--yes", action="store_true", help="remove what is shown")
+    _json(collect)
 
     about = "plan a run: memory, communication, step time and cost"
     plan = _command(commands, "plan", "PROFILE", about, "trainshed plan tiny")
@@ -133,9 +162,18 @@ def _command(commands: Any, name: str, operands: str, about: str, example: str) 
 def _profile(command: argparse.ArgumentParser) -> None:
     about = "a profile's name (see `trainshed profiles`) or the path of a YAML file"
     command.add_argument("profile", metavar="PROFILE", help=about)
+    _overrides(command)
+
+
+def _overrides(command: argparse.ArgumentParser) -> None:
     about = "override a profile key, for instance train.steps=100; repeatable"
     options = {"dest": "overrides", "action": "append", "default": [], "metavar": "KEY.PATH=VALUE"}
     command.add_argument("-s", "--set", help=about, **options)
+
+
+def _update(command: argparse.ArgumentParser) -> None:
+    about = "resolve hub revisions and source files again, instead of taking them from the run's lock"
+    command.add_argument("--update", action="store_true", help=about)
 
 
 def _conversion(command: argparse.ArgumentParser) -> None:

@@ -60,7 +60,8 @@ def run(options: argparse.Namespace) -> int:
             from flows.pretrain import pretrain
 
             configure_logging(terminal, log_file)
-            result = pretrain(options.profile, options.overrides, options.name, options.store)
+            flags = {"update": options.update, "replace": options.replace, "fork": options.fork}
+            result = pretrain(options.profile, options.overrides, options.name, options.store, **flags)
     except ProfileError:
         raise
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ from tasks.reporting.format import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:  # it imports torch, and `trainshed profiles` does not
     from modeling.planning.planner import Plan
+    from tasks.resolve import Inputs
 
 
 def plan_summary(planned: Plan) -> str:
@@ -21,6 +22,13 @@ def plan_summary(planned: Plan) -> str:
     if planned.step_seconds:
         parts.append(f"about {format_duration(planned.step_seconds)} a step")
     return ", ".join(parts)
+
+
+def inputs_summary(inputs: Inputs) -> str:
+    """Number of shards, and since when the run's lock has them: '12 shards, as of 2026-03-01 10:00'."""
+    since = f", as of {inputs.since[:16].replace('T', ' ')} UTC" if inputs.since else ""
+    count = len(inputs.shards)
+    return f"{count:,} shard{'s' * (count != 1)} of data{since}"
 
 
 def mesh_summary(degrees: Mapping[str, int]) -> str:

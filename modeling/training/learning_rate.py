@@ -24,3 +24,10 @@ def learning_rate(train: Train, step: int) -> float:
     if train.schedule == "linear":
         return peak + (minimum - peak) * progress
     return minimum + (peak - minimum) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def same_until(one: Train, other: Train, step: int) -> bool:
+    """Whether two schedules have the same learning rate at every step up to this one."""
+    return step <= min(one.steps, other.steps) and all(
+        learning_rate(one, number) == learning_rate(other, number) for number in range(1, step + 1)
+    )

@@ -12,6 +12,14 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def format_age(seconds: float) -> str:
+    """40 -> '40 s', 300 -> '5 min', 7200 -> '2 h', 200000 -> '2 d'."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"
+
+
 def format_count(count: int) -> str:
     """2714304 -> '2.71 million'."""
     for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):

@@ -29,9 +29,21 @@ def shards(data: Data, digests: DigestCache | None = None, token: str | None = N
     digests = digests or DigestCache()
     found = []
     for i, source in enumerate(data.sources):
-        listed = KINDS[source.kind](source, f"data.sources.{i}", source.text or data.text, digests, token)
+        listed = shards_of_source(source, f"data.sources.{i}", data.text, digests, token)
         found += [replace(shard, source=i, use=source.use) for shard in listed]
     return found
+
+
+def shards_of_source(
+    source: Source, key: str, text: str, digests: DigestCache, token: str | None = None
+) -> list[Shard]:
+    """All shards of one source, in order; errors as for `shards`.
+
+    Args:
+        key: the source's key in the profile, for errors.
+        text: name of the field with a record's text, unless the source has one.
+    """
+    return KINDS[source.kind](source, key, source.text or text, digests, token)
 
 
 def is_held_out(text: str, fraction: float) -> bool:

@@ -50,8 +50,10 @@ def fetch(
     shutil.rmtree(folder)
 
 
-def identity(source: str, revision: str | None, token: str | None, key: str, digests: DigestCache) -> str:
-    """Hash that identifies the weights at a source: their contents, an object store's ETags, or the commit on the hub.
+def pin(
+    source: str, revision: str | None, token: str | None, key: str, digests: DigestCache
+) -> dict[str, str | None]:
+    """`digest` of the weights at a source, from their contents, an object store's ETags or the hub, and the hub's `commit`.
 
     Raises ProfileError for the setting `key` if there is nothing.
     """
@@ -61,15 +63,17 @@ def identity(source: str, revision: str | None, token: str | None, key: str, dig
 
         filesystem, root = url_to_fs(source)
         found = filesystem.find(root, detail=True)
-        return keys.digest([[name, info["size"], info.get("ETag")] for name, info in sorted(found.items())])
+        listed = [[name, info["size"], info.get("ETag")] for name, info in sorted(found.items())]
+        return {"digest": keys.digest(listed), "commit": None}
     if not path.exists():
-        return keys.digest([source, resolve_commit(source, revision, token, key)])
+        commit = resolve_commit(source, revision, token, key)
+        return {"digest": keys.digest([source, commit]), "commit": commit}
     path = formats.locate(path)
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     with ThreadPoolExecutor(PARALLEL_FILES) as pool:
         contents = [*pool.map(digests.sha256, files)]
     names = [file.relative_to(path).as_posix() for file in files]
-    return keys.digest([*zip(names, contents, strict=True)])
+    return {"digest": keys.digest([*zip(names, contents, strict=True)]), "commit": None}
 
 
 def _download_from_hub(repository: str, commit: str, token: str | None, key: str) -> Path:

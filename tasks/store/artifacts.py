@@ -164,6 +164,14 @@ class ArtifactStore:
             finally:
                 del self._lock_times[kind, key]
 
+    def list_files(self) -> dict[tuple[str, str], dict[str, int]]:
+        """Files with their sizes of everything below `artifacts`, by kind and key."""
+        listed: dict[tuple[str, str], dict[str, int]] = {}
+        for path, size in self._primary.backend.files("artifacts").items():
+            kind, key, file = path.split("/", 2)
+            listed.setdefault((kind, key), {})[file] = size
+        return listed
+
     def remove(self, kind: str, key: str) -> None:
         """Remove an artifact, local copy included; no error if it does not exist."""
         for replica in {self._primary, self._local}:

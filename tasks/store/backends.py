@@ -158,13 +158,24 @@ class ObjectBackend:
         with self._os_errors(name), contextlib.suppress(FileNotFoundError):
             self._filesystem.rm(self._path(name), recursive=True)
 
+    def copy(self, name: str, target: str, last: str | None = None) -> None:
+        """Copy a folder; the file `last` after all others."""
+        names = sorted(self.files(name), key=lambda file: file == last)
+        first = names[:-1] if last in names else names
+        for group in (first, names[len(first) :]):
+            if group:
+                sources, targets = (
+                    [self._path(f"{folder}/{file}") for file in group] for folder in (name, target)
+                )
+                with self._os_errors(name):
+                    self._filesystem.copy(sources, targets)
+
     def move(self, name: str, target: str) -> None:
         """Rename a folder (copy and delete)."""
-        sources = [f"{self._path(name)}/{file}" for file in self.files(name)]
-        targets = [self._path(target) + path.removeprefix(self._path(name)) for path in sources]
+        names = list(self.files(name))
+        self.copy(name, target)
         with self._os_errors(name):
-            self._filesystem.copy(sources, targets)
-            self._filesystem.rm(sources)
+            self._filesystem.rm([self._path(f"{name}/{file}") for file in names])
 
     def upload(self, folder: Path, names: list[str], target: str) -> None:
         """Upload files of a folder to below a name, concurrently; large files in parts."""

@@ -48,6 +48,13 @@ def acquire(backend: Backend, name: str, expiry: float = EXPIRY) -> Iterator[Non
         backend.write(f"{name}/{ticket}", _state(expiry, released=True))
 
 
+def holder(backend: Backend, name: str) -> str | None:
+    """Who holds the lock of this name; None if nobody does."""
+    last = max(_tickets(backend, name), default=0)
+    found = _holder(backend, name, last) if last else None
+    return str(found) if found else None
+
+
 def _acquire_ticket(backend: Backend, name: str, expiry: float) -> int:
     """Number of the ticket with which this process holds the lock."""
     logged = False

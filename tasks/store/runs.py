@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from modeling.training.learning_rate import same_until
 from profiles import resolve
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, format_value
 from profiles.schema import Profile
+from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE
 from tasks.launchers import create, latest_jobs
 from tasks.launchers.log_follower import LogFollower, is_event, is_metrics, last_row
-from tasks.store.artifacts import Artifact
 from tasks.store.backends import FolderBackend
+from tasks.store.run_folder import Parent
 from tasks.store.store import Store
+
+log = logging.getLogger(__name__)
 
 INPUTS = "inputs.json"
 ATTEMPT = "attempt"  # number of the training attempt that may complete checkpoints
@@ -23,15 +28,119 @@ METRICS = "metrics.jsonl"
 FLOW_RUN = "flow-run"  # id of the flow run that uses the folder, or used it last
 
 
-@contextmanager
-def open_run(store: Store, profile: Profile, identity: str, flow_run: str) -> Iterator[Path]:
-    """The run's folder, locked for the block; others wait. Raises ProfileError if another run of that name has an active job."""
-    with store.lock(f"run-{profile.name}"):
-        _require_no_active_job_of_another(store, profile, identity)
-        folder = store.run_folder(profile.name).prepare(identity)
-        FolderBackend(folder).write("profile.yaml", resolve.dump(profile).encode())
-        record_flow_run(folder, flow_run)
-        yield folder
+class RunExists(ProfileError):
+    """The name belongs to a run with other mathematics.
+
+    Attributes:
+        step: its latest checkpoint.
+        forkable: whether a run of this profile can start from that checkpoint.
+        commands: (what it does, command) for each way out; empty if unknown.
+    """
+
+    def __init__(self, name: str, differences: Sequence[str], step: int, forkable: bool) -> None:
+        reason = f"a run of this name is at step {step:,} with other mathematics ({'; '.join(differences)})"
+        super().__init__("name", name, reason)
+        self.step, self.forkable = step, forkable
+        self.commands: Sequence[tuple[str, str]] = ()
+
+    def __str__(self) -> str:
+        width = max((len(does) for does, _ in self.commands), default=0)
+        return "\n".join(
+            [super().__str__(), *(f"  {does:<{width}}  {command}" for does, command in self.commands)]
+        )
+
+
+def open_run(
+    store: Store,
+    profile: Profile,
+    identity: str,
+    flow_run: str,
+    inputs: Mapping[str, str | None],
+    *,
+    parent: Parent | None = None,
+    replace: bool = False,
+) -> Path:
+    """The folder of a run, created or resumed; the caller holds the lock of its name (`lock_run`).
+
+    A run of the same name and identity is resumed; its learning rate's schedule may change in the steps ahead. One with other
+    mathematics is moved to `<name>~N` if it has no checkpoint or `replace` is true.
+
+    Args:
+        inputs: keys of the artifacts that it starts from, by kind.
+        parent: the run that it was forked from.
+
+    Raises:
+        RunExists: a run with other mathematics has the name.
+        ProfileError: that run still has an active job.
+    """
+    run = store.run_folder(profile.name)
+    stored = run.stored_identity
+    if stored is not None:
+        folder, reached = run.prepare(stored), max(run.checkpoint_steps(), default=0)
+        existing = _stored_profile(folder)
+        differences = [] if stored == identity else _differences(existing, profile, folder, inputs)
+        if stored == identity and existing and existing.train.steps != profile.train.steps:
+            log.info("run %s: %s steps instead of %s", run.name, profile.train.steps, existing.train.steps)
+        if existing and not same_until(existing.train, profile.train, reached):
+            differences += _different_values("train", existing.train, profile.train, SCHEDULE)
+        if differences:
+            if reached and not replace:
+                raise RunExists(profile.name, differences, reached, _can_fork(existing, profile, reached))
+            _require_no_active_job(profile, existing, folder)
+            log.warning("run %s: moved the existing run to %s", run.name, run.move_aside())
+    folder = run.prepare(identity, parent)
+    backend = FolderBackend(folder)
+    backend.write("profile.yaml", resolve.dump(profile).encode())
+    backend.write(INPUTS, json.dumps({"identity": identity, **inputs}, indent=1).encode())
+    record_flow_run(folder, flow_run)
+    return folder
+
+
+def lock_run(store: Store, name: str) -> AbstractContextManager[None]:
+    """Hold the lock of a run's name for a block: one flow run at a time uses it, others wait."""
+    return store.lock(f"run-{name}")
+
+
+def _stored_profile(folder: Path) -> Profile | None:
+    """The profile of an existing run; None if it has none that this version can read."""
+    try:
+        return resolve.load(str(folder / "profile.yaml"))
+    except ProfileError as error:
+        log.warning("%s: %s", folder / "profile.yaml", error)
+        return None
+
+
+def _differences(
+    existing: Profile | None, profile: Profile, folder: Path, inputs: Mapping[str, str | None]
+) -> list[str]:
+    """What makes the mathematics of two runs differ, by keys of the profile."""
+    found = []
+    if existing:
+        found += _different_values("model", existing.model, profile.model)
+        skip = NOT_MATHEMATICS | SCHEDULE
+        names = profile.train.__class__.model_fields.keys() - skip
+        found += _different_values("train", existing.train, profile.train, names)
+    known = read_inputs(folder) if (folder / INPUTS).exists() else {}
+    found += [f"another {kind}" for kind, key in inputs.items() if known.get(kind) != key]
+    return found or ["it was forked from another run, or made by another version of Trainshed"]
+
+
+def _can_fork(existing: Profile | None, profile: Profile, step: int) -> bool:
+    """Whether a run of this profile can start from that checkpoint of the existing run."""
+    if existing is None or existing.model != profile.model or profile.train.steps <= step:
+        return False
+    return all(getattr(existing.train, name) == getattr(profile.train, name) for name in POSITION)
+
+
+def _different_values(section: str, one: Any, other: Any, names: Iterable[str] | None = None) -> list[str]:
+    """`key is value there, value here` for each field that differs."""
+    ours, theirs = other.model_dump(mode="json"), one.model_dump(mode="json")
+    fields = sorted(ours.keys() | theirs.keys() if names is None else names)
+    return [
+        f"{section}.{name} is {format_value(theirs.get(name))} there, {format_value(ours.get(name))} here"
+        for name in fields
+        if ours.get(name) != theirs.get(name)
+    ]
 
 
 def record_flow_run(folder: Path, flow_run: str) -> None:
@@ -57,16 +166,11 @@ def _names(record: Path, flow_run: str) -> bool:
     return record.exists() and record.read_text() == flow_run
 
 
-def _require_no_active_job_of_another(store: Store, profile: Profile, identity: str) -> None:
-    run = store.run_folder(profile.name)
-    if run.identity in (None, identity):
-        return
-    try:
-        cluster = resolve.load(str(run.path / "profile.yaml")).cluster
-    except ProfileError:  # written by another version, or corrupted
-        cluster = profile.cluster
+def _require_no_active_job(profile: Profile, existing: Profile | None, folder: Path) -> None:
+    """Raise ProfileError if a job of the existing run in this folder is active."""
+    cluster = (existing or profile).cluster
     launcher = create(cluster.launcher, cluster)
-    for handle in latest_jobs(run.path / "logs"):
+    for handle in latest_jobs(folder / "logs"):
         if where := launcher.location(handle):
             reason = (
                 f"a different run (model, data or training) has this name, and its {handle.job.name} job is still active as "
@@ -88,14 +192,11 @@ def fetch(store: Store, name: str) -> Path:
     return folder
 
 
-def record_inputs(folder: Path, identity: str, tokenizer: Artifact, dataset: Artifact) -> None:
-    """Record what a run was made from, for exports and for continual pretraining."""
-    inputs = {"identity": identity, "tokenizer": tokenizer.key, "dataset": dataset.key}
-    FolderBackend(folder).write(INPUTS, json.dumps(inputs, indent=1).encode())
-
-
 def read_inputs(folder: Path) -> dict[str, str]:
-    """A run's `identity`, and the keys of its `tokenizer` and `dataset`. Raises FileNotFoundError if nothing is recorded."""
+    """A run's `identity`, and the keys of its `tokenizer`, `dataset` and `checkpoint` (None from scratch).
+
+    Raises FileNotFoundError if nothing is recorded.
+    """
     return json.loads((folder / INPUTS).read_text())
 
 

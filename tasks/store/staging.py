@@ -34,6 +34,13 @@ def staging_folder(root: Path, name: str) -> Iterator[Path]:
 
 def remove_abandoned(root: Path) -> None:
     """Remove the staging folders below `root` whose processes are gone."""
+    for outer in abandoned_folders(root):
+        log.info("removing %s, left behind by an interrupted process", outer)
+        shutil.rmtree(outer, ignore_errors=True)
+
+
+def abandoned_folders(root: Path) -> Iterator[Path]:
+    """The staging folders below `root` whose processes are gone."""
     for outer in root.iterdir() if root.is_dir() else ():
         try:
             owner = LockOwner.from_json(json.loads((outer / "owner.json").read_text()))
@@ -41,8 +48,7 @@ def remove_abandoned(root: Path) -> None:
         except (OSError, ValueError, KeyError):  # being created or removed, or its process was killed
             abandoned = _age(outer) > MAX_AGE
         if abandoned:
-            log.info("removing %s, left behind by an interrupted process", outer)
-            shutil.rmtree(outer, ignore_errors=True)
+            yield outer
 
 
 def _age(path: Path) -> float:

@@ -41,6 +41,15 @@ class Store:
         """Hold a lock that is not an artifact's, for a block; see `locks.acquire`."""
         return locks.acquire(self.backend, f"locks/{name}")
 
+    def lock_holder(self, name: str) -> str | None:
+        """Who holds a lock that is not an artifact's; None if nobody does."""
+        return locks.holder(self.backend, f"locks/{name}")
+
+    def remove(self, name: str) -> None:
+        """Remove a file or folder by its path in the store, also from this machine's copy; no error if it does not exist."""
+        for backend in {self.backend, self._local}:
+            backend.remove(name)
+
     def scratch_folder(self, name: str) -> Path:
         """Local folder for work that resumes after an interruption, created if needed."""
         folder = self._local.path(f"work/{checked_name(name)}")

@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,11 +26,13 @@ def pretrain(prefect_server, profile):
 
     from flows.pretrain import pretrain
 
-    def call(store: Path, *overrides: str, name: str | None = None, torchrun: bool = False) -> dict:
+    def call(
+        store: Path, *overrides: str, name: str | None = None, torchrun: bool = False, **options: Any
+    ) -> dict:
         # Without heartbeats, because a flow waits up to a second for the last one.
         settings = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
         with settings, contextlib.nullcontext() if torchrun else forked_jobs():
-            result = pretrain(str(profile), list(overrides), name, str(store))
+            result = pretrain(str(profile), list(overrides), name, str(store), **options)
         return {**result, "how": {step["step"]: step["how"] for step in result["steps"]}}
 
     return call

@@ -2,18 +2,32 @@
 
 import json
 import logging
+import re
 import shutil
 import time
 from pathlib import Path
 
 import pytest
 
+from flows.cli.main import main
 from profiles.errors import ProfileError
 from tasks.reporting.format import format_count
+from tasks.store.store import Store
 from tests import s3
 from tests.flows.micro import exported, losses, shown
 
-STEPS = ["plan", "graphs", "tokenizer", "dataset", "checkpoint", "train", "evaluate", "export", "report"]
+STEPS = [
+    "plan",
+    "graphs",
+    "resolve",
+    "tokenizer",
+    "dataset",
+    "checkpoint",
+    "train",
+    "evaluate",
+    "export",
+    "report",
+]
 WORK = ["tokenizer", "dataset", "train", "evaluate", "export"]
 
 
@@ -37,7 +51,11 @@ def said(caplog):
 
 
 def done(result: dict) -> list[str]:
-    return [step for step, how in result["how"].items() if how == "done" and step not in ("plan", "report")]
+    return [
+        step
+        for step, how in result["how"].items()
+        if how == "done" and step not in ("plan", "resolve", "report")
+    ]
 
 
 def test_first_run_executes_every_step(finished):
@@ -139,16 +157,102 @@ def test_corrupted_file_is_named_and_only_its_step_runs_again(pretrain, store, s
 
 
 def test_sequence_length_change_keeps_only_the_tokenizer(pretrain, store):
-    assert done(pretrain(store, "train.sequence_length=16")) == ["dataset", "train", "evaluate", "export"]
+    result = pretrain(store, "train.sequence_length=16", name="short")
+    assert done(result) == ["dataset", "train", "evaluate", "export"]
 
 
-def test_learning_rate_change_trains_again_and_keeps_the_old_run(pretrain, store, said):
+def test_other_mathematics_under_the_same_name_is_rejected_with_commands(pretrain, store):
     before = losses(store / "runs/micro")
-    result = pretrain(store, "train.learning_rate=1e-2")
+    with pytest.raises(ProfileError) as rejected:
+        pretrain(store, "train.learning_rate=1e-2", "train.seed=7", "train.steps=8")
+    words = str(rejected.value)
+    assert "at step 6 with other mathematics" in words
+    assert "train.seed is 1234 there, 7 here" in words
+    assert "train.learning_rate is 0.003 there, 0.01 here" in words
+    _, named, forked, replaced = words.splitlines()
+    settings = f"--set train.learning_rate=1e-2 --set train.seed=7 --set train.steps=8 --store {store}"
+    assert named.endswith(f"micro.yaml {settings} --name micro-2")
+    assert forked == f"  continue from its step 6           trainshed fork micro@6 micro-2 {settings}"
+    assert replaced.endswith(f"{settings} --replace")
+    assert losses(store / "runs/micro") == before
+
+    result = pretrain(store, "train.learning_rate=1e-2", replace=True)
     assert done(result) == ["train", "evaluate", "export"]
     assert losses(store / "runs/micro") != before
     assert losses(store / "runs/micro~1") == before
-    assert any("micro~1" in line for line in said())
+
+
+def test_a_finished_run_is_extended_where_its_schedule_allows_it(pretrain, store):
+    constant = ("train.schedule=constant", "checkpoint.keep=0")
+    pretrain(store, *constant, "train.steps=10", name="at-once")
+    assert done(pretrain(store, *constant, name="extended")) == ["train", "evaluate", "export"]
+    with pytest.raises(ProfileError, match=r"train.warmup_steps is 2 there, 1 here"):
+        pretrain(store, *constant, "train.steps=10", "train.warmup_steps=1", name="extended")
+    result = pretrain(store, *constant, "train.steps=10", "train.spike_factor=9.0", name="extended")
+    assert done(result) == ["train", "evaluate", "export"]
+    assert losses(store / "runs/extended") == losses(store / "runs/at-once")
+    with pytest.raises(ProfileError, match=r"train.steps is 10 there, 6 here"):
+        pretrain(store, *constant, name="extended")
+
+
+def test_a_fork_continues_its_parent_and_records_it(pretrain, store, capsys):
+    before = losses(store / "runs/micro")
+    with pytest.raises(
+        ProfileError, match="no complete checkpoint of step 5; nearest valid: micro@4, micro@6"
+    ):
+        pretrain(store, name="child", fork="micro@5")
+    with pytest.raises(ProfileError, match=r"train.global_batch_size = 8: .* nearest valid: 4"):
+        pretrain(store, "train.global_batch_size=8", name="child", fork="micro@4")
+    assert done(pretrain(store, name="same", fork="micro@4")) == ["train", "evaluate", "export"]
+    assert losses(store / "runs/same") == before  # the optimizer and the data position are the parent's
+    pretrain(store, "train.learning_rate=1e-2", "train.steps=8", name="child", fork="micro@4")
+    child = losses(store / "runs/child")
+    assert [child[step] for step in (1, 2, 3, 4)] == [before[step] for step in (1, 2, 3, 4)]
+    assert child[6] != before[6]
+    assert len(child) == 8
+    capsys.readouterr()
+    assert main(["runs", "--store", str(store)]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert re.search(r"child +done +8 of 8 +\d\.\d{4} .* micro@4$", lines["child"])
+    assert re.search(r"micro +done +6 of 6 ", lines["micro"])
+
+
+def test_a_run_keeps_the_data_that_it_began_with_until_it_is_updated(pretrain, store, profile, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    shutil.copy(profile.with_name("texts.jsonl"), texts / "a.jsonl")
+    growing = f"data.sources=[{{kind: files, path: {texts}}}]"
+    pretrain(store, growing, name="growing")
+    (texts / "b.jsonl").write_text('{"text": "more"}\n' * 50)
+    assert done(pretrain(store, growing, name="growing")) == []
+    with pytest.raises(ProfileError, match="another dataset"):
+        pretrain(store, growing, name="growing", update=True)
+    (texts / "a.jsonl").write_text("")  # nothing is read again
+    assert done(pretrain(store, growing, name="growing")) == []
+
+
+def test_garbage_is_what_no_run_refers_to(pretrain, store, capsys):
+    pretrain(store, "train.sequence_length=16", replace=True)
+    (store / "quarantine/tokens-1").mkdir(parents=True)
+    (store / "quarantine/tokens-1/train.bin").write_bytes(b"x")
+
+    def collect(*options: str) -> dict:
+        capsys.readouterr()
+        assert main(["gc", "--store", str(store), "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    shown = collect()
+    assert (shown["notes"], shown["removed"]) == ([], False)
+    names = {each["name"] for each in shown["garbage"]}
+    assert {"runs/micro~1", "quarantine/tokens-1"} <= names
+    kinds = sorted(name.split("/")[1] for name in names if name.startswith("artifacts/"))
+    assert kinds == ["dataset", "evaluation", "export", "training"]
+    with Store(str(store)).lock("run-micro"):
+        assert main(["gc", "--store", str(store), "--yes"]) == 2
+        assert "run micro is active" in capsys.readouterr().err
+    collect("--yes")
+    assert collect()["garbage"] == []
+    assert done(pretrain(store, "train.sequence_length=16")) == []
 
 
 def test_renamed_run_reuses_the_data_and_has_the_same_losses(pretrain, store):
@@ -199,16 +303,6 @@ def test_run_starts_from_pretrained_weights(pretrain, store, finished):
     assert not list((store / "work").glob("checkpoint-*"))
 
 
-def test_prefect_records_without_artifacts_are_ignored(pretrain, store):
-    shutil.rmtree(store / "artifacts/tokenizer")
-    assert done(pretrain(store)) == ["tokenizer"]
-
-
-def test_artifacts_without_prefect_records_are_reused(pretrain, store):
-    shutil.rmtree(store / "prefect")
-    assert done(pretrain(store)) == []
-
-
 def test_tokenizer_larger_than_the_model_is_rejected_after_its_step(pretrain, profile, finished, tmp_path):
     (tokenizer,) = (finished[0] / "artifacts/tokenizer").iterdir()
     source = (f"tokenizer.source={tokenizer}", "tokenizer.vocabulary_size=null", "model.vocab_size=280")
@@ -226,7 +320,6 @@ def test_s3_store_keeps_artifacts_and_records(pretrain, tmp_path, monkeypatch):
         assert done(first) == WORK
         assert Path(first["export"]) == tmp_path / "work/runs/micro/export"
         kept = s3fs.S3FileSystem().find(f"{address}/store")
-        assert sum("/prefect/" in path for path in kept) == len(WORK)
         assert any(path.endswith("tokenizer.json") for path in kept)
         assert done(pretrain(f"{address}/store", work)) == []
         run = f"{address}/store/runs/micro".removeprefix("s3://")
@@ -239,8 +332,11 @@ def test_s3_store_keeps_artifacts_and_records(pretrain, tmp_path, monkeypatch):
         assert done(elsewhere) == []
         assert losses(Path(elsewhere["folder"])) == losses(Path(first["folder"]))
 
-        # Another identity: the previous run and its checkpoints are renamed on S3, too.
-        assert "train" in done(pretrain(f"{address}/store", work, "train.steps=4"))
+        child = pretrain(f"{address}/store", work, name="child", fork="micro@4")
+        assert losses(Path(child["folder"])) == losses(Path(first["folder"]))
+
+        # The previous run and its checkpoints are renamed on S3, too.
+        assert "train" in done(pretrain(f"{address}/store", work, "train.steps=4", replace=True))
         kept = s3fs.S3FileSystem().find(f"{address}/store/runs")
         assert f"{run}~1/checkpoints/step_6/complete.json" in kept
         assert f"{run}/checkpoints/step_6/complete.json" not in kept

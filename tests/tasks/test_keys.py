@@ -55,14 +55,11 @@ def identity(*overrides, name=None, inputs=("tokenizer", "dataset", None)) -> st
 @pytest.mark.parametrize(
     "override",
     [
-        "train.learning_rate=1e-3",
-        "train.steps=301",
         "train.seed=1",
         "train.global_batch_size=16",
         "train.sequence_length=128",
         "train.precision=float32",
         "train.weight_decay=0.2",
-        "train.schedule=linear",
         "train.clip=null",
         "model.num_hidden_layers=4",
         "model.rope_theta=20000.0",
@@ -93,6 +90,12 @@ def test_other_data_or_weights_are_another_run():
         "train.micro_batch_size=2",
         "train.recompute=full",
         "train.log_every=10",
+        "train.spike_factor=3.0",
+        "train.bad_steps=5",
+        "train.rollbacks=1",
+        "train.learning_rate=1e-3",  # the schedule is compared step by step
+        "train.steps=301",
+        "train.schedule=linear",
         "tokenizer.source=some/where",  # the artifact's key stands for it
         "data.text=body",
     ],
@@ -101,12 +104,13 @@ def test_where_and_how_it_is_computed_is_the_same_run(override):
     assert identity(override) == identity()
 
 
-def test_the_name_is_no_part_of_the_identity_but_of_what_is_cached_under_it():
+def test_the_name_and_schedule_are_no_part_of_the_identity_but_of_what_is_cached_under_it():
     assert identity(name="other") == identity()
+    train, longer = resolve.load("tiny").train, resolve.load("tiny", ["train.steps=301"]).train
     for step in (keys.training, keys.evaluation, keys.export):
-        assert step("tiny", "i") != step("other", "i")
-        assert step("tiny", "i") != step("tiny", "j")
-    assert len({step("tiny", "i") for step in (keys.training, keys.evaluation, keys.export)}) == 3
+        runs = [("tiny", "i", train), ("other", "i", train), ("tiny", "j", train), ("tiny", "i", longer)]
+        assert len({step(*run) for run in runs}) == 4
+    assert len({step("tiny", "i", train) for step in (keys.training, keys.evaluation, keys.export)}) == 3
 
 
 @pytest.mark.parametrize(

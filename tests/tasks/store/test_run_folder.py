@@ -1,5 +1,9 @@
 """Run folders resume by identity, and are never overwritten."""
 
+import pytest
+
+from profiles.errors import ProfileError
+
 
 def test_prepare_returns_the_existing_folder_of_the_same_identity(store):
     folder = store.run_folder("tiny").prepare("one")
@@ -8,23 +12,23 @@ def test_prepare_returns_the_existing_folder_of_the_same_identity(store):
     assert (folder / "metrics.jsonl").exists()
 
 
-def test_prepare_moves_runs_of_other_identities_aside(store, caplog):
-    for number, identity in enumerate(("one", "two", "three")):
-        (store.run_folder("tiny").prepare(identity) / "metrics.jsonl").write_text(identity)
-        assert len(caplog.messages) == number
+def test_runs_are_moved_aside_to_the_next_free_name(store):
+    for identity in ("one", "two", "three"):
+        run = store.run_folder("tiny")
+        if run.identity:
+            run.move_aside()
+        (run.prepare(identity) / "metrics.jsonl").write_text(identity)
     runs = store.run_folder("tiny").path.parent
     contents = {path.name: (path / "metrics.jsonl").read_text() for path in runs.iterdir()}
     assert contents == {"tiny~1": "one", "tiny~2": "two", "tiny": "three"}
-    assert "run tiny" in caplog.messages[-1]
-    assert "tiny~2" in caplog.messages[-1]
 
 
-def test_prepare_moves_a_folder_that_is_not_a_run_aside(store):
-    folder = store.run_folder("tiny").path
-    folder.mkdir(parents=True)
-    (folder / "notes.txt").write_text("mine")
-    store.run_folder("tiny").prepare("one")
-    assert (folder.with_name("tiny~1") / "notes.txt").read_text() == "mine"
+def test_a_folder_with_metrics_but_no_identity_is_not_taken_for_a_new_run(store):
+    folder = store.run_folder("tiny").prepare("one")
+    (folder / "metrics.jsonl").write_text("{}")
+    (folder / "run.json").unlink()
+    with pytest.raises(ProfileError, match=r"has metrics.jsonl but no run.json"):
+        store.run_folder("tiny").prepare("one")
 
 
 def test_prepare_downloads_a_run_that_another_machine_replaced(remote):

@@ -1,0 +1,162 @@
+"""Interrupt whole runs at random moments until they finish, and compare them with a run that was left alone.
+
+Each chain is one run of a small profile with compiled graphs, on a fresh store. While it runs, the command gets SIGINT, SIGTERM
+or SIGKILL, or a rank gets SIGKILL, at a random moment between the first second and the time that an undisturbed run takes. The
+command is then started again, until the interruptions of the chain are used up and it ends by itself. Losses of every step in
+full precision, evaluations and the exported files must equal the undisturbed run's bit for bit; the exit code is 1 where they
+do not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from benchmarks.harness.timing import make_parser
+from benchmarks.store import s3_server
+from tasks.keys import file_digest
+from tests.flows.micro import settings, write_profile
+
+OVERRIDES = (
+    *("train.steps=60", "checkpoint.every=7", "evaluate.every=10", "cluster.grace=20"),
+    *("parallel.tensor=2", "cluster.devices_per_node=2", "compile.enabled=true", "cluster.retries=9"),
+)
+FAULTS = ("SIGINT", "SIGTERM", "SIGKILL", "rank")
+TIMEOUT = 900  # seconds for one start of the command
+
+
+@dataclass
+class Chain:
+    """One run in a folder of its own, and what was done to it."""
+
+    folder: Path
+    store: str
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "store/runs/micro"
+
+    def start(self) -> subprocess.Popen[bytes]:
+        profile = self.folder.parent / "micro.yaml"
+        command = [sys.executable, "-m", "flows.cli.main", "run", str(profile), "--store", self.store]
+        work = f"cluster.work_dir={self.folder / 'store'}"
+        with (self.folder / "out").open("ab") as output:
+            return subprocess.Popen(
+                [*command, *settings(*OVERRIDES, work)],
+                cwd=self.folder,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def finish(self) -> float:
+        """Let the command end by itself. Returns seconds; raises RuntimeError with its output if it fails."""
+        begun = time.monotonic()
+        if self.start().wait(TIMEOUT) != 0:
+            raise RuntimeError((self.folder / "out").read_text()[-3000:])
+        return time.monotonic() - begun
+
+    def interrupt(self, chance: random.Random, longest: float) -> bool:
+        """Start the command and inject one fault. Returns whether the run ended by itself before."""
+        process = self.start()
+        delay, fault = chance.uniform(1, longest), chance.choice(FAULTS)
+        try:
+            if process.wait(delay) != 0:
+                raise RuntimeError((self.folder / "out").read_text()[-3000:])
+            return True
+        except subprocess.TimeoutExpired:
+            pass
+        self.faults.append(f"{fault} after {delay:.1f} s")
+        ranks = self.ranks()
+        if fault == "rank" and ranks:
+            chance.choice(ranks).kill()
+            process.wait(TIMEOUT)  # the command goes on by itself
+        else:
+            process.send_signal(signal.SIGKILL if fault in ("rank", "SIGKILL") else getattr(signal, fault))
+            process.wait(TIMEOUT)
+        return False
+
+    def ranks(self) -> list[psutil.Process]:
+        """Training processes of this chain."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if {"modeling.training.train", str(self.run_folder)} <= {
+                    *process.cmdline()
+                } and "RANK" in process.environ():
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def results(self) -> dict[str, object]:
+        """Everything that must not depend on interruptions."""
+        rows = map(json.loads, (self.run_folder / "metrics.jsonl").read_text().splitlines())
+        losses = [[row["step"], row.get("loss"), row.get("validation_loss")] for row in rows]
+        export = {path.name: file_digest(path) for path in sorted((self.run_folder / "export").iterdir())}
+        return {"losses": losses, "export": export}
+
+
+def run_chains(
+    folder: Path, chains: int, faults: int, seed: int, remote: bool
+) -> Iterator[tuple[Chain, bool]]:
+    """Run the chains; yields each with whether its results equal those of an undisturbed run."""
+    write_profile(folder)
+
+    def chain(name: str) -> Chain:
+        (folder / name).mkdir()
+        return Chain(folder / name, f"s3://bucket/{name}" if remote else str(folder / name / "store"))
+
+    calm = chain("calm")
+    longest = calm.finish()
+    expected = calm.results()
+    for number in range(chains):
+        chance, stormy = random.Random(seed + number), chain(f"chain-{number}")
+        while len(stormy.faults) < faults:
+            if stormy.interrupt(chance, longest):
+                break
+        stormy.finish()
+        yield stormy, stormy.results() == expected
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--chains", type=int, default=10)
+    parser.add_argument("--faults", type=int, default=4, help="interruptions of each chain")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--s3", action="store_true", help="with a store on S3 (moto on loopback)")
+    options = parser.parse_args()
+    console, equal = Console(highlight=False), 0
+    with tempfile.TemporaryDirectory() as name, s3_server() if options.s3 else nullcontext():
+        if options.s3:
+            import s3fs
+
+            s3fs.S3FileSystem().mkdir("bucket")
+        for key in ("PREFECT_API_URL", "PREFECT_PROFILE"):
+            os.environ.pop(key, None)
+        chains = run_chains(Path(name), options.chains, options.faults, options.seed, options.s3)
+        for number, (chain, same) in enumerate(chains):
+            equal += same
+            console.print(
+                f"chain {number}: {'equal' if same else 'DIFFERENT'} after {'; '.join(chain.faults) or 'no fault'}"
+            )
+    console.print(f"{equal} of {options.chains} chains end with equal losses, evaluations and exports")
+    return 0 if equal == options.chains else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

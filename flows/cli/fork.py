@@ -1,0 +1,18 @@
+"""`trainshed fork RUN[@STEP] NEW`: start a new run from another run's checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+
+from flows.cli import run as run_command
+from tasks.fork import find_parent, parent_profile
+from tasks.store.store import Store
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the flow of the new run; returns the exit code. Raises ProfileError for an unknown run, step, name or setting."""
+    store = Store(options.store, options.work_dir)
+    parent = find_parent(store, options.parent)
+    options.profile = str(parent_profile(store, parent))
+    options.fork, options.replace = f"{parent.run}@{parent.step}", False
+    return run_command.run(options)

@@ -1,0 +1,50 @@
+"""`trainshed gc`: show what no run of a store refers to, and remove it with `--yes`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from flows.cli.exit_codes import DONE
+from tasks.reporting.format import format_bytes
+from tasks.store.inventory import find_garbage, remove
+from tasks.store.store import Store
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what can be removed, and remove it if asked to. Raises ProfileError for an invalid store or while a run is active."""
+    store = Store(options.store)
+    found, notes = find_garbage(store)
+    if options.yes:
+        remove(store, found)
+    if options.json:
+        print(
+            json.dumps(
+                {"garbage": [asdict(each) for each in found], "notes": notes, "removed": options.yes},
+                indent=1,
+            )
+        )
+        return DONE
+    console = Console(highlight=False)
+    if found:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        table.add_column("what", no_wrap=True)
+        table.add_column("name", overflow="fold")
+        table.add_column("size", justify="right", no_wrap=True)
+        for each in found:
+            table.add_row(each.what, each.name, format_bytes(each.bytes))
+        console.print(table)
+    for note in notes:
+        console.print(f"note: {note}", markup=False)
+    total = format_bytes(sum(each.bytes for each in found))
+    if not found:
+        console.print("nothing to remove: a run refers to everything")
+    elif options.yes:
+        console.print(f"removed {total}")
+    else:
+        console.print(f"{total} can be removed: trainshed gc --yes")
+    return DONE

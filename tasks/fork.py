@@ -1,0 +1,70 @@
+"""Forks: a new run that starts from another run's checkpoint, with its optimizer, its data position and its metrics until then.
+
+The new run gets a copy of that checkpoint, by hard links where the file system has them, and resumes from it like from its own.
+Its run.json names the parent, which it does not need afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from profiles import resolve
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+from tasks.keys import POSITION
+from tasks.store import runs
+from tasks.store.backends import FolderBackend
+from tasks.store.run_folder import Parent
+from tasks.store.store import Store
+
+
+def find_parent(store: Store, text: str) -> Parent:
+    """The parent that RUN or RUN@STEP names; without a step, its latest checkpoint. Raises ProfileError if there is none."""
+    name, _, wanted = text.partition("@")
+    run = store.run_folder(name)
+    identity = run.stored_identity
+    if identity is None:
+        raise ProfileError("fork", text, f"there is no run {name} in {store.uri}")
+    steps = run.checkpoint_steps()
+    if not steps:
+        raise ProfileError("fork", text, f"run {name} has no complete checkpoint to start from")
+    if not wanted:
+        return Parent(name, identity, steps[-1])
+    if not wanted.isdecimal() or int(wanted) not in steps:
+        nearest = sorted(steps, key=lambda step: abs(step - int(wanted)) if wanted.isdecimal() else -step)
+        reason = f"run {name} has no complete checkpoint of step {wanted}"
+        raise ProfileError("fork", text, reason, [f"{name}@{step}" for step in nearest[:5]])
+    return Parent(name, identity, int(wanted))
+
+
+def parent_profile(store: Store, parent: Parent) -> Path:
+    """The profile.yaml of a parent on this machine."""
+    return runs.fetch(store, parent.run) / "profile.yaml"
+
+
+def require_forkable(store: Store, parent: Parent, profile: Profile) -> None:
+    """Raise ProfileError if a run of this profile cannot start from the parent's checkpoint."""
+    existing = resolve.load(str(parent_profile(store, parent)))
+    if existing.model != profile.model:
+        reason = f"differs from the model of {parent.run}; start from its weights alone with init.from = <its export folder>"
+        raise ProfileError("model", None, reason)
+    for name in POSITION:
+        theirs, ours = getattr(existing.train, name), getattr(profile.train, name)
+        if theirs != ours:
+            reason = f"a fork continues at the data position of {parent.run}, which counts in its {name}"
+            raise ProfileError(f"train.{name}", ours, reason, [theirs])
+    if profile.train.steps is not None and profile.train.steps <= parent.step:
+        reason = f"the fork starts at step {parent.step:,}"
+        raise ProfileError("train.steps", profile.train.steps, reason, [parent.step + 1])
+
+
+def copy_checkpoint(store: Store, parent: Parent, name: str) -> None:
+    """Give a new run its parent's checkpoint and metrics; no effect once it has a checkpoint. Safe to interrupt and repeat."""
+    source, run = store.run_folder(parent.run), store.run_folder(name)
+    if run.checkpoint_steps():
+        return
+    rows = [row for row in runs.read_metrics(source.path) if row.get("step", 0) <= parent.step]
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    FolderBackend(run.path).write("metrics.jsonl", text.encode())
+    source.copy_checkpoint(parent.step, run)

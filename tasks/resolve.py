@@ -1,0 +1,144 @@
+"""Resolves everything that a profile refers to and that can change: hub revisions, lists of files and their digests.
+
+Each reference is a question, and its answer is kept in the run's lock, `<run>/lock.json`. A run that is started again takes its
+answers from there: it needs no network, and a new commit on the hub or a new file in a folder changes nothing. A question that a
+changed profile adds is asked; `update` asks all of them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Self
+
+from profiles.hub import resolve_commit
+from profiles.schema import Data, Profile, Source, Tokenizer
+from tasks import keys
+from tasks.sources import corpus, weights
+from tasks.sources.shard import Shard
+from tasks.store.digest_cache import DigestCache
+from tasks.store.store import Store
+from tasks.tokenization.tokenizer_fetch import folder_digest, is_folder
+
+FORMAT = 1
+Question = Mapping[str, Any]
+Ask = Callable[[Question, Callable[[], Any]], Any]
+Progress = Callable[[str, float | None], None]
+
+
+@dataclass(frozen=True)
+class RunLock:
+    """Answers by the digest of their questions, each with the question and the time when it was asked."""
+
+    answers: Mapping[str, Mapping[str, Any]]
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({"format": FORMAT, "answers": dict(self.answers)}, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Self:
+        """Parse a lock. Raises ValueError, which names the file, if it is corrupted or from another version."""
+        try:
+            value = json.loads(data)
+            if value["format"] != FORMAT:
+                raise ValueError(f"format {value['format']} is unknown")
+            return cls(value["answers"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{name}: not a run lock: {error}; --update resolves the run's inputs again"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is made from, each part pinned to its contents."""
+
+    tokenizer: Mapping[str, Any] | None  # contents or commit; None: trained on the text of the sources
+    shards: tuple[Shard, ...]  # of all sources, in order
+    weights: Mapping[str, Any] | None  # digest and, if they are on the hub, commit; None: from scratch
+    lock: RunLock
+
+    @property
+    def since(self) -> str:
+        """When the oldest answer was given, in UTC; empty without answers."""
+        return min((answer["resolved"] for answer in self.lock.answers.values()), default="")
+
+
+def resolve(
+    profile: Profile,
+    store: Store,
+    token: str | None = None,
+    lock: RunLock | None = None,
+    progress: Progress = lambda message, fraction: None,
+) -> Inputs:
+    """Resolve a profile's tokenizer, sources and initial weights.
+
+    Args:
+        token: for the hub; None: the environment's.
+        lock: answers to reuse; None asks all questions.
+
+    Raises:
+        ProfileError: a reference to something that does not exist.
+        SourceError: a corrupted source file.
+    """
+    answers: dict[str, Mapping[str, Any]] = {}
+    known = lock.answers if lock else {}
+    digests = DigestCache(store.local_cache)
+
+    def ask(question: Question, find_out: Callable[[], Any]) -> Any:
+        digest = keys.digest(question)
+        if digest not in answers:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            answers[digest] = known.get(digest) or {
+                "question": question,
+                "resolved": now,
+                "answer": find_out(),
+            }
+        return answers[digest]["answer"]
+
+    progress("resolving the tokenizer", None)
+    tokenizer = _tokenizer(profile.tokenizer, token, ask)
+    shards = tuple(_shards(profile.data, digests, token, ask, progress))
+    progress("resolving the initial weights", None)
+    initial = _weights(profile, digests, token, ask)
+    return Inputs(tokenizer, shards, initial, RunLock(answers))
+
+
+def _tokenizer(settings: Tokenizer, token: str | None, ask: Ask) -> dict[str, Any] | None:
+    if settings.source == "train":
+        return None
+    question = {"tokenizer": settings.source, "revision": settings.revision}
+    if is_folder(settings.source):
+        return ask(question, lambda: {"contents": folder_digest(settings.source)})
+
+    def find_commit() -> dict[str, Any]:
+        commit = resolve_commit(settings.source, settings.revision, token, "tokenizer.source")
+        return {"repository": settings.source, "commit": commit}
+
+    return ask(question, find_commit)
+
+
+def _shards(
+    data: Data, digests: DigestCache, token: str | None, ask: Ask, progress: Progress
+) -> Iterator[Shard]:
+    for number, source in enumerate(data.sources):
+        progress(f"listing source {number + 1} of {len(data.sources)}", number / len(data.sources))
+        # Neither the share of samples nor the split changes what a source contains.
+        question = {"source": source.model_dump(mode="json", exclude={"weight", "use"}), "text": data.text}
+
+        def find_shards(number: int = number, source: Source = source) -> list[dict[str, Any]]:
+            found = corpus.shards_of_source(source, f"data.sources.{number}", data.text, digests, token)
+            return [asdict(shard) for shard in found]
+
+        for shard in ask(question, find_shards):
+            yield replace(Shard.from_json(shard), source=number, use=source.use)
+
+
+def _weights(profile: Profile, digests: DigestCache, token: str | None, ask: Ask) -> dict[str, Any] | None:
+    init = profile.init
+    if init.from_ is None:
+        return None
+    question = {"weights": init.from_, "revision": init.revision}
+    return ask(question, lambda: weights.pin(init.from_, init.revision, token, "init.from", digests))

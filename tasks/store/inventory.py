@@ -1,0 +1,180 @@
+"""What a store holds: its runs, and what no run refers to.
+
+A run refers to the artifacts that its steps used, in `artifacts.json`, and through their manifests to what those require. What
+an interrupted step has made so far is not referred to yet, so it is kept while a run lacks that step's artifact.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import yaml
+
+from profiles.errors import ProfileError
+from tasks.store.manifest import NAME as MANIFEST
+from tasks.store.manifest import Corrupted, Manifest
+from tasks.store.run_folder import IDENTITY, MARKER, REPLACED
+from tasks.store.runs import last_training_row
+from tasks.store.staging import abandoned_folders
+from tasks.store.store import Store
+
+ARTIFACTS = "artifacts.json"  # in a run folder: keys of the artifacts that its steps used, by kind
+STANDING = "standing.json"  # in a run folder: the promoted model of a series, its tokenizer and dataset
+PARTS = {
+    "dataset": ("tokens", "hashes", "duplicates"),
+    "graphs": ("graph",),
+}  # kinds that a step makes on its way
+CHECKPOINT = re.compile(rf"checkpoints/step_(\d+)/{re.escape(MARKER)}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a store."""
+
+    name: str
+    state: str  # running, done, stopped, preparing (not begun) or replaced
+    step: int  # of its latest checkpoint; 0 without one
+    steps: int | None  # of its schedule; None if unknown
+    loss: float | None  # the last one that was recorded on this machine
+    changed: float | None  # seconds since 1970; None if it is in a remote store only
+    bytes: int
+    parent: str | None  # RUN@STEP that it was forked from
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """Something that can be removed."""
+
+    what: str  # replaced run, artifact, staging, scratch or quarantine
+    name: str  # path in the store
+    bytes: int
+
+
+def list_runs(store: Store) -> list[Run]:
+    """The runs of a store by name."""
+    return [_describe(store, name, files) for name, files in sorted(_files_by_run(store).items())]
+
+
+def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
+    """What no run refers to, and notes about what is kept although no run refers to it."""
+    runs = _files_by_run(store)
+    found = [
+        Garbage("replaced run", f"runs/{name}", sum(files.values()))
+        for name, files in runs.items()
+        if REPLACED.search(name)
+    ]
+    current = {name: files for name, files in runs.items() if not REPLACED.search(name)}
+    artifacts, notes = _unused_artifacts(store, current)
+    found += artifacts
+    found += [
+        Garbage("staging", f"staging/{folder.name}", _size(store, f"staging/{folder.name}"))
+        for folder in abandoned_folders(store.work_dir / "staging")
+    ]
+    places = {"quarantine": "quarantine"} | ({} if notes else {"work": "scratch"})
+    for place, what in places.items():
+        sizes: dict[str, int] = defaultdict(int)
+        for file, size in store.backend.files(place).items():
+            sizes[file.partition("/")[0]] += size
+        found += [Garbage(what, f"{place}/{name}", size) for name, size in sorted(sizes.items())]
+    return found, notes
+
+
+def remove(store: Store, garbage: Iterable[Garbage]) -> None:
+    """Remove garbage. Raises ProfileError while a run is active: what it makes is not referred to yet."""
+    with store.lock("gc"):
+        for name in _files_by_run(store):
+            if holder := store.lock_holder(f"run-{name}"):
+                raise ProfileError(
+                    "--yes", None, f"run {name} is active in {holder}; remove garbage once it has ended"
+                )
+        still = set(find_garbage(store)[0])
+        for each in garbage:
+            if each in still:
+                store.remove(each.name)
+
+
+def _describe(store: Store, name: str, files: Mapping[str, int]) -> Run:
+    run = store.run_folder(name)
+    saved = [int(match[1]) for match in map(CHECKPOINT.fullmatch, files) if match]
+    profile = yaml.safe_load(run.read("profile.yaml") or b"") or {}
+    step, steps = max(saved, default=0), profile.get("train", {}).get("steps")
+    if REPLACED.search(name):
+        state = "replaced"
+    elif store.lock_holder(f"run-{name}"):
+        state = "running"
+    elif IDENTITY not in files:
+        state = "preparing"
+    else:
+        state = "done" if step and step == steps else "stopped"
+    changed = max((path.stat().st_mtime for path in run.path.glob("*")), default=None)
+    parent, row = run.parent, last_training_row(run.path)
+    origin = f"{parent.run}@{parent.step}" if parent else None
+    return Run(name, state, step, steps, row["loss"] if row else None, changed, sum(files.values()), origin)
+
+
+def _unused_artifacts(store: Store, runs: Mapping[str, Mapping[str, int]]) -> tuple[list[Garbage], list[str]]:
+    """Artifacts that no run refers to, and notes about those that are kept for a run that still makes them."""
+    used: set[tuple[str, str]] = set()
+    kept: set[str] = set()
+    notes = []
+    for name in runs:
+        record = json.loads(store.run_folder(name).read(ARTIFACTS) or b"{}")
+        used |= {(kind, key) for kind, found in record.items() for key in found}
+        series = json.loads(store.run_folder(name).read(STANDING) or b"{}")
+        used |= {(kind, series[kind]) for kind in ("tokenizer", "dataset") if kind in series}
+        for kind, parts in PARTS.items():
+            if kind not in record and (kind != "graphs" or _compiles(store, name)):
+                kept |= {*parts}
+                notes.append(
+                    f"run {name} has no {kind} yet: {', '.join(parts)} are kept; remove runs/{name} to collect them"
+                )
+    listed = store.artifacts.list_files()
+    _add_required(store, used, listed)
+    found = [
+        Garbage("artifact", f"artifacts/{kind}/{key}", sum(files.values()))
+        for (kind, key), files in sorted(listed.items())
+        if (kind, key) not in used and kind not in kept
+    ]
+    return found, notes
+
+
+def _add_required(
+    store: Store, used: set[tuple[str, str]], listed: Mapping[tuple[str, str], Mapping[str, int]]
+) -> None:
+    """Add everything that these artifacts require, directly or through others."""
+    waiting = list(used)
+    while waiting:
+        kind, key = waiting.pop()
+        if MANIFEST not in listed.get((kind, key), ()):
+            continue
+        data = store.backend.read(f"artifacts/{kind}/{key}/{MANIFEST}")
+        try:
+            required = Manifest.from_bytes(data or b"", kind, key).requires
+        except Corrupted as error:
+            raise ValueError(
+                f"artifacts/{kind}/{key}: {error}; what it requires is unknown, so nothing is removed"
+            ) from error
+        waiting += [other for other in required if other not in used]
+        used |= {*required}
+
+
+def _compiles(store: Store, name: str) -> bool:
+    profile = yaml.safe_load(store.run_folder(name).read("profile.yaml") or b"") or {}
+    return profile.get("compile", {}).get("enabled", True)
+
+
+def _files_by_run(store: Store) -> dict[str, dict[str, int]]:
+    """Files of each run of the store, with their sizes."""
+    runs: dict[str, dict[str, int]] = defaultdict(dict)
+    for path, size in store.backend.files("runs").items():
+        name, _, file = path.partition("/")
+        runs[name][file] = size
+    return runs
+
+
+def _size(store: Store, name: str) -> int:
+    return sum(path.stat().st_size for path in (store.work_dir / name).rglob("*") if path.is_file())

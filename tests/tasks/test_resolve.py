@@ -1,0 +1,67 @@
+"""The run lock: a run keeps the commits and files that it began with, and needs no network for them."""
+
+import json
+
+import pytest
+
+from profiles.resolve import load as resolve_profile
+from tasks.resolve import RunLock, resolve
+from tests.hub import Hub
+from tests.tasks.source_files import files
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with Hub() as hub:
+        hub.patch(monkeypatch, tmp_path / "hub-cache")
+        yield hub
+
+
+def profile(*sources: dict, **keys: str):
+    overrides = [f"{key}={value}" for key, value in keys.items()]
+    return resolve_profile("tiny", [f"data.sources={json.dumps(sources)}", *overrides])
+
+
+def stored(inputs) -> RunLock:
+    """The lock as a resumed run reads it."""
+    return RunLock.from_bytes(inputs.lock.to_bytes(), "lock.json")
+
+
+def test_a_locked_run_keeps_its_commits_and_files_without_asking(hub, store, tmp_path):
+    hub.commit("org/model", {"README.md": b"1"})
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("one")
+    wanted = profile(files(tmp_path / "texts"), tokenizer="{source: org/model}", init="{from: org/model}")
+    first = resolve(wanted, store)
+    hub.commit("org/model", {"README.md": b"2"})
+    (tmp_path / "texts/b.txt").write_text("two")
+
+    asked = len(hub.requests)
+    again = resolve(wanted, store, lock=stored(first))
+    assert len(hub.requests) == asked
+    assert (again.tokenizer, again.shards, again.weights) == (first.tokenizer, first.shards, first.weights)
+
+    updated = resolve(wanted, store)
+    assert updated.tokenizer["commit"] != first.tokenizer["commit"]
+    assert updated.weights["digest"] != first.weights["digest"]
+    assert updated.shards != first.shards
+
+
+def test_only_what_a_changed_profile_asks_anew_is_resolved(hub, store, tmp_path):
+    hub.commit("org/model", {"README.md": b"1"})
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    tokenizer = "{source: org/model}"
+    first = resolve(profile(files(tmp_path / "a.txt"), tokenizer=tokenizer), store)
+    hub.commit("org/model", {"README.md": b"2"})
+    both = (files(tmp_path / "b.txt", use="validation"), files(tmp_path / "a.txt", use="train"))
+    changed = resolve(profile(*both, tokenizer=tokenizer), store, lock=stored(first))
+    assert changed.tokenizer == first.tokenizer
+    assert [(shard.source, shard.use) for shard in changed.shards] == [(0, "validation"), (1, "train")]
+    assert changed.shards[1].digest == first.shards[0].digest
+
+
+@pytest.mark.parametrize("data", [b"", b'{"format": 1', b'{"format": 9, "answers": {}}', b"[]"])
+def test_a_corrupted_lock_is_named_with_the_way_out(data):
+    with pytest.raises(ValueError, match=r"runs/tiny/lock.json: not a run lock: .*; --update"):
+        RunLock.from_bytes(data, "runs/tiny/lock.json")
