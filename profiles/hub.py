@@ -1,16 +1,36 @@
-"""Hugging Face hub: fetch a model's config.json, resolve revisions, and translate hub errors to ProfileError."""
+"""Hugging Face hub: retried calls whose errors are those of a profile, a model's config.json, and commits of revisions."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
+from profiles import retries
 from profiles.errors import ProfileError
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+T = TypeVar("T")
+
+
+def ask(
+    call: Callable[[], T],
+    key: str,
+    repository: str,
+    revision: str | None = None,
+    delays: Sequence[float] = retries.DELAYS,
+) -> T:
+    """The hub's answer to a call of its client, which is retried while the hub throttles, fails or is unreachable.
+
+    Raises:
+        ProfileError: for the profile key `key`: no such repository or revision, or no access; never retried.
+        ConnectionError: the hub did not answer during all `delays`.
+    """
+    with hub_errors(key, repository, revision):
+        return retries.call(call, f"{repository}: the hub is unreachable", delays)
 
 
 def config_json(repository: str, key: str) -> Path:
@@ -20,9 +40,16 @@ def config_json(repository: str, key: str) -> Path:
 
     name, _, revision = repository.partition("@")
     try:
-        with hub_errors(key, repository, revision or None):
-            return Path(hf_hub_download(name, "config.json", revision=revision or None))
-    except LocalEntryNotFoundError:  # subclass of EntryNotFoundError
+        return Path(
+            ask(
+                lambda: hf_hub_download(name, "config.json", revision=revision or None),
+                key,
+                repository,
+                revision or None,
+                retries.BRIEF,
+            )
+        )
+    except (LocalEntryNotFoundError, ConnectionError):
         reason = "cannot be fetched: the hub is unreachable, and the hub cache does not have it"
         raise ProfileError(key, repository, reason) from None
     except EntryNotFoundError:
@@ -64,5 +91,6 @@ def resolve_commit(repository: str, revision: str | None, token: str | None, key
         return revision
     from huggingface_hub import HfApi
 
-    with hub_errors(key, repository, revision):
-        return HfApi(token=token).model_info(repository, revision=revision).sha
+    return ask(
+        lambda: HfApi(token=token).model_info(repository, revision=revision).sha, key, repository, revision
+    )

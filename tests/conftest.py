@@ -46,6 +46,14 @@ def prefect_server():
         yield PREFECT_API_URL.value()
 
 
+@pytest.fixture
+def waits(monkeypatch):
+    """Seconds of the waits before retries of network calls, which do not happen."""
+    seconds = []
+    monkeypatch.setattr("profiles.retries.sleep", seconds.append)
+    return seconds
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: one worker more than cores, because tests of clusters and servers mostly wait."""
     return min(8, (os.cpu_count() or 1) + 1)

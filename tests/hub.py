@@ -32,11 +32,14 @@ class Hub:
     Attributes:
         url: address, for HF_ENDPOINT.
         requests: method, path and token of all requests so far.
+        faults: status and headers of the answers to the next requests, which fail; the last one stays if `broken`.
     """
 
     def __init__(self) -> None:
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.requests: list[tuple[str, str, str | None]] = []
+        self.faults: list[tuple[int, dict[str, str]]] = []
+        self.broken = False
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.hub = self
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -110,6 +113,11 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         self.server.hub.requests.append((self.command, path, self.token))
+        faults = self.server.hub.faults
+        if faults:
+            status, headers = faults[0] if self.server.hub.broken else faults.pop(0)
+            self.send(status, b"", headers)
+            return
         try:
             self.route(path, body)
         except _HttpError as error:

@@ -1,0 +1,112 @@
+"""Retries of network calls: which errors may pass, and how long to wait (exponential backoff with jitter, Retry-After).
+
+The clients' own retries end within seconds, while an object store throttles for minutes and the hub counts requests in windows
+of five minutes. So every call to the network goes through `call`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import re
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+DELAYS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0)  # seconds before each retry, four minutes in all
+BRIEF = (1.0, 2.0, 4.0)  # the same where a person waits
+LONGEST = 600.0  # seconds; a server that asks for more is not waited for that long
+TIMEOUT, EARLY, THROTTLED, SERVER_ERROR = 408, 425, 429, 500  # HTTP status codes; all from the last on
+# Exceptions of httpx, aiohttp and botocore for a connection that failed; by name, since none of them must be installed.
+NETWORK_ERRORS = {
+    "TransportError",
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "ConnectionError",
+    "HTTPClientError",
+    "IncompleteReadError",
+}
+PERMANENT = {"OfflineModeIsEnabled", "UnsupportedProtocol"}  # subclasses of those that no retry helps
+ERRNOS = {
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EHOSTUNREACH,
+    errno.EIO,
+    errno.ENETUNREACH,
+    errno.EREMOTEIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def call(function: Callable[[], T], what: str, delays: Sequence[float] = DELAYS) -> T:
+    """The result of a function, called again while its errors may pass.
+
+    Args:
+        what: starts the lines of the log and the message of the error.
+        delays: seconds to wait before each retry, on average.
+
+    Raises:
+        ConnectionError: every call failed, for a reason that may pass.
+        Exception: an error that a retry cannot help, as it was raised.
+    """
+    for delay in (*delays, None):
+        try:
+            return function()
+        except Exception as error:
+            least = seconds_to_wait(error)
+            if least is None:
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if delay is None:
+                raise ConnectionError(f"{what}: {reason}") from error
+            seconds = least + delay * random.uniform(0.5, 1.5)
+            log.warning("%s: %s; retrying in %.0f s", what, reason, seconds)
+            sleep(seconds)
+    raise AssertionError("unreachable")
+
+
+def seconds_to_wait(error: BaseException | None) -> float | None:
+    """Least time to wait before a retry: 0, or what the server asks for. None if the error cannot pass."""
+    if error is None:
+        return None
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None) or getattr(error, "status", None)
+    if isinstance(status, int):
+        if status in (TIMEOUT, EARLY, THROTTLED) or status >= SERVER_ERROR:
+            return _retry_after(getattr(response, "headers", None) or getattr(error, "headers", None) or {})
+        return None
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & PERMANENT:
+        return None
+    if isinstance(error, FileNotFoundError):  # into which some clients turn any failure
+        return seconds_to_wait(error.__cause__ or error.__context__)
+    if isinstance(error, TimeoutError | socket.gaierror) or names & NETWORK_ERRORS:
+        return 0.0
+    return 0.0 if isinstance(error, OSError) and error.errno in ERRNOS else None
+
+
+def _retry_after(headers: Any) -> float:
+    """Seconds from the headers of a response: Retry-After, or the time to the hub's next window; 0 if there are none."""
+    value = str(headers.get("Retry-After") or "").strip()
+    seconds = 0.0
+    if value.isdigit():
+        seconds = float(value)
+    elif value:
+        try:
+            seconds = (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
+        except (ValueError, TypeError):
+            seconds = 0.0
+    elif window := re.search(r"\br\s*=\s*0\b.*?\bt\s*=\s*(\d+)", str(headers.get("RateLimit") or "")):
+        seconds = float(window[1])
+    return min(max(seconds, 0.0), LONGEST)
+
+
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
