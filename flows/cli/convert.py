@@ -75,7 +75,8 @@ def _print(facts: dict[str, object], *, as_json: bool) -> None:
         print(json.dumps(facts, indent=1))
         return
     if "files" in facts:
-        size = f"{facts['bytes'] / 1e6:,.1f} MB in {len(facts['files'])} files"
+        count = len(facts["files"])
+        size = f"{facts['bytes'] / 1e6:,.1f} MB in {count} file{'s' if count != 1 else ''}"
         print(f"{facts['tensors']} tensors, {size}: {facts['destination']}")
     if "equal" in facts:
         print(f"all {facts['equal']} tensors are equal")

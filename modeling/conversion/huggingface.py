@@ -43,7 +43,7 @@ def weight_files(folder: Path) -> list[Path]:
         if index.is_file():
             try:
                 names = set(json.loads(index.read_text())["weight_map"].values())
-                if any(Path(name).name != name for name in names):
+                if any(Path(name).name != name or name in ("", "..") for name in names):
                     raise ValueError("it names a file outside its folder")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{index}: corrupted: {error}") from error
