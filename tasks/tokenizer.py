@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import models, pre_tokenizers, trainers
-
 from profiles.errors import ProfileError
-from profiles.schema import Data, Profile
+from profiles.schema import Profile
 from tasks import keys
-from tasks.sources import corpus, readers
-from tasks.sources.long_text import LongText
 from tasks.sources.shard import Shard
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest
-from tasks.tokenization.tokenizer_files import EOS, byte_level, convert, load, special_token_id, write
+from tasks.tokenization.tokenizer_files import convert, load, special_token_id
+from tasks.tokenization.tokenizer_training import train
 
 WITHOUT_TEXT = ("tokens", "megatron")  # formats of sources that are tokenized already
 
@@ -47,7 +44,12 @@ class TokenizerStep(Step):
         return keys.tokenizer(texts=texts, size=size, held_out=held_out)
 
     def make(self, context: Context, key: str) -> Artifact:
-        """Fetch or train the tokenizer. Raises ProfileError if the source has none."""
+        """Fetch or train the tokenizer.
+
+        Raises:
+            ProfileError: the source has none.
+            SourceError: the training text is corrupted, or not that of the key.
+        """
         profile, token, pinned = context.profile, context.token, context.inputs.tokenizer
         source, revision = profile.tokenizer.source, None
         summary: dict[str, object] = {}
@@ -57,8 +59,8 @@ class TokenizerStep(Step):
         ):
             if pinned is None:
                 context.progress("reading the training text", None)
-                shards = _shards_with_text(context.inputs.shards)
-                train(profile.data, shards, profile.tokenizer.vocabulary_size, folder, token)
+                shards, size = _shards_with_text(context.inputs.shards), profile.tokenizer.vocabulary_size
+                train(shards, profile.data.validation_fraction, size, folder, token)
             elif "contents" in pinned:
                 fetch_folder(source, Path(download))
                 if folder_digest(download) != pinned["contents"]:
@@ -88,31 +90,9 @@ def check_fits(profile: Profile, tokenizer: Artifact) -> None:
         raise ProfileError("model.vocab_size", profile.model.vocab_size, reason, (f"{size} or more",))
 
 
-def train(data: Data, shards: list[Shard], size: int, folder: Path, token: str | None = None) -> None:
-    """Train a byte-level BPE of `size` tokens, including the 256 bytes and EOS, on the shards' training documents.
-
-    Deterministic: counts are exact, and ties are broken by the pairs themselves.
-    """
-    tokenizer = byte_level(models.BPE())
-    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[EOS], **options)
-    tokenizer.train_from_iterator(_training_texts(data, shards, token), trainer)
-    write(folder, tokenizer, {"bos_token": EOS, "eos_token": EOS, "unk_token": EOS})
-
-
 def _shards_with_text(shards: Sequence[Shard]) -> list[Shard]:
     """The shards that a tokenizer can be trained on."""
     found = [shard for shard in shards if shard.format not in WITHOUT_TEXT and shard.use != "validation"]
     if not found:
         raise ProfileError("tokenizer.source", "train", "no source has text to train a tokenizer on")
     return found
-
-
-def _training_texts(data: Data, shards: list[Shard], token: str | None) -> Iterator[str]:
-    for shard in shards:
-        fraction = data.validation_fraction if shard.use == "split" else 0.0
-        for document in readers.documents(shard, token):
-            if isinstance(document, LongText):
-                yield from document.chunks()
-            elif isinstance(document, str) and document and not corpus.is_held_out(document, fraction):
-                yield document

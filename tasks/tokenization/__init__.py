@@ -1,6 +1,7 @@
 """Tokenization: documents of a dataset plan's shards to token ids, in this process, a pool of processes or a Slurm array.
 
 Start with `dataset_plan` (what is tokenized, and its cache keys) and `tokenize_shard` (one shard to an artifact). `engines` and
-`word_cache` turn text into ids, `worker_pool` and `slurm_array` run many shards through `worker`; `tokenizer_fetch` and
-`tokenizer_files` make the tokenizer's own artifact. Of `tasks`, imports `sources`, `store`, `launchers` and `keys`.
+`word_cache` turn text into ids, `worker_pool` and `slurm_array` run many shards through `worker`. `tokenizer_fetch`,
+`tokenizer_files` and `tokenizer_training` make the tokenizer's own artifact. Of `tasks`, imports `sources`, `store`, `launchers`
+and `keys`.
 """

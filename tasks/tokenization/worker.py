@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         logging.getLogger().addHandler(_LogForwarder())
         for line in sys.stdin:
             operation, _, k = line.partition(" ")
-            _send(_answer(operation, plan, store, int(k), options.threads))
+            send(_process(operation, plan, store, int(k), options.threads))
         return 0
     try:
         for k in json.loads(options.shards.read_text())[options.index :: options.of]:
@@ -65,18 +66,23 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _answer(operation: str, plan: DatasetPlan, store: Store, k: int, threads: int) -> dict[str, Any]:
+def _process(operation: str, plan: DatasetPlan, store: Store, k: int, threads: int) -> dict[str, Any]:
     def report(tokens: int) -> None:
-        _send({"tokens": tokens})
+        send({"tokens": tokens})
 
+    return answer(lambda: OPERATIONS[operation](plan, store, k, report, threads).to_json())
+
+
+def answer(work: Callable[[], Any]) -> dict[str, Any]:
+    """The result of a function as an answer, or what made it fail."""
     try:
-        return {"done": OPERATIONS[operation](plan, store, k, report, threads).to_json()}
+        return {"done": work()}
     except ProfileError as error:
         return {"rejected": [error.key, error.value, error.reason, list(error.choices)]}
     except ValueError as error:
         return {"corrupted": str(error)}
     except Exception as error:
-        log.exception("shard %d", k)
+        log.exception("failed")
         return {"failed": f"{type(error).__name__}: {error}"}
 
 
@@ -85,10 +91,11 @@ class _LogForwarder(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name.partition(".")[0] in ("tasks", "modeling", "__main__") and not record.exc_info:
-            _send({"log": [record.levelno, record.getMessage()]})
+            send({"log": [record.levelno, record.getMessage()]})
 
 
-def _send(answer: dict[str, Any]) -> None:
+def send(answer: dict[str, Any]) -> None:
+    """Write an answer as a line of JSON."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 

@@ -56,9 +56,9 @@ class WorkerPool:
         self._command = [sys.executable, "-P", "-m", "tasks.tokenization.worker", "--serve"]
         self._command += ["--plan", str(path), "--store", store.uri, "--work-dir", str(store.work_dir)]
         self._command += ["--threads", str(threads)]
-        self._environment = {**os.environ, **({"HF_TOKEN": token} if token else {})}
-        self._free: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
-        self._workers: set[_Worker] = set()
+        self._environment = worker_environment(token)
+        self._free: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
+        self._workers: set[Worker] = set()
         self._logged: set[str] = set()
         self._log_lock = threading.Lock()
         self._closed = False
@@ -81,9 +81,9 @@ class WorkerPool:
             if self._closed:
                 raise PoolClosed("the worker pool is closed")
             if worker is None:
-                worker = _Worker(self._command, self._environment, self._forward_log)
+                worker = Worker(self._command, self._environment, self._forward_log)
                 self._workers.add(worker)
-            return worker.run(operation, k, report or (lambda tokens: None))
+            return Artifact.from_json(worker.ask(f"{operation} {k}", f"shard {k}", report))
         except WorkerFailed:
             if worker is not None:
                 worker.close()
@@ -110,29 +110,48 @@ class WorkerPool:
         self._folder.cleanup()
 
 
-class _Worker:
-    """A process of `worker.py --serve`."""
+def worker_environment(token: str | None) -> dict[str, str]:
+    """Environment of a worker, with the token for the hub."""
+    return {**os.environ, **({"HF_TOKEN": token} if token else {})}
+
+
+class Worker:
+    """A process that reads requests from stdin and answers in lines of JSON, as `worker.py --serve`.
+
+    As a context manager it ends with the block, at once if that fails: by Ctrl-C or a cancellation too.
+    """
 
     def __init__(
-        self, command: list[str], environment: dict[str, str], forward_log: Callable[[int, str], None]
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        forward_log: Callable[[int, str], None] = log.log,
     ) -> None:
         self._forward_log = forward_log
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  `close` closes it
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         self._process = subprocess.Popen(command, text=True, env=environment, **streams)
 
-    def run(self, operation: str, k: int, report: Callable[[int], None]) -> Artifact:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close(kill=failure[0] is not None)
+
+    def ask(self, request: str, what: str, report: Callable[[int], None] | None = None) -> Any:
+        """The result of a request; `what` is its subject, for messages. Raises as `WorkerPool.run`."""
         try:
-            self._process.stdin.write(f"{operation} {k}\n")
+            self._process.stdin.write(f"{request}\n")
             self._process.stdin.flush()
             for line in self._process.stdout:
                 answer: dict[str, Any] = json.loads(line)
                 if "tokens" in answer:
-                    report(answer["tokens"])
+                    if report is not None:
+                        report(answer["tokens"])
                 elif "log" in answer:
                     self._forward_log(*answer["log"])
                 elif "done" in answer:
-                    return Artifact.from_json(answer["done"])
+                    return answer["done"]
                 elif "rejected" in answer:
                     raise ProfileError(*answer["rejected"])
                 elif "corrupted" in answer:
@@ -142,7 +161,7 @@ class _Worker:
         except BrokenPipeError:
             pass
         code = self._process.wait()
-        raise WorkerFailed(f"the worker of shard {k} ended with exit code {code}: {self._last_errors()}")
+        raise WorkerFailed(f"the worker of {what} ended with exit code {code}: {self._last_errors()}")
 
     def close(self, kill: bool = False) -> None:
         with contextlib.suppress(OSError):

@@ -1,0 +1,122 @@
+"""Trains a byte-level BPE tokenizer on the text of shards: in this process if it is small, else in one that can be killed.
+
+    python -m tasks.tokenization.tokenizer_training JOB
+
+`tokenizers` trains without returning to Python, so a process that trains does not notice Ctrl-C or SIGTERM. JOB is a JSON file
+with the arguments of `train`; the answer is one line of JSON on stdout, as of `worker`. The process ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+import regex
+from tokenizers import models, pre_tokenizers, trainers
+
+from tasks.sources import corpus, readers
+from tasks.sources.long_text import LongText
+from tasks.sources.shard import Shard
+from tasks.tokenization.tokenizer_files import EOS, byte_level, write
+from tasks.tokenization.worker import answer, send
+from tasks.tokenization.worker_pool import Worker, worker_environment
+
+SMALL = 1 << 21  # characters of text that are trained on in about the time in which a process starts
+# Characters. Training takes time by the square of a word's length, and no token of use is as long; what is longer (a genome, a
+# line of dashes without end) is cut.
+MAX_WORD = 1024
+RUNS = (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")  # of which a word of GPT-2's pattern consists
+LONG_WORD = regex.compile("|".join(f"{run}{{{MAX_WORD},}}+" for run in RUNS))
+
+
+def train(shards: list[Shard], held_out: float, size: int, folder: Path, token: str | None = None) -> None:
+    """Train a byte-level BPE of `size` tokens, including the 256 bytes and EOS, on the shards' training documents.
+
+    Deterministic: counts are exact, and ties are broken by the pairs themselves.
+
+    Args:
+        held_out: fraction of the documents that is for validation, in shards of both splits.
+        folder: gets tokenizer.json and tokenizer_config.json.
+
+    Raises:
+        SourceError, ProfileError: a shard is rejected.
+        WorkerFailed: the process that trains died or failed.
+    """
+    texts, count = [], 0
+    for text in _texts(shards, held_out, token):
+        texts.append(text)
+        count += len(text)
+        if count > SMALL:
+            break
+    else:
+        _train(texts, size, folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="trainshed-") as jobs:
+        values = {"held_out": held_out, "size": size, "folder": str(folder.absolute())}
+        path = Path(jobs) / "job.json"
+        path.write_text(json.dumps({"shards": [shard.to_json() for shard in shards], **values}))
+        command = [sys.executable, "-P", "-m", "tasks.tokenization.tokenizer_training", str(path)]
+        with Worker(command, worker_environment(token)) as worker:
+            worker.ask("train", "the tokenizer")
+
+
+def _train(texts: Iterable[str], size: int, folder: Path) -> None:
+    tokenizer = byte_level(models.BPE())
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[EOS], **options)
+    tokenizer.train_from_iterator(chain.from_iterable(map(cut_long_words, texts)), trainer)
+    write(folder, tokenizer, {"bos_token": EOS, "eos_token": EOS, "unk_token": EOS})
+
+
+def _texts(shards: list[Shard], held_out: float, token: str | None) -> Iterator[str]:
+    for shard in shards:
+        fraction = held_out if shard.use == "split" else 0.0
+        for document in readers.documents(shard, token):
+            if isinstance(document, LongText):
+                yield from document.chunks()
+            elif isinstance(document, str) and document and not corpus.is_held_out(document, fraction):
+                yield document
+
+
+def cut_long_words(text: str) -> Iterator[str]:
+    """The text in parts, which end within words of more than MAX_WORD characters; almost every text is one part."""
+    start = 0
+    if _may_have_long_words(text):
+        for match in LONG_WORD.finditer(text):
+            for cut in range(match.start() + MAX_WORD, match.end(), MAX_WORD):
+                yield text[start:cut]
+                start = cut
+    yield text[start:]
+
+
+def _may_have_long_words(text: str) -> bool:
+    """Whether one of the blocks of half a long word has no boundary at a space; a tenth of the time of the pattern."""
+    half = MAX_WORD // 2
+    blocks = (text[start : start + half] for start in range(0, len(text) - half + 1, half))
+    return any(block.isspace() or len(block.split(maxsplit=1)[0]) == half for block in blocks)
+
+
+def main(path: str) -> None:
+    def exit_with_parent() -> None:
+        while os.read(0, 1024):  # not sys.stdin, whose lock would be held when the interpreter ends
+            pass
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    job = json.loads(Path(path).read_text())
+    shards = [Shard.from_json(shard) for shard in job["shards"]]
+
+    def work() -> None:
+        _train(_texts(shards, job["held_out"], None), job["size"], Path(job["folder"]))
+
+    send(answer(work))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
