@@ -21,8 +21,10 @@ from profiles.model import Model, to_config_json
 from profiles.schema import Profile
 from tasks import keys
 from tasks.sources import weights
+from tasks.sources.shard import SourceChanged
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
+from tasks.store.digest_cache import DigestCache
 
 # Settings of trained weights that the weights themselves do not show.
 INVISIBLE = ("hidden_act", "norm_eps", "rope_theta", "rope_scaling")
@@ -46,7 +48,12 @@ class CheckpointStep(Step):
         return keys.checkpoint(context.profile, context.inputs.weights["digest"])
 
     def make(self, context: Context, key: str) -> Artifact:
-        """Fetch and convert the weights. Raises ProfileError if they are not of the profile's model."""
+        """Fetch and convert the weights.
+
+        Raises:
+            ProfileError: they are not of the profile's model.
+            SourceChanged: they are not those of the key.
+        """
         profile, store = context.profile, context.store
         init, scratch = profile.init, f"{self.kind}-{key}"
         work = store.scratch_folder(scratch)
@@ -54,8 +61,11 @@ class CheckpointStep(Step):
         config.write_text(json.dumps(to_config_json(profile.model)))
         cuts = tuple(layers.start for layers in partition_layers(profile)[1:])
         options = Options("trainshed", config, profile.parallel.tensor, cuts=cuts or None)
-        revision = context.inputs.weights["commit"] or init.revision
+        digests, revision = DigestCache(store.local_cache), context.inputs.weights["commit"] or init.revision
         with weights.fetch(init.from_, revision, work / "source", context.token, "init.from") as source:
+            found = weights.pin(init.from_, revision, context.token, "init.from", digests)
+            if found["digest"] != context.inputs.weights["digest"]:
+                raise SourceChanged(init.from_, pinned=True)
             try:
                 _warn_of_differences(formats.locate(source), profile.model)
                 record = convert(source, converted, options, name=init.from_, replace=True)

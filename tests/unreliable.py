@@ -84,5 +84,6 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(data)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data[: len(data) // 2] if half else data)
+        if self.command != "HEAD":
+            self.wfile.write(data[: len(data) // 2] if half else data)
         self.close_connection = half

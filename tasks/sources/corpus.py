@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from profiles.schema import Data, Source
-from tasks.sources import files, hub, megatron, python_docs
+from tasks.sources import files, hub, listing, megatron, python_docs
 from tasks.sources.file_shards import split_files
 from tasks.sources.shard import Shard
 from tasks.store.digest_cache import DigestCache
@@ -57,14 +57,14 @@ def is_digest_held_out(digest: bytes, fraction: float) -> bool:
 
 
 def _files(source: Source, key: str, column: str, digests: DigestCache, token: str | None) -> list[Shard]:
-    paths = files.list_files(source, f"{key}.path")
+    paths = listing.list_files(source, f"{key}.path")
     files.require_known_formats(paths, f"{key}.path", source.path)
     described = files.describe_files(paths, source.anonymous, digests)
     return split_files(described, source, column, digests)
 
 
 def _tokens(source: Source, key: str, column: str, digests: DigestCache, token: str | None) -> list[Shard]:
-    paths = files.list_saved_dataset(source, f"{key}.path")
+    paths = listing.list_saved_dataset(source, f"{key}.path")
     described = files.describe_files(paths, source.anonymous, digests)
     return [
         replace(shard, format="tokens", digest=f"tokens:{shard.digest}")

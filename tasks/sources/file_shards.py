@@ -32,7 +32,7 @@ def split_files(
 
     def split(file: SourceFile) -> list[Shard]:
         kind = "lines" if file_format(file.path) == "text" else file_format(file.path)
-        shard = replace(base, format=kind, paths=(file.path,))
+        shard = replace(base, format=kind, paths=(file.path,), states=(file.state,))
         if kind in ("jsonl", "lines"):
             return _split_by_lines(shard, file, digests)
         if kind == "parquet":
@@ -51,14 +51,14 @@ def split_files(
 
 
 def _whole_file(shard: Shard, file: SourceFile) -> Shard:
-    return replace(shard, name=file.name, digest=_digest(shard.format, shard.column, file.digest))
+    return replace(shard, name=file.path, digest=_digest(shard.format, shard.column, file.digest))
 
 
 def _parts(shard: Shard, file: SourceFile, ranges: list[tuple[int, int, str]]) -> list[Shard]:
     """Shards of ranges (start, stop, digest of the contents) of a file."""
     parts = []
     for i, (start, stop, content) in enumerate(ranges, 1):
-        name, digest = f"{file.name} part {i} of {len(ranges)}", _digest(shard.format, shard.column, content)
+        name, digest = f"{file.path} part {i} of {len(ranges)}", _digest(shard.format, shard.column, content)
         parts.append(replace(shard, name=name, digest=digest, start=start, stop=stop))
     return parts
 
@@ -86,12 +86,18 @@ def _line_ranges(path: Path) -> Iterator[tuple[int, int, str]]:
             file.seek(min(start + SHARD_BYTES, size) - 1)
             file.readline()
             stop = file.tell()
-            file.seek(start)
-            sha256 = hashlib.sha256()
-            while file.tell() < stop:
-                sha256.update(file.read(min(READ, stop - file.tell())))
-            yield start, stop, sha256.hexdigest()
+            yield start, stop, range_digest(path, start, stop)
             start = stop
+
+
+def range_digest(path: Path, start: int, stop: int) -> str:
+    """sha256 of a range of bytes of a file."""
+    sha256 = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(start)
+        while data := file.read(min(READ, stop - file.tell())):
+            sha256.update(data)
+    return sha256.hexdigest()
 
 
 def _row_group_sizes(shard: Shard, digests: DigestCache, token: str | None) -> list[int]:
@@ -134,9 +140,10 @@ def _group_texts(files: list[SourceFile], shard: Shard) -> list[Shard]:
     shards = []
     for group in filter(None, groups):
         content = hashlib.sha256("\n".join(file.digest for file in group).encode()).hexdigest()
-        name = group[0].name + (f" and {len(group) - 1} more" if len(group) > 1 else "")
-        paths = tuple(file.path for file in group)
-        shards.append(replace(shard, name=name, digest=_digest("text", "", content), paths=paths))
+        name = group[0].path + (f" and {len(group) - 1} more" if len(group) > 1 else "")
+        paths, states = tuple(file.path for file in group), tuple(file.state for file in group)
+        digest = _digest("text", "", content)
+        shards.append(replace(shard, name=name, digest=digest, paths=paths, states=states))
     return shards
 
 

@@ -1,4 +1,4 @@
-"""Lists the files of a source, local or on any fsspec file system, and describes them by size and digest.
+"""Describes the files of a source, local or on any fsspec file system, by size, state and digest.
 
 A local file's digest is the sha256 of its contents; a remote one's is the object store's ETag or the hub's digest, so nothing is
 read.
@@ -7,17 +7,23 @@ read.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from stat import S_ISREG
 from typing import TypeVar
 
 from profiles.errors import ProfileError
-from profiles.schema import Source
-from tasks.sources.shard import SourceError, local_path, resolve_filesystem
+from tasks.sources import remote
+from tasks.sources.shard import (
+    SourceError,
+    local_path,
+    local_state,
+    remote_state,
+    resolve_filesystem,
+    shown,
+)
 from tasks.store.digest_cache import DigestCache
 
 FORMATS = {
@@ -32,9 +38,6 @@ FORMATS = {
     ".txt": "text",
     ".md": "text",
 }
-METADATA_FILES = ("dataset_info.json", "state.json", "dataset_dict.json")  # of save_to_disk
-DATASET_CARD = "readme.md"
-HIDDEN_PREFIXES = (".", "_")  # of files that Spark, git and others put beside data
 PARALLEL_READS = 16  # mostly waiting for the network or the disk
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,58 +49,12 @@ class SourceFile:
 
     path: str  # path or URL
     size: int
+    state: str  # by which a later change shows, see `shard.unchanged`; taken before anything is read
     compute_digest: Callable[[], str]  # gives the digest of its contents, or the ETag that stands for it
 
     @cached_property
     def digest(self) -> str:
         return self.compute_digest()
-
-    @property
-    def name(self) -> str:
-        return self.path.removeprefix("file://")
-
-
-def list_files(source: Source, key: str) -> list[str]:
-    """URLs of the files that a source's path means, sorted: one file, a glob pattern's matches, or a folder, recursively.
-
-    A folder's README.md and hidden files are left out. Raises ProfileError for the profile key `key` if no file matches.
-    """
-    path = source.path if "://" in source.path else str(Path(source.path).expanduser())
-    filesystem, pattern = resolve_filesystem(path, anonymous=source.anonymous)
-    if filesystem.isfile(pattern):  # before globbing: a file's name may contain brackets
-        return [filesystem.unstrip_protocol(pattern)]
-    if filesystem.isdir(pattern):
-        prefix = len(pattern.rstrip("/")) + 1
-        found = [path for path in filesystem.find(pattern) if not _is_metadata(path[prefix:])]
-    else:
-        matches = filesystem.glob(pattern, detail=True)
-        found = [path for path, info in matches.items() if info["type"] == "file"]
-    found = sorted(path for path in found if path.rpartition("/")[2] not in METADATA_FILES)
-    if not found:
-        raise ProfileError(key, source.path, "no file matches")
-    return [filesystem.unstrip_protocol(path) for path in found]
-
-
-def list_saved_dataset(source: Source, key: str) -> list[str]:
-    """URLs of the data files of a folder that `datasets` wrote with save_to_disk, in its own order.
-
-    Raises ProfileError for the profile key `key` if there is none, SourceError for a corrupted state.json.
-    """
-    filesystem, folder = resolve_filesystem(source.path, anonymous=source.anonymous)
-    folder = folder.rstrip("/")
-    if not filesystem.isfile(f"{folder}/state.json"):
-        if not filesystem.isfile(f"{folder}/dataset_dict.json"):
-            raise ProfileError(key, source.path, "has no state.json of save_to_disk")
-        splits = [path for path in filesystem.ls(folder, detail=False) if filesystem.isdir(path)]
-        raise ProfileError(key, source.path, "has several splits; name the folder of one", splits)
-    try:
-        state = json.loads(filesystem.cat_file(f"{folder}/state.json"))
-        names = [entry["filename"] for entry in state["_data_files"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise SourceError(f"{source.path}/state.json: not written by save_to_disk: {error}") from error
-    if not names:
-        raise ProfileError(key, source.path, "contains no data files")
-    return [filesystem.unstrip_protocol(f"{folder}/{name}") for name in names]
 
 
 def file_format(path: str) -> str | None:
@@ -120,17 +77,21 @@ def describe_files(
 
     def describe(path: str) -> SourceFile:
         if local := local_path(path):
-            return SourceFile(path, local.stat().st_size, lambda: digests.sha256(local))
+            state, stat = local_state(local), local.stat()
+            if not S_ISREG(stat.st_mode):  # a pipe would block
+                raise SourceError(f"{shown(path)}: not a regular file; move it out of the data")
+            return SourceFile(path, stat.st_size, state, lambda: digests.sha256(local))
         filesystem, remote_path = resolve_filesystem(path, anonymous=anonymous, token=token)
-        info = filesystem.info(remote_path)
+        info = remote.call(filesystem, remote_path, lambda: filesystem.info(remote_path))
         lfs = info.get("lfs")
         tag = (lfs and lfs["sha256"]) or info.get("blob_id") or info.get("ETag")
 
         def read() -> str:
-            with filesystem.open(remote_path, "rb") as file:
+            with remote.open_file(filesystem, remote_path) as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
 
-        return SourceFile(path, info["size"], read if tag is None else lambda: str(tag).strip('"'))
+        digest = read if tag is None else lambda: str(tag).strip('"')
+        return SourceFile(path, info["size"], remote_state(path, info), digest)
 
     return map_concurrently(describe, paths)
 
@@ -138,9 +99,3 @@ def describe_files(
 def map_concurrently(function: Callable[[T], R], values: Sequence[T]) -> list[R]:
     with ThreadPoolExecutor(PARALLEL_READS) as pool:
         return list(pool.map(function, values))
-
-
-def _is_metadata(path: str) -> bool:
-    """Whether a path within a folder is a dataset card or hidden."""
-    *folders, name = path.split("/")
-    return name.lower() == DATASET_CARD or any(part.startswith(HIDDEN_PREFIXES) for part in (*folders, name))

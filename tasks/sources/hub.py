@@ -10,8 +10,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from profiles import hub as huggingface
 from profiles.errors import ProfileError
-from profiles.hub import hub_errors
 from profiles.schema import Source
 from tasks.sources.file_shards import split_files
 from tasks.sources.files import describe_files, require_known_formats
@@ -25,8 +25,12 @@ def shards(source: Source, key: str, column: str, digests: DigestCache, token: s
     """All shards of a data set's split. Raises ProfileError for an unknown name, a loading script or an unknown format."""
     from huggingface_hub import HfApi
 
-    with hub_errors(f"{key}.repository", source.repository, source.revision):
-        commit = HfApi(token=token).dataset_info(source.repository, revision=source.revision).sha
+    commit = huggingface.ask(
+        lambda: HfApi(token=token).dataset_info(source.repository, revision=source.revision).sha,
+        f"{key}.repository",
+        source.repository,
+        source.revision,
+    )
     if source.revision == CONVERTED:
         paths = _converted_files(source, key, commit, token)
     else:
@@ -45,7 +49,12 @@ def _split_files(source: Source, key: str, commit: str, token: str | None) -> li
 
     repository = source.repository
     try:
-        builder = load_dataset_builder(repository, source.config, revision=commit, token=token)
+        builder = huggingface.ask(
+            lambda: load_dataset_builder(repository, source.config, revision=commit, token=token),
+            f"{key}.repository",
+            repository,
+            commit,
+        )
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error):
             raise
@@ -57,6 +66,8 @@ def _split_files(source: Source, key: str, commit: str, token: str | None) -> li
             raise ProfileError(f"{key}.repository", repository, " ".join(str(error).split())) from None
         raise ProfileError(f"{key}.config", source.config, f"{repository} {reason}", names) from None
     files: dict[Any, list[str]] = builder.config.data_files or {}
+    if not files:  # without an answer of the hub, `datasets` takes a module without files from its cache
+        raise ConnectionError(f"{repository}: the hub is unreachable: the list of its files cannot be read")
     splits = {str(split): list(paths) for split, paths in files.items()}
     if source.split not in splits:
         reason = f"{repository} has no such split"
@@ -68,7 +79,12 @@ def _converted_files(source: Source, key: str, commit: str, token: str | None) -
     """URLs in the hub's conversion: <configuration>/<split>/0000.parquet, or partial-<split> if it is incomplete."""
     from huggingface_hub import HfApi
 
-    names = HfApi(token=token).list_repo_files(source.repository, revision=commit, repo_type="dataset")
+    names = huggingface.ask(
+        lambda: HfApi(token=token).list_repo_files(source.repository, revision=commit, repo_type="dataset"),
+        f"{key}.repository",
+        source.repository,
+        commit,
+    )
     tables = sorted(name for name in names if name.endswith(".parquet") and name.count("/") == 2)
     configs = sorted({name.split("/")[0] for name in tables})
     only = configs[0] if len(configs) == 1 else None
@@ -86,12 +102,16 @@ def _converted_files(source: Source, key: str, commit: str, token: str | None) -
 
 def _loading_script_error(source: Source, key: str, token: str | None) -> ProfileError:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     reason = f"{source.repository} has a loading script at this revision, and its code is never run"
     try:
-        HfApi(token=token).dataset_info(source.repository, revision=CONVERTED)
-    except HfHubHTTPError:
+        huggingface.ask(
+            lambda: HfApi(token=token).dataset_info(source.repository, revision=CONVERTED),
+            f"{key}.repository",
+            source.repository,
+            CONVERTED,
+        )
+    except ProfileError:
         reason += f", and the hub has no {CONVERTED} of it; choose a data set with parquet files"
         return ProfileError(f"{key}.repository", source.repository, reason)
     return ProfileError(f"{key}.revision", source.revision or "main", reason, [CONVERTED])

@@ -5,7 +5,6 @@ Documents are held out by order, as Megatron splits a data set: the last ones ar
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,10 @@ import numpy as np
 from modeling.data.indexed import HEADER, Index, IndexedError, data_path, index_path
 from profiles.errors import ProfileError
 from profiles.schema import Source
-from tasks.sources.files import describe_files, list_files
+from tasks.sources import remote
+from tasks.sources.changes import pair_digest, unchanged
+from tasks.sources.files import describe_files
+from tasks.sources.listing import list_files
 from tasks.sources.shard import Shard, SourceError, local_path, open_file, resolve_filesystem
 from tasks.store.digest_cache import DigestCache
 
@@ -30,7 +32,7 @@ def shards(source: Source, key: str, digests: DigestCache) -> list[Shard]:
     """
     filesystem, path = resolve_filesystem(source.path, anonymous=source.anonymous)
     prefix = source.path.removesuffix(".idx").removesuffix(".bin")
-    if filesystem.isfile(f"{path.removesuffix('.idx').removesuffix('.bin')}.idx"):
+    if remote.info(filesystem, f"{path.removesuffix('.idx').removesuffix('.bin')}.idx"):
         source = source.model_copy(update={"path": f"{prefix}.idx"})
     indices = [path for path in list_files(source, f"{key}.path") if path.endswith(".idx")]
     if not indices:
@@ -38,15 +40,14 @@ def shards(source: Source, key: str, digests: DigestCache) -> list[Shard]:
     data = [path.removesuffix(".idx") + ".bin" for path in indices]
     for path in data:
         filesystem, remote_path = resolve_filesystem(path, anonymous=source.anonymous)
-        if not filesystem.isfile(remote_path):
+        if not remote.info(filesystem, remote_path):
             raise ProfileError(f"{key}.path", source.path, f"there is no {path}")
     found = []
     described = (describe_files(paths, source.anonymous, digests) for paths in (indices, data))
     for index, tokens in zip(*described, strict=True):
-        content = hashlib.sha256(f"{index.digest}\n{tokens.digest}".encode()).hexdigest()
-        name = index.name.removesuffix(".idx")
-        digest = f"megatron:{content}"
-        found.append(Shard(name, "megatron", digest, (index.path,), anonymous=source.anonymous))
+        name = index.path.removesuffix(".idx")
+        files = {"paths": (index.path, tokens.path), "states": (index.state, tokens.state)}
+        found.append(Shard(name, "megatron", pair_digest(index, tokens), **files, anonymous=source.anonymous))
     return found
 
 
@@ -60,7 +61,15 @@ def check(
 
     Raises:
         IndexedError: a corrupted pair, sequences that are not contiguous, or a token outside the vocabulary.
+        SourceChanged: not the pair that was listed.
     """
+    with unchanged(shard):
+        return _check(shard, vocabulary_size, validation_fraction, report)
+
+
+def _check(
+    shard: Shard, vocabulary_size: int, validation_fraction: float, report: Callable[[int], None]
+) -> dict[str, dict[str, int]]:
     prefix, size, index = _open_index(shard)
     total = 0
     for part in index.chunks(len(index.lengths)):
@@ -105,10 +114,11 @@ def _open_index(shard: Shard) -> tuple[str, int, Index]:
         size = data_path(prefix).stat().st_size
         return prefix, size, Index(prefix, size)
     filesystem, remote_path = resolve_filesystem(path, anonymous=shard.anonymous)
-    size = filesystem.info(f"{remote_path.removesuffix('.idx')}.bin")["size"]
+    data = f"{remote_path.removesuffix('.idx')}.bin"
+    size = remote.call(filesystem, data, lambda: filesystem.info(data)["size"])
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "pair"
-        filesystem.get_file(remote_path, str(index_path(copy)))
+        remote.call(filesystem, remote_path, lambda: filesystem.get_file(remote_path, str(index_path(copy))))
         try:
             return prefix, size, Index(copy, size)  # its memory map outlives the file's name
         except IndexedError as error:

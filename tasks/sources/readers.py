@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from uuid import uuid4
 
 from tasks.sources import columnar, long_text, python_docs
+from tasks.sources.changes import unchanged
 from tasks.sources.columnar import TokenIds
 from tasks.sources.long_text import LongText
 from tasks.sources.shard import Shard, SourceError, is_corruption, open_file
@@ -30,8 +31,14 @@ STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 def documents(shard: Shard, token: str | None = None) -> Iterator[Document]:
-    """All documents of a shard. Raises SourceError for a corrupted file, ProfileError if it lacks the shard's column."""
-    return READERS[shard.format](shard, token)
+    """All documents of a shard.
+
+    Raises:
+        SourceError: a corrupted file, or (SourceChanged, at the latest after the last document) another one than was listed.
+        ProfileError: a file lacks the shard's column.
+    """
+    with unchanged(shard, token):
+        yield from READERS[shard.format](shard, token)
 
 
 def _text(shard: Shard, token: str | None) -> Iterator[Document]:
@@ -184,8 +191,15 @@ def _extract_long_strings(line: bytes) -> tuple[bytes, dict[str, memoryview]]:
     return b"".join([*parts, bytes(view[offset:])]), strings
 
 
+def _python_docs(shard: Shard, _: str | None) -> Iterator[Document]:
+    if shard.digest != python_docs.digest():
+        reason = "this machine's Python has other texts than the one that listed the data; use the same Python on all"
+        raise SourceError(f"{shard.name}: {reason}")
+    return python_docs.documents()
+
+
 READERS: dict[str, Callable[[Shard, str | None], Iterator[Document]]] = {
-    "python-docs": lambda *_: python_docs.documents(),
+    "python-docs": _python_docs,
     "text": _text,
     "lines": _lines,
     "jsonl": _json_lines,

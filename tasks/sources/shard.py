@@ -6,20 +6,50 @@ documents in the same order.
 
 from __future__ import annotations
 
-import io
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from modeling.data.indexed import IndexedError
+from profiles import hub
+from tasks.sources import remote
 
 HUB_PREFIX = "hf://datasets/"
-BLOCK = 1 << 23  # bytes per request to a remote file
+AT_COMMIT = re.compile("@[0-9a-f]{40}/")
+# What fsspec's file systems call the identity of a file's contents, or else the time of its last change.
+STATE_KEYS = (
+    "blob_id",
+    "ETag",
+    "etag",
+    "md5Hash",
+    "LastModified",
+    "Last-Modified",
+    "last_modified",
+    "mtime",
+    "updated",
+    "created",
+)
 
 
 class SourceError(ValueError):
     """A source file whose contents do not match its format; the message names the file and the position."""
+
+
+class SourceChanged(SourceError):
+    """A file is not the one that was hashed, so what was read of it belongs to no key.
+
+    Args:
+        pinned: whether it was hashed when the run's inputs were resolved, and not just before it was read.
+    """
+
+    def __init__(self, path: str, pinned: bool = False) -> None:
+        since = "has changed since the run's inputs were resolved; restore it, or resolve them again with --update"
+        super().__init__(
+            f"{shown(path)}: {since if pinned else 'changed while it was being read; run again'}"
+        )
 
 
 SOURCE_ERRORS = (SourceError, IndexedError)  # errors of the user's files: input errors, like a profile's
@@ -40,6 +70,7 @@ class Shard:
     format: str  # how it is read, a key of readers.READERS
     digest: str  # hash of everything that its documents depend on
     paths: tuple[str, ...] = ()  # its files; most formats have one
+    states: tuple[str, ...] = ()  # of these files when they were listed, before their digest was taken
     start: int = 0  # part of the file, in bytes of lines, row groups of parquet or record batches of arrow
     stop: int | None = None  # end of that part; None: the end of the file
     column: str = ""  # field with the text or the token ids, if records have fields
@@ -53,7 +84,7 @@ class Shard:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Shard:
-        return cls(**{**value, "paths": tuple(value["paths"])})
+        return cls(**{**value, "paths": tuple(value["paths"]), "states": tuple(value["states"])})
 
 
 def resolve_filesystem(path: str, *, anonymous: bool = False, token: str | None = None) -> tuple[Any, str]:
@@ -75,19 +106,68 @@ def local_path(path: str) -> Path | None:
     return Path(path.removeprefix("file://"))
 
 
+def shown(path: str) -> str:
+    """A path for messages; bytes of a local name that are not UTF-8 are escaped."""
+    return os.fsencode(path.removeprefix("file://")).decode("utf-8", "backslashreplace")
+
+
 def open_file(shard: Shard, path: str, token: str | None = None) -> BinaryIO:
-    """Open one of a shard's files for binary reading.
-
-    Remote files are buffered in blocks: fsspec's own readline requests a whole block for each line.
-    """
+    """Open one of a shard's files for binary reading; failed reads of a remote file are retried."""
     if shard.fetch and path.startswith(HUB_PREFIX):
-        from huggingface_hub import hf_hub_download
-
-        repository, _, rest = path.removeprefix(HUB_PREFIX).partition("@")
-        revision, _, file = rest.partition("/")
-        revision = revision.replace("%2F", "/")
-        path = hf_hub_download(repository, file, repo_type="dataset", revision=revision, token=token)
+        path = _download(path, token)
     if local := local_path(path):
         return local.open("rb")
     filesystem, remote_path = resolve_filesystem(path, anonymous=shard.anonymous, token=token)
-    return io.BufferedReader(filesystem.open(remote_path, "rb", block_size=BLOCK), BLOCK)
+    return remote.open_file(filesystem, remote_path)
+
+
+def _download(url: str, token: str | None) -> str:
+    """Path of a file of the hub in its cache."""
+    from huggingface_hub import hf_hub_download
+
+    repository, _, rest = url.removeprefix(HUB_PREFIX).partition("@")
+    revision, _, file = rest.partition("/")
+    options = {"repo_type": "dataset", "revision": revision.replace("%2F", "/"), "token": token}
+    return hub.ask(lambda: hf_hub_download(repository, file, **options), "data.sources", repository, revision)
+
+
+def states(shard: Shard, token: str | None = None) -> tuple[str, ...]:
+    """The present states of a shard's files, in the order of `Shard.states`."""
+    return tuple(_state(shard, path, token) for path in shard.paths)
+
+
+def _state(shard: Shard, path: str, token: str | None) -> str:
+    if _never_changes(path):
+        return ""
+    if local := local_path(path):
+        # Opened, since NFS asks the server only then; not for long, if the file has become a pipe.
+        descriptor = os.open(local, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            return _describe(os.fstat(descriptor))
+        finally:
+            os.close(descriptor)
+    filesystem, remote_path = resolve_filesystem(path, anonymous=shard.anonymous, token=token)
+    filesystem.invalidate_cache(remote_path)
+    return remote_state(path, remote.call(filesystem, remote_path, lambda: filesystem.info(remote_path)))
+
+
+def local_state(path: Path) -> str:
+    """Size, modification time and inode of a file."""
+    return _describe(path.stat())
+
+
+def _describe(stat: os.stat_result) -> str:
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+
+
+def remote_state(path: str, info: Mapping[str, Any]) -> str:
+    """Size and ETag or modification time of a file, from fsspec's info; "" for one of a hub's commit, which never changes."""
+    if _never_changes(path):
+        return ""
+    found = next((str(info[key]) for key in STATE_KEYS if info.get(key)), "").strip('"')
+    return f"{info['size']} {found}"
+
+
+def _never_changes(path: str) -> bool:
+    """Whether a file is of a commit of the hub."""
+    return path.startswith(HUB_PREFIX) and AT_COMMIT.search(path) is not None

@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from modeling.conversion import formats
+from profiles import hub
 from profiles.errors import ProfileError
-from profiles.hub import REPOSITORY, hub_errors, resolve_commit
+from profiles.hub import REPOSITORY, resolve_commit
 from tasks import keys
+from tasks.sources import remote
+from tasks.sources.listing import relative_name
+from tasks.sources.shard import SourceChanged, local_state, remote_state, shown
 from tasks.store.digest_cache import DigestCache
 
 EXTENSIONS = (".safetensors", ".bin", ".json")
@@ -23,7 +28,7 @@ PARALLEL_FILES = 4
 def fetch(
     source: str, revision: str | None, target: Path, token: str | None = None, key: str = "SOURCE"
 ) -> Iterator[Path]:
-    """Local path of a checkpoint for the block, downloaded if it is remote.
+    """Local path of a checkpoint for the block, downloaded if it is remote; of a run folder its latest complete checkpoint.
 
     A hub repository stays in the hub's cache. Files of an object store are kept in a hidden folder next to `target` until the
     block ends, so that an interrupted download resumes with the missing files.
@@ -33,21 +38,29 @@ def fetch(
 
     Raises:
         ProfileError: there is no such file, folder or repository.
+        SourceChanged: a file changed during the block or the download.
     """
     path = Path(source).expanduser()
     if "://" not in source:
         if path.exists():
-            yield path
+            path = formats.locate(path)
+            with _unchanged(path, key):
+                yield path
         elif REPOSITORY.fullmatch(source):
             yield _download_from_hub(source, resolve_commit(source, revision, token, key), token, key)
         else:
             reason = "there is no such file or folder, and it is not a repository's name"
             raise ProfileError(key, source, reason)
         return
-    folder = target.with_name(f".{target.name}.source")
-    _download_folder(source, folder, key)
+    filesystem, root, found = _list_remote(source, key)
+    version = keys.digest(found)[:12]  # so that files of another version are not taken for this one's
+    folder = target.with_name(f".{target.name}.source-{version}")
+    _download_folder(source, filesystem, root, found, folder, key)
+    if _list_remote(source, key)[2] != found:
+        raise SourceChanged(source)
     yield folder
-    shutil.rmtree(folder)
+    for leftover in target.parent.glob(f".{target.name}.source-*"):
+        shutil.rmtree(leftover)
 
 
 def pin(
@@ -62,53 +75,109 @@ def pin(
         from fsspec.core import url_to_fs
 
         filesystem, root = url_to_fs(source)
-        found = filesystem.find(root, detail=True)
+        found = remote.call(filesystem, root, lambda: filesystem.find(root, detail=True))
         listed = [[name, info["size"], info.get("ETag")] for name, info in sorted(found.items())]
         return {"digest": keys.digest(listed), "commit": None}
     if not path.exists():
         commit = resolve_commit(source, revision, token, key)
         return {"digest": keys.digest([source, commit]), "commit": commit}
     path = formats.locate(path)
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    files = _files(path, key)
     with ThreadPoolExecutor(PARALLEL_FILES) as pool:
         contents = [*pool.map(digests.sha256, files)]
     names = [file.relative_to(path).as_posix() for file in files]
     return {"digest": keys.digest([*zip(names, contents, strict=True)]), "commit": None}
 
 
+def _files(path: Path, key: str) -> list[Path]:
+    """A file, or all regular files of a folder, sorted. Raises OSError if a folder cannot be read."""
+    if not path.is_dir():
+        return [path]
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = [Path(folder) / name for folder, _, names in os.walk(path, onerror=fail) for name in names]
+    for file in found:
+        if shown(str(file)) != str(file):
+            raise ProfileError(key, shown(str(file)), "has a name that is not UTF-8; rename it")
+    return sorted(file for file in found if file.is_file())
+
+
+@contextmanager
+def _unchanged(path: Path, key: str) -> Iterator[None]:
+    """Raises SourceChanged unless the files at a path are the same after the block as before."""
+
+    def states() -> dict[Path, str]:
+        return {file: local_state(file) for file in _files(path, key)}
+
+    def require_equal() -> None:
+        after = states()
+        for file in before | after:
+            if before.get(file) != after.get(file):
+                raise SourceChanged(str(file))
+
+    before = states()
+    try:
+        yield
+    except ValueError:  # perhaps because a file was replaced
+        require_equal()
+        raise
+    require_equal()
+
+
 def _download_from_hub(repository: str, commit: str, token: str | None, key: str) -> Path:
     """Download the configuration and weights of a repository, in one format."""
     from huggingface_hub import HfApi, snapshot_download
 
-    with hub_errors(key, repository, commit):
-        siblings = HfApi(token=token).model_info(repository, revision=commit).siblings
-        patterns = select_files([file.rfilename for file in siblings], key, repository)
+    api = HfApi(token=token)
+    siblings = hub.ask(lambda: api.model_info(repository, revision=commit).siblings, key, repository, commit)
+    patterns = select_files([file.rfilename for file in siblings], key, repository)
+
+    def download() -> Path:
         return Path(snapshot_download(repository, revision=commit, token=token, allow_patterns=patterns))
 
+    return hub.ask(download, key, repository, commit)
 
-def _download_folder(source: str, folder: Path, key: str) -> None:
-    """Download the files of a remote folder that are missing locally; of a Hugging Face folder only one format."""
+
+def _list_remote(source: str, key: str) -> tuple[Any, str, dict[str, tuple[int, str]]]:
+    """File system and root of a remote folder, and size and state of each of its files, by name.
+
+    Raises ProfileError if there is no such folder, or a name leads out of it.
+    """
     from fsspec.core import url_to_fs
 
     filesystem, root = url_to_fs(source)
-    found = filesystem.find(root, detail=True)
-    sizes = {path.removeprefix(root).lstrip("/"): info["size"] for path, info in found.items()}
-    if not sizes:
+    filesystem.invalidate_cache(root)
+    found = remote.call(filesystem, root, lambda: filesystem.find(root, detail=True))
+    if not found:
         raise ProfileError(key, source, "there is no such folder, or it is empty")
-    if any("/" not in name and name.endswith(EXTENSIONS[:2]) for name in sizes):
-        sizes = {name: sizes[name] for name in select_files([*sizes], key, source)}
+    try:
+        names = {relative_name(path.removeprefix(root).lstrip("/")): info for path, info in found.items()}
+    except ValueError as error:
+        raise ProfileError(key, source, str(error)) from None
+    return filesystem, root, {name: (info["size"], remote_state(name, info)) for name, info in names.items()}
+
+
+def _download_folder(
+    source: str, filesystem: Any, root: str, found: dict[str, tuple[int, str]], folder: Path, key: str
+) -> None:
+    """Download the files of a remote folder that are missing locally; of a Hugging Face folder only one format."""
+    names = [*found]
+    if any("/" not in name and name.endswith(EXTENSIONS[:2]) for name in names):
+        names = select_files(names, key, source)
 
     def download(name: str) -> None:
         path = folder / name
-        if path.is_file() and path.stat().st_size == sizes[name]:
+        if path.is_file() and path.stat().st_size == found[name][0]:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
-        filesystem.get_file(f"{root}/{name}", str(partial))
+        remote.call(filesystem, f"{root}/{name}", lambda: filesystem.get_file(f"{root}/{name}", str(partial)))
         os.replace(partial, path)
 
     with ThreadPoolExecutor(PARALLEL_FILES) as pool:
-        list(pool.map(download, sizes))
+        list(pool.map(download, names))
 
 
 def select_files(names: list[str], key: str, source: str) -> list[str]:

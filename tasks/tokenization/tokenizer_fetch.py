@@ -6,11 +6,13 @@ Reads only tokenizer files and never runs a repository's code.
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from profiles import hub
 from profiles.errors import ProfileError
-from profiles.hub import hub_errors
+from tasks.sources import remote
 
 NAMES = (
     "tokenizer.json",
@@ -38,16 +40,21 @@ def fetch_hub(repository: str, commit: str, token: str | None, into: Path) -> No
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
 
-    with hub_errors("tokenizer.source", repository, commit):
-        options = {"allow_patterns": list(NAMES), "local_dir": into, "tqdm_class": Silent}
-        snapshot_download(repository, revision=commit, token=token, **options)
+    options = {"allow_patterns": list(NAMES), "local_dir": into, "tqdm_class": Silent}
+    hub.ask(
+        lambda: snapshot_download(repository, revision=commit, token=token, **options),
+        "tokenizer.source",
+        repository,
+        commit,
+    )
 
 
 def fetch_folder(source: str, into: Path) -> None:
     """Copy the tokenizer files of a local or fsspec folder. Raises ProfileError if it does not exist."""
     filesystem, paths = _list(source)
     for path in paths:
-        filesystem.get_file(path, str(into / path.rpartition("/")[2]))
+        target = str(into / path.rpartition("/")[2])
+        remote.call(filesystem, path, partial(filesystem.get_file, path, target))
 
 
 def folder_digest(source: str) -> str:
@@ -56,7 +63,7 @@ def folder_digest(source: str) -> str:
     digest = hashlib.sha256()
     for path in paths:
         digest.update(path.rpartition("/")[2].encode())
-        with filesystem.open(path, "rb") as file:
+        with remote.open_file(filesystem, path) as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
@@ -65,8 +72,10 @@ def _list(source: str) -> tuple[Any, list[str]]:
     from fsspec.core import url_to_fs
 
     filesystem, folder = url_to_fs(source)
-    if not filesystem.isdir(folder):
+    info = remote.info(filesystem, folder)
+    if info is None or info["type"] != "directory":
         raise ProfileError("tokenizer.source", source, "folder does not exist")
     endings = ("vocab.json", "merges.txt")
-    paths = sorted(path for path in filesystem.ls(folder, detail=False) if filesystem.isfile(path))
-    return filesystem, [path for path in paths if path.rpartition("/")[2] in NAMES or path.endswith(endings)]
+    paths = remote.call(filesystem, folder, lambda: filesystem.ls(folder, detail=False))
+    paths = [path for path in sorted(paths) if path.rpartition("/")[2] in NAMES or path.endswith(endings)]
+    return filesystem, [path for path in paths if (remote.info(filesystem, path) or {}).get("type") == "file"]

@@ -12,6 +12,7 @@ from modeling.conversion.compare import differences
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.checkpoint import CheckpointStep
+from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tests.modeling.conversion import nxd_shards
 
@@ -79,3 +80,15 @@ def test_what_weights_do_not_show_is_compared_with_their_configuration(weights, 
     run = profile(weights, "model.rope_theta=500000.0")
     CheckpointStep().run(Context(run, store))
     assert "model.rope_theta is 500000.0 here, 10000.0 in the weights' config.json" in caplog.text
+
+
+def test_weights_replaced_after_their_key_was_computed_are_an_error(weights, store):
+    context, step = Context(profile(weights), store), CheckpointStep()
+    key = step.key(context)
+    state = load_file(weights / "model.safetensors")
+    save_file(state | {"lm_head.weight": state["lm_head.weight"] + 1}, weights / "model.safetensors")
+    with pytest.raises(
+        SourceError, match="weights: has changed since the run's inputs were resolved; restore it"
+    ):
+        step.run(context, key)
+    assert store.artifacts.find(CheckpointStep.kind, key) is None

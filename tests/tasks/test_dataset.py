@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from contextlib import nullcontext
 
 import numpy as np
@@ -231,6 +232,27 @@ def test_corrupted_source_is_rejected_by_position_and_publishes_nothing(
     assert not list((store.artifacts.path(tokenizer).parent.parent / "tokens").glob("*/train.bin"))
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet"])
+def test_a_file_replaced_after_planning_is_an_error_and_publishes_nothing(store, tmp_path, ending):
+    path = write(tmp_path / f"a.{ending}")
+    wanted, times = profile(path), path.stat()
+    tokenizer = make_tokenizer(wanted, store)
+    step, context = DatasetStep(tokenizer), Context(wanted, store)
+    key = step.key(context)
+    path.rename(tmp_path / "good")
+    write(path, DOCUMENTS[::-1])
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(
+        SourceError, match=rf"^/.*/a\.{ending}: has changed since .*; restore it, or .*--update"
+    ):
+        step.run(context, key)
+    path.write_bytes((tmp_path / "good").read_bytes())  # restored from a backup
+    other = Store(str(tmp_path / "other"))
+    assert documents_of(step.run(context, key), store, "train") == documents_of(
+        make(wanted, other), other, "train"
+    )
+
+
 def test_source_without_files_is_rejected(store, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ProfileError, match=r"data\.sources\.0\.path = .*: no file matches"):
@@ -300,5 +322,11 @@ def test_source_on_s3_gives_the_same_documents(store, tmp_path, monkeypatch):
         there, here = profile(f"{bucket}/texts/*.gz"), profile(local)
         tokenizer = make_tokenizer(there, store)
         documents = documents_of(make_dataset(tokenizer, there, store), store, "train")
+        other = Store(str(tmp_path / "other"))
+        step, context = DatasetStep(make_tokenizer(there, other)), Context(there, other)
+        key = step.key(context)
+        fsspec.filesystem("s3").pipe_file(f"{bucket}/texts/a.jsonl.gz", gzip.compress(b"{}\n"))
+        with pytest.raises(SourceError, match=r"^s3://.*a\.jsonl\.gz: has changed since the run's inputs"):
+            step.run(context, key)
     assert documents == documents_of(make_dataset(tokenizer, here, store), store, "train")
     assert len(documents) > 150

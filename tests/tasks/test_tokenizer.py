@@ -14,6 +14,7 @@ from profiles.errors import ProfileError
 from tasks import tokenizer
 from tasks.dataset import DatasetStep
 from tasks.sources import python_docs
+from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.store.store import Store
 from tasks.tokenization import tokenizer_files
@@ -121,6 +122,21 @@ def test_training_is_deterministic_and_skips_held_out_documents(store, tmp_path,
     nothing_left = profile(*overrides, "data.validation_fraction=0.999999")
     artifact = run(nothing_left, store)
     assert artifact.summary["vocabulary_size"] == 257  # the bytes and EOS: no text is left to train on
+
+
+def test_a_source_replaced_after_its_key_was_computed_is_an_error(store, texts, tmp_path, folder, gpt2_files):
+    context = Context(profile("tokenizer.vocabulary_size=700", *texts), store)
+    key = TokenizerStep().key(context)
+    (tmp_path / "texts/0.txt").write_text("other")
+    with pytest.raises(SourceError, match=r"0\.txt: has changed since the run's inputs were resolved"):
+        TokenizerStep().run(context, key)
+    source = folder({"tokenizer.json": gpt2_files["tokenizer.json"]})
+    context = Context(from_source(source), store)
+    key = TokenizerStep().key(context)
+    (source / "config.json").write_text("{}")
+    with pytest.raises(ProfileError, match="its files have changed since the run's inputs were resolved"):
+        TokenizerStep().run(context, key)
+    assert not list((tmp_path / "store/artifacts/tokenizer").glob("*"))
 
 
 def test_key_depends_on_contents_not_paths(texts, tmp_path, store):

@@ -1,8 +1,11 @@
 """File sources: all documents in order, shards keyed by their contents, and errors with file and position."""
 
+import errno
 import gzip
 import io
 import json
+import os
+import random
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -26,6 +29,7 @@ from tests.tasks.source_files import (
     texts,
     zstd,
 )
+from tests.unreliable import Proxy
 
 
 @pytest.fixture
@@ -115,7 +119,7 @@ def test_lines_on_s3_are_read_in_blocks_about_once(tmp_path, monkeypatch):
     import s3fs
 
     monkeypatch.setattr(file_shards, "SHARD_BYTES", 400_000)
-    monkeypatch.setattr("tasks.sources.shard.BLOCK", 50_000)
+    monkeypatch.setattr("tasks.sources.remote.BLOCK", 50_000)
     fetched = []
     original = s3fs.S3File._fetch_range
 
@@ -179,9 +183,91 @@ def test_a_folder_includes_nested_data_but_no_hidden_files(tmp_path, monkeypatch
         texts(profile(files(tmp_path / "data")))
 
 
-def test_digests_are_cached_until_a_file_changes(tmp_path, store, monkeypatch):
-    import os
+def test_a_file_that_changes_while_it_is_read_is_an_error_after_the_last_document(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(DOCUMENTS))
+    (shard,) = corpus.shards(profile(files(path)).data)
+    found = readers.documents(shard)
+    assert next(found) == DOCUMENTS[0]
+    with path.open("ab") as file:
+        file.write(b"half a rec")
+    with pytest.raises(SourceError, match=r"^/.*a\.jsonl: changed while it was being read; run again"):
+        list(found)
 
+
+def test_only_regular_files_with_readable_names_are_read(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(lines(DOCUMENTS[:9]))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/b.jsonl").write_bytes(lines(DOCUMENTS[9:]))
+    (folder / "b.jsonl").symlink_to(tmp_path / "elsewhere/b.jsonl")
+    for path in folder, folder / "*.jsonl":
+        assert joined(texts(profile(files(path)))) == DOCUMENTS
+    pipe, link, name = folder / "c.jsonl", folder / "d.jsonl", os.fsencode(folder) + b"/e\xff.jsonl"
+    for make, path, message in (
+        (os.mkfifo, pipe, r"c\.jsonl: is not a regular file"),
+        (lambda path: path.symlink_to("nowhere"), link, r"d\.jsonl: is a link to a file that does not exist"),
+        (lambda path: path.symlink_to("../elsewhere"), link, r"d\.jsonl: is a link to a folder; name that"),
+        (lambda path: open(path, "w").close(), name, r"e\\xff\.jsonl: has a name that is not UTF-8"),
+    ):
+        make(path)
+        for source in (folder,) if "a folder" in message else (folder, folder / "*.jsonl"):
+            with pytest.raises(ProfileError, match=message):
+                corpus.shards(profile(files(source)).data)
+        os.unlink(path)
+    os.mkfifo(pipe)
+    with pytest.raises(ProfileError, match=r"c\.jsonl: is not a regular file"):
+        corpus.shards(profile(files(pipe)).data)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_not_less_data(tmp_path, monkeypatch, waits):
+    (tmp_path / "a/b").mkdir(parents=True)
+    for name in "a/x.jsonl", "a/b/y.jsonl":
+        (tmp_path / name).write_bytes(lines(DOCUMENTS))
+    scandir, stale = os.scandir, str(tmp_path / "a/b")
+
+    def failing(path):
+        if str(path) == stale:
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", failing)
+    for pattern in "a", "a/**", "**/*.jsonl", "*/*/*.jsonl":
+        with pytest.raises(OSError, match=r"a/b: cannot be read: .*Stale file handle"):
+            corpus.shards(profile(files(tmp_path / pattern)).data)
+    assert sum(waits) > 100
+    assert joined(texts(profile(files(tmp_path / "*/*.jsonl")))) == DOCUMENTS
+
+
+def test_failed_requests_to_s3_are_retried_and_never_taken_for_absence(monkeypatch, waits):
+    import fsspec
+    import s3fs
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with s3.bucket(monkeypatch) as bucket, Proxy(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        fsspec.filesystem("s3").pipe_file(f"{bucket}/texts/a.jsonl", lines(DOCUMENTS))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        draw = random.Random(0)
+        for path in "texts/a.jsonl", "texts", "texts/*.jsonl", "**/a.jsonl":
+            s3fs.S3FileSystem.clear_instance_cache()
+            proxy.fault = lambda method, path: draw.choice([None, None, None, "busy", "lost", "half"])
+            assert joined(texts(profile(files(f"{bucket}/{path}")))) == DOCUMENTS
+            s3fs.S3FileSystem.clear_instance_cache()
+            proxy.fault = lambda method, path: "busy"
+            with pytest.raises(ConnectionError, match=r"s3://bucket.*: cannot be read: "):
+                corpus.shards(profile(files(f"{bucket}/{path}")).data)
+        assert proxy.faults > 50
+        s3fs.S3FileSystem.clear_instance_cache()
+        proxy.fault = lambda method, path: None
+        (shard,) = corpus.shards(profile(files(f"{bucket}/texts/a.jsonl")).data)
+        proxy.fault = lambda method, path: "busy" if method == "GET" else None
+        with pytest.raises(ConnectionError, match=r"a\.jsonl: cannot be read: "):
+            list(readers.documents(shard))
+
+
+def test_digests_are_cached_until_a_file_changes(tmp_path, store, monkeypatch):
     from tasks.store.digest_cache import DigestCache
 
     path = tmp_path / "a.jsonl"

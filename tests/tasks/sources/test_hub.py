@@ -67,7 +67,7 @@ def test_a_split_of_a_configuration_is_read(hub, streaming, tmp_path):
 
 
 def test_streaming_reads_lines_in_blocks(hub, monkeypatch):
-    monkeypatch.setattr("tasks.sources.shard.BLOCK", 20_000)
+    monkeypatch.setattr("tasks.sources.remote.BLOCK", 20_000)
     content = lines(DOCUMENTS * 5)
     hub.commit("org/lines", {"a.jsonl": content}, kind="datasets")
     assert texts(profile({"kind": "hub", "repository": "org/lines", "streaming": True})) == [DOCUMENTS * 5]
@@ -126,3 +126,25 @@ def test_a_gated_data_set_is_read_with_a_token(hub):
     hub.commit("org/gated", {"a.jsonl": lines(DOCUMENTS)}, kind="datasets", gated=True)
     source = profile({"kind": "hub", "repository": "org/gated"})
     assert texts(source, TOKEN) == [DOCUMENTS]
+
+
+def test_a_throttling_hub_is_waited_for_as_long_as_it_asks(hub, waits):
+    hub.faults = [(429, {"Retry-After": "120"}), (503, {}), (429, {"RateLimit": '"api";r=0;t=280'})]
+    assert joined(texts(profile({"kind": "hub", "repository": "org/texts", "config": "en"}))) == DOCUMENTS
+    assert len(waits) == 3
+    assert waits[0] > 120
+    assert waits[1] < 10
+    assert waits[2] > 280
+
+
+def test_a_hub_that_keeps_failing_is_a_retryable_error_after_minutes(hub, waits):
+    hub.faults, hub.broken = [(502, {})], True
+    with pytest.raises(ConnectionError, match=r"org/texts: the hub is unreachable: .*502"):
+        texts(profile({"kind": "hub", "repository": "org/texts", "config": "en"}))
+    assert 120 < sum(waits) < 400
+    waits.clear()
+    for status in 401, 403, 404:  # rejected at once
+        hub.faults, hub.broken = [(status, {"X-Error-Code": "GatedRepo"})], True
+        with pytest.raises(ProfileError, match="is gated"):
+            texts(profile({"kind": "hub", "repository": "org/texts", "config": "en"}))
+    assert not waits

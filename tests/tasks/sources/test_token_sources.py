@@ -12,6 +12,7 @@ from modeling.data.corpus import Corpus
 from modeling.data.indexed import Index, IndexedError
 from profiles.errors import ProfileError
 from tasks.dataset import DatasetStep
+from tasks.sources import megatron
 from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.tokenizer import TokenizerStep
@@ -48,6 +49,9 @@ def test_a_saved_data_set_of_tokens_is_used_unchanged(tmp_path, store):
         )
     (tmp_path / "again/state.json").write_text('{"_data_files": [')
     with pytest.raises(SourceError, match=r"again/state\.json: not written by save_to_disk: Expecting"):
+        DatasetStep(tokenizer).run(Context(profile({**source, "path": str(tmp_path / "again")}), store))
+    (tmp_path / "again/state.json").write_text('{"_data_files": [{"filename": "../text.txt"}]}')
+    with pytest.raises(SourceError, match=r"'\.\./text\.txt' is not the name of a file below"):
         DatasetStep(tokenizer).run(Context(profile({**source, "path": str(tmp_path / "again")}), store))
 
 
@@ -104,6 +108,10 @@ def test_a_corrupted_pair_is_an_error_with_file_and_offset(tmp_path, store, toke
     (tmp_path / "b.idx").write_bytes(index)
     with pytest.raises(IndexedError, match=r"b\.idx, byte 62: sequence 2 does not follow the one before it"):
         DatasetStep(tokenizer).run(Context(pair_profile(tmp_path / "b"), store))
+    shard = DatasetStep(tokenizer).plan(Context(pair_profile(tmp_path / "b"), store)).shards[0]
+    write_pair(tmp_path / "b", [[1, 2], [3], [4, 5]])
+    with pytest.raises(SourceError, match=r"b\.idx: has changed since the run's inputs"):
+        megatron.check(shard, 300, 0.5, lambda tokens: None)
     (tmp_path / "b.bin").unlink()
     with pytest.raises(ProfileError, match=r"there is no .*b\.bin"):
         DatasetStep(tokenizer).run(Context(pair_profile(tmp_path / "b"), store))
@@ -153,11 +161,12 @@ def test_pairs_and_saved_tokens_on_s3(tmp_path, store, tokenizer, monkeypatch):
             there.put_file(str(tmp_path / name), f"{bucket}/pairs/{name}")
         wanted = pair_profile(f"{bucket}/pairs/a", validation_fraction=0)
         shard = DatasetStep(tokenizer).plan(Context(wanted, store)).shards[0]
-        from tasks.sources import megatron
-
         splits = megatron.check(shard, 300, 0.5, lambda tokens: None)
         assert splits["train"] == {"start": 0, "tokens": 2, "documents": 1}
         assert splits["validation"] == {"start": 2, "tokens": 3, "documents": 1}
         shard = DatasetStep(tokenizer).plan(Context(pair_profile(f"{bucket}/pairs/b"), store)).shards[0]
         with pytest.raises(IndexedError, match=r"s3:/.*b\.bin, byte 6: token 301"):
+            megatron.check(shard, 300, 0.5, lambda tokens: None)
+        there.put_file(str(tmp_path / "a.bin"), f"{bucket}/pairs/b.bin")
+        with pytest.raises(SourceError, match=r"s3:/.*b\.bin: has changed since the run's inputs"):
             megatron.check(shard, 300, 0.5, lambda tokens: None)

@@ -1,6 +1,7 @@
 """Pretrained weights from folders, the hub and object stores."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import save
 from modeling.conversion import formats
 from profiles.errors import ProfileError
 from tasks.sources import weights
+from tasks.sources.shard import SourceError
 from tasks.store.digest_cache import DigestCache
 from tests import s3
 from tests.hub import Hub
@@ -26,6 +28,13 @@ def hub(monkeypatch, tmp_path):
     with Hub() as hub:
         hub.patch(monkeypatch, tmp_path / "hub-cache")
         yield hub
+
+
+def s3_client():
+    """A client that sends names as they are."""
+    import boto3
+
+    return boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
 
 
 def embedding(folder) -> torch.Tensor:
@@ -50,7 +59,7 @@ def test_only_the_needed_files_of_a_repository_are_downloaded(files, hub, tmp_pa
     assert one != weights.identity("org/name", None, None, "init.from", DigestCache())
 
 
-def test_an_unreachable_hub_is_a_connection_error(monkeypatch, tmp_path):
+def test_an_unreachable_hub_is_a_connection_error(monkeypatch, tmp_path, waits):
     with Hub() as hub:
         hub.patch(monkeypatch, tmp_path / "hub-cache")
     source = weights.fetch("org/name", None, tmp_path / "out")
@@ -84,6 +93,46 @@ def test_an_interrupted_download_resumes_with_the_missing_files(files, tmp_path,
         filesystem.pipe_file(f"{bucket}/weights/model.safetensors", b"other")
         filesystem.invalidate_cache()
         assert weights.identity(source, None, None, "init.from", DigestCache()) != before
+        # What an interrupted download has of the other version is not used.
+        filesystem.pipe_file(f"{bucket}/weights/model.safetensors", bytes(len(files["model.safetensors"])))
+        weights.fetch(source, None, tmp_path / "out").__enter__()
+        filesystem.pipe_file(f"{bucket}/weights/model.safetensors", files["model.safetensors"])
+        with weights.fetch(source, None, tmp_path / "out") as folder:
+            assert (folder / "model.safetensors").read_bytes() == files["model.safetensors"]
+        assert list(tmp_path.iterdir()) == []
+        download = s3fs.S3FileSystem._get_file
+
+        async def replaced(self, *arguments, **options):
+            await download(self, *arguments, **options)
+            await self._pipe_file(f"{bucket}/weights/model.safetensors", b"other")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(s3fs.S3FileSystem, "_get_file", replaced)
+            s3fs.S3FileSystem.clear_instance_cache()
+            with (
+                pytest.raises(SourceError, match="changed while it was being read"),
+                weights.fetch(source, None, tmp_path / "out"),
+            ):
+                pass
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3_client().put_object(Bucket="bucket", Key="weights/x/../../../out", Body=b"")
+        with (
+            pytest.raises(
+                ProfileError, match=r"SOURCE = .*'x/\.\./\.\./\.\./out' is not the name of a file below"
+            ),
+            weights.fetch(source, None, tmp_path / "out"),
+        ):
+            pass
+
+
+def test_a_file_replaced_during_a_conversion_is_an_error(files, tmp_path):
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with (
+        pytest.raises(SourceError, match=r"config\.json: changed while it was being read; run again"),
+        weights.fetch(str(tmp_path), None, tmp_path / "out") as folder,
+    ):
+        (folder / "config.json").write_bytes(files["config.json"])
 
 
 def test_identity_of_a_folder_depends_on_its_contents(files, tmp_path):

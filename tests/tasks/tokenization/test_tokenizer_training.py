@@ -11,7 +11,7 @@ from tasks.sources import corpus
 from tasks.sources.shard import SourceError
 from tasks.tokenization import tokenizer_training
 from tasks.tokenization.tokenizer_training import MAX_WORD, cut_long_words, train
-from tasks.tokenization.worker_pool import Worker
+from tasks.tokenization.worker_pool import Worker, WorkerFailed
 from tests.tasks.source_files import files, lines, profile
 from tests.tasks.tokenization.tokenizers import DOCUMENTS
 

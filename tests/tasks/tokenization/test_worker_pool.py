@@ -80,7 +80,11 @@ def test_worker_processes_listed_shards_of_a_plan_file(wanted, store, tmp_path):
 
 
 def test_dead_worker_loses_only_its_shard_and_errors_are_passed_on(wanted, store, tmp_path):
-    plan = plan_of(wanted, store)
+    tokenizer = TokenizerStep().run(Context(wanted, store))
+    (tmp_path / "2.jsonl").write_bytes(b'{"text": ')
+    (tmp_path / "3.jsonl").write_bytes(b'{"other": "a"}\n')
+    plan = DatasetStep(tokenizer).plan(Context(wanted, store))
+    (tmp_path / "4.jsonl").write_bytes(lines(DOCUMENTS))
     with WorkerPool(plan, store, 1) as pool:
         pool.run("tokenize", 0)
         (process,) = pool._workers
@@ -88,9 +92,9 @@ def test_dead_worker_loses_only_its_shard_and_errors_are_passed_on(wanted, store
         with pytest.raises(WorkerFailed, match="shard 1 ended with exit code -9"):
             pool.run("tokenize", 1)
         assert pool.run("tokenize", 1).key == plan.key(1)
-        (tmp_path / "2.jsonl").write_bytes(b'{"text": ')
         with pytest.raises(SourceError, match=re.escape("2.jsonl, line 1: invalid JSON")):
             pool.run("tokenize", 2)
-        (tmp_path / "2.jsonl").write_bytes(b'{"other": "a"}\n')
-        with pytest.raises(ProfileError, match=r"data\.text = text: .*2\.jsonl has no such column"):
-            pool.run("tokenize", 2)
+        with pytest.raises(ProfileError, match=r"data\.text = text: .*3\.jsonl has no such column"):
+            pool.run("tokenize", 3)
+        with pytest.raises(SourceError, match=re.escape("4.jsonl: has changed since the run's inputs")):
+            pool.run("fingerprint", 4)

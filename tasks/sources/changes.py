@@ -1,0 +1,65 @@
+"""Detects files that are not those that were hashed: a shard's key is of the contents that it had when it was listed.
+
+A file whose size, modification time and inode (of a remote file: size and ETag, or modification time) are those of the listing is
+taken for the same. One that differs in them, such as a copy restored from a backup, is hashed again before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from profiles.schema import Source
+from tasks.sources.file_shards import range_digest, split_files
+from tasks.sources.files import SourceFile, describe_files
+from tasks.sources.shard import Shard, SourceChanged, local_path, states
+from tasks.store.digest_cache import DigestCache
+
+
+@contextmanager
+def unchanged(shard: Shard, token: str | None = None) -> Iterator[None]:
+    """Raises SourceChanged unless a shard's files are those that were listed, from the beginning to the end of the block.
+
+    Wrap reading in it, inside the block that publishes what is read.
+    """
+    if not shard.states:
+        yield
+        return
+    before = states(shard, token)
+    if before != shard.states and not _has_digest(shard, token):
+        raise SourceChanged(_first_difference(shard, shard.states, before), pinned=True)
+    try:
+        yield
+    except ValueError as error:  # perhaps because a file was replaced
+        after = states(shard, token)
+        if after != before:
+            raise SourceChanged(_first_difference(shard, before, after)) from error
+        raise
+    after = states(shard, token)
+    if after != before:
+        raise SourceChanged(_first_difference(shard, before, after))
+
+
+def pair_digest(index: SourceFile, tokens: SourceFile) -> str:
+    """Digest of a shard that is a Megatron pair."""
+    content = hashlib.sha256(f"{index.digest}\n{tokens.digest}".encode()).hexdigest()
+    return f"megatron:{content}"
+
+
+def _has_digest(shard: Shard, token: str | None) -> bool:
+    """Whether the present contents of a shard's files, which are read, are those of its digest."""
+    digest, path = shard.digest.removeprefix("tokens:"), local_path(shard.paths[0])
+    if shard.format in ("jsonl", "lines") and shard.stop is not None and path is not None:
+        return digest.endswith(f":{range_digest(path, shard.start, shard.stop)}")  # not the whole file
+    files = describe_files(shard.paths, shard.anonymous, DigestCache(), token)
+    if shard.format == "megatron":
+        return digest == pair_digest(*files)
+    source = Source(
+        kind="files", path=shard.paths[0], lines=shard.format == "lines", anonymous=shard.anonymous
+    )
+    return digest in {each.digest for each in split_files(files, source, shard.column, DigestCache(), token)}
+
+
+def _first_difference(shard: Shard, before: tuple[str, ...], after: tuple[str, ...]) -> str:
+    return next(path for path, a, b in zip(shard.paths, before, after, strict=True) if a != b)

@@ -1,0 +1,77 @@
+"""Files on remote file systems (fsspec): calls and reads that are retried, then raised as ConnectionError.
+
+fsspec's own `isfile`, `isdir`, `walk` and `glob` take a failed request for absence, so this package uses `info`, `ls` and `find`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from profiles import retries
+
+BLOCK = 1 << 23  # bytes per request to a remote file
+T = TypeVar("T")
+
+
+def call(filesystem: Any, path: str, function: Callable[[], T]) -> T:
+    """The result of a function that asks a file system about a path; a failed request is retried.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConnectionError: all requests failed.
+    """
+    return retries.call(function, f"{filesystem.unstrip_protocol(path)}: cannot be read")
+
+
+def info(filesystem: Any, path: str) -> dict[str, Any] | None:
+    """fsspec's description of a file or folder; None if it does not exist. Raises OSError if it cannot be read."""
+    try:
+        return call(filesystem, path, lambda: filesystem.info(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def open_file(filesystem: Any, path: str) -> io.BufferedReader:
+    """Open a file for reading in blocks: fsspec's own readline requests a whole block for each line."""
+    return io.BufferedReader(_RemoteFile(filesystem, path), BLOCK)
+
+
+class _RemoteFile(io.RawIOBase):
+    """A file each of whose reads is retried at its position."""
+
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self._filesystem, self._path, self._position = filesystem, path, 0
+        self._file = self._call(lambda: filesystem.open(path, "rb", block_size=BLOCK))
+
+    def _call(self, function: Callable[[], T]) -> T:
+        return call(self._filesystem, self._path, function)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._file.seekable()
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = self._file.seek(offset, whence)
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:
+        def read() -> bytes:
+            self._file.seek(self._position)
+            return self._file.read(len(buffer))
+
+        data = self._call(read)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
