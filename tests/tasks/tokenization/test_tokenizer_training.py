@@ -41,7 +41,7 @@ def test_words_beyond_the_limit_are_cut_and_others_are_trained_on_unchanged(tmp_
         assert len(parts) > 1
         assert max(map(len, parts)) <= 2 * MAX_WORD
     assert list(cut_long_words("x" * MAX_WORD + " words " * 500)) == ["x" * MAX_WORD + " words " * 500]
-    trained(shards_of(tmp_path / "a.jsonl", [word, *DOCUMENTS]), tmp_path / "a")  # would take hours
+    trained(shards_of(tmp_path / "a.jsonl", [word, *DOCUMENTS]), tmp_path / "a")  # would take minutes
     shards = shards_of(tmp_path / "b.jsonl", DOCUMENTS)
     cut = trained(shards, tmp_path / "cut")
     monkeypatch.setattr(tokenizer_training, "cut_long_words", lambda text: [text])
