@@ -53,10 +53,10 @@ def test_only_the_needed_files_of_a_repository_are_downloaded(files, hub, tmp_pa
         assert torch.equal(embedding(folder), nxd_shards.model()["model.embed_tokens.weight"])
     read = {path.rpartition("/")[2] for _, path, _ in hub.requests if "/resolve/" in path}
     assert read == {"config.json", "model.safetensors"}
-    one = weights.identity("org/name", None, None, "init.from", DigestCache())
-    assert one == weights.identity("org/name", commit, None, "init.from", DigestCache())
+    one = weights.pin("org/name", None, None, "init.from", DigestCache())["digest"]
+    assert one == weights.pin("org/name", commit, None, "init.from", DigestCache())["digest"]
     hub.commit("org/name", files)
-    assert one != weights.identity("org/name", None, None, "init.from", DigestCache())
+    assert one != weights.pin("org/name", None, None, "init.from", DigestCache())["digest"]
 
 
 def test_an_unreachable_hub_is_a_connection_error(monkeypatch, tmp_path, waits):
@@ -89,10 +89,10 @@ def test_an_interrupted_download_resumes_with_the_missing_files(files, tmp_path,
                 ("config.json", (folder / "config.json").stat().st_mtime_ns)
             }
         assert list(tmp_path.iterdir()) == []
-        before = weights.identity(source, None, None, "init.from", DigestCache())
+        before = weights.pin(source, None, None, "init.from", DigestCache())["digest"]
         filesystem.pipe_file(f"{bucket}/weights/model.safetensors", b"other")
         filesystem.invalidate_cache()
-        assert weights.identity(source, None, None, "init.from", DigestCache()) != before
+        assert weights.pin(source, None, None, "init.from", DigestCache())["digest"] != before
         # What an interrupted download has of the other version is not used.
         filesystem.pipe_file(f"{bucket}/weights/model.safetensors", bytes(len(files["model.safetensors"])))
         weights.fetch(source, None, tmp_path / "out").__enter__()
@@ -137,9 +137,9 @@ def test_a_file_replaced_during_a_conversion_is_an_error(files, tmp_path):
 
 def test_identity_of_a_folder_depends_on_its_contents(files, tmp_path):
     def identity(name: str) -> str:
-        return weights.identity(
-            str(tmp_path / name), None, None, "init.from", DigestCache(tmp_path / "cache")
-        )
+        return weights.pin(str(tmp_path / name), None, None, "init.from", DigestCache(tmp_path / "cache"))[
+            "digest"
+        ]
 
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
