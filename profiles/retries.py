@@ -11,8 +11,10 @@ import logging
 import random
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -43,6 +45,8 @@ ERRNOS = {
 }
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+R = TypeVar("R")
+_thread = threading.local()  # `stop`: the event that ends the waits of a thread of `map_in_threads`
 
 
 def call(function: Callable[[], T], what: str, delays: Sequence[float] = DELAYS) -> T:
@@ -108,5 +112,25 @@ def _retry_after(headers: Any) -> float:
     return min(max(seconds, 0.0), LONGEST)
 
 
+def map_in_threads(function: Callable[[T], R], values: Sequence[T], threads: int) -> list[R]:
+    """Results of a function that uses the network, in order; waits for retries end if this thread is interrupted."""
+    stop = threading.Event()
+
+    def call_stoppable(value: T) -> R:
+        _thread.stop = stop
+        return function(value)
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            return list(pool.map(call_stoppable, values))
+        except BaseException:
+            stop.set()
+            raise
+
+
 def sleep(seconds: float) -> None:
-    time.sleep(seconds)
+    stop = getattr(_thread, "stop", None)
+    if stop is None:
+        time.sleep(seconds)
+    elif stop.wait(seconds):
+        raise InterruptedError("another call failed, or the user interrupted this one")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from stat import S_ISREG
 from typing import TypeVar
 
+from profiles import retries
 from profiles.errors import ProfileError
 from tasks.sources import remote
 from tasks.sources.shard import (
@@ -97,5 +97,4 @@ def describe_files(
 
 
 def map_concurrently(function: Callable[[T], R], values: Sequence[T]) -> list[R]:
-    with ThreadPoolExecutor(PARALLEL_READS) as pool:
-        return list(pool.map(function, values))
+    return retries.map_in_threads(function, values, PARALLEL_READS)

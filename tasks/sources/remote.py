@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from profiles import retries
 
 BLOCK = 1 << 23  # bytes per request to a remote file
+DENIED = (401, 403)  # HTTP status codes
 T = TypeVar("T")
 
 
@@ -26,10 +27,12 @@ def call(filesystem: Any, path: str, function: Callable[[], T]) -> T:
 
 
 def info(filesystem: Any, path: str) -> dict[str, Any] | None:
-    """fsspec's description of a file or folder; None if it does not exist. Raises OSError if it cannot be read."""
+    """fsspec's description of a file or folder; None if it does not exist. Raises OSError if it cannot be known."""
     try:
         return call(filesystem, path, lambda: filesystem.info(path))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if getattr(error.__cause__, "status", None) in DENIED:  # over HTTP
+            raise PermissionError(f"{filesystem.unstrip_protocol(path)}: access denied") from error
         return None
 
 

@@ -84,7 +84,7 @@ class Shard:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Shard:
-        return cls(**{**value, "paths": tuple(value["paths"]), "states": tuple(value["states"])})
+        return cls(**{**value, "paths": tuple(value["paths"]), "states": tuple(value.get("states", ()))})
 
 
 def resolve_filesystem(path: str, *, anonymous: bool = False, token: str | None = None) -> tuple[Any, str]:

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from modeling.conversion import formats
-from profiles import hub
+from profiles import hub, retries
 from profiles.errors import ProfileError
 from profiles.hub import REPOSITORY, resolve_commit
 from tasks import keys
@@ -176,8 +176,7 @@ def _download_folder(
         remote.call(filesystem, f"{root}/{name}", lambda: filesystem.get_file(f"{root}/{name}", str(partial)))
         os.replace(partial, path)
 
-    with ThreadPoolExecutor(PARALLEL_FILES) as pool:
-        list(pool.map(download, names))
+    retries.map_in_threads(download, names, PARALLEL_FILES)
 
 
 def select_files(names: list[str], key: str, source: str) -> list[str]:

@@ -1,10 +1,13 @@
 """Hub sources, against a hub on loopback."""
 
 import io
+import signal
+import threading
 
 import pyarrow.parquet as parquet
 import pytest
 
+from profiles import retries
 from profiles.errors import ProfileError
 from tasks.sources import corpus
 from tests.hub import TOKEN, Hub
@@ -148,3 +151,41 @@ def test_a_hub_that_keeps_failing_is_a_retryable_error_after_minutes(hub, waits)
         with pytest.raises(ProfileError, match="is gated"):
             texts(profile({"kind": "hub", "repository": "org/texts", "config": "en"}))
     assert not waits
+
+
+def test_a_failing_web_server_is_a_retryable_error_and_never_an_absent_file(hub, waits):
+    source = profile({"kind": "files", "path": f"{hub.url}/datasets/org/texts/resolve/main/de.jsonl"})
+    hub.faults = [(503, {})] * 3
+    assert texts(source) == [["Guten Tag"]]
+    assert waits
+    for status, error, message in (
+        (503, ConnectionError, "de.jsonl: cannot be read"),
+        (403, PermissionError, "de.jsonl: access denied"),
+        (404, ProfileError, "no file matches"),
+    ):
+        hub.faults, hub.broken = [(status, {})], True
+        with pytest.raises(error, match=message):
+            texts(source)
+
+
+def test_ctrl_c_ends_the_waits_of_all_threads(monkeypatch):
+    waiting = threading.Barrier(2)
+
+    def throttled(value):
+        waiting.wait()
+        return retries.call(_fail, "the hub", [600.0])
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            retries.map_in_threads(throttled, range(2), 2)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def _fail():
+    raise ConnectionResetError
