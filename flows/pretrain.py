@@ -23,7 +23,16 @@ from flows.hooks import HOOKS
 from flows.parameters import ForkedFrom, ProfileName, RunName
 from flows.runner import THREADS, Runner, forward_logs
 from flows.secrets import hub_token
-from flows.steps import RunCommand, check_plan, following, keep_lock, open_run, read_lock, resolve_inputs
+from flows.steps import (
+    RunCommand,
+    check_plan,
+    following,
+    keep_lock,
+    open_run,
+    read_lock,
+    resolve_inputs,
+    ways_out,
+)
 from modeling.planning.planner import plan
 from profiles import resolve
 from profiles.schema import Profile
@@ -87,6 +96,10 @@ def pretrain(
         parent = find_parent(opened, fork) if fork else None
         if parent:
             require_forkable(opened, parent, run)
+        command = RunCommand(profile, overrides, name, store)
+        if not replace:
+            with ways_out(command, run.name):
+                runs.check_name(opened, run)
         planned = check_plan(runner)
         compiling = runner.start(GraphsStep())
         resolve_inputs(runner, None if update else read_lock(opened, run.name, parent))
@@ -102,7 +115,6 @@ def pretrain(
         identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key, origin)
 
         inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": weights}
-        command = RunCommand(profile, overrides, name, store)
         with open_run(
             runner, run, identity, inputs, planned, command, parent=parent, replace=replace
         ) as overview:

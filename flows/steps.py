@@ -59,6 +59,16 @@ class RunCommand:
         return [(does, shlex.join(command)) for command, does in found]
 
 
+@contextmanager
+def ways_out(command: RunCommand | None, name: str) -> Iterator[None]:
+    """Add the commands to choose from to a RunExists that is raised in the block."""
+    try:
+        yield
+    except runs.RunExists as conflict:
+        conflict.commands = command.ways_out(conflict, name) if command else ()
+        raise
+
+
 def read_lock(store: Store, name: str, parent: Parent | None = None) -> bytes | None:
     """The lock of a run, or that of its parent for a run that is new; None if there is none."""
     return store.run_folder(name).read(LOCK) or (parent and store.run_folder(parent.run).read(LOCK))
@@ -99,13 +109,10 @@ def open_run(
     """Open the run folder for the steps in the block. Yields its page in the UI. Arguments and errors as `runs.open_run`."""
     context = runner.context
     keys = {kind: artifact and artifact.key for kind, artifact in inputs.items()}
-    try:
+    with ways_out(command, profile.name):
         folder = runs.open_run(
             context.store, profile, identity, context.flow_run, keys, parent=parent, replace=replace
         )
-    except runs.RunExists as conflict:
-        conflict.commands = command.ways_out(conflict, profile.name) if command else ()
-        raise
     context.store.run_folder(profile.name).write(LOCK, context.inputs.lock.to_bytes())
     runner.open(profile, folder)
     overview = Overview(profile, folder)

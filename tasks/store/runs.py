@@ -17,7 +17,7 @@ from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE
 from tasks.launchers import create, latest_jobs
 from tasks.launchers.log_follower import LogFollower, is_event, is_metrics, last_row
 from tasks.store.backends import FolderBackend
-from tasks.store.run_folder import Parent
+from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -76,24 +76,36 @@ def open_run(
     run = store.run_folder(profile.name)
     stored = run.stored_identity
     if stored is not None:
-        folder, reached = run.prepare(stored), max(run.checkpoint_steps(), default=0)
+        folder = run.prepare(stored)
         existing = _stored_profile(folder)
         differences = [] if stored == identity else _differences(existing, profile, folder, inputs)
-        if stored == identity and existing and existing.train.steps != profile.train.steps:
-            log.info("run %s: %s steps instead of %s", run.name, profile.train.steps, existing.train.steps)
-        if existing and not same_until(existing.train, profile.train, reached):
-            differences += _different_values("train", existing.train, profile.train, SCHEDULE)
+        differences += _schedule_differences(existing, profile, _latest(run))
         if differences:
-            if reached and not replace:
-                raise RunExists(profile.name, differences, reached, _can_fork(existing, profile, reached))
+            if not replace:
+                _require_nothing_trained(run, existing, profile, differences)
             _require_no_active_job(profile, existing, folder)
             log.warning("run %s: moved the existing run to %s", run.name, run.move_aside())
+        elif existing and existing.train.steps != profile.train.steps:
+            log.info("run %s: %s steps instead of %s", run.name, profile.train.steps, existing.train.steps)
     folder = run.prepare(identity, parent)
     backend = FolderBackend(folder)
     backend.write("profile.yaml", resolve.dump(profile).encode())
     backend.write(INPUTS, json.dumps({"identity": identity, **inputs}, indent=1).encode())
     record_flow_run(folder, flow_run)
     return folder
+
+
+def check_name(store: Store, profile: Profile) -> None:
+    """Raise RunExists if the settings alone show that a run with other mathematics has the name, before any work."""
+    run = store.run_folder(profile.name)
+    if not (run.path / "profile.yaml").exists() or run.stored_identity != run.identity:
+        return  # it is not on this machine; `open_run` compares it
+    existing = _stored_profile(run.path)
+    differences = _setting_differences(existing, profile) + _schedule_differences(
+        existing, profile, _latest(run)
+    )
+    if differences:
+        _require_nothing_trained(run, existing, profile, differences)
 
 
 def lock_run(store: Store, name: str) -> AbstractContextManager[None]:
@@ -110,19 +122,43 @@ def _stored_profile(folder: Path) -> Profile | None:
         return None
 
 
+def _latest(run: RunFolder) -> int:
+    """Step of a run's latest checkpoint; 0 without one."""
+    return max(run.checkpoint_steps(), default=0)
+
+
+def _require_nothing_trained(
+    run: RunFolder, existing: Profile | None, profile: Profile, differences: Sequence[str]
+) -> None:
+    """Raise RunExists if the existing run has a checkpoint."""
+    if reached := _latest(run):
+        raise RunExists(run.name, differences, reached, _can_fork(existing, profile, reached))
+
+
 def _differences(
     existing: Profile | None, profile: Profile, folder: Path, inputs: Mapping[str, str | None]
 ) -> list[str]:
-    """What makes the mathematics of two runs differ, by keys of the profile."""
-    found = []
-    if existing:
-        found += _different_values("model", existing.model, profile.model)
-        skip = NOT_MATHEMATICS | SCHEDULE
-        names = profile.train.__class__.model_fields.keys() - skip
-        found += _different_values("train", existing.train, profile.train, names)
+    """What makes the mathematics of two runs differ."""
     known = read_inputs(folder) if (folder / INPUTS).exists() else {}
-    found += [f"another {kind}" for kind, key in inputs.items() if known.get(kind) != key]
+    others = [f"another {kind}" for kind, key in inputs.items() if known.get(kind) != key]
+    found = _setting_differences(existing, profile) + others
     return found or ["it was forked from another run, or made by another version of Trainshed"]
+
+
+def _setting_differences(existing: Profile | None, profile: Profile) -> list[str]:
+    """Keys of the profile that make the mathematics differ, apart from the schedule."""
+    if existing is None:
+        return []
+    names = profile.train.__class__.model_fields.keys() - NOT_MATHEMATICS - SCHEDULE
+    model = _different_values("model", existing.model, profile.model)
+    return model + _different_values("train", existing.train, profile.train, names)
+
+
+def _schedule_differences(existing: Profile | None, profile: Profile, step: int) -> list[str]:
+    """Keys of the schedule, if they change the learning rate of a step up to this one."""
+    if existing is None or profile.train.steps is None or same_until(existing.train, profile.train, step):
+        return []
+    return _different_values("train", existing.train, profile.train, SCHEDULE - {"epochs"})
 
 
 def _can_fork(existing: Profile | None, profile: Profile, step: int) -> bool:
