@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    about = "run the pipeline of a profile, from the tokenizer to the exported model"
+    about = "run a profile, from the tokenizer to the exported model"
     run = _command(commands, "run", "PROFILE", about, "trainshed run tiny --name first")
     _profile(run)
     _store(run)
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     run.set_defaults(fork=None)
     _json(run)
 
-    about = "start a new run from another run's checkpoint, with its optimizer and data position"
+    about = "start a new run from another run's checkpoint"
     example = "trainshed fork tiny@200 colder --set train.learning_rate=1e-4"
     fork = _command(commands, "fork", "RUN[@STEP] NEW", about, example)
     fork.add_argument(
@@ -94,12 +94,12 @@ def parser() -> argparse.ArgumentParser:
     _with_default(fork, "--work-dir", "./store", about, metavar="FOLDER")
     _json(fork)
 
-    about = "list the runs of a store: state, step, loss, age, size, parent"
+    about = "list the runs of a store, with their state and size"
     runs = _command(commands, "runs", "", about, "trainshed runs")
     _store(runs)
     _json(runs)
 
-    about = "show what no run of a store refers to, and remove it with --yes"
+    about = "show or remove what no run of a store refers to"
     collect = _command(commands, "gc", "", about, "trainshed gc")
     _store(collect)
     collect.add_argument("--yes", action="store_true", help="remove what is shown")
@@ -112,11 +112,11 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--search", action="store_true", help=about)
     _json(plan)
 
-    about = "start a Prefect server, a worker and all deployments on this machine"
+    about = "start a Prefect server and a worker on this machine"
     up = _command(commands, "up", "", about, "trainshed up")
     _with_default(up, "--port", 4200, "port of the UI and the API", type=_integer(1, 65535), metavar="PORT")
 
-    about = "convert a checkpoint to another format, or compare two checkpoints"
+    about = "convert a checkpoint, or compare two checkpoints"
     example = "trainshed convert ./nxd ./model --to hf --config config.json"
     _conversion(_command(commands, "convert", "SOURCE DESTINATION", about, example))
 
