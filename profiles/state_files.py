@@ -2,41 +2,80 @@
 
 A machine that loses power may keep a file's name without its contents, and a file that is empty or cut must not stop every later
 start. `read_json` takes a damaged file for a missing one, with a warning: for state that is made again. Where that would be
-wrong, as for a counter or a decision, `read_text` leaves the judgment to the caller, who names the file.
+wrong, as for a counter or a decision, `require_json` names the file, and `read_text` leaves the judgment to the caller.
+
+A read that fails says nothing about the file: it is tried again, then raised, and never taken for absence.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
+import random
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from uuid import uuid4
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+DELAYS = (0.1, 0.5, 2.0)  # seconds before each further attempt at an operation, times 0.5 to 1.5
+# Errors that another attempt would meet again. All others (ESTALE, EIO, EACCES, timeouts) may pass, on a network.
+PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
+PERMANENT_CODES = {
+    *(
+        errno.ENOTEMPTY,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.ENAMETOOLONG,
+        errno.EINVAL,
+        errno.EXDEV,
+    ),
+    *(errno.ENOTSUP, errno.ENOSYS, errno.EPERM),
+}
 
 
-def write(path: Path, text: str) -> None:
-    """Replace a file atomically; its contents are on the disk before its name."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+class Damaged(ValueError):
+    """A state file is empty, cut or otherwise not what was written; the message names it and says what to do."""
+
+
+def retried(operation: Callable[[], T]) -> T:
+    """The result of an idempotent file operation; tried again, after DELAYS, when it raises an OSError that may pass."""
+    for delay in DELAYS:
+        try:
+            return operation()
+        except OSError as error:
+            if isinstance(error, PERMANENT) or error.errno in PERMANENT_CODES:
+                raise
+            log.info("%s; trying again", error)
+        time.sleep(delay * random.uniform(0.5, 1.5))
+    return operation()
+
+
+def write(path: Path, data: str | bytes, *, durable: bool = True) -> None:
+    """Replace a file atomically; its contents are on the disk before its name, unless it need not be `durable`."""
+    contents = data.encode() if isinstance(data, str) else data
+    retried(lambda: _write(path, contents, durable))
+
+
+def read(path: Path) -> bytes | None:
+    """Contents of a file; None only if it does not exist. Raises OSError if it cannot be read."""
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        return retried(lambda: _read(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def read_text(path: Path) -> str | None:
-    """Contents of a file; None if it does not exist. Raises OSError if it cannot be read."""
-    try:
-        return path.read_text(errors="replace")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    """`read`, as text."""
+    data = read(path)
+    return None if data is None else data.decode(errors="replace")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -46,9 +85,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
     found = parse(text)
     if found is None:
-        log.warning(
-            "%s: damaged (%s); ignored", path, "empty" if not text.strip("\0 \n") else "not a JSON object"
-        )
+        log.warning("%s: damaged (%s); ignored", path, _damage(text))
     return found
 
 
@@ -59,3 +96,48 @@ def parse(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def require_json(data: bytes, location: Path | str) -> dict[str, Any]:
+    """The JSON object in the contents of a state file that must be intact. Raises Damaged."""
+    text = data.decode(errors="replace")
+    found = parse(text)
+    if found is None:
+        reason = "restore the file, or move it away if it is not needed"
+        raise Damaged(f"{location}: damaged ({_damage(text)}); {reason}")
+    return found
+
+
+def _damage(text: str) -> str:
+    return "not a JSON object" if text.strip("\0 \n") else "empty"
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read()
+    if len(data) < size:
+        raise OSError(errno.EIO, f"only {len(data)} of {size} bytes could be read", str(path))
+    return data
+
+
+def _write(path: Path, data: bytes, durable: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            retried(lambda: partial.unlink(missing_ok=True))
+        raise
+    if durable:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from profiles import resolve
+from profiles import resolve, state_files
 from profiles.schema import Profile
 from tasks import export, keys
 from tasks.dataset import CORPUS, SHARDS, DatasetStep
@@ -39,12 +39,13 @@ class Standing:
 
 def standing(store: Store, name: str) -> Standing | None:
     """The promoted model; None if no run of this name was trained to its end and exported yet."""
-    if recorded := store.backend.read(_name(name, STANDING)):
-        return Standing(**json.loads(recorded))
+    recorded = store.backend.read(_name(name, STANDING))
+    if recorded is not None:  # a damaged file is an error: without it, the series would start over
+        return Standing(**state_files.require_json(recorded, store.backend.location(_name(name, STANDING))))
     recorded = store.backend.read(_name(name, runs.INPUTS))
     if recorded is None or not store.run_folder(name).files(export.PART):
         return None
-    inputs = json.loads(recorded)
+    inputs = state_files.require_json(recorded, store.backend.location(_name(name, runs.INPUTS)))
     if ledger.find(store, inputs["identity"]) is None:  # it was exported before its end
         return None
     return Standing(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])

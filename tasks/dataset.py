@@ -78,7 +78,7 @@ class DatasetStep(Step):
         )
 
     def find(self, context: Context, key: str, limit: int = HASH_LIMIT) -> Artifact | None:
-        """The corpus of this key, if ready-made pairs are still where it says; one that points elsewhere is removed.
+        """The corpus of this key, if ready-made pairs are still where it says; one that points elsewhere is made again.
 
         The key is of contents, so it stays when a pair is moved; the paths in the corpus then lead nowhere, or to another pair.
         """
@@ -89,8 +89,10 @@ class DatasetStep(Step):
         for shard, entry in zip(self.plan(context).shards, entries, strict=True):
             recorded = {name: entry[name] for name in LOCATION & entry.keys()}
             if shard.format == "megatron" and _location(shard) != recorded:
-                log.info("%s moved from %s: making the corpus again", shard.name, entry["path"])
-                store.artifacts.remove(self.kind, key)
+                reason = f"{shard.name} moved from {entry['path']}"
+                log.info("%s: making the corpus again", reason)
+                if store.artifacts.is_locked(self.kind, key):
+                    store.artifacts.quarantine(self.kind, key, reason)
                 return None
         return found
 

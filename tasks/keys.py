@@ -6,6 +6,7 @@ represented by that artifact's key.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -54,9 +55,13 @@ def digest(value: Any) -> str:
 
 
 def file_digest(path: str | Path) -> str:
-    """sha256 of a file's contents: 64 hex digits."""
+    """sha256 of a file's contents: 64 hex digits. Raises OSError, also if fewer bytes are read than the file has."""
     with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        size, read = os.fstat(file.fileno()).st_size, file.tell()
+    if read < size:
+        raise OSError(errno.EIO, f"only {read} of {size} bytes could be read", str(path))
+    return found
 
 
 def tokenizer(**content: Any) -> str:

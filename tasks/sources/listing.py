@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from profiles.errors import ProfileError
 from profiles.schema import Source
 from tasks.sources import remote
 from tasks.sources.shard import SourceError, resolve_filesystem, shown
+from tasks.store.backends import checked_path
 
 METADATA_FILES = ("dataset_info.json", "state.json", "dataset_dict.json")  # of save_to_disk
 DATASET_CARD = "readme.md"
@@ -59,20 +60,12 @@ def list_saved_dataset(source: Source, key: str) -> list[str]:
     text = remote.call(filesystem, folder, lambda: filesystem.cat_file(f"{folder}/state.json"))
     try:
         names = [entry["filename"] for entry in json.loads(text)["_data_files"]]
-        names = [relative_name(name) for name in names]
+        names = [checked_path(name) for name in names]
     except (ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{source.path}/state.json: not written by save_to_disk: {error}") from error
     if not names:
         raise ProfileError(key, source.path, "contains no data files")
     return [_url(filesystem, f"{folder}/{name}") for name in names]
-
-
-def relative_name(name: str) -> str:
-    """The name, if it is of a file below the folder that lists it. Raises ValueError."""
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-        raise ValueError(f"{name!r} is not the name of a file below this folder")
-    return name
 
 
 def _url(filesystem: Any, path: str) -> str:

@@ -16,8 +16,8 @@ from profiles.errors import ProfileError
 from profiles.hub import REPOSITORY, resolve_commit
 from tasks import keys
 from tasks.sources import remote
-from tasks.sources.listing import relative_name
 from tasks.sources.shard import SourceChanged, local_state, remote_state, shown
+from tasks.store.backends import checked_path
 from tasks.store.digest_cache import DigestCache
 
 EXTENSIONS = (".safetensors", ".bin", ".json")
@@ -153,7 +153,7 @@ def _list_remote(source: str, key: str) -> tuple[Any, str, dict[str, tuple[int, 
     if not found:
         raise ProfileError(key, source, "there is no such folder, or it is empty")
     try:
-        names = {relative_name(path.removeprefix(root).lstrip("/")): info for path, info in found.items()}
+        names = {checked_path(path.removeprefix(root).lstrip("/")): info for path, info in found.items()}
     except ValueError as error:
         raise ProfileError(key, source, str(error)) from None
     return filesystem, root, {name: (info["size"], remote_state(name, info)) for name, info in names.items()}

@@ -3,11 +3,16 @@
 An artifact is written in a staging folder and renamed into place, so readers never see a partial one; what a killed process
 left is removed by the next publisher. Every `find` verifies names and sizes of all files, and contents up to HASH_LIMIT. In
 a store on S3, artifacts are published to a local folder of the same layout, then uploaded, manifest last; `path` downloads.
+
+A file that cannot be read is an error, never a missing file. A corrupted artifact counts as missing; who holds its lock, and so
+will make it again, moves it to quarantine, and so does who publishes or downloads in its place.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +22,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from profiles.state_files import retried
 from tasks.store import locks
 from tasks.store.backends import FolderBackend, ObjectBackend
 from tasks.store.manifest import NAME as MANIFEST
-from tasks.store.manifest import Manifest
+from tasks.store.manifest import Corrupted, Manifest
 from tasks.store.replica import HashBudget, Replica, artifact_path
 from tasks.store.staging import staging_folder
 
@@ -51,6 +57,15 @@ class Artifact:
         return cls(**value)
 
 
+@dataclass(frozen=True)
+class _Held:
+    """An artifact's lock that this process holds."""
+
+    lock: locks.Lock
+    thread: int
+    since: float  # time.monotonic()
+
+
 class ArtifactStore:
     """Finds, publishes, locks and downloads artifacts.
 
@@ -64,7 +79,7 @@ class ArtifactStore:
         self._local = Replica(local)
         self._remote = Replica(remote) if remote else None
         self._primary = self._remote or self._local
-        self._lock_times: dict[tuple[str, str], float] = {}  # when the lock of a (kind, key) was acquired
+        self._held: dict[tuple[str, str], _Held] = {}  # locks of (kind, key)
 
     @property
     def remote_uri(self) -> str:
@@ -76,11 +91,14 @@ class ArtifactStore:
     ) -> Artifact | None:
         """The artifact, if it and everything it requires is complete.
 
-        A corrupted artifact is removed, with a warning that names the file.
+        A corrupted one is not; a warning names the file. Within its `lock` it is moved to quarantine.
 
         Args:
             hash_limit: bytes whose contents are verified; the rest is verified by size.
             sizes: its files, if they are already listed.
+
+        Raises:
+            OSError: a file or folder cannot be read, which says nothing about the artifact.
         """
         manifest = self._verify_with_required(kind, key, HashBudget(hash_limit), sizes)
         if manifest is None:
@@ -116,7 +134,7 @@ class ArtifactStore:
         folder = self._folder.path(artifact_path(artifact.kind, artifact.key))
         if self._remote:
             self._download(self._remote, artifact.kind, artifact.key, with_required)
-        elif not folder.is_dir():
+        elif not self._folder.exists(artifact_path(artifact.kind, artifact.key)):
             raise FileNotFoundError(f"{artifact.kind} {artifact.key} is not in the store: {folder}")
         return folder
 
@@ -139,30 +157,43 @@ class ArtifactStore:
 
         Raises:
             ValueError: an invalid kind or key, or something other than regular files in the folder.
+            LockLost: the block is within the artifact's `lock`, which another process took over meanwhile.
         """
         artifact_path(kind, key)  # rejects an invalid name before the block does its work
-        started = self._lock_times.get((kind, key), time.monotonic())
+        held = self._held.get((kind, key))
+        started = held.since if held else time.monotonic()
         with self._staging(kind, key) as folder:
             yield folder
             seconds = round(time.monotonic() - started, 3)
             manifest = Manifest.of_folder(folder, kind, key, summary or {}, requires, seconds)
-            (folder / MANIFEST).write_bytes(manifest.to_bytes())
+            FolderBackend(folder).write(MANIFEST, manifest.to_bytes())
+            self._check_lock(kind, key)
             self._move_into_place(folder, kind, key)
         self._upload(kind, key)
 
     @contextmanager
-    def lock(self, kind: str, key: str) -> Iterator[None]:
+    def lock(self, kind: str, key: str) -> Iterator[locks.Lock]:
         """Hold the lock of an artifact for the block; not reentrant.
 
         Call `find` once it is acquired: another process may have published the artifact meanwhile. The seconds recorded in
         the manifest of an artifact published within the block count from here.
         """
-        with locks.acquire(self._primary.backend, f"locks/{kind}-{key}"):
-            self._lock_times[kind, key] = time.monotonic()
+        with locks.acquire(self._primary.backend, f"locks/{kind}-{key}") as lock:
+            self._held[kind, key] = _Held(lock, threading.get_ident(), time.monotonic())
             try:
-                yield
+                yield lock
             finally:
-                del self._lock_times[kind, key]
+                del self._held[kind, key]
+
+    def is_locked(self, kind: str, key: str) -> bool:
+        """Whether this thread holds the lock of an artifact."""
+        held = self._held.get((kind, key))
+        return held is not None and held.thread == threading.get_ident()
+
+    def quarantine(self, kind: str, key: str, reason: object) -> None:
+        """Move an artifact that is not valid, although its files are, to quarantine. Call it within its `lock`."""
+        with self._primary.changing(kind, key):
+            self._primary.quarantine(kind, key, reason)
 
     def list_files(self) -> dict[tuple[str, str], dict[str, int]]:
         """Files with their sizes of everything below `artifacts`, by kind and key."""
@@ -185,11 +216,31 @@ class ArtifactStore:
     def _staging(self, kind: str, key: str) -> AbstractContextManager[Path]:
         return staging_folder(self._folder.path("staging"), f"{kind}-{key[:12]}")
 
+    def _check_lock(self, kind: str, key: str) -> None:
+        """Raise LockLost if this process lost the artifact's lock, which it held."""
+        if held := self._held.get((kind, key)):
+            held.lock.check()
+
+    def _verify(
+        self, kind: str, key: str, budget: HashBudget, sizes: Mapping[str, int] | None = None
+    ) -> Manifest | None:
+        """Manifest of an artifact that is complete."""
+        try:
+            manifest = self._primary.verify(kind, key, budget, sizes)
+        except Corrupted as error:
+            if not self.is_locked(kind, key):
+                log.warning("%s %s: %s; to be made again", kind, key, error)
+                return None
+            with self._primary.changing(kind, key):
+                # Verified anew: it may have been uploaded again meanwhile, and what is moved was seen corrupted twice.
+                manifest = self._primary.verify_or_quarantine(kind, key, HashBudget(HASH_LIMIT))
+        return manifest or self._restore_upload(kind, key)
+
     def _verify_with_required(
         self, kind: str, key: str, budget: HashBudget, sizes: Mapping[str, int] | None = None
     ) -> Manifest | None:
         """Manifest of an artifact that is complete, with everything that it requires."""
-        manifest = self._primary.verify(kind, key, budget, sizes) or self._restore_upload(kind, key)
+        manifest = self._verify(kind, key, budget, sizes)
         required = manifest.requires if manifest else ()
         listed = self._list_large_kinds(required)
         manifests = self._map(
@@ -219,43 +270,63 @@ class ArtifactStore:
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
             return list(pool.map(function, values))
 
-    def _move_into_place(self, folder: Path, kind: str, key: str) -> None:
-        """Rename a finished folder to its path, unless a complete artifact is there."""
-        target = self._folder.path(artifact_path(kind, key))
-        target.parent.mkdir(parents=True, exist_ok=True)
+    def _move_into_place(self, folder: Path, kind: str, key: str, manifest: Manifest | None = None) -> None:
+        """Rename a finished folder to its path, unless a complete artifact is there: any, or the one with this manifest.
+
+        Anything else that is there is moved to quarantine.
+        """
+        path = artifact_path(kind, key)
+        target = self._folder.path(path)
+        retried(lambda: target.parent.mkdir(parents=True, exist_ok=True))
         while True:
             try:
-                folder.rename(target)
+                os.rename(folder, target)
                 return
             except OSError:
-                if not target.exists():
-                    raise
-            if self._local.verify(kind, key, HashBudget(HASH_LIMIT)):
-                log.info("%s %s was published by another process first; keeping its files", kind, key)
-                return
-            self._local.remove(kind, key)
+                if not self._folder.exists(path):  # the rename failed for another reason than what is there
+                    self._folder.move(str(folder), path)
+                    return
+            with self._local.changing(kind, key):
+                present = self._local.verify_or_quarantine(kind, key, HashBudget(HASH_LIMIT))
+                if present and manifest in (None, present):
+                    log.info("%s %s was published by another process first; keeping its files", kind, key)
+                    return
+                if self._folder.exists(path):
+                    reason = "another artifact than the store's" if present else "a folder without files"
+                    self._local.quarantine(kind, key, reason)
 
     def _upload(self, kind: str, key: str) -> None:
         """Upload a local artifact, manifest last, unless the store is local or has it."""
         if self._objects is None or self._remote is None:
             return
-        with locks.acquire(self._objects, f"locks/{kind}-{key}-upload"):
-            if self._remote.verify(kind, key, HashBudget(0)):
+        with self._remote.changing(kind, key) as lock:
+            if self._remote.verify_or_quarantine(kind, key, HashBudget(0)):
                 return
             path = artifact_path(kind, key)
-            folder = self._folder.path(path)
-            data = (folder / MANIFEST).read_bytes()
+            data = self._local.manifest_bytes(kind, key)
+            if data is None:
+                raise FileNotFoundError(f"{self._folder.path(path)}: was removed before it was uploaded")
             names = [file.name for file in Manifest.from_bytes(data, kind, key).files]
-            self._objects.upload(folder, names, path)
+            self._objects.upload(self._folder.path(path), names, path)
+            lock.check()
+            self._check_lock(kind, key)
             self._objects.write(f"{path}/{MANIFEST}", data)
 
     def _restore_upload(self, kind: str, key: str) -> Manifest | None:
         """Upload the complete local copy of an artifact that the remote store lacks, as after an interrupted upload."""
-        manifest = self._local.verify(kind, key, HashBudget(HASH_LIMIT)) if self._remote else None
+        manifest = self._verify_local(kind, key) if self._remote else None
         if manifest:
             log.info("%s %s is missing in the store; uploading the local copy", kind, key)
             self._upload(kind, key)
         return manifest
+
+    def _verify_local(self, kind: str, key: str) -> Manifest | None:
+        """Manifest of this machine's copy of an artifact; None if that is missing or corrupted."""
+        try:
+            return self._local.verify(kind, key, HashBudget(HASH_LIMIT))
+        except Corrupted as error:
+            log.warning("%s %s: %s in this machine's copy, which is not used", kind, key, error)
+            return None
 
     def _download(self, remote: Replica, kind: str, key: str, with_required: bool = True) -> None:
         """Download an artifact unless the local copy is complete, and optionally what it requires."""
@@ -264,11 +335,10 @@ class ArtifactStore:
         if data is None:
             raise FileNotFoundError(f"{kind} {key} is not in the store: {remote.backend.location(path)}")
         manifest = Manifest.from_bytes(data, kind, key)
-        if self._local.verify(kind, key, HashBudget(HASH_LIMIT)) != manifest:
-            self._local.remove(kind, key)
+        if self._verify_local(kind, key) != manifest:
             with self._staging(kind, key) as folder:
                 files = {file.name: file for file in manifest.files}
                 self._objects.download(path, list(files), folder, lambda name: files[name].verify(folder))
-                (folder / MANIFEST).write_bytes(data)
-                self._move_into_place(folder, kind, key)
+                FolderBackend(folder).write(MANIFEST, data)
+                self._move_into_place(folder, kind, key, manifest)
         self._map(lambda other: self._download(remote, *other), manifest.requires if with_required else ())

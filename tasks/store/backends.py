@@ -1,25 +1,32 @@
 """Storage backends of a store: a local or shared folder, or any fsspec file system (`s3://`).
 
-Names are relative to the store's root, separated by slashes. `create` is exclusive on every backend (O_EXCL on a folder, a
-conditional write on S3); locks need nothing else.
+Names are relative to the store's root, separated by slashes. `create` is exclusive on every backend (a hard link on a folder, a
+conditional write on S3); locks need nothing else. A failed read is tried again, then raised: only a file that certainly
+does not exist is reported as absent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Protocol
+from pathlib import Path, PurePosixPath
+from typing import ClassVar, Protocol, TypeVar
 from uuid import uuid4
 
+from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.state_files import retried
 
 PARALLEL_DOWNLOADS = 8
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+T = TypeVar("T")
+NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
 def checked_name(name: str) -> str:
@@ -29,17 +36,27 @@ def checked_name(name: str) -> str:
     return name
 
 
+def checked_path(name: str) -> str:
+    """The name, if it is of a file below the folder that lists it, whoever wrote that. Raises ValueError."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+        raise ValueError(f"{name!r} is not the name of a file below this folder")
+    return name
+
+
 class Backend(Protocol):
-    """Reads and writes small files by name; lists and removes folders."""
+    """Reads and writes small files by name; lists, moves and removes folders."""
+
+    longest_poll: float  # seconds between two looks at a file that another process may change
 
     def location(self, name: str) -> str:
         """Path or URI of a name."""
 
     def read(self, name: str) -> bytes | None:
-        """Contents of a file; None if it does not exist."""
+        """Contents of a file; None only if it does not exist."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file atomically, replacing an existing one."""
+        """Write a file atomically and durably, replacing an existing one."""
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a file only if it does not exist; returns whether this call created it.
@@ -48,7 +65,10 @@ class Backend(Protocol):
         """
 
     def files(self, name: str) -> dict[str, int]:
-        """Sizes in bytes of all files below a folder, by their paths relative to it."""
+        """Sizes in bytes of all files below a folder, by their paths relative to it; empty only if there are none."""
+
+    def move(self, name: str, target: str) -> None:
+        """Rename a folder; `target` must not exist."""
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder recursively; no error if it does not exist."""
@@ -56,6 +76,8 @@ class Backend(Protocol):
 
 class FolderBackend:
     """A folder on this machine or on a shared file system."""
+
+    longest_poll = 2.0
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -66,38 +88,47 @@ class FolderBackend:
     def location(self, name: str) -> str:
         return str(self.path(name))
 
-    def read(self, name: str) -> bytes | None:
+    def exists(self, name: str) -> bool:
+        """Whether there is a file or folder of this name."""
         try:
-            return self.path(name).read_bytes()
+            retried(lambda: os.stat(self.path(name)))
         except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    def write(self, name: str, data: bytes) -> None:
-        path = self.path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{uuid4().hex}")
-        partial.write_bytes(data)
-        partial.replace(path)
-
-    def create(self, name: str, data: bytes) -> bool:
-        path = self.path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with path.open("xb") as file:
-                file.write(data)
-        except FileExistsError:
             return False
         return True
 
+    def read(self, name: str) -> bytes | None:
+        return state_files.read(self.path(name))
+
+    def write(self, name: str, data: bytes) -> None:
+        state_files.write(self.path(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self.path(name)
+        try:
+            retried(lambda: _create(path, data))
+        except FileExistsError:
+            return (
+                self.read(name) == data
+            )  # equal if an earlier attempt succeeded and only its result was lost
+        return True
+
     def files(self, name: str) -> dict[str, int]:
-        root = self.path(name)
         sizes = {}
-        for folder, _, names in os.walk(root):
-            for file in names:
-                path = Path(folder, file)
-                with contextlib.suppress(FileNotFoundError):  # removed since os.walk listed it
-                    sizes[path.relative_to(root).as_posix()] = path.stat().st_size
+        for file, entry in walk(self.path(name)):
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                status = retried(lambda entry=entry: os.stat(entry.path))
+                if stat.S_ISREG(status.st_mode):
+                    sizes[file] = status.st_size
         return sizes
+
+    def move(self, name: str, target: str) -> None:
+        source, path = self.path(name), self.path(target)
+        retried(lambda: path.parent.mkdir(parents=True, exist_ok=True))
+        try:
+            retried(lambda: source.rename(path))
+        except FileNotFoundError:
+            if self.exists(name) or not self.exists(target):  # otherwise an earlier attempt moved it
+                raise
 
     def remove(self, name: str) -> None:
         path = self.path(name)
@@ -109,11 +140,14 @@ class FolderBackend:
                 path.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            retried(lambda: path.unlink(missing_ok=True))
 
 
 class ObjectBackend:
     """A prefix of an object store, accessed through fsspec. Raises ProfileError for an unknown scheme."""
+
+    longest_poll = 30.0  # every look is a request
+    _exclusive: ClassVar[set[str]] = set()  # roots whose `create` is known to be exclusive
 
     def __init__(self, uri: str) -> None:
         from fsspec.core import url_to_fs
@@ -129,34 +163,44 @@ class ObjectBackend:
         return f"{self._uri}/{name}"
 
     def read(self, name: str) -> bytes | None:
-        with self._os_errors(name), contextlib.suppress(FileNotFoundError):
-            return self._filesystem.cat_file(self._path(name))
-        return None
+        try:
+            return self._retried(name, lambda: self._filesystem.cat_file(self._path(name)))
+        except FileNotFoundError:
+            return None
 
     def write(self, name: str, data: bytes) -> None:
-        with self._os_errors(name):
-            self._filesystem.pipe_file(self._path(name), data)
+        self._retried(name, lambda: self._filesystem.pipe_file(self._path(name), data))
 
     def create(self, name: str, data: bytes) -> bool:
-        try:
-            with self._os_errors(name):
-                self._filesystem.pipe_file(self._path(name), data, mode="create")
-        except OSError:  # "already exists" is a different exception in each file system
-            existing = self.read(name)
-            if existing is None:
-                raise
-            return existing == data  # equal if the first attempt succeeded and only its response was lost
-        return True
+        """As Backend.create. Raises ProfileError: the object store has no exclusive create, so locks cannot work."""
+        if self._root not in self._exclusive:
+            self._require_exclusive_create()
+            self._exclusive.add(self._root)
+        return self._create(name, data)
 
     def files(self, name: str) -> dict[str, int]:
         root = self._path(name)
-        with self._os_errors(name):
-            found = self._filesystem.find(root, detail=True)
+        found = self._retried(name, lambda: self._filesystem.find(root, detail=True))
         return {path.removeprefix(root).lstrip("/"): info["size"] for path, info in found.items()}
 
     def remove(self, name: str) -> None:
         with self._os_errors(name), contextlib.suppress(FileNotFoundError):
             self._filesystem.rm(self._path(name), recursive=True)
+
+    def move(self, name: str, target: str) -> None:
+        """As Backend.move: copies inside the object store, then deletes the sources, once all copies are there.
+
+        What says whose folder it is (run.json, manifest.json) is on top and goes last, so an interrupted move is not mistaken
+        for an empty folder.
+        """
+        sizes = self.files(name)
+        self.copy(name, target)
+        if not sizes.items() <= self.files(target).items():
+            raise OSError(errno.EIO, "not all files of the folder were copied", self.location(target))
+        for top in (False, True):
+            if sources := [self._path(f"{name}/{file}") for file in sizes if ("/" not in file) == top]:
+                with self._os_errors(name):
+                    self._filesystem.rm(sources)
 
     def copy(self, name: str, target: str, last: str | None = None) -> None:
         """Copy a folder; the file `last` after all others."""
@@ -170,14 +214,7 @@ class ObjectBackend:
                 with self._os_errors(name):
                     self._filesystem.copy(sources, targets)
 
-    def move(self, name: str, target: str) -> None:
-        """Rename a folder (copy and delete)."""
-        names = list(self.files(name))
-        self.copy(name, target)
-        with self._os_errors(name):
-            self._filesystem.rm([self._path(f"{name}/{file}") for file in names])
-
-    def upload(self, folder: Path, names: list[str], target: str) -> None:
+    def upload(self, folder: Path, names: Sequence[str], target: str) -> None:
         """Upload files of a folder to below a name, concurrently; large files in parts."""
         targets = [f"{self._path(target)}/{name}" for name in names]
         with self._os_errors(target):
@@ -186,16 +223,70 @@ class ObjectBackend:
     def download(
         self, name: str, names: Sequence[str], folder: Path, on_file: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Download files from below a name into a folder, concurrently; `on_file` is called with the name of each."""
+        """Download files from below a name into a folder, concurrently; `on_file` is called with the name of each.
+
+        Raises ValueError for a name that would leave the folder.
+        """
 
         def fetch(file: str) -> None:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            with self._os_errors(f"{name}/{file}"):
-                self._filesystem.get_file(self._path(f"{name}/{file}"), str(folder / file))
+            path = folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remote = self._path(f"{name}/{file}")
+            self._retried(f"{name}/{file}", lambda: self._filesystem.get_file(remote, str(path)))
             on_file(file)
 
+        for file in names:
+            checked_path(file)
         with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:
             list(pool.map(fetch, names))
+
+    def _create(self, name: str, data: bytes) -> bool:
+        try:
+            with self._os_errors(name):
+                self._filesystem.pipe_file(self._path(name), data, mode="create")
+        except OSError:  # "already exists" is a different exception in each file system
+            existing = self.read(name)
+            if existing is None:
+                raise
+            return existing == data  # equal if the first attempt succeeded and only its response was lost
+        return True
+
+    def _require_exclusive_create(self) -> None:
+        """Create an object twice: the second time must fail. Some object stores ignore the condition, and overwrite."""
+        from fsspec import AbstractFileSystem
+        from fsspec.asyn import AsyncFileSystem
+
+        name = f"locks/probe-{uuid4().hex}"
+        reason = (
+            "locks need writes that fail if the object exists (on S3, If-None-Match: *), which this object store lacks; use "
+            "one that has them, or a shared folder"
+        )
+        # fsspec's own implementation looks first and then writes, which is not exclusive.
+        kind = type(self._filesystem)
+        if kind.pipe_file is AbstractFileSystem.pipe_file and not issubclass(kind, AsyncFileSystem):
+            raise ProfileError("store", self._uri, reason)
+        try:
+            if (
+                not self._create(name, b"first")
+                or self._create(name, b"second")
+                or self.read(name) != b"first"
+            ):
+                raise ProfileError("store", self._uri, reason)
+        except OSError as error:
+            if isinstance(error.__cause__, NotImplementedError | TypeError):  # there is no such mode
+                raise ProfileError("store", self._uri, reason) from error
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                self.remove(name)
+
+    def _retried(self, name: str, operation: Callable[[], T]) -> T:
+        def call() -> T:
+            with self._os_errors(name):
+                return operation()
+
+        # The clients of S3 and Google Cloud Storage have made several attempts before they raise.
+        return call() if hasattr(self._filesystem, "retries") else retried(call)
 
     @contextlib.contextmanager
     def _os_errors(self, name: str) -> Iterator[None]:
@@ -209,3 +300,39 @@ class ObjectBackend:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+def _create(path: Path, data: bytes) -> None:
+    """Create a file with its contents in one step, so that nobody reads a part of it. Raises FileExistsError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        partial.write_bytes(data)
+        try:
+            os.link(partial, path)
+        except OSError as error:
+            if error.errno not in NO_HARD_LINKS:
+                raise
+            with path.open("xb") as file:
+                file.write(data)
+    finally:
+        with contextlib.suppress(OSError):
+            retried(lambda: partial.unlink(missing_ok=True))
+
+
+def walk(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Everything but folders below a folder, by paths relative to it. Raises OSError: one of the folders cannot be listed."""
+    try:
+        entries = retried(lambda: _scan(folder))
+    except (FileNotFoundError, NotADirectoryError):  # removed since it was listed, or never there
+        return
+    for entry in entries:
+        if retried(lambda entry=entry: entry.is_dir(follow_symlinks=False)):
+            yield from walk(Path(entry.path), f"{prefix}{entry.name}/")
+        else:
+            yield prefix + entry.name, entry
+
+
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return list(entries)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from profiles import state_files
 from tasks.keys import file_digest
-from tasks.store.backends import FolderBackend
 
 CLOCK_RESOLUTION = 2.0  # seconds: the coarsest among file systems in use
 
@@ -44,8 +44,7 @@ class DigestCache:
             pass
         value = compute()
         if _state(path) == state and time.time() - path.stat().st_mtime > CLOCK_RESOLUTION:
-            text = json.dumps({"state": state, "value": value})
-            FolderBackend(entry.parent).write(entry.name, text.encode())
+            state_files.write(entry, json.dumps({"state": state, "value": value}).encode(), durable=False)
         return value
 
 

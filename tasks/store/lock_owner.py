@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,26 +20,29 @@ class LockOwner:
     host: str
     pid: int
     started: float
+    # Boot id of the kernel and inode of the pid namespace: a container may reuse a host's name, but not these. Empty where the
+    # system has none; None in the files of earlier versions.
+    system: str | None = None
 
     @classmethod
     def current(cls) -> LockOwner:
-        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time())
+        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time(), _system())
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> LockOwner:
-        return cls(str(value["host"]), int(value["pid"]), float(value["started"]))
+        return cls(str(value["host"]), int(value["pid"]), float(value["started"]), value.get("system"))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
     def is_local(self) -> bool:
-        """Whether the process ran on this host, so that `is_gone` is reliable."""
-        return self.host == socket.gethostname()
+        """Whether this process sees that one's pid, so that `is_gone` is reliable."""
+        return (self.host, self.system) == (socket.gethostname(), _system())
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has certainly ended; always False for a process of another host."""
+        """Whether the process has certainly ended; always False for a process of another host or container."""
         if not self.is_local:
             return False
         try:
@@ -50,3 +54,11 @@ class LockOwner:
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+
+def _system() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:  # not Linux
+        return ""

@@ -5,7 +5,9 @@ the lock until it is released, expires, or its process is gone; the next holder 
 process can. The highest ticket is never deleted, so that no number is created twice. A thread of the holder renews the
 expiry. Acquiring costs one listing and one write, and leaves one file.
 
-Expiry times are compared between hosts: their clocks must agree within two thirds of the expiry.
+A ticket's number is its fencing token: a holder that was suspended or cut off, and so lost the lock, gets LockLost from the
+`check` that precedes every publication. Expiry times are compared between hosts: their clocks must agree within two thirds
+of the expiry.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -25,27 +28,80 @@ from tasks.store.lock_owner import LockOwner
 log = logging.getLogger(__name__)
 
 EXPIRY = 60.0  # seconds without a renewal
-POLL = 0.2  # seconds between attempts to acquire a lock that is held
+POLL = 0.2  # seconds between the first attempts to acquire a lock that is held; later up to the backend's longest_poll
+BACKOFF = 1.5
+
+
+class LockLost(RuntimeError):
+    """Another process has taken over a lock that this one did not renew in time; nothing may be published under it."""
+
+
+class Lock:
+    """A lock that this process holds, unless it lost it.
+
+    Attributes:
+        ticket: its fencing token; higher than that of every earlier holder.
+    """
+
+    def __init__(self, backend: Backend, name: str, ticket: int, expiry: float) -> None:
+        self.ticket = ticket
+        self._backend, self._name, self._expiry = backend, name, expiry
+        self._lost = False
+        self._stopped = threading.Event()
+        self._renewing = threading.Lock()  # against a renewal and a check at once
+        self._renewal = threading.Thread(target=self._renew, name="lock-renewal", daemon=True)
+
+    def check(self) -> None:
+        """Verify that no other process has taken the lock over, and renew it.
+
+        Raises:
+            LockLost: another process has.
+            OSError: it cannot be verified.
+        """
+        with self._renewing:
+            if self._lost or max(_tickets(self._backend, self._name), default=0) > self.ticket:
+                self._lost = True
+                reason = f"this process did not renew it for {self._expiry:g} s, and another one took it over"
+                raise LockLost(f"{self._name}: lock lost: {reason}; its result is not published")
+            self._backend.write(f"{self._name}/{self.ticket}", _state(self._expiry))
+
+    def _renew(self) -> None:
+        while not self._stopped.wait(self._expiry / 3):
+            try:
+                self.check()
+            except LockLost as error:
+                log.warning("%s", error)
+                return
+            except Exception as error:
+                log.warning("%s: cannot renew the lock: %s; trying again", self._name, error)
+
+    def _release(self) -> None:
+        self._stopped.set()
+        self._renewal.join()
+        if self._lost:
+            return
+        try:
+            self._backend.write(f"{self._name}/{self.ticket}", _state(self._expiry, released=True))
+        except OSError as error:
+            log.warning(
+                "%s: cannot release the lock: %s; it expires in %g s", self._name, error, self._expiry
+            )
 
 
 @contextlib.contextmanager
-def acquire(backend: Backend, name: str, expiry: float = EXPIRY) -> Iterator[None]:
+def acquire(backend: Backend, name: str, expiry: float = EXPIRY) -> Iterator[Lock]:
     """Wait for the lock of this name and hold it for the block; not reentrant.
 
     Args:
         expiry: seconds without a renewal after which another process takes the lock over. The lock of a process that ended on
             this host is taken over at once.
     """
-    ticket = _acquire_ticket(backend, name, expiry)
-    stopped = threading.Event()
-    renewal = threading.Thread(target=_renew, args=(backend, name, ticket, expiry, stopped), daemon=True)
-    renewal.start()
+    lock = Lock(backend, name, _acquire_ticket(backend, name, expiry), expiry)
+    lock._renewal.start()
     try:
-        yield
+        yield lock
     finally:
-        stopped.set()
-        renewal.join()
-        backend.write(f"{name}/{ticket}", _state(expiry, released=True))
+        lock._release()
 
 
 def holder(backend: Backend, name: str) -> str | None:
@@ -58,6 +114,7 @@ def holder(backend: Backend, name: str) -> str | None:
 def _acquire_ticket(backend: Backend, name: str, expiry: float) -> int:
     """Number of the ticket with which this process holds the lock."""
     logged = False
+    pause = POLL
     unreadable_since: dict[int, float] = {}  # ticket -> when this process first failed to read it
     while True:
         last = max(_tickets(backend, name), default=0)
@@ -66,13 +123,20 @@ def _acquire_ticket(backend: Backend, name: str, expiry: float) -> int:
             since = unreadable_since.setdefault(last, time.monotonic())
             holder = None if time.monotonic() - since > expiry else holder
         if holder is None:
-            if backend.create(f"{name}/{last + 1}", _state(expiry)) and _confirm(backend, name, last + 1):
-                return last + 1
-            continue
-        if not logged:
+            if backend.create(f"{name}/{last + 1}", _state(expiry)):
+                try:
+                    if _confirm(backend, name, last + 1):
+                        return last + 1
+                except BaseException:  # not held: others need not wait for its expiry
+                    with contextlib.suppress(OSError):
+                        backend.write(f"{name}/{last + 1}", _state(expiry, released=True))
+                    raise
+            pause = POLL  # another process was faster
+        elif not logged:
             logged = True
             log.info("waiting for %s, locked by %s", name.rpartition("/")[2], holder)
-        time.sleep(POLL)
+        time.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(pause * BACKOFF, backend.longest_poll)
 
 
 def _confirm(backend: Backend, name: str, ticket: int) -> bool:
@@ -86,7 +150,8 @@ def _confirm(backend: Backend, name: str, ticket: int) -> bool:
         return False
     for lower in tickets:
         if lower < ticket:
-            backend.remove(f"{name}/{lower}")
+            with contextlib.suppress(OSError):  # a later holder removes it
+                backend.remove(f"{name}/{lower}")
     return True
 
 
@@ -102,17 +167,6 @@ def _holder(backend: Backend, name: str, ticket: int) -> LockOwner | str | None:
     except (ValueError, KeyError, TypeError):
         return _UNREADABLE
     return None if is_over or owner.is_gone else owner
-
-
-def _renew(backend: Backend, name: str, ticket: int, expiry: float, stopped: threading.Event) -> None:
-    while not stopped.wait(expiry / 3):
-        try:
-            if max(_tickets(backend, name), default=ticket) > ticket:
-                log.warning("%s: lock lost; this process did not renew it for %g s", name, expiry)
-                return
-            backend.write(f"{name}/{ticket}", _state(expiry))
-        except OSError as error:
-            log.warning("%s: cannot renew the lock: %s; retrying", name, error)
 
 
 def _tickets(backend: Backend, name: str) -> list[int]:

@@ -14,7 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from profiles.state_files import retried
 from tasks import keys
+from tasks.store.backends import checked_path, walk
 
 NAME = "manifest.json"
 
@@ -33,7 +35,7 @@ class FileEntry:
 
     def verify(self, folder: Path) -> None:
         """Hash the file in a folder and compare. Raises Corrupted if it differs."""
-        self.compare(keys.file_digest(folder / self.name))
+        self.compare(_sha256(folder / self.name))
 
     def compare(self, sha256: str) -> None:
         """Raises Corrupted if the sha256 differs."""
@@ -64,14 +66,16 @@ class Manifest:
         seconds: float | None = None,
     ) -> Manifest:
         """Manifest of a folder's files, which are hashed. Raises ValueError for a link, a special file or a manifest.json."""
-        paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-        for path in paths:
-            if path.is_symlink() or not path.is_file():
-                raise ValueError(f"{kind} {key}: {path.relative_to(folder)} is not a regular file")
-        if folder / NAME in paths:
+        found = dict(walk(folder))
+        for name, entry in found.items():
+            if not entry.is_file(follow_symlinks=False):
+                raise ValueError(f"{kind} {key}: {name} is not a regular file")
+        if NAME in found:
             raise ValueError(f"{kind} {key}: {NAME} is a reserved file name; rename the file")
-        names = [path.relative_to(folder).as_posix() for path in paths]
-        files = map(FileEntry, names, (path.stat().st_size for path in paths), _sha256_each(paths))
+        names = sorted(found)
+        digests = _sha256_each([folder / name for name in names])
+        sizes = (retried(found[name].stat).st_size for name in names)
+        files = map(FileEntry, names, sizes, digests)
         required = tuple((artifact["kind"], artifact["key"]) for artifact in requires)
         created = datetime.now(UTC).isoformat()
         return cls(kind, key, created, tuple(files), required, dict(summary), seconds)
@@ -95,6 +99,8 @@ class Manifest:
             if digest != keys.digest(values) or (values["kind"], values["key"]) != (kind, key):
                 raise ValueError("digest, kind or key differs")
             values["files"] = tuple(FileEntry(**file) for file in values["files"])
+            for file in values["files"]:
+                checked_path(file.name)
             values["requires"] = tuple((other["kind"], other["key"]) for other in values["requires"])
             return cls(**values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -128,4 +134,8 @@ class Manifest:
 def _sha256_each(paths: Sequence[Path]) -> list[str]:
     """sha256 of each file, in threads: hashing releases the GIL."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(keys.file_digest, paths))
+        return list(pool.map(_sha256, paths))
+
+
+def _sha256(path: Path) -> str:
+    return retried(lambda: keys.file_digest(path))

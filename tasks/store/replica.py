@@ -1,17 +1,17 @@
-"""Artifacts in one backend: the only place that verifies and removes them."""
+"""Artifacts in one backend: the only place that verifies them, and moves corrupted ones to quarantine."""
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from tasks.store import locks
 from tasks.store.backends import FolderBackend, ObjectBackend, checked_name
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.manifest import Corrupted, Manifest
-
-log = logging.getLogger(__name__)
+from tasks.store.quarantine import move_to_quarantine
 
 
 @dataclass
@@ -39,34 +39,47 @@ class Replica:
     def verify(
         self, kind: str, key: str, budget: HashBudget, sizes: Mapping[str, int] | None = None
     ) -> Manifest | None:
-        """Manifest of a complete artifact. A corrupted one is removed, with a warning that names the file.
+        """Manifest of a complete artifact. Changes nothing.
 
         Args:
             budget: bytes to hash, reduced by what is hashed; in an object store only sizes are compared.
             sizes: the artifact's files if they have been listed already.
 
         Returns:
-            None if the artifact is missing, corrupted, or still being uploaded.
+            None if the artifact is missing or still being uploaded.
+
+        Raises:
+            Corrupted: a file is missing or differs from the manifest.
+            OSError: it cannot be read, which says nothing about the artifact.
         """
         data = self.manifest_bytes(kind, key)
         path = artifact_path(kind, key)
         sizes = self.backend.files(path) if sizes is None else sizes
         if data is None and (not sizes or isinstance(self.backend, ObjectBackend)):
             return None
+        if data is None:
+            raise Corrupted(f"{MANIFEST} is missing")
+        manifest = Manifest.from_bytes(data, kind, key)
+        manifest.verify_sizes(sizes)
+        if isinstance(self.backend, FolderBackend):
+            budget.remaining = manifest.verify_contents(self.backend.path(path), budget.remaining)
+        return manifest
+
+    def verify_or_quarantine(self, kind: str, key: str, budget: HashBudget) -> Manifest | None:
+        """As `verify`, but a corrupted artifact is moved to quarantine, with a warning. The caller holds `changing`."""
         try:
-            if data is None:
-                raise Corrupted(f"{MANIFEST} is missing")
-            manifest = Manifest.from_bytes(data, kind, key)
-            manifest.verify_sizes(sizes)
-            if isinstance(self.backend, FolderBackend):
-                budget.remaining = manifest.verify_contents(self.backend.path(path), budget.remaining)
-            return manifest
+            return self.verify(kind, key, budget)
         except Corrupted as error:
-            # Unless another process has published it again in the meantime.
-            if self.manifest_bytes(kind, key) == data:
-                log.warning("%s %s: %s; removed, to be made again", kind, key, error)
-                self.remove(kind, key)
+            self.quarantine(kind, key, error)
             return None
+
+    def quarantine(self, kind: str, key: str, reason: object) -> None:
+        """Move an artifact to quarantine. The caller holds `changing`."""
+        move_to_quarantine(self.backend, artifact_path(kind, key), kind, key, reason)
+
+    def changing(self, kind: str, key: str) -> AbstractContextManager[locks.Lock]:
+        """Hold the lock under which the files of an artifact are uploaded, replaced or moved; for seconds to minutes."""
+        return locks.acquire(self.backend, f"locks/{kind}-{key}-files")
 
     def remove(self, kind: str, key: str) -> None:
         """Remove an artifact; no error if it does not exist."""

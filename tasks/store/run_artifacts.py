@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from profiles import state_files
 from tasks.store.artifacts import HASH_LIMIT, Artifact
 from tasks.store.backends import FolderBackend
 from tasks.store.manifest import Corrupted, Manifest
@@ -24,35 +25,48 @@ POINTER = "points-to.json"
 def publish(store: Store, kind: str, key: str, run: str, part: str, summary: Mapping[str, Any]) -> Artifact:
     """Publish an artifact that points to one part of a run folder, such as `export`.
 
-    Files that exist in the remote store only are recorded by size.
+    Files that exist in the remote store only are recorded by size. Raises RuntimeError if there are no files.
     """
     folder = store.run_folder(run)
     if folder.is_remote(part):
         manifest = Manifest.of_listing(folder.files(part), kind, key)
     else:
         manifest = Manifest.of_folder(folder.path / part, kind, key, {}, ())
+    if not manifest.files:
+        raise RuntimeError(f"{folder.location(part)}: has no files; {kind} {key} is not published")
     with store.artifacts.publish(kind, key, {**summary, "part": part}) as staging:
         (staging / POINTER).write_bytes(manifest.to_bytes())
     return store.artifacts.expect(kind, key)
 
 
 def find(store: Store, kind: str, key: str, run: str) -> Artifact | None:
-    """The artifact, if the files that it points to are complete; if they are not, it is removed, with a warning."""
+    """The artifact, if the files that it points to are complete.
+
+    If they are corrupted, a warning names the file. Within the artifact's lock it is moved to quarantine, and with it the
+    checkpoint that it points to: no run resumes from a corrupted one.
+
+    Raises:
+        OSError: a file or folder cannot be read, which says nothing about the artifact.
+    """
     artifact = store.artifacts.find(kind, key)
     if artifact is None:
         return None
     folder, part = store.run_folder(run), artifact.summary["part"]
-    target = folder.path / part
+    pointer = store.artifacts.path(artifact) / POINTER
     try:
-        manifest = Manifest.from_bytes((store.artifacts.path(artifact) / POINTER).read_bytes(), kind, key)
+        manifest = Manifest.from_bytes(state_files.read(pointer) or b"", kind, key)
         if folder.is_remote(part):
             manifest.verify_sizes(folder.files(part))
         else:
-            manifest.verify_sizes(FolderBackend(target).files(""))
-            manifest.verify_contents(target, HASH_LIMIT)
+            manifest.verify_sizes(FolderBackend(folder.path / part).files(""))
+            manifest.verify_contents(folder.path / part, HASH_LIMIT)
     except Corrupted as error:
-        log.warning("%s: %s in %s; it will be made again", kind, error, target)
-        folder.remove_file(f"{part}/{MARKER}")  # no run resumes from a corrupted checkpoint
-        store.artifacts.remove(kind, key)
+        reason = f"{error} in {folder.location(part)}"
+        if not store.artifacts.is_locked(kind, key):
+            log.warning("%s %s: %s; to be made again", kind, key, reason)
+            return None
+        if MARKER in folder.files(part):
+            folder.quarantine(part, kind, key, reason)
+        store.artifacts.quarantine(kind, key, reason)
         return None
     return artifact

@@ -5,22 +5,30 @@ The folder is local. If the store is remote, checkpoints are written there direc
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import count
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from typing import Any
 
+from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.state_files import retried
 from tasks.store.backends import Backend, FolderBackend, ObjectBackend, checked_name
-from tasks.store.sync import EXCLUDED, RunSync
+from tasks.store.quarantine import move_to_quarantine
+from tasks.store.staging import staging_folder
+from tasks.store.sync import RunSync, is_excluded
 
 log = logging.getLogger(__name__)
 
 MARKER = "complete.json"  # in a checkpoint's folder, written last
+COMPLETE = re.compile(rf"step_(\d+)/{MARKER}")  # below checkpoints/, where nothing else counts
 IDENTITY = "run.json"
 REPLACED = re.compile(r"~\d+$")  # ends the name of a run that another one replaced
 TRACES = ("checkpoints", "metrics.jsonl")  # what a run leaves in its folder
@@ -49,23 +57,23 @@ class RunFolder:
 
     @property
     def identity(self) -> str | None:
-        """Identity of the run in the local folder; None if the folder is not a run."""
-        try:
-            return json.loads((self.path / IDENTITY).read_text())["identity"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        """Identity of the run in the local folder; None if the folder is not a run.
+
+        Raises:
+            Damaged: the file with it is; its message names it.
+            OSError: it cannot be read.
+        """
+        return self._identity_in(self._local)
 
     @property
     def stored_identity(self) -> str | None:
-        """Identity of the run in the store; None if the store has no such run."""
-        data = self._primary.read(f"{self._prefix}/{IDENTITY}")
-        return json.loads(data).get("identity") if data else None
+        """Identity of the run in the store; None if the store has no such run. Raises as `identity`."""
+        return self._identity_in(self._primary)
 
     @property
     def parent(self) -> Parent | None:
         """The run that this one was forked from; None if it was not."""
-        data = self._primary.read(f"{self._prefix}/{IDENTITY}")
-        parent = json.loads(data).get("parent") if data else None
+        parent = self._read_identity(self._primary).get("parent")
         return Parent(**parent) if parent else None
 
     def prepare(self, identity: str, parent: Parent | None = None) -> Path:
@@ -75,18 +83,18 @@ class RunFolder:
         but without run.json.
         """
         local = self.identity
-        if local is None and (found := [name for name in TRACES if (self.path / name).exists()]):
-            reason = (
-                f"{self.path} has {found[0]} but no {IDENTITY}; restore that file, or move the folder away"
-            )
+        traces = (name for name in TRACES if self._local.exists(f"{self._prefix}/{name}"))
+        if local is None and (found := next(traces, None)):
+            reason = f"{self.path} has {found} but no {IDENTITY}; restore that file, or move the folder away"
             raise ProfileError("name", self.name, reason)
         if local not in (None, identity):
-            moved = self.path.rename(self.path.with_name(self._free_name()))
-            log.warning("run %s: moved this machine's copy of another run to %s", self.name, moved)
+            name = self._free_name()
+            self._local.move(self._prefix, f"runs/{name}")
+            log.warning("run %s: moved this machine's copy of another run to %s", self.name, name)
         if self._remote:
             self._restore(self._remote, identity)
-        self.path.mkdir(parents=True, exist_ok=True)
-        if not (self.path / IDENTITY).exists():
+        retried(lambda: self.path.mkdir(parents=True, exist_ok=True))
+        if not self._local.exists(f"{self._prefix}/{IDENTITY}"):
             contents = {"identity": identity, **({"parent": asdict(parent)} if parent else {})}
             self.write(IDENTITY, json.dumps(contents, indent=1).encode())
         return self.path
@@ -94,8 +102,8 @@ class RunFolder:
     def move_aside(self) -> str:
         """Rename the run to `<name>~N`, the first name that is free, in the store and on this machine. Returns that name."""
         name = self._free_name()
-        if self.path.exists():
-            self.path.rename(self.path.with_name(name))
+        if self._local.exists(self._prefix):
+            self._local.move(self._prefix, f"runs/{name}")
         if self._remote:
             self._remote.move(self._prefix, f"runs/{name}")
         return name
@@ -105,8 +113,8 @@ class RunFolder:
         return self._primary.read(f"{self._prefix}/{file}")
 
     def write(self, file: str, data: bytes) -> None:
-        """Write a small file of the run, on this machine and in the store."""
-        for backend in filter(None, (self._local, self._remote)):
+        """Write a small file of the run, in the store and on this machine; what this machine has, the store has too."""
+        for backend in filter(None, (self._remote, self._local)):
             backend.write(f"{self._prefix}/{file}", data)
 
     @property
@@ -118,8 +126,8 @@ class RunFolder:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps of the complete checkpoints, in ascending order."""
-        files = map(PurePosixPath, self.files("checkpoints"))
-        return sorted(int(file.parent.name.removeprefix("step_")) for file in files if file.name == MARKER)
+        markers = map(COMPLETE.fullmatch, self.files("checkpoints"))
+        return sorted(int(marker[1]) for marker in markers if marker)
 
     def is_remote(self, part: str) -> bool:
         """Whether a part of the run exists in the remote store only."""
@@ -129,13 +137,15 @@ class RunFolder:
         """Sizes in bytes of the files of a part of the run in the store, by their paths relative to it."""
         return self._primary.files(f"{self._prefix}/{part}")
 
+    def location(self, part: str) -> str:
+        """Path or URI of a part of the run."""
+        return self._backend(part).location(f"{self._prefix}/{part}")
+
     def download(self, part: str) -> Path:
         """Local folder of a part of the run, downloaded if the store is remote and this machine has none."""
         folder = self.path / part
-        if self._remote and not folder.exists():
-            partial = folder.with_name(f".{folder.name}.partial")
-            self._remote.download(f"{self._prefix}/{part}", list(self.files(part)), partial)
-            partial.rename(folder)
+        if self._remote and not self._local.exists(f"{self._prefix}/{part}"):
+            self._fetch(self._remote, part, self.files(part))
         return folder
 
     def copy_checkpoint(self, step: int, target: RunFolder) -> None:
@@ -146,20 +156,57 @@ class RunFolder:
         else:
             _link_files(self.path / part, target.path / part)
 
-    def remove_file(self, file: str) -> None:
-        """Remove a file of the run from the store; no error if it does not exist."""
-        self._primary.remove(f"{self._prefix}/{file}")
+    def quarantine(self, part: str, kind: str, key: str, reason: object) -> None:
+        """Move a corrupted part of the run to the store's quarantine. The caller holds the lock of the artifact of it."""
+        move_to_quarantine(self._backend(part), f"{self._prefix}/{part}", kind, key, reason)
 
     def sync(self, part: str = "") -> RunSync:
         """The upload of this folder, or of a part of it, to the remote store; does nothing if the store is local."""
         return RunSync(self.path / part, self._remote, f"{self._prefix}/{part}".rstrip("/"))
 
+    def _backend(self, part: str) -> Backend:
+        """Where a part of the run is; in a remote store, the local folder has all but checkpoints first."""
+        return self._primary if self.is_remote(part) else self._local
+
+    def _identity_in(self, backend: Backend) -> str | None:
+        return self._read_identity(backend).get("identity")
+
+    def _read_identity(self, backend: Backend) -> dict[str, Any]:
+        """Contents of run.json, which have an identity; empty if it does not exist."""
+        name = f"{self._prefix}/{IDENTITY}"
+        data = backend.read(name)
+        if data is None:
+            return {}
+        found = state_files.require_json(data, backend.location(name))
+        if "identity" not in found:
+            reason = "restore the file, or move its folder away to start the run anew"
+            raise state_files.Damaged(f"{backend.location(name)}: damaged (no identity); {reason}")
+        return found
+
     def _restore(self, remote: ObjectBackend, identity: str) -> None:
         """Download the run if this machine has none and the remote store has it."""
-        if self.stored_identity == identity and self.identity is None:
-            names = [file for file in remote.files(self._prefix) if not file.startswith(EXCLUDED)]
-            remote.download(self._prefix, names, self.path)
+        if self.identity is None and self._identity_in(remote) == identity:
+            sizes = {file: size for file, size in remote.files(self._prefix).items() if not is_excluded(file)}
+            self._fetch(remote, "", sizes)
             log.info("run %s: downloaded from %s to resume here", self.name, remote.location(self._prefix))
+
+    def _fetch(self, remote: ObjectBackend, part: str, sizes: Mapping[str, int]) -> None:
+        """Download files of a part of the run, which appears here complete or not at all."""
+        name = f"{self._prefix}/{part}".rstrip("/")
+        with staging_folder(self._local.path("staging"), f"run-{self.name}") as folder:
+
+            def check(file: str) -> None:
+                if (size := (folder / file).stat().st_size) < sizes[file]:
+                    reason = f"only {size} of {sizes[file]} bytes were downloaded"
+                    raise OSError(errno.EIO, reason, remote.location(f"{name}/{file}"))
+
+            remote.download(name, list(sizes), folder, check)
+            for file in (
+                self._local.files(name).keys() - sizes.keys()
+            ):  # such as of a start that was interrupted
+                state_files.write(folder / file, self._local.read(f"{name}/{file}") or b"")
+            self._local.remove(name)
+            self._local.move(str(folder), name)
 
     def _free_name(self) -> str:
         """The first `<name>~N` that neither the store nor this machine has."""
@@ -167,7 +214,7 @@ class RunFolder:
         return next(
             name
             for name in names
-            if not self.path.with_name(name).exists()
+            if not self._local.exists(f"runs/{name}")
             and self._primary.read(f"runs/{name}/{IDENTITY}") is None
         )
 

@@ -16,6 +16,7 @@ from profiles.schema import Profile
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE
 from tasks.launchers import create, latest_jobs
 from tasks.launchers.log_follower import LogFollower, is_event, is_metrics, last_row
+from tasks.store import sync
 from tasks.store.backends import FolderBackend
 from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
@@ -23,7 +24,7 @@ from tasks.store.store import Store
 log = logging.getLogger(__name__)
 
 INPUTS = "inputs.json"
-ATTEMPT = "attempt"  # number of the training attempt that may complete checkpoints
+ATTEMPT = sync.ATTEMPT
 METRICS = "metrics.jsonl"
 FLOW_RUN = "flow-run"  # id of the flow run that uses the folder, or used it last
 

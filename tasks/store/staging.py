@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from profiles import state_files
+from profiles.state_files import retried
 from tasks.store.lock_owner import LockOwner
 
 log = logging.getLogger(__name__)
@@ -24,9 +26,10 @@ def staging_folder(root: Path, name: str) -> Iterator[Path]:
     remove_abandoned(root)
     outer = root / f"{name}-{uuid4().hex}"
     folder = outer / "files"
-    folder.mkdir(parents=True)
     try:
-        (outer / "owner.json").write_text(json.dumps(LockOwner.current().to_json()))
+        retried(lambda: folder.mkdir(parents=True, exist_ok=True))
+        owner = json.dumps(LockOwner.current().to_json()).encode()
+        state_files.write(outer / "owner.json", owner, durable=False)
         yield folder
     finally:
         shutil.rmtree(outer, ignore_errors=True)
@@ -41,7 +44,11 @@ def remove_abandoned(root: Path) -> None:
 
 def abandoned_folders(root: Path) -> Iterator[Path]:
     """The staging folders below `root` whose processes are gone."""
-    for outer in root.iterdir() if root.is_dir() else ():
+    try:
+        folders = list(root.iterdir())
+    except OSError:  # none was made yet; or it cannot be listed now, which is the next one's to clean up
+        return
+    for outer in folders:
         try:
             owner = LockOwner.from_json(json.loads((outer / "owner.json").read_text()))
             abandoned = owner.is_gone if owner.is_local else _age(outer) > MAX_AGE

@@ -3,6 +3,7 @@
     <store>/artifacts/<kind>/<key>/        artifacts.py
     <store>/runs/<run>/                    run_folder.py
     <store>/locks/, staging/, work/        work in progress
+    <store>/quarantine/                    quarantine.py: what was corrupted, with the reason
     <store>/notes/                         local cache, safe to delete
 
 A remote store has a local folder of the same layout, `work_dir`, that artifacts pass through and runs are in.
@@ -13,6 +14,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from profiles.errors import ProfileError
 from tasks.store import locks
 from tasks.store.artifacts import ArtifactStore
 from tasks.store.backends import Backend, FolderBackend, ObjectBackend, checked_name
@@ -20,9 +22,17 @@ from tasks.store.run_folder import RunFolder
 
 
 class Store:
-    """A store in a folder, or below an `s3://` prefix (or any other that fsspec supports), with local folder `work_dir`."""
+    """A store in a folder, or below an `s3://` prefix (or any other that fsspec supports), with local folder `work_dir`.
+
+    Raises ProfileError for a location that cannot be a store.
+    """
 
     def __init__(self, uri: str, work_dir: str | Path = "store") -> None:
+        if not uri.strip():
+            raise ProfileError("store", uri, "is empty; give a folder or an s3:// prefix", ["./store"])
+        if "::" in uri:
+            reason = "chained fsspec locations (`::`) cannot be a store; give a folder or one prefix, such as s3://bucket/store"
+            raise ProfileError("store", uri, reason)
         self.uri = uri
         self.is_remote = "://" in uri and not uri.startswith("file://")
         path = Path(work_dir if self.is_remote else uri.removeprefix("file://"))
@@ -37,7 +47,7 @@ class Store:
         """The folder of the run of this name, whether or not it exists. Raises ValueError for an invalid name."""
         return RunFolder(name, self._local, self._remote)
 
-    def lock(self, name: str) -> AbstractContextManager[None]:
+    def lock(self, name: str) -> AbstractContextManager[locks.Lock]:
         """Hold a lock that is not an artifact's, for a block; see `locks.acquire`."""
         return locks.acquire(self.backend, f"locks/{name}")
 

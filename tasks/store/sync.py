@@ -2,58 +2,136 @@
 
 Checkpoints are excluded: training writes them to the store directly. A file that fails to upload is retried with the next
 sync; training neither waits for it nor fails.
+
+What the store has is not lost to a folder that has less: nothing is uploaded once a later training attempt has (on another
+machine), and a log or metrics file that is shorter than the store's copy of the same attempt does not replace it. A new attempt
+truncates metrics.jsonl to the step that it resumes from, and so replaces it.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from pathlib import Path
+import time
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from typing import Self
 
-from tasks.store.backends import ObjectBackend
+from tasks.store.backends import FolderBackend, ObjectBackend
 
 log = logging.getLogger(__name__)
 
+ATTEMPT = "attempt"  # file of a run folder: number of the training attempt that writes it, and may complete checkpoints
 INTERVAL = 60.0  # seconds
+LARGE = 8 << 20  # bytes; S3 has no append, so a larger file, such as a log after days, is uploaded less often
+LARGE_INTERVAL = 600.0  # seconds
 # Already in the store; a copy of an artifact; written only by the promotion of a model (continual.py).
-EXCLUDED = ("checkpoints", "graphs", "standing.json")
+EXCLUDED = {"checkpoints", "graphs", "standing.json"}
+APPENDED = (".jsonl", ".log")  # suffixes of files that only grow during an attempt; TensorBoard's do too
+
+
+def is_excluded(name: str) -> bool:
+    """Whether a file of a run folder is not copied between it and the store: a part in EXCLUDED, or a file in progress."""
+    part, *inner = name.split("/")
+    hidden = any(component.startswith(".") for component in (part, *inner))
+    return part.partition("~")[0] in EXCLUDED or part.endswith(".partial") or hidden
 
 
 class RunSync:
-    """Context manager that uploads a folder in the background during the block, and at its end; without `remote`, nothing."""
+    """Context manager that uploads a folder in the background during the block, and at its end; without `remote`, nothing.
+
+    Args:
+        name: the folder's name in the remote store.
+    """
 
     def __init__(
         self, folder: Path, remote: ObjectBackend | None, name: str, interval: float = INTERVAL
     ) -> None:
         self._folder, self._remote, self._name, self._interval = folder, remote, name, interval
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and mtime of each file when it was uploaded
+        self._times: dict[str, float] = {}  # when each file was uploaded
+        self._stored: dict[str, int] | None = None  # sizes of the store's files before this sync
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="run-sync", daemon=True)
 
-    def upload(self) -> None:
-        """Upload the files that changed since the last call."""
+    def upload(self, *, postpone_large: bool = False) -> None:
+        """Upload the files that changed since the last call; large ones every LARGE_INTERVAL if they may be postponed."""
         if self._remote is None:
             return
-        states = {}
-        for path in self._folder.rglob("*"):
-            name = path.relative_to(self._folder)
-            if path.is_file() and not name.parts[0].startswith(EXCLUDED):
-                stat = path.stat()
-                states[name.as_posix()] = (stat.st_size, stat.st_mtime_ns)
-        if changed := [name for name, state in states.items() if self._uploaded.get(name) != state]:
-            self._remote.upload(self._folder, changed, self._name)
-        self._uploaded = states
+        here, stored = (
+            self._attempt(FolderBackend(self._folder), ""),
+            self._attempt(self._remote, f"{self._name}/"),
+        )
+        if stored > here:
+            log.warning(
+                "%s: not uploaded; attempt %d is in the store, this folder is of %d", self._name, stored, here
+            )
+            return
+        if stored < here:
+            self._stored = {}  # all of it is of an earlier attempt
+        elif self._stored is None:
+            self._stored = self._remote.files(self._name)
+        states = self._states()
+        names = []
+        for name, (size, mtime) in states.items():
+            postponed = postpone_large and self._is_postponed(name, size)
+            if self._uploaded.get(name) != (size, mtime) and not postponed and not self._is_cut(name, size):
+                names.append(name)
+        # The attempt's number goes last: an interrupted upload is not taken for all files of the attempt.
+        for batch in (
+            [name for name in names if name != ATTEMPT],
+            [name for name in names if name == ATTEMPT],
+        ):
+            if batch:
+                self._remote.upload(self._folder, batch, self._name)
+                self._uploaded |= {name: states[name] for name in batch}
+                self._times |= dict.fromkeys(batch, time.monotonic())
 
-    def _try_upload(self) -> None:
+    def _states(self) -> dict[str, tuple[int, int]]:
+        """Size and mtime of every file to upload."""
+        states = {}
+        for name in FolderBackend(self._folder).files(""):
+            with suppress(FileNotFoundError):  # removed since it was listed
+                if not is_excluded(name):
+                    stat = (self._folder / name).stat()
+                    states[name] = (stat.st_size, stat.st_mtime_ns)
+        return states
+
+    def _is_postponed(self, name: str, size: int) -> bool:
+        return size > LARGE and time.monotonic() - self._times.get(name, float("-inf")) < LARGE_INTERVAL
+
+    def _is_cut(self, name: str, size: int) -> bool:
+        """Whether the store has more of a file that only grows, and not because this sync uploaded it."""
+        grows = name.endswith(APPENDED) or ".tfevents." in PurePosixPath(name).name
+        if not grows or name in self._uploaded or size >= self._stored.get(name, 0):
+            return False
+        log.warning(
+            "%s/%s: has %d bytes here, %d in the store; not replaced",
+            self._name,
+            name,
+            size,
+            self._stored[name],
+        )
+        return True
+
+    def _attempt(self, backend: FolderBackend | ObjectBackend, prefix: str) -> int:
+        """Number of the training attempt of a copy of the folder; 0 before the first."""
+        name = prefix + ATTEMPT
+        data = backend.read(name)
         try:
-            self.upload()
+            return 0 if data is None else int(data)
+        except ValueError:
+            raise ValueError(f"{backend.location(name)}: damaged (not a number); restore the file") from None
+
+    def _try_upload(self, *, postpone_large: bool) -> None:
+        try:
+            self.upload(postpone_large=postpone_large)
         except Exception as error:
             log.warning("%s: cannot sync with the store: %s; retrying", self._name, error)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval):
-            self._try_upload()
+            self._try_upload(postpone_large=True)
 
     def __enter__(self) -> Self:
         if self._remote is not None:
@@ -64,4 +142,4 @@ class RunSync:
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()
-            self._try_upload()
+            self._try_upload(postpone_large=False)

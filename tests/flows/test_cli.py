@@ -244,6 +244,11 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
         (["plan", "tiny", "--set", "train.steps=["], "is not YAML"),
         (["plan", "tinny", "--search"], "nearest valid: tiny"),
         (["run", "tiny", "--store", "ftpp://somewhere"], "store = ftpp://somewhere"),
+        (["run", "tiny", "--store", ""], "store = : is empty"),
+        (
+            ["run", "tiny", "--store", "filecache::s3://bucket/store"],
+            "store = filecache::s3://bucket/store: ",
+        ),
         (["run", "tiny", "--store", "/dev/null"], "store = /dev/null: cannot be written"),
         (["run", "llama2-7b"], "cluster.accelerator = trn1: native PyTorch does not train on it"),
         (["plan", "tiny", "--set", "model.vocab_size=99999999999999999999999"], "is above 16777216"),

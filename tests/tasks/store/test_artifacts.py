@@ -14,9 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profiles import state_files
+from tasks.store import locks
 from tasks.store.artifacts import Artifact
-from tasks.store.manifest import Corrupted
+from tasks.store.manifest import Corrupted, Manifest
 from tasks.store.store import Store
+from tests import faults
 
 FILES = {"model.bin": b"weights" * 1000, "deep/er/tokens.idx": b"\x00\x01\x02", "empty": b""}
 
@@ -128,19 +131,58 @@ CORRUPTIONS = {
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
 @pytest.mark.parametrize("name", ["model.bin", "deep/er/tokens.idx", "manifest.json"])
-def test_corruption_is_found_named_and_repaired_by_publishing_again(store, caplog, name, corruption):
+def test_corruption_is_found_named_and_repaired_under_the_lock(store, caplog, name, corruption):
     published = publish(store)
     other = publish(store, key="k2")
-    CORRUPTIONS[corruption](store.artifacts.path(published) / name)
+    folder = store.artifacts.path(published)
+    CORRUPTIONS[corruption](folder / name)
+    before = files_of(store)
     with caplog.at_level(logging.WARNING):
         assert store.artifacts.find("tokens", "k1") is None
     assert len(caplog.messages) == 1
     assert name in caplog.text
     assert "k1" in caplog.text
-    assert not store.artifacts.path(other).with_name("k1").exists()
+    assert files_of(store) == before  # a reader moves nothing: a job may be using the files
+    with store.artifacts.lock("tokens", "k1"):
+        assert store.artifacts.find("tokens", "k1") is None
+        assert not folder.exists()
+        assert publish(store) == published
     assert store.artifacts.find("tokens", "k2") == other
-    assert publish(store) == published
     assert store.artifacts.find("tokens", "k1") == published
+    quarantined = Path(store.uri) / "quarantine/tokens-k1-1"
+    assert name in (quarantined / "reason.txt").read_text()
+    assert (quarantined / "empty").exists()
+
+
+@pytest.mark.parametrize("error", faults.ERRORS)
+@pytest.mark.parametrize("at", ["tokens/k1", "deep", "model.bin", "manifest.json"])
+def test_a_failed_read_is_raised_and_changes_nothing(store, monkeypatch, at, error):
+    monkeypatch.setattr(state_files, "DELAYS", (0.0,))
+    published, before = publish(store), files_of(store)
+    with monkeypatch.context() as patch:
+        faults.inject(patch, Path(store.uri), faults.failing("scandir", "open", path=at, error=error))
+        with pytest.raises(OSError, match=os.strerror(error)), store.artifacts.lock("tokens", "k1"):
+            store.artifacts.find("tokens", "k1")
+    assert files_of(store) == before
+    assert store.artifacts.find("tokens", "k1") == published
+
+
+def test_a_holder_that_lost_the_lock_publishes_nothing(store):
+    def late() -> None:
+        with store.artifacts.lock("tokens", "k1") as lock, store.artifacts.publish("tokens", "k1") as folder:
+            (folder / "model.bin").write_bytes(b"late")
+            store.backend.create(f"locks/tokens-k1/{lock.ticket + 1}", locks._state(60.0))
+
+    with pytest.raises(locks.LockLost, match="tokens-k1"):
+        late()
+    assert store.artifacts.find("tokens", "k1") is None
+
+
+@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/../../escaped"])
+def test_a_manifest_that_names_files_outside_its_artifact_is_corrupted(name):
+    hostile = Manifest.of_listing({name: 1}, "tokens", "k1").to_bytes()
+    with pytest.raises(Corrupted, match=r"manifest\.json"):
+        Manifest.from_bytes(hostile, "tokens", "k1")
 
 
 @settings(max_examples=40)
@@ -165,7 +207,7 @@ def test_a_deleted_artifact_is_missing_without_a_warning(store, caplog):
     assert publish(store)
 
 
-def test_find_verifies_required_artifacts_and_removes_only_the_corrupted_one(store, caplog):
+def test_find_verifies_required_artifacts_and_only_the_corrupted_one_is_made_again(store, caplog):
     shards = [publish(store, key=key) for key in ("k1", "k2")]
     requires = [{"kind": shard.kind, "key": shard.key} for shard in shards]
     corpus = publish(store, "dataset", "d1", {"corpus.json": b"{}"}, requires=requires)
@@ -314,3 +356,5 @@ def test_a_corrupted_remote_artifact_is_never_returned(remote):
     here.backend.write("artifacts/tokens/k1/model.bin", b"short")
     assert there.artifacts.find("tokens", "k1") is None
     assert publish(there)
+    assert there.backend.read("quarantine/tokens-k1-1/model.bin") == b"short"
+    assert b"model.bin has 5 bytes" in there.backend.read("quarantine/tokens-k1-1/reason.txt")

@@ -1,23 +1,29 @@
 """Locks: mutual exclusion between processes, takeover from ended processes at once and from unresponsive ones at expiry."""
 
+import json
 import logging
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from profiles.errors import ProfileError
 from tasks.store import locks
 from tasks.store.backends import FolderBackend, ObjectBackend
 from tasks.store.lock_owner import LockOwner
+from tasks.store.store import Store
 from tests import s3
+from tests.tasks.store.test_sync import wait_until
 
 HOLDER = """
 import sys, time
 from pathlib import Path
+from profiles.errors import ProfileError
 from tasks.store import locks
 from tasks.store.backends import FolderBackend
 with locks.acquire(FolderBackend(Path(sys.argv[1])), "locks/work", float(sys.argv[2])):
@@ -28,6 +34,7 @@ with locks.acquire(FolderBackend(Path(sys.argv[1])), "locks/work", float(sys.arg
 COUNTER = """
 import sys
 from pathlib import Path
+from profiles.errors import ProfileError
 from tasks.store import locks
 from tasks.store.backends import FolderBackend
 root = Path(sys.argv[1])
@@ -177,12 +184,76 @@ def test_one_of_many_creates_each_ticket_on_s3(monkeypatch):
 def test_owner_differs_from_a_later_process_with_the_same_pid():
     current = LockOwner.current()
     assert not current.is_gone
-    assert LockOwner(current.host, current.pid, current.started - 1000).is_gone
+    assert replace(current, started=current.started - 1000).is_gone
     assert LockOwner.from_json(current.to_json()) == current
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    assert LockOwner(current.host, process.pid, time.time()).is_gone
-    assert not LockOwner("another-host", process.pid, 0.0).is_gone
+    assert replace(current, pid=process.pid, started=time.time()).is_gone
+    assert not replace(current, pid=process.pid, host="another-host").is_gone
+    # A container that reuses the host's name has another boot id or pid namespace; files of earlier versions have neither.
+    assert not replace(current, pid=process.pid, system="another-boot 4026531836").is_gone
+    earlier = {name: value for name, value in current.to_json().items() if name != "system"}
+    assert not LockOwner.from_json({**earlier, "pid": process.pid}).is_gone
+
+
+def test_a_holder_that_was_taken_over_is_told_so(backend, caplog):
+    with locks.acquire(backend, "locks/work", expiry=0.3) as lock:
+        lock.check()
+        assert backend.create(f"locks/work/{lock.ticket + 1}", locks._state(60.0))
+        wait_until(lambda: "lock lost" in caplog.text)  # by the renewal
+        with pytest.raises(locks.LockLost, match="locks/work"):
+            lock.check()
+    assert json.loads(backend.read("locks/work/2"))["released"] is False
+
+
+def test_renewal_survives_any_error(backend, caplog, monkeypatch):
+    with locks.acquire(backend, "locks/work", expiry=0.3) as lock:
+        first, write = backend.read("locks/work/1"), backend.write
+        failures = iter([RuntimeError("a fault of the client"), OSError("busy")])
+
+        def failing(name: str, data: bytes) -> None:
+            for failure in failures:
+                raise failure
+            write(name, data)
+
+        monkeypatch.setattr(backend, "write", failing)
+        wait_until(lambda: backend.read("locks/work/1") != first)
+        lock.check()
+    assert "a fault of the client; trying again" in caplog.text
+
+
+def test_waiting_slows_down(backend, monkeypatch):
+    backend.create("locks/work/1", locks._state(60.0))
+    pauses = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 30:
+            raise InterruptedError
+
+    monkeypatch.setattr(locks.time, "sleep", sleep)
+    monkeypatch.setattr(backend, "longest_poll", 10.0, raising=False)
+    with pytest.raises(InterruptedError):
+        seconds_to_acquire(backend)
+    assert pauses[0] <= locks.POLL
+    assert all(5 <= pause <= 10 for pause in pauses[20:])
+
+
+def test_an_object_store_without_exclusive_create_is_rejected(tmp_path, monkeypatch):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    create = MemoryFileSystem.pipe_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "pipe_file", lambda self, path, data, mode="": create(self, path, data)
+    )
+    monkeypatch.setattr(ObjectBackend, "_exclusive", set())
+    store = Store("memory://overwriting/store", tmp_path)
+    with (
+        pytest.raises(ProfileError, match="store = memory://overwriting/store: locks need"),
+        store.lock("run-a"),
+    ):
+        pass
+    assert store.backend.files("") == {}
 
 
 def test_create_is_exclusive_and_read_returns_none_for_a_missing_file(tmp_path):

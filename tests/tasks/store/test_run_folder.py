@@ -1,8 +1,16 @@
 """Run folders resume by identity, and are never overwritten."""
 
+import errno
+
+import fsspec
 import pytest
 
+from profiles import state_files
 from profiles.errors import ProfileError
+from tasks.store import run_artifacts
+from tasks.store.backends import ObjectBackend
+from tasks.store.store import Store
+from tests import faults
 
 
 def test_prepare_returns_the_existing_folder_of_the_same_identity(store):
@@ -39,3 +47,81 @@ def test_prepare_downloads_a_run_that_another_machine_replaced(remote):
     folder = here.run_folder("tiny").prepare("two")
     assert (folder / "metrics.jsonl").read_text() == "two"
     assert (folder.with_name("tiny~1") / "metrics.jsonl").read_text() == "one"
+
+
+def test_a_run_whose_identity_cannot_be_read_is_left_alone(store, monkeypatch):
+    monkeypatch.setattr(state_files, "DELAYS", (0.0,))
+    run = store.run_folder("tiny")
+    folder = run.prepare("one")
+    with monkeypatch.context() as patch:
+        faults.inject(patch, folder, faults.failing("open", path="run.json", error=errno.ESTALE))
+        with pytest.raises(OSError, match="Stale file handle"):
+            run.prepare("one")
+    (folder / "run.json").write_text("")
+    for read in (lambda: run.prepare("one"), lambda: run.stored_identity):
+        with pytest.raises(
+            state_files.Damaged, match=r"runs/tiny/run\.json: damaged .empty.; restore the file"
+        ):
+            read()
+    assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
+
+
+def test_only_complete_checkpoints_in_their_place_count(store):
+    folder = store.run_folder("tiny").prepare("one")
+    for name in ("step_26", "step_25.bak", "keep/step_40", "step_-1", "step_", "step_27~1"):
+        (folder / "checkpoints" / name).mkdir(parents=True)
+        (folder / "checkpoints" / name / "complete.json").write_text("{}")
+    (folder / "checkpoints/step_30").mkdir()
+    assert store.run_folder("tiny").checkpoint_steps() == [26]
+    with pytest.raises(RuntimeError, match=r"step_28: has no files"):
+        run_artifacts.publish(store, "training", "t1", "tiny", "checkpoints/step_28", {})
+
+
+def test_a_corrupted_checkpoint_goes_to_quarantine_under_the_lock_only(store):
+    folder = store.run_folder("tiny").prepare("one") / "checkpoints/step_4"
+    folder.mkdir(parents=True)
+    for name in ("complete.json", "0.distcp"):
+        (folder / name).write_text(name)
+    made = run_artifacts.publish(store, "training", "t1", "tiny", "checkpoints/step_4", {})
+    assert run_artifacts.find(store, "training", "t1", "tiny") == made
+    (folder / "0.distcp").write_text("1.distcp")
+    assert run_artifacts.find(store, "training", "t1", "tiny") is None
+    assert (folder / "complete.json").exists()
+    with store.artifacts.lock("training", "t1"):
+        assert run_artifacts.find(store, "training", "t1", "tiny") is None
+    assert store.run_folder("tiny").checkpoint_steps() == []
+    quarantine = folder.parents[3] / "quarantine"
+    assert (quarantine / "training-t1-1/0.distcp").read_text() == "1.distcp"
+    assert "0.distcp is corrupted" in (quarantine / "training-t1-1/reason.txt").read_text()
+    assert (quarantine / "training-t1-2/points-to.json").exists()
+
+
+def test_an_interrupted_restore_leaves_no_truncated_files(remote, monkeypatch):
+    here, there = remote("here"), remote("there")
+    folder = here.run_folder("tiny").prepare("one")
+    files = {"metrics.jsonl": '{"step": 1}\n' * 100, "graphs.json": "{}", "logs/train.log": "started\n"}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    here.run_folder("tiny").sync().upload()
+    download = ObjectBackend.download
+
+    def interrupted(self, name, names, folder, *arguments):
+        download(self, name, names, folder, *arguments)
+        (folder / "metrics.jsonl").write_text("{")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectBackend, "download", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            there.run_folder("tiny").prepare("one")
+    folder = there.run_folder("tiny").prepare("one")
+    assert {name: (folder / name).read_text() for name in files} == files
+
+
+def test_names_of_a_bucket_cannot_leave_the_run_folder(tmp_path):
+    run = Store("memory://bucket/store", tmp_path).run_folder("tiny")
+    fsspec.filesystem("memory").pipe_file("/bucket/store/runs/tiny/logs/../../../escaped", b"escaped")
+    with pytest.raises(ValueError, match=r"'\.\./\.\./\.\./escaped' is not the name of a file"):
+        run.download("logs")
+    assert not list(tmp_path.rglob("escaped"))

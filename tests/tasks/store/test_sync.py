@@ -2,8 +2,10 @@
 
 import time
 
+import fsspec
 import s3fs
 
+from tasks.store import sync
 from tasks.store.backends import ObjectBackend
 from tasks.store.sync import RunSync
 from tests import s3
@@ -46,3 +48,46 @@ def test_changed_files_are_uploaded_during_the_block_and_at_its_end(tmp_path, mo
 def test_sync_of_a_local_store_does_nothing(tmp_path):
     with RunSync(tmp_path, None, "runs/r") as sync:
         sync.upload()
+
+
+def test_what_the_store_has_is_not_replaced_by_less(tmp_path, caplog):
+    fsspec.filesystem("memory").store.clear()
+    remote = ObjectBackend("memory://bucket/store")
+
+    def machine(name: str, **files: str) -> RunSync:
+        for file, text in files.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / file.replace("__", ".")).write_text(text)
+        return RunSync(tmp_path / name, remote, "runs/r")
+
+    def stored(file: str) -> bytes:
+        return remote.read(f"runs/r/{file}")
+
+    machine("a", attempt="3", metrics__jsonl="1\n2\n3\n4\n", graphs__json="{}", profile__yaml="long").upload()
+    assert stored("graphs.json") == b"{}"
+    # A truncated copy of the same attempt: its log-like files are kept until they have more, others are replaced.
+    cut = machine("b", attempt="3", metrics__jsonl="1\n2", profile__yaml="new")
+    cut.upload()
+    assert (stored("metrics.jsonl"), stored("profile.yaml")) == (b"1\n2\n3\n4\n", b"new")
+    assert "runs/r/metrics.jsonl: has 3 bytes here, 8 in the store; not replaced" in caplog.text
+    # A new attempt truncates its metrics to the checkpoint that it resumed from.
+    (tmp_path / "b/attempt").write_text("4")
+    cut.upload()
+    assert stored("metrics.jsonl") == b"1\n2"
+    # The first machine is stale from now on.
+    machine("a", metrics__jsonl="1\n2\n3\n4\n5\n").upload()
+    assert (stored("metrics.jsonl"), stored("attempt")) == (b"1\n2", b"4")
+    assert "attempt 4 is in the store, this folder is of 3" in caplog.text
+
+
+def test_large_files_are_uploaded_less_often(tmp_path, monkeypatch):
+    monkeypatch.setattr(sync, "LARGE", 10)
+    fsspec.filesystem("memory").store.clear()
+    remote = ObjectBackend("memory://bucket/store")
+    run = RunSync(tmp_path, remote, "runs/r")
+    for text in ("started, then more", "started, then more, and more"):
+        (tmp_path / "train.log").write_text(text)
+        run.upload(postpone_large=True)
+    assert remote.read("runs/r/train.log") == b"started, then more"
+    run.upload()
+    assert remote.read("runs/r/train.log") == b"started, then more, and more"

@@ -1,0 +1,123 @@
+"""Fault injection at the lowest layer: calls to the operating system, or to an object store, that fail.
+
+Network file systems fail in all of these ways: with an error before or after the operation took effect, or by reading less than
+the file has.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+ERRORS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EACCES)
+READS = ("scandir", "listdir", "stat", "lstat", "open")
+WRITES = ("rename", "replace", "link", "unlink", "mkdir")
+Fault = Callable[[str, str], OSError | str | None]
+"""Called with an operation and a path. Returns the error to raise, "short" to read half of the file, or None."""
+
+
+def failing(*operations: str, path: str, error: int = errno.EIO) -> Fault:
+    """The operations fail on every path that ends with `path`."""
+    return lambda operation, at: (
+        OSError(error, os.strerror(error), at) if operation in operations and at.endswith(path) else None
+    )
+
+
+class Once:
+    """Each operation on each path fails at most once, at random, and never more than three of thirty in a row."""
+
+    def __init__(self, seed: int, share: float) -> None:
+        self._random, self._share = Random(seed), share
+        self._done: set[tuple[str, str]] = set()
+        self._recent = [False] * 30
+        self.count = 0
+
+    def __call__(self, operation: str, path: str) -> OSError | str | None:
+        key = operation, re.sub("[0-9a-f]{32}", "*", path)  # a name of its own in every attempt
+        fails = key not in self._done and sum(self._recent) < 3 and self._random.random() < self._share
+        self._recent = [*self._recent[1:], fails]
+        if not fails:
+            return None
+        self._done.add(key)
+        self.count += 1
+        code = self._random.choice(ERRORS)
+        short = operation == "open" and self._random.random() < 0.3
+        return "short" if short else OSError(code, os.strerror(code), path)
+
+    @property
+    def after(self) -> bool:
+        """Whether the failing operation takes effect all the same."""
+        return self._random.random() < 0.5
+
+
+class _Short(io.FileIO):
+    """A file of which only the first half can be read."""
+
+    def __init__(self, path: Any) -> None:
+        super().__init__(path, "rb")
+        self._left = os.fstat(self.fileno()).st_size // 2
+
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(memoryview(buffer)[: self._left])
+        self._left -= count
+        return count
+
+    def readall(self) -> bytes:
+        return super().read(self._left)
+
+
+def inject(monkeypatch: pytest.MonkeyPatch, root: Path, fault: Fault) -> None:
+    """Make calls to the operating system on paths below a folder fail as `fault` says."""
+
+    def wrap(module: Any, name: str, operation: str) -> None:
+        original = getattr(module, name)
+
+        def call(path: Any, *arguments: Any, **options: Any) -> Any:
+            if not isinstance(path, str | os.PathLike) or not str(path).startswith(str(root)):
+                return original(path, *arguments, **options)
+            found = fault(operation, str(path))
+            if found == "short":
+                mode = arguments[0] if arguments else options.get("mode", "r")
+                found = None
+                if mode == "rb":
+                    return io.BufferedReader(_Short(path))
+            if found is not None:
+                if operation in WRITES and getattr(fault, "after", False):
+                    original(path, *arguments, **options)
+                raise found
+            return original(path, *arguments, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    for name in (*READS, *WRITES):
+        wrap(os, name, name)
+    wrap(io, "open", "open")
+
+
+def inject_objects(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """Make operations on the object store in memory, `memory://`, fail as `fault` says."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def wrap(name: str) -> None:
+        original = getattr(MemoryFileSystem, name)
+
+        def call(self: MemoryFileSystem, *arguments: Any, **options: Any) -> Any:
+            found = fault(name, str(arguments[name == "put_file"]))
+            if not isinstance(found, OSError):
+                return original(self, *arguments, **options)
+            if name not in ("find", "cat_file") and getattr(fault, "after", False):
+                original(self, *arguments, **options)
+            raise found
+
+        monkeypatch.setattr(MemoryFileSystem, name, call)
+
+    for name in ("find", "cat_file", "get_file", "pipe_file", "put_file", "cp_file", "rm_file"):
+        wrap(name)
