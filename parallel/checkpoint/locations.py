@@ -12,7 +12,7 @@ successor.
 
 Only `FileNotFoundError` is absence. A read that fails for another reason is retried, then raised.
 
-The only modules of `parallel` that use more than torch are this one and `reader.py`: fsspec, which torch requires, imported when
+The only modules of `parallel` that use more than torch are this one and `files.py`: fsspec, which torch requires, imported when
 needed.
 """
 

@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 
+from tasks.failures import FatalError
 from tasks.step import Context
 from tasks.store import runs
 from tasks.training import LogForwarder, TrainingStep
@@ -53,3 +54,14 @@ def test_rank_0_speaks_without_its_steps_and_no_more_than_a_reader_can_take(tmp_
     assert caplog.records[-1].levelno == logging.WARNING
     assert len(said) < 20
     assert not any("step 41" in line or "earlier" in line or "half" in line for line in said)
+
+
+def test_run_folder_that_was_moved_away_fails_for_good_and_is_not_made_again(lab):  # noqa: F811
+    profile, store, tokens = lab
+    folder = run_folder(profile, store, "gone")
+    folder.rename(folder.with_name("moved"))
+    with pytest.raises(
+        FatalError, match=rf"{folder}: moved or removed while the run was active; move it back"
+    ):
+        TrainingStep(tokens, "identity").run(Context(profile, store, folder))
+    assert not folder.exists()

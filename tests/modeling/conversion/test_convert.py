@@ -1,5 +1,6 @@
 """Conversion of checkpoints: Hugging Face forms, round trips, interruption, corrupted files, memory."""
 
+import errno
 import json
 import os
 import re
@@ -170,6 +171,24 @@ def test_corrupted_file_is_named(name, llama):
     (llama / "model.safetensors").unlink()
     (llama / name).write_bytes(b"\x80\x02}q\x00")
     with pytest.raises(ValueError, match=rf"{name}: corrupted|{name}: rejected"):
+        formats.read(llama, None, None)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_file_that_cannot_be_read_is_not_called_corrupted(form, llama, monkeypatch):
+    path = llama / "model.safetensors"
+    if form == "bin":
+        torch.save(
+            {name: tensor.clone() for name, tensor in load_file(path).items()}, llama / "pytorch_model.bin"
+        )
+        path.unlink()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "stale file handle")
+
+    monkeypatch.setattr("safetensors.safe_open", fail)
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(OSError, match=r"model.\w+: cannot be read: .*stale file handle"):
         formats.read(llama, None, None)
 
 

@@ -1,0 +1,195 @@
+"""Read the files of a checkpoint: whole, in ranges, or mapped into memory; verified by the checksums in the marker.
+
+A failed read is retried, then raised. A file counts as missing or truncated only if a listing shows it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+
+from parallel.checkpoint.checksums import (
+    BLOCK,
+    SUFFIX,
+    BlockTable,
+    FileDescription,
+    checksum_table,
+    describe,
+)
+from parallel.checkpoint.locations import (
+    ABSENT,
+    MARKER,
+    CorruptCheckpoint,
+    Location,
+    filesystem,
+    is_local,
+    retry_reads,
+    sizes,
+)
+
+T = TypeVar("T")
+
+
+class CheckpointFiles:
+    """The files of one checkpoint; every method raises CorruptCheckpoint for a file that is missing or corrupted.
+
+    Args:
+        described: the marker's `files`; empty if the checkpoint was written without checksums.
+
+    Attributes:
+        root: path in the filesystem.
+        local: whether files can be mapped.
+    """
+
+    def __init__(self, checkpoint: Location, described: Mapping[str, FileDescription]) -> None:
+        self._checkpoint, self._described = checkpoint, described
+        self._files, self.root = filesystem(checkpoint)
+        self.local = is_local(self._files)
+        self._mapped: dict[str, torch.UntypedStorage] = {}  # by file
+        self._tables: dict[str, BlockTable] = {}  # by file
+
+    def open(self, file: str) -> None:
+        """Map a local file, and read the checksums of its blocks if there are any: what is read of it from now on is verified."""
+        if self.local:
+            self.map(file)
+        if described := self._described.get(file):
+            table = self.read_whole(file + SUFFIX)
+            if describe(int(described["size"]), table) != described:
+                reason = f"corrupted: its checksum differs from {MARKER}'s"
+                raise CorruptCheckpoint(f"{self.root}/{file}{SUFFIX}: {reason}")
+            self._tables[file] = BlockTable(int(described["size"]), table)
+
+    def map(self, file: str) -> torch.UntypedStorage:
+        """A local file in memory."""
+        if file not in self._mapped:
+            path = Path(f"{self.root}/{file}")
+
+            def map_file() -> torch.UntypedStorage:
+                with path.open("rb") as opened:  # an error of torch's mapping does not tell why
+                    size = os.fstat(opened.fileno()).st_size
+                return torch.UntypedStorage.from_file(str(path), False, size)
+
+            mapped = self._read(file, 0, map_file)
+            expected = self._described.get(file, {}).get("size", mapped.nbytes())
+            if mapped.nbytes() != expected:
+                reason = f"{mapped.nbytes():,} bytes instead of {expected:,}"
+                raise CorruptCheckpoint(f"{path}: corrupted: {reason}")
+            self._mapped[file] = mapped
+        return self._mapped[file]
+
+    def fetch(self, file: str, start: int, end: int) -> bytes | memoryview:
+        """Bytes [start, end) of a file, verified if it has checksums."""
+        if self.local:
+            self.verify_mapped(file, start, end)
+            return _bytes(self.map(file)[start:end])
+        path, table = f"{self.root}/{file}", self._tables.get(file)
+        if table is None:
+            return self._read(file, end, lambda: self._files.cat_file(path, start=start, end=end))
+        blocks = table.blocks(start, end)
+        first, last = blocks.start * BLOCK, min(blocks.stop * BLOCK, table.size)
+        data = self._read(file, last, lambda: self._files.cat_file(path, start=first, end=last))
+        self._verify(file, table, blocks.start, data)
+        return memoryview(data)[start - first : end - first]
+
+    def verify_mapped(self, file: str, start: int, end: int) -> None:
+        """Verify the blocks of a mapped file with bytes [start, end) that were not yet, if it has checksums."""
+        storage, table = self.map(file), self._tables.get(file)
+        if table and (blocks := table.unverified(table.blocks(start, end))):
+            data = storage[blocks.start * BLOCK : min(blocks.stop * BLOCK, table.size)]
+            self._verify(file, table, blocks.start, _bytes(data))
+
+    def _verify(self, file: str, table: BlockTable, first: int, data: bytes | memoryview) -> None:
+        wrong = table.corrupted(first, data)
+        if wrong is not None:
+            reason = f"the {BLOCK >> 10} KiB from byte {wrong * BLOCK:,} differ from their checksum"
+            raise CorruptCheckpoint(f"{self.root}/{file}: corrupted: {reason}")
+
+    def read_whole(self, file: str) -> bytes:
+        """Contents of a small file, verified if it has a checksum."""
+        data = self._read(file, 0, lambda: self._files.cat_file(f"{self.root}/{file}"))
+        described = self._described.get(file)
+        if described and describe(len(data), checksum_table(data)) != described:
+            raise CorruptCheckpoint(f"{self.root}/{file}: corrupted: its checksum differs from {MARKER}'s")
+        return data
+
+    def stream(self, file: str, end: int) -> IO[bytes]:
+        """The first `end` bytes of a file as a seekable stream."""
+        return _BlockFile(lambda first, last: self.fetch(file, first, last), end)
+
+    def _read(self, file: str, end: int, read: Callable[[], T]) -> T:
+        """Call `read`, with retries. Raises CorruptCheckpoint if the file is missing by a listing, or ends before `end`."""
+        path = f"{self.root}/{file}"
+
+        def read_or_explain() -> T:
+            try:
+                return read()
+            except Exception as error:  # of any storage
+                listed = self._listed_size(file, error)
+                if listed is None:
+                    raise CorruptCheckpoint(f"{path}: missing") from error
+                if listed < end:
+                    reason = f"{listed:,} bytes instead of at least {end:,}"
+                    raise CorruptCheckpoint(f"{path}: truncated: {reason}") from error
+                raise OSError(f"{path}: {error!r}") from error
+
+        return retry_reads(path, read_or_explain)
+
+    def _listed_size(self, file: str, error: Exception) -> int | None:
+        """Size in bytes of a file by a listing, None if that lacks it. Raises `error`, as an OSError, if there is no listing."""
+        try:
+            return sizes(self._checkpoint).get(file)
+        except ABSENT:
+            return None
+        except Exception:
+            raise OSError(f"{self.root}/{file}: {error!r}") from error
+
+
+class _BlockFile(io.RawIOBase):
+    """A seekable file over `fetch(start, end)` of entire blocks, which are kept.
+
+    Args:
+        size: end of what is read of it.
+    """
+
+    def __init__(self, fetch: Callable[[int, int], bytes | memoryview], size: int) -> None:
+        self._fetch, self._size, self._position = fetch, size, 0
+        self._blocks: dict[int, bytes | memoryview] = {}
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = (
+            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        )
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        filled = 0
+        while filled < len(buffer) and self._position < self._size:
+            block, skipped = divmod(self._position, BLOCK)
+            if block not in self._blocks:
+                self._blocks[block] = self._fetch(block * BLOCK, min((block + 1) * BLOCK, self._size))
+            data = self._blocks[block][skipped : skipped + len(buffer) - filled]
+            if not data:
+                break
+            buffer[filled : filled + len(data)] = data
+            filled += len(data)
+            self._position += len(data)
+        return filled
+
+
+def _bytes(storage: torch.UntypedStorage) -> memoryview:
+    """A storage's memory."""
+    return memoryview(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
