@@ -55,8 +55,8 @@ class Backend(Protocol):
     def read(self, name: str) -> bytes | None:
         """Contents of a file; None only if it does not exist."""
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file atomically and durably, replacing an existing one."""
+    def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
+        """Write a file atomically, replacing an existing one; `durable`: it outlasts a power failure."""
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a file only if it does not exist; returns whether this call created it.
@@ -99,8 +99,8 @@ class FolderBackend:
     def read(self, name: str) -> bytes | None:
         return state_files.read(self.path(name))
 
-    def write(self, name: str, data: bytes) -> None:
-        state_files.write(self.path(name), data)
+    def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
+        state_files.write(self.path(name), data, durable=durable)
 
     def create(self, name: str, data: bytes) -> bool:
         path = self.path(name)
@@ -168,7 +168,7 @@ class ObjectBackend:
         except FileNotFoundError:
             return None
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
         self._retried(name, lambda: self._filesystem.pipe_file(self._path(name), data))
 
     def create(self, name: str, data: bytes) -> bool:

@@ -63,7 +63,7 @@ class Lock:
                 self._lost = True
                 reason = f"this process did not renew it for {self._expiry:g} s, and another one took it over"
                 raise LockLost(f"{self._name}: lock lost: {reason}; its result is not published")
-            self._backend.write(f"{self._name}/{self.ticket}", _state(self._expiry))
+            _write_ticket(self._backend, self._name, self.ticket, self._expiry)
 
     def _renew(self) -> None:
         while not self._stopped.wait(self._expiry / 3):
@@ -81,7 +81,7 @@ class Lock:
         if self._lost:
             return
         try:
-            self._backend.write(f"{self._name}/{self.ticket}", _state(self._expiry, released=True))
+            _write_ticket(self._backend, self._name, self.ticket, self._expiry, released=True)
         except OSError as error:
             log.warning(
                 "%s: cannot release the lock: %s; it expires in %g s", self._name, error, self._expiry
@@ -129,7 +129,7 @@ def _acquire_ticket(backend: Backend, name: str, expiry: float) -> int:
                         return last + 1
                 except BaseException:  # not held: others need not wait for its expiry
                     with contextlib.suppress(OSError):
-                        backend.write(f"{name}/{last + 1}", _state(expiry, released=True))
+                        _write_ticket(backend, name, last + 1, expiry, released=True)
                     raise
             pause = POLL  # another process was faster
         elif not logged:
@@ -171,6 +171,12 @@ def _holder(backend: Backend, name: str, ticket: int) -> LockOwner | str | None:
 
 def _tickets(backend: Backend, name: str) -> list[int]:
     return [int(file) for file in backend.files(name) if file.isdigit()]
+
+
+def _write_ticket(backend: Backend, name: str, ticket: int, expiry: float, released: bool = False) -> None:
+    backend.write(
+        f"{name}/{ticket}", _state(expiry, released), durable=False
+    )  # nobody holds it after a power failure
 
 
 def _state(expiry: float, released: bool = False) -> bytes:

@@ -211,10 +211,10 @@ def test_renewal_survives_any_error(backend, caplog, monkeypatch):
         first, write = backend.read("locks/work/1"), backend.write
         failures = iter([RuntimeError("a fault of the client"), OSError("busy")])
 
-        def failing(name: str, data: bytes) -> None:
+        def failing(name: str, data: bytes, **options: bool) -> None:
             for failure in failures:
                 raise failure
-            write(name, data)
+            write(name, data, **options)
 
         monkeypatch.setattr(backend, "write", failing)
         wait_until(lambda: backend.read("locks/work/1") != first)
