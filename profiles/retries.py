@@ -32,7 +32,7 @@ NETWORK_ERRORS = {
     "HTTPClientError",
     "IncompleteReadError",
 }
-PERMANENT = {"OfflineModeIsEnabled", "UnsupportedProtocol"}  # subclasses of those that no retry helps
+PERMANENT = {"FileExpired", "OfflineModeIsEnabled", "UnsupportedProtocol"}  # that look like those above
 ERRNOS = {
     errno.EAGAIN,
     errno.EBUSY,

@@ -31,7 +31,7 @@ def unchanged(shard: Shard, token: str | None = None) -> Iterator[None]:
         raise SourceChanged(_first_difference(shard, shard.states, before), pinned=True)
     try:
         yield
-    except ValueError as error:  # perhaps because a file was replaced
+    except (ValueError, OSError) as error:  # perhaps because a file was replaced
         after = states(shard, token)
         if after != before:
             raise SourceChanged(_first_difference(shard, before, after)) from error

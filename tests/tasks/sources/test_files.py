@@ -133,10 +133,15 @@ def test_lines_on_s3_are_read_in_blocks_about_once(tmp_path, monkeypatch):
     with s3.bucket(monkeypatch) as bucket:
         fsspec.filesystem("s3").pipe_file(f"{bucket}/a.jsonl", content)
         shards = texts(profile(files(f"{bucket}/a.jsonl")))
-    assert joined(shards) == documents
-    assert len(shards) > 4
-    assert len(content) < sum(fetched) < 1.4 * len(content)  # the end of a part is read ahead
-    assert len(fetched) < 1.4 * len(content) / 50_000
+        assert joined(shards) == documents
+        assert len(shards) > 4
+        assert len(content) < sum(fetched) < 1.4 * len(content)  # the end of a part is read ahead
+        assert len(fetched) < 1.4 * len(content) / 50_000
+        found = readers.documents(corpus.shards(profile(files(f"{bucket}/a.jsonl")).data)[0])
+        next(found)
+        fsspec.filesystem("s3").pipe_file(f"{bucket}/a.jsonl", content[::-1])
+        with pytest.raises(SourceError, match=r"a\.jsonl: changed while it was being read; run again"):
+            list(found)
 
 
 def test_appending_to_a_file_changes_only_its_last_shard(tmp_path, small_shards):
