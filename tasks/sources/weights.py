@@ -17,7 +17,7 @@ from profiles.hub import REPOSITORY, resolve_commit
 from tasks import keys
 from tasks.sources import remote
 from tasks.sources.shard import SourceChanged, local_state, remote_state, shown
-from tasks.store.backends import checked_path
+from tasks.store.backends import checked_path, walk
 from tasks.store.digest_cache import DigestCache
 
 EXTENSIONS = (".safetensors", ".bin", ".json")
@@ -94,10 +94,7 @@ def _files(path: Path, key: str) -> list[Path]:
     if not path.is_dir():
         return [path]
 
-    def fail(error: OSError) -> None:
-        raise error
-
-    found = [Path(folder) / name for folder, _, names in os.walk(path, onerror=fail) for name in names]
+    found = [path / name for name, _ in walk(path)]
     for file in found:
         if shown(str(file)) != str(file):
             raise ProfileError(key, shown(str(file)), "has a name that is not UTF-8; rename it")

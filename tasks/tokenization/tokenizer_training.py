@@ -27,7 +27,7 @@ from tasks.tokenization.tokenizer_files import EOS, byte_level, write
 from tasks.tokenization.worker import answer, send
 from tasks.tokenization.worker_pool import Worker, worker_environment
 
-SMALL = 1 << 21  # characters of text that are trained on in about the time in which a process starts
+SMALL = 3_000_000  # characters of text that are trained on within seconds; the source python-docs has fewer
 # Characters. Training takes time by the square of a word's length, and no token of use is as long; what is longer (a genome, a
 # line of dashes without end) is cut.
 MAX_WORD = 1024
