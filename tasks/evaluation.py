@@ -6,7 +6,6 @@ to the job or picks up what it left.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shutil
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from profiles import state_files
 from profiles.schema import Profile
 from tasks import failures, keys
 from tasks.launchers import Job, JobFailed, create, execute
@@ -65,9 +65,10 @@ class EvaluationStep(Step):
         job = cluster_job("evaluate", context, key, self.dataset, self.graphs, "--output", str(output))
         summary: dict[str, Any] = {}
         with context.store.artifacts.publish(self.kind, key, summary) as staging:
-            if not output.exists():  # otherwise it ended while no orchestrator watched
+            result = state_files.read_json(output)  # there already if it ended while no orchestrator watched
+            if result is None:
                 _execute(profile, job, output)
-            result = json.loads(output.read_text())
+                result = state_files.require_json(output.read_bytes(), output)
             _require_finite(folder.name, result, output)
             summary.update({name: result[name] for name in SUMMARY})
             shutil.copyfile(output, staging / FILE)

@@ -13,6 +13,7 @@ from uuid import UUID
 
 from flows.ui.artifacts import PrefectArtifact
 from modeling.planning.planner import Plan
+from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.failures import FatalError
@@ -37,7 +38,7 @@ class Overview:
 
     def begin(self, plan: Plan) -> None:
         """Save the plan in the run folder and show the page for the first time."""
-        (self._folder / PLAN_FILE).write_text(json.dumps(plan.to_json(), indent=1))
+        state_files.write(self._folder / PLAN_FILE, json.dumps(plan.to_json(), indent=1))
         self.update(now=True)
 
     def update(self, *, now: bool = False) -> None:
@@ -113,9 +114,9 @@ def _training(profile: Profile, history: History) -> str:
 
 def _plan(folder: Path) -> str:
     path = folder / PLAN_FILE
-    if not path.exists():
+    plan = state_files.read_json(path)
+    if plan is None:
         return ""
-    plan = json.loads(path.read_text())
     fullest = max(sum(stage["bytes"].values()) for stage in plan["stages"])
     rows = {
         "parameters": f"{plan['parameters']:,}",

@@ -172,7 +172,7 @@ class Checkpoints:
     def _quarantine(self, step: int, reason: str) -> None:
         """Move a corrupted checkpoint to quarantine; leader only."""
         self._check_fencing()
-        moved = checkpoint.quarantine(self.location, step)
+        moved = checkpoint.quarantine(self.location, step, reason)
         self._saved.pop(step, None)
         log.warning(f"WARNING checkpoint step_{step} is corrupted: {reason}; moved to {moved}")
         record_event(self.run, "corrupted checkpoint", step=step, reason=f"{reason}; moved to {moved}")

@@ -4,7 +4,7 @@
     <location>/step_<n>/*.distcp.checksums  of the file's blocks (checksums.py)
     <location>/step_<n>/.metadata           DCP's index: which box of which tensor is at which bytes of which file
     <location>/step_<n>/complete.json       the marker, written last: all but tensors; size and checksum of each file
-    <location>/quarantine/step_<n>/         a corrupted checkpoint; its marker is corrupted.json
+    <location>/quarantine/step_<n>/         a corrupted checkpoint; its marker is corrupted.json, with a reason.txt
 
 A checkpoint without its marker is incomplete: never loaded, and safe to remove at any time. Nothing else counts, whatever its
 name begins with. File names begin with the id of the save that wrote them, so an abandoned writer cannot overwrite files of its
@@ -148,13 +148,18 @@ def move_aside(location: Location, steps: list[int]) -> Location:
     return Path(aside) if isinstance(location, Path) else aside
 
 
-def quarantine(location: Location, step: int) -> Location:
-    """Move a corrupted checkpoint to `<location>/quarantine`, where it never counts as complete; returns where."""
+def quarantine(location: Location, step: int, reason: str) -> Location:
+    """Move a corrupted checkpoint to `<location>/quarantine`, where it never counts as complete; returns where.
+
+    Args:
+        reason: written to its reason.txt.
+    """
     files, root = filesystem(location)
     name = f"{QUARANTINE}/step_{step}"
     name += _free_suffix(files, f"{root}/{name}") if _exists(files, f"{root}/{name}") else ""
     files.makedirs(f"{root}/{QUARANTINE}", exist_ok=True)
     _move(files, f"{root}/step_{step}", f"{root}/{name}", marker=CORRUPTED_MARKER)
+    files.pipe_file(f"{root}/{name}/reason.txt", f"{reason}\n".encode())
     return join(location, name)
 
 

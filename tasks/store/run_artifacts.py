@@ -66,7 +66,7 @@ def find(store: Store, kind: str, key: str, run: str) -> Artifact | None:
             log.warning("%s %s: %s; to be made again", kind, key, reason)
             return None
         if MARKER in folder.files(part):
-            folder.quarantine(part, kind, key, reason)
+            folder.quarantine_checkpoint(part, reason)
         store.artifacts.quarantine(kind, key, reason)
         return None
     return artifact

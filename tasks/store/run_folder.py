@@ -17,11 +17,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from parallel.checkpoint import locations
 from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.state_files import retried
 from tasks.store.backends import Backend, FolderBackend, ObjectBackend, checked_name
-from tasks.store.quarantine import move_to_quarantine
 from tasks.store.staging import staging_folder
 from tasks.store.sync import RunSync, is_excluded
 
@@ -156,9 +156,13 @@ class RunFolder:
         else:
             _link_files(self.path / part, target.path / part)
 
-    def quarantine(self, part: str, kind: str, key: str, reason: object) -> None:
-        """Move a corrupted part of the run to the store's quarantine. The caller holds the lock of the artifact of it."""
-        move_to_quarantine(self._backend(part), f"{self._prefix}/{part}", kind, key, reason)
+    def quarantine_checkpoint(self, part: str, reason: str) -> None:
+        """Move a corrupted checkpoint to where training moves those that it finds: without an intact one it does not start over.
+
+        The caller holds the lock of the artifact of it.
+        """
+        moved = locations.quarantine(self.checkpoints_location, int(part.rpartition("_")[2]), reason)
+        log.warning("run %s: %s; moved to %s", self.name, reason, moved)
 
     def sync(self, part: str = "") -> RunSync:
         """The upload of this folder, or of a part of it, to the remote store; does nothing if the store is local."""

@@ -116,7 +116,7 @@ def test_incomplete_checkpoints_are_ignored_and_removed(address):
     assert aside == f"{address}~1"
     assert [step for step, _ in checkpoint.complete_checkpoints(aside)] == [1]
     assert list(checkpoint.complete_checkpoints(address)) == []
-    moved = checkpoint.quarantine(aside, 1)
+    moved = checkpoint.quarantine(aside, 1, "why")
     assert moved == f"{address}~1/quarantine/step_1"
     assert list(checkpoint.complete_checkpoints(aside)) == []
     assert checkpoint.quarantined(aside) == ["step_1"]

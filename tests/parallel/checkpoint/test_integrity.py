@@ -123,7 +123,8 @@ def test_only_folders_named_as_steps_count(saved):
         (root / name / checkpoint.MARKER).write_text("{}")
     assert [step for step, _ in checkpoint.complete_checkpoints(root)] == [1]
     assert checkpoint.discard_incomplete(root) == []
-    moved = checkpoint.quarantine(root, 1)
+    moved = checkpoint.quarantine(root, 1, "why")
+    assert (moved / "reason.txt").read_text() == "why\n"
     assert checkpoint.quarantined(root) == ["step_1", "step_3"]
     assert not (moved / checkpoint.MARKER).exists()
     assert list(checkpoint.complete_checkpoints(root)) == []

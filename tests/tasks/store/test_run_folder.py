@@ -90,10 +90,10 @@ def test_a_corrupted_checkpoint_goes_to_quarantine_under_the_lock_only(store):
     with store.artifacts.lock("training", "t1"):
         assert run_artifacts.find(store, "training", "t1", "tiny") is None
     assert store.run_folder("tiny").checkpoint_steps() == []
-    quarantine = folder.parents[3] / "quarantine"
-    assert (quarantine / "training-t1-1/0.distcp").read_text() == "1.distcp"
-    assert "0.distcp is corrupted" in (quarantine / "training-t1-1/reason.txt").read_text()
-    assert (quarantine / "training-t1-2/points-to.json").exists()
+    moved = folder.parent / "quarantine/step_4"
+    assert (moved / "0.distcp").read_text() == "1.distcp"
+    assert "0.distcp is corrupted" in (moved / "reason.txt").read_text()
+    assert (folder.parents[3] / "quarantine/training-t1-1/points-to.json").exists()
 
 
 def test_an_interrupted_restore_leaves_no_truncated_files(remote, monkeypatch):
