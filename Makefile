@@ -1,4 +1,5 @@
-# Entry points for developers: `make run`, `make test`, `make up`. Everything is installed into .venv and nowhere else.
+# Entry points for developers: `make run`, `make test`, `make up`. Everything is installed into .venv and nowhere else;
+# runs and Prefect's database are in ./store.
 
 PYTHON ?= python3
 BIN := .venv/bin

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 POOL = "trainshed"  # the work pool
 AUTOMATION = "Runs without a heartbeat have crashed"
 
-HEARTBEAT_SECONDS = 30  # registration.py marks a run as crashed after three without one
+HEARTBEAT_SECONDS = 30
+CLIENT_RETRIES = 7  # an unreachable server is retried after 2, 4, ... 128 s: for four minutes, and a fifth with Prefect's jitter
+SILENCE_SECONDS = (
+    360  # without a heartbeat until a run counts as crashed: longer than a run can wait for the server
+)
 
 # Environment of servers and flow runs, read when Prefect is imported.
 SETTINGS = {
     # Telemetry would delay the start where there is no network, and print a notice into the live line.
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
-    "PREFECT_CLIENT_MAX_RETRIES": "7",  # an unreachable server is retried after 2, 4, ... 128 s
+    "PREFECT_CLIENT_MAX_RETRIES": str(CLIENT_RETRIES),
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
 }
+
+
+def configure(store: Path) -> Path:
+    """Set what the user has not set in the environment of this process, before it imports Prefect; returns Prefect's home.
+
+    The home, with the database of a local server, is in the local folder of the store. The server that the user may have
+    configured in ~/.prefect is used all the same.
+    """
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if not os.environ.get("PREFECT_HOME"):
+        profiles = Path("~/.prefect/profiles.toml").expanduser()
+        if profiles.exists():
+            os.environ.setdefault("PREFECT_PROFILES_PATH", str(profiles))
+        os.environ["PREFECT_HOME"] = str(store.absolute() / "prefect-home")
+    return Path(os.environ["PREFECT_HOME"]).expanduser()

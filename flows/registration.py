@@ -17,11 +17,20 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists
 
-from flows.prefect_settings import AUTOMATION, HEARTBEAT_SECONDS, POOL
+from flows.prefect_settings import AUTOMATION, POOL, SILENCE_SECONDS
 
 CONCURRENT_RUNS = 4
-HEARTBEAT_TIMEOUT = timedelta(seconds=3 * HEARTBEAT_SECONDS)
-FINAL_STATES = ("Completed", "Failed", "Cancelled", "Crashed")
+# Events of final states have the states' names, of which some are our own (continual.py).
+FINAL_STATES = (
+    "Completed",
+    "Failed",
+    "Cancelled",
+    "Crashed",
+    "Promoted",
+    "NotPromoted",
+    "NothingNew",
+    "NothingYet",
+)
 
 
 def register_pool() -> None:
@@ -34,8 +43,8 @@ def register_pool() -> None:
             client.update_work_pool(POOL, WorkPoolUpdate(concurrency_limit=CONCURRENT_RUNS))
 
 
-def register_automation() -> None:
-    """Create or update the automation: after a heartbeat, another or a final state must follow in HEARTBEAT_TIMEOUT."""
+def register_automation(silence: float = SILENCE_SECONDS) -> None:
+    """Create or update the automation: within `silence` seconds of a heartbeat, another or a final state must follow."""
     heartbeat = "prefect.flow-run.heartbeat"
     trigger = EventTrigger(
         after={heartbeat},
@@ -44,7 +53,7 @@ def register_automation() -> None:
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
-        within=HEARTBEAT_TIMEOUT,
+        within=timedelta(seconds=silence),
     )
     message = "no heartbeat: the flow run's process ended; its cluster job keeps running, and a rerun re-attaches to it"
     actions = [ChangeFlowRunState(state=StateType.CRASHED, message=message)]

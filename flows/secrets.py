@@ -10,6 +10,11 @@ HUB_BLOCK = "hugging-face-token"
 VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # in the order of huggingface_hub
 
 
+def without_tokens() -> dict[str, str]:
+    """This process's environment without tokens of the hub."""
+    return {name: value for name, value in os.environ.items() if name not in VARIABLES}
+
+
 def hub_token(profile: Profile) -> str | None:
     """The token for a profile whose data, tokenizer or weights come from the hub, else None.
 

@@ -1,4 +1,4 @@
-"""`trainshed run`: run the pretraining flow in this process, with a temporary Prefect server if none is configured.
+"""`trainshed run`: run the pretraining flow in this process, with a local Prefect server if none is configured.
 
 The terminal shows Trainshed's lines; Prefect's lines and tracebacks go to `<store>/logs/<run>.log`.
 """
@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import logging
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.cli.temporary_server import temporary_server
-from flows.prefect_settings import SETTINGS
+from flows.cli.shared_server import shared_server
+from flows.prefect_settings import configure
 from flows.ui.console import (
     PipeTolerantConsole,
     TerminalHandler,
@@ -56,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         key = "cluster.work_dir" if remote else "store"
         raise ProfileError(key, str(work_dir), f"cannot be written: {error.strerror}") from None
     try:
-        with prefect_api(log_file.with_name("server.log")):
+        with prefect_api(work_dir):
             from flows.pretrain import pretrain
 
             configure_logging(terminal, log_file)
@@ -91,16 +90,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def prefect_api(log_file: Path) -> Iterator[None]:
-    """Use the Prefect server that the user's settings name, else start a temporary one for the block."""
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
+def prefect_api(work_dir: Path) -> Iterator[None]:
+    """Use the Prefect server that the user's settings name, else that of the commands on this store, for the block."""
+    home = configure(work_dir)
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     if PREFECT_API_URL.value():
         yield
         return
-    with temporary_server(log_file) as server:
+    with shared_server(home, work_dir / "logs/server.log") as server:
         from prefect.logging.handlers import APILogWorker
 
         import flows.pretrain  # noqa: F401  while the server starts, which takes about as long

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,8 +25,9 @@ import psutil
 import yaml
 
 from flows.cli.exit_codes import DONE, FAILED
-from flows.cli.temporary_server import start_module, wait_healthy
-from flows.prefect_settings import AUTOMATION, POOL, SETTINGS
+from flows.cli.shared_server import Registration, start_module, wait_healthy
+from flows.prefect_settings import AUTOMATION, POOL, configure
+from flows.secrets import without_tokens
 from flows.ui.console import print_stderr
 
 GRACE = 60.0  # seconds for a flow run to save a checkpoint and stop
@@ -60,14 +61,18 @@ def run(options: argparse.Namespace) -> int:
         signal.signal(number, _interrupt)
     logs = Path("store/logs")
     logs.mkdir(parents=True, exist_ok=True)
-    variables = {**SETTINGS, "PREFECT_API_URL": f"{address}/api", "TRAINSHED_FOLDER": str(Path.cwd())}
-    settings = {"env": {**os.environ, **variables}, "stdin": subprocess.DEVNULL}
+    registration = Registration(configure(logs.parent))
+    variables = {"PREFECT_API_URL": f"{address}/api", "TRAINSHED_FOLDER": str(Path.cwd())}
+    variables["PREFECT_HOME"] = str(registration.home)
+    settings = {"env": {**without_tokens(), **variables}, "stdin": subprocess.DEVNULL}
     children: list[subprocess.Popen[bytes]] = []
     try:
         if SERVER in missing:
             server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-            children.append(start_module(server, logs / "server.log", **settings))
-            if not wait_healthy(f"{address}/api", children[0]):
+            with registration.locked(), registration.register(port) as alive:
+                fds = [alive.fileno()]
+                children.append(start_module(server, logs / "server.log", pass_fds=fds, **settings))
+            if not wait_healthy(f"{address}/api", lambda: children[0].poll() is None):
                 print_stderr(f"trainshed: the Prefect server did not start; log: {logs / 'server.log'}")
                 return FAILED
         for module in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--all"]):
@@ -76,7 +81,8 @@ def run(options: argparse.Namespace) -> int:
                 return FAILED
         if WORKER in missing:
             worker = ["prefect", "worker", "start", "--pool", POOL]
-            children.append(start_module(worker, logs / "worker.log", **settings))
+            of_worker = {**settings, "env": {**os.environ, **variables}}
+            children.append(start_module(worker, logs / "worker.log", **of_worker))
         print_stderr(f"Prefect's UI: {address}\nstart a run there, or in another terminal:")
         print_stderr(f"  PREFECT_API_URL={address}/api .venv/bin/prefect deployment run pretrain/tiny")
         if not children:
@@ -91,7 +97,10 @@ def run(options: argparse.Namespace) -> int:
         print_stderr("stopping; press Ctrl-C again to kill everything")
         return DONE
     finally:
-        _stop(children)
+        if SERVER in missing:
+            with registration.locked():
+                registration.close(port)
+        _stop(children, lambda: SERVER in missing and registration.is_used(port))
 
 
 def _missing(api: str, home: Path) -> list[str] | None:
@@ -138,14 +147,20 @@ def _query(address: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
-def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
+def _stop(children: Sequence[subprocess.Popen[bytes]], is_used: Callable[[], bool]) -> None:
     """Terminate the children, latest first, and each one's subprocesses before it, so that flow runs report their end.
+
+    Before the first one, the server, waits for other commands that use it.
 
     After GRACE, or at a second signal, what is left is killed.
     """
     processes = _process_trees(children)
     try:
         for child in reversed(children):
+            if child is children[0] and is_used():
+                print_stderr("waiting for the commands that use the server")
+                while is_used():
+                    time.sleep(0.5)
             with contextlib.suppress(psutil.NoSuchProcess):
                 subprocesses = psutil.Process(child.pid).children()
                 for process in subprocesses:

@@ -115,8 +115,9 @@ class Frame:
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round ticks, 1, 2 or 5 times a power of ten apart, from at most `low` to at least `high`."""
-    if high <= low:
-        low, high = low - 0.5, high + 0.5
+    if high - low <= 1e-12 * max(abs(low), abs(high)) + 1e-300:
+        margin = max(0.5, abs(high) / 1000)
+        low, high = low - margin, high + margin
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = power * next(factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import queue
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from profiles.errors import ProfileError
+from tasks.launchers.base import job_environment
 from tasks.sources.shard import SourceError
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
@@ -111,8 +111,8 @@ class WorkerPool:
 
 
 def worker_environment(token: str | None) -> dict[str, str]:
-    """Environment of a worker, with the token for the hub."""
-    return {**os.environ, **({"HF_TOKEN": token} if token else {})}
+    """Environment of a worker: a job's, with the token for the hub."""
+    return {**job_environment(), **({"HF_TOKEN": token} if token else {})}
 
 
 class Worker:

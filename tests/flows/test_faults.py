@@ -116,9 +116,9 @@ def test_killed_rank_without_retries_fails_the_run_with_its_cause(command, profi
 def test_interrupted_command_leaves_no_process_and_a_resumable_run(
     command, pretrain, profile, undisturbed, tmp_path, number
 ):
-    """With a temporary Prefect server, which has to stop, too."""
+    """With a local Prefect server, which has to stop, too, and touches nothing outside of the store."""
     folder = tmp_path / "store/runs/micro"
-    started = command("run", str(profile), *settings(*LONGER))
+    started = command("run", str(profile), *settings(*LONGER), PREFECT_HOME="", HOME=str(tmp_path / "home"))
     wait_for_step(folder, INTERRUPTED_AT)
     if number == signal.SIGINT:
         os.killpg(started.process.pid, number)  # like a terminal
@@ -129,6 +129,8 @@ def test_interrupted_command_leaves_no_process_and_a_resumable_run(
     assert "resume from the latest checkpoint" in err
     assert "Traceback" not in err
     assert started.processes() == []
+    assert (tmp_path / "store/prefect-home/prefect.db").is_file()
+    assert not (tmp_path / "home/.prefect").exists()
     done = len(losses(folder))
     assert INTERRUPTED_AT <= done < 240
     assert (folder / f"checkpoints/step_{done}/complete.json").exists()

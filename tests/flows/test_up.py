@@ -216,6 +216,7 @@ def test_repeated_up_registers_once_and_a_schedule_starts_runs(command, free_por
     (nightly,) = (each for each in deployments if each["tags"] == ["continual"])
     (schedule,) = nightly["schedules"]
     assert schedule["schedule"]["timezone"] == "Europe/Berlin"
+    assert not schedule["active"]
 
     soon = {
         "schedule": {"interval": 5, "anchor_date": "2026-01-01T00:00:00Z", "timezone": "Europe/Berlin"},

@@ -10,7 +10,8 @@ from tasks.reporting.chart import MAX_POINTS, Series, downsample, line_chart, ti
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (5.3, 8.31), (1, 300), (0.0001, 0.00011), (7, 7), (-3, 1e6)]
+    ("low", "high"),
+    [(0, 1), (5.3, 8.31), (1, 300), (0.0001, 0.00011), (7, 7), (1e17, 1e17), (0, 5e-324), (-3, 1e6)],
 )
 def test_ticks_are_round_and_enclose_the_range(low, high):
     marks = ticks(low, high)

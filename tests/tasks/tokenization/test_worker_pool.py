@@ -5,6 +5,7 @@ import logging
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 from tokenizers import normalizers
 
@@ -79,7 +80,10 @@ def test_worker_processes_listed_shards_of_a_plan_file(wanted, store, tmp_path):
     assert made == [False, False, False, True, False]
 
 
-def test_dead_worker_loses_only_its_shard_and_errors_are_passed_on(wanted, store, tmp_path):
+def test_dead_worker_loses_only_its_shard_and_errors_are_passed_on(wanted, store, tmp_path, monkeypatch):
+    """Nor does a worker get this process's tokens."""
+    for name in ("PREFECT_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "planted")
     tokenizer = TokenizerStep().run(Context(wanted, store))
     (tmp_path / "2.jsonl").write_bytes(b'{"text": ')
     (tmp_path / "3.jsonl").write_bytes(b'{"other": "a"}\n')
@@ -88,6 +92,7 @@ def test_dead_worker_loses_only_its_shard_and_errors_are_passed_on(wanted, store
     with WorkerPool(plan, store, 1) as pool:
         pool.run("tokenize", 0)
         (process,) = pool._workers
+        assert "planted" not in psutil.Process(process._process.pid).environ().values()
         process._process.kill()
         with pytest.raises(WorkerFailed, match="shard 1 ended with exit code -9"):
             pool.run("tokenize", 1)

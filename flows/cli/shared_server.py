@@ -1,0 +1,219 @@
+"""The Prefect server that the commands on one store share if none is configured, with its database beside the store.
+
+The first command starts it, in about 3 s (10 s the first time, when it creates its database) while the flow is being imported.
+Others use it, since servers that share an SQLite database block each other. It ends with the last of them, however that ends. It
+runs in its own session, so that Ctrl-C reaches only the flow, which can then still report its end.
+
+    <home>/server.json          the server's port and host
+    <home>/server.lock          held to start, join or end a server
+    <home>/server-<port>.alive  held by the server
+    <home>/server-<port>.users  held, shared, by the commands that use it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from flows.secrets import without_tokens
+from profiles.errors import ProfileError
+
+START_TIMEOUT = 120.0  # seconds
+STOP_TIMEOUT = 10.0  # seconds
+CHECK_SECONDS = 0.5  # between the server's looks for users
+
+
+class Registration:
+    """Who serves and who uses the database of a home. Raises ProfileError if files there cannot be locked."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        try:
+            self.home.mkdir(parents=True, exist_ok=True)
+            server = self._read()
+            if server and server["host"] != platform.node():  # whose loopback this machine cannot reach
+                self.home = home / platform.node()
+                self.home.mkdir(exist_ok=True)
+            with self.locked():
+                pass
+        except OSError as error:
+            reason = f"cannot keep Prefect's database: {error.strerror}; set it to a folder on a local disk"
+            raise ProfileError("PREFECT_HOME", str(home), reason) from error
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the home for a block."""
+        with (self.home / "server.lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def register(self, port: int) -> IO[bytes]:
+        """Name the server of this home; returns a file, for the server to inherit, whose lock says that it lives."""
+        alive = self._file(port, "alive").open("ab")
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        partial = self.home / "server.partial"
+        partial.write_text(json.dumps({"port": port, "host": platform.node()}))
+        partial.replace(self.home / "server.json")
+        return alive
+
+    def join(self) -> tuple[int, IO[bytes]] | None:
+        """Become a user of the server: its port, and a file to close when done; None if no server lives."""
+        server = self._read()
+        if server is None or not self.is_alive(server["port"]):
+            return None
+        users = self._file(server["port"], "users").open("ab")
+        fcntl.flock(users, fcntl.LOCK_SH)
+        return server["port"], users
+
+    def is_alive(self, port: int) -> bool:
+        return _is_locked(self._file(port, "alive"))
+
+    def is_used(self, port: int) -> bool:
+        return _is_locked(self._file(port, "users"))
+
+    def close(self, port: int) -> None:
+        """Let nobody join the server any more."""
+        server = self._read()
+        if server and server["port"] == port:
+            (self.home / "server.json").unlink()
+
+    def remove(self, port: int) -> None:
+        """Remove the files of a server that has ended."""
+        for kind in "alive", "users":
+            self._file(port, kind).unlink(missing_ok=True)
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            return json.loads((self.home / "server.json").read_text())
+        except FileNotFoundError:
+            return None
+
+    def _file(self, port: int, kind: str) -> Path:
+        return self.home / f"server-{port}.{kind}"
+
+
+@contextlib.contextmanager
+def shared_server(home: Path, log_file: Path) -> Iterator[Server]:
+    """Use the server of this home for the block, started if there is none."""
+    server = Server(home, log_file)
+    try:
+        yield server
+    finally:
+        server.leave()
+
+
+class Server:
+    """The server of a home, for one of its users; `wait` returns its address."""
+
+    def __init__(self, home: Path, log_file: Path) -> None:
+        self._registration, self._log_file = Registration(home), log_file
+        with self._registration.locked():
+            joined = self._registration.join()
+            if joined is None:
+                self._start(_free_port())
+                joined = self._registration.join()
+        self.port, self._users = joined
+
+    def _start(self, port: int) -> None:
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        home = str(self._registration.home)
+        environment = {**without_tokens(), "PREFECT_HOME": home}
+        with self._registration.register(port) as alive:
+            options = {"stdin": subprocess.DEVNULL, "pass_fds": [alive.fileno()], "env": environment}
+            start_module(("flows.cli.shared_server", str(port), home), self._log_file, **options)
+
+    def wait(self) -> str:
+        """Wait until the server is healthy and return its API's address. Raises RuntimeError after START_TIMEOUT."""
+        address = f"http://127.0.0.1:{self.port}/api"
+        if not wait_healthy(address, lambda: self._registration.is_alive(self.port)):
+            raise RuntimeError(f"the Prefect server did not start; log: {self._log_file}")
+        return address
+
+    def leave(self) -> None:
+        """Stop using the server; waits for its end if nobody else uses it."""
+        self._users.close()
+        deadline = time.monotonic() + STOP_TIMEOUT
+        while self._registration.is_alive(self.port) and time.monotonic() < deadline:
+            with self._registration.locked():
+                if self._registration.is_used(self.port):
+                    return
+            time.sleep(0.05)
+        self._registration.remove(self.port)
+
+
+def start_module(module: Sequence[str], log_file: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start `python -m MODULE ARGUMENTS...` in a new session, with its output appended to the log file."""
+    command = [sys.executable, "-P", "-m", *module]
+    with log_file.open("ab") as output:
+        streams = {"stdout": output, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, start_new_session=True, **streams, **options)
+
+
+def wait_healthy(api: str, is_alive: Callable[[], bool]) -> bool:
+    """Whether the API becomes healthy within START_TIMEOUT, before the server exits."""
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline and is_alive():
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{api}/health", timeout=5):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process holds a lock of the file."""
+    try:
+        with path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _stop_without_users(registration: Registration, port: int) -> None:
+    """End this process, the server, once nobody uses it."""
+    while True:
+        time.sleep(CHECK_SECONDS)
+        with registration.locked():
+            if not registration.is_used(port):
+                registration.close(port)
+                break
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(STOP_TIMEOUT / 2)
+    os._exit(0)
+
+
+def main(port: int, home: Path) -> None:
+    """Serve the API without the UI and with only the services of Prefect's own ephemeral server."""
+    watch = threading.Thread(target=_stop_without_users, args=(Registration(home), port), daemon=True)
+    watch.start()
+    os.environ |= {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
+
+    import uvicorn
+    from prefect.server.api.server import create_app
+
+    uvicorn.run(create_app(), host="127.0.0.1", port=port, log_level="error")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,61 @@
+"""The automation that marks runs without a heartbeat as crashed, on a real server and in seconds instead of minutes."""
+
+import time
+from uuid import uuid4
+
+import pytest
+from prefect import flow
+from prefect.automations import Automation
+from prefect.client.orchestration import get_client
+from prefect.events import emit_event
+from prefect.settings import PREFECT_CLIENT_RETRY_JITTER_FACTOR
+from prefect.states import Completed, Running
+
+from flows.prefect_settings import AUTOMATION, CLIENT_RETRIES, HEARTBEAT_SECONDS, SILENCE_SECONDS
+from flows.registration import register_automation
+from tests.flows.test_up import ask
+
+SILENCE = 10.0  # the shortest that Prefect accepts
+
+
+@flow
+def waiting() -> None:
+    """Is never run: its runs' states and heartbeats are sent by the test."""
+
+
+def heartbeat(flow_run) -> None:
+    emit_event("prefect.flow-run.heartbeat", {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}"})
+
+
+@pytest.fixture
+def automation(prefect_server):
+    register_automation(SILENCE)
+    yield
+    Automation.read(name=AUTOMATION).delete()
+
+
+def test_only_a_run_that_falls_silent_is_marked_as_crashed(prefect_server, automation):
+    time.sleep(2)  # the server's triggers learn of the automation
+    with get_client(sync_client=True) as client:
+        runs = [client.create_flow_run(waiting, name=uuid4().hex, state=Running()) for _ in range(3)]
+        killed, without_server, finished = runs
+        for run in runs:
+            heartbeat(run)
+        client.set_flow_run_state(finished.id, Completed(name="NothingNew"))
+        deadline = time.monotonic() + 60
+        while not client.read_flow_run(killed.id).state.is_crashed():
+            assert time.monotonic() < deadline
+            time.sleep(SILENCE / 2)  # as long, of what is allowed, as the server is gone for three minutes
+            heartbeat(without_server)
+        assert client.read_flow_run(without_server.id).state.is_running()
+        assert client.read_flow_run(finished.id).state.name == "NothingNew"
+    triggered = {"event": {"prefix": ["prefect.automation.action"]}}
+    named = {"id": [f"prefect.flow-run.{run.id}" for run in (without_server, finished)]}
+    found = ask(f"{prefect_server}/events/filter", {"filter": {**triggered, "any_resource": named}})
+    assert found["events"] == []
+
+
+def test_a_run_counts_as_crashed_only_after_its_client_has_given_up():
+    retried = sum(2**attempt for attempt in range(1, CLIENT_RETRIES + 1))
+    assert retried > 4 * 60
+    assert retried * (1 + PREFECT_CLIENT_RETRY_JITTER_FACTOR.value()) + HEARTBEAT_SECONDS < SILENCE_SECONDS

@@ -1,0 +1,64 @@
+"""The Prefect server that the commands on one store share."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from flows.cli.shared_server import Server
+from tests.flows.test_up import ask
+
+USER = """
+import sys, time
+from pathlib import Path
+from flows.cli.shared_server import Server
+server = Server(Path(sys.argv[1]), Path(sys.argv[2]))
+print(server.wait(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "planted")
+    monkeypatch.setenv("TRAINSHED_TEST", "shared-server")
+
+
+def servers() -> list[psutil.Process]:
+    """Servers that were started by this test."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if (
+                process.environ().get("TRAINSHED_TEST") == "shared-server"
+                and "flows.cli.shared_server" in process.cmdline()
+            ):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_commands_share_a_server_that_ends_with_the_last_and_keeps_its_history(environment, tmp_path):
+    home, log = tmp_path / "home", tmp_path / "server.log"
+    first = Server(home, log)
+    address = first.wait()
+    (server,) = servers()
+    assert "HF_TOKEN" not in server.environ()
+    command = [sys.executable, "-c", USER, str(home), str(log)]
+    second = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert second.stdout.readline().strip() == address
+        first.leave()
+        ask(f"{address}/flows/", {"name": "remembered"})
+        assert servers() == [server]
+    finally:
+        second.kill()
+        second.communicate()
+    server.wait(timeout=30)
+
+    third = Server(home, log)
+    assert [flow["name"] for flow in ask(f"{third.wait()}/flows/filter")] == ["remembered"]
+    third.leave()
+    assert servers() == []
