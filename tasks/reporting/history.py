@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from profiles.schema import Profile
-from tasks.launchers.log_follower import LogFollower
+from tasks.launchers.log_follower import LogFollower, is_metrics
 from tasks.reporting.chart import Points, Series
 from tasks.reporting.downsampling import Curve, Sample
 from tasks.store.runs import METRICS
@@ -45,7 +45,7 @@ class History:
 
     def update(self) -> None:
         """Read the rows that were added; all of them if training has resumed, which drops rows."""
-        for row in self._follower.rows():
+        for row in self._follower.rows(is_metrics):
             if "loss" in row:
                 self._add_step(row)
             if "validation_loss" in row:
