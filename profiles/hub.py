@@ -34,26 +34,33 @@ def ask(
 
 
 def config_json(repository: str, key: str) -> Path:
-    """Fetch a repository's config.json, unless the hub cache has the current one. Raises ProfileError if it cannot."""
+    """Fetch a repository's config.json, unless the hub cache has the current one.
+
+    Raises:
+        ProfileError: for the profile key `key`: there is none.
+        ConnectionError: the hub is unreachable, and its cache on this machine does not have the file.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     name, _, revision = repository.partition("@")
+    revision = revision or None
+
+    def download() -> Path:
+        return Path(hf_hub_download(name, "config.json", revision=revision))
+
     try:
-        return Path(
-            ask(
-                lambda: hf_hub_download(name, "config.json", revision=revision or None),
-                key,
-                repository,
-                revision or None,
-                retries.BRIEF,
-            )
-        )
-    except (LocalEntryNotFoundError, ConnectionError):
-        reason = "cannot be fetched: the hub is unreachable, and the hub cache does not have it"
-        raise ProfileError(key, repository, reason) from None
+        return ask(
+            download, key, repository, revision, delays=()
+        )  # a person waits, and the client has its own
+    except LocalEntryNotFoundError:  # subclass of EntryNotFoundError; the hub client is offline
+        raise ProfileError(
+            key, repository, "the hub cache does not have it, and HF_HUB_OFFLINE is set"
+        ) from None
     except EntryNotFoundError:
         raise ProfileError(key, repository, "the repository has no config.json") from None
+    except ConnectionError:
+        raise
     except OSError as error:
         raise ProfileError(key, repository, f"cannot be fetched: {error}") from error
 

@@ -20,7 +20,6 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 DELAYS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0)  # seconds before each retry, four minutes in all
-BRIEF = (1.0, 2.0, 4.0)  # the same where a person waits
 LONGEST = 600.0  # seconds; a server that asks for more is not waited for that long
 TIMEOUT, EARLY, THROTTLED, SERVER_ERROR = 408, 425, 429, 500  # HTTP status codes; all from the last on
 # Exceptions of httpx, aiohttp and botocore for a connection that failed; by name, since none of them must be installed.

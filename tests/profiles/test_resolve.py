@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -320,6 +321,16 @@ def test_model_config_is_a_file_folder_or_repository(place, tmp_path, monkeypatc
     (tmp_path / "config.json").unlink(missing_ok=True)  # once resolved, nobody asks for it again
     (tmp_path / "resolved.yaml").write_text(resolve.dump(resolved))
     assert resolve.load(str(tmp_path / "resolved.yaml")) == resolved
+
+
+def test_an_unreachable_hub_is_no_invalid_profile(tmp_path, monkeypatch, waits):
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
+    with Hub() as hub:
+        hub.patch(monkeypatch, tmp_path / "hub-cache")
+        hub.faults, hub.broken = [(503, {})], True
+        with pytest.raises(ConnectionError, match="org/name: the hub is unreachable"):
+            resolve.load("tiny", ["model.config=org/name"])
+    assert not waits  # beyond the client's own: a person waits
 
 
 @pytest.mark.parametrize(
