@@ -286,7 +286,8 @@ class Cluster(Section):
         2, description="retries after consecutive failures; a new checkpoint resets the count"
     )
     hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
-        20.0, description="hang timeout = hang_factor × median step time + this; null: no hang detection"
+        20.0,
+        description="hang timeout of a step = hang_factor × median step time + this; null: no hang detection",
     )
     hang_factor: Annotated[float, Field(ge=1)] = Field(
         5.0, description="multiple of the median step time in the hang timeout"

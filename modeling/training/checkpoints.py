@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import record_event
+from modeling.training.resume import Rejected, ResumeRequest, check_same_model, reject_beyond_last_step
 from modeling.training.trainer import Trainer
 from parallel import ZeRO1
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
 from profiles import state_files
-from profiles.schema import Profile
 
 log = logging.getLogger("trainshed")
 
@@ -41,33 +41,8 @@ FIRST_SAVES = (
 )
 
 
-class Rejected(ValueError):
-    """The checkpoint to resume from does not exist, or belongs to another model."""
-
-
 class SaveGivenUp(RuntimeError):
     """The final checkpoint could not be written, or none since the run was started."""
-
-
-@dataclass(frozen=True)
-class ResumeRequest:
-    """What `checkpoint.resume` and `checkpoint.weights` ask for."""
-
-    resume: str | int = "newest"
-    weights: bool = False
-
-    def step(self, saved: dict[int, Location]) -> int | None:
-        """The checkpoint that is asked for; None if the run has none to use. Raises Rejected if it is not complete."""
-        if self.resume == "none":
-            return None
-        if self.resume == "newest":
-            return max(saved, default=None)
-        if self.resume not in saved:
-            available = ", ".join(map(str, saved)) or "none"
-            raise Rejected(
-                f"checkpoint.resume = {self.resume}: is not a complete checkpoint; complete checkpoints are {available}"
-            )
-        return int(self.resume)
 
 
 @dataclass(frozen=True)
@@ -422,28 +397,6 @@ def retained(saved: dict[int, float | None], keep: int, keep_every: int) -> set[
     if losses:
         steps.add(min(losses, key=losses.__getitem__))
     return steps
-
-
-def reject_beyond_last_step(profile: Profile, saved: dict[int, Location]) -> None:
-    """Raise `Rejected` for a checkpoint of a step after the run's last: another run's, or a copy by hand."""
-    for step, source in saved.items():
-        if step > profile.train.steps:
-            raise Rejected(
-                f"{source}: is of a step after the run's last, train.steps = {profile.train.steps}; raise train.steps to "
-                "continue from it, or move the folder away"
-            )
-
-
-def check_same_model(profile: Profile, marker: dict[str, Any], source: Location) -> None:
-    """Raise `Rejected` with the first model field in which a checkpoint differs from the profile."""
-    ours = profile.model.model_dump(mode="json")
-    theirs = marker.get("profile", {}).get("model", ours)
-    for name in ours | theirs:
-        if ours.get(name) != theirs.get(name):
-            raise Rejected(
-                f"{checkpoint.name_of(source)} belongs to another model: model.{name} is {theirs.get(name)} in the "
-                f"checkpoint, {ours.get(name)} in the profile"
-            )
 
 
 def call_on_leader(leader: bool, function: Callable[[], Any]) -> Any:

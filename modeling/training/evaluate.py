@@ -22,8 +22,8 @@ from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.prefetch import Batch, read_batch
-from modeling.training.checkpoints import reject_beyond_last_step
 from modeling.training.generate import generate_samples
+from modeling.training.resume import reject_beyond_last_step
 from modeling.training.trainer import Trainer
 from parallel import ZeRO1
 from parallel.checkpoint import checkpoint

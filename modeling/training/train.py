@@ -26,10 +26,11 @@ from modeling.supervision.profiling import StepTrace
 from modeling.supervision.stragglers import node_names
 from modeling.supervision.watchdog import Watchdog
 from modeling.training.anomalies import AnomalyGuard, Ranges, sample_number
-from modeling.training.checkpoints import Checkpoints, Rejected, SaveGivenUp
+from modeling.training.checkpoints import Checkpoints, SaveGivenUp
 from modeling.training.evaluate import evaluate_samples
 from modeling.training.learning_rate import learning_rate
 from modeling.training.reporter import Reporter
+from modeling.training.resume import Rejected
 from modeling.training.step import StepRecord, StepStatistics, StepTimings
 from modeling.training.trainer import Trainer, timeouts_of
 from parallel import ZeRO1, collectives

@@ -104,6 +104,19 @@ def test_what_is_refused_is_said_in_its_own_words_and_not_retried():
     assert str(found).startswith("checkpoint.resume = 7: complete are 4, 8 (")
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "SaveGivenUp: step 8 could not be saved: rank 0: Permission denied; gave up after 8 attempts",
+        "LoadFailed: rank 3: OSError('step_8/a_3_0.distcp: stale file handle')",
+    ],
+)
+def test_failed_storage_is_the_cause_and_retried(reason):
+    found = failure(1, f"[rank 0] step 7/100  loss 5\n[rank 0] {reason}")
+    assert not isinstance(found, FatalError)
+    assert str(found).startswith(reason.partition(": ")[2])
+
+
 @pytest.mark.parametrize("code", [-9, 1, None, exit_codes.HUNG, exit_codes.INTERRUPTED])
 def test_everything_else_is_retried(code):
     assert not isinstance(failure(code), FatalError)
