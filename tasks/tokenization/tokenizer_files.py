@@ -18,6 +18,7 @@ from profiles.errors import ProfileError
 if TYPE_CHECKING:
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # each a JSON object
 EOS = "<|endoftext|>"  # GPT-2's
 DEFAULT_EOS = (EOS, "<|end_of_text|>", "</s>")  # tried in order if the source names no EOS token
 
@@ -40,11 +41,19 @@ def convert(source: str, raw: Path, folder: Path) -> None:
             found = ", ".join(sorted(path.name for path in raw.iterdir() if path.is_file())) or "nothing"
             wanted = "tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
             raise ProfileError("tokenizer.source", source, f"contains {found}; a tokenizer needs {wanted}")
-    except ProfileError:
+    except (ProfileError, OSError):
         raise
     except Exception as error:  # the parsers raise plain Exceptions
         raise ProfileError("tokenizer.source", source, f"{path.name} cannot be read: {error}") from error
-    write(folder, tokenizer, _configuration(raw, tokenizer, special))
+    settings = {}
+    for name in SETTINGS:
+        try:
+            settings[name] = json.loads((raw / name).read_text()) if (raw / name).exists() else {}
+            if not isinstance(settings[name], dict):
+                raise ValueError("it is not a JSON object")
+        except ValueError as error:
+            raise ProfileError("tokenizer.source", source, f"{name} cannot be read: {error}") from error
+    write(folder, tokenizer, _configuration(settings, tokenizer, special))
     if (raw / "chat_template.jinja").exists():
         shutil.copyfile(raw / "chat_template.jinja", folder / "chat_template.jinja")
 
@@ -133,10 +142,11 @@ def _merges(proto: ModelProto, vocabulary: dict[str, int]) -> list[tuple[str, st
     return merges
 
 
-def _configuration(raw: Path, tokenizer: Tokenizer, special: dict[str, str]) -> dict[str, Any]:
+def _configuration(
+    settings: dict[str, dict[str, Any]], tokenizer: Tokenizer, special: dict[str, str]
+) -> dict[str, Any]:
     """The source's tokenizer_config.json, with special tokens that it lacks taken from the other files."""
-    files = [raw / name for name in ("tokenizer_config.json", "special_tokens_map.json", "config.json")]
-    given, special_map, model = (json.loads(path.read_text()) if path.exists() else {} for path in files)
+    given, special_map, model = (settings[name] for name in SETTINGS)
     given.pop("auto_map", None)  # refers to code
     configuration = {name: value for name, value in given.items() if value is not None}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):

@@ -316,11 +316,15 @@ def test_source_without_a_tokenizer_is_rejected(store, hub, gpt2_files, source, 
         run(from_source(source, f"tokenizer.revision={revision or 'null'}"), store)
 
 
-def test_corrupted_tokenizer_is_rejected_by_file_name(store, folder):
+def test_corrupted_tokenizer_is_rejected_by_file_name(store, folder, gpt2_files):
     with pytest.raises(ProfileError, match=r"tokenizer\.json cannot be read"):
         run(from_source(folder({"tokenizer.json": b'{"version": 1'})), store)
     with pytest.raises(ProfileError, match=r"tokenizer\.model cannot be read"):
         run(from_source(folder({"tokenizer.model": b"\xff\xff"}, "other")), store)
+    for name, content in ("tokenizer_config.json", b""), ("config.json", b"[]"):
+        files = {"tokenizer.json": gpt2_files["tokenizer.json"], name: content}
+        with pytest.raises(ProfileError, match=rf"tokenizer\.source = .*: {name} cannot be read: "):
+            run(from_source(folder(files, f"with {name}")), store)
 
 
 def test_tokenizer_without_eos_is_rejected_if_append_eos_is_set(store, folder, texts):
