@@ -27,6 +27,7 @@ lint: .venv/installed-for-tests
 	$(BIN)/lint-imports --no-logo
 
 test: lint
+	@$(BIN)/python -m compileall -q flows tasks modeling parallel profiles tests  # once, not in each of a thousand processes
 	$(PYTEST)
 
 # Without the tests that start servers, clusters or processes.

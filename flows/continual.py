@@ -72,7 +72,7 @@ def _round(context: Context) -> State[Any]:
     name = f"{profile.name}-round-{current.round + 1}"
     # A round that was interrupted goes on with its data; one that is over, without a promotion, looks for new data.
     over = series.is_over(store, name)
-    with runs.lock_run(store, name), Runner(context) as runner:
+    with runs.lock_run(store, name) as lock, Runner(context) as runner:
         resolve_inputs(runner, None if over else read_lock(store, name))
         everything = runner.run(DatasetStep(tokenizer))
         dataset = series.new_data(store, current, everything, profile.train.sequence_length)
@@ -89,6 +89,7 @@ def _round(context: Context) -> State[Any]:
         start = keys.digest([current.identity, weights.name])
         identity = keys.run_identity(run, tokenizer.key, dataset.key, start)
         runs.record_flow_run(base, context.flow_run)
+        lock.check()
         inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": None}
         with open_run(runner, run, identity, inputs, planned, replace=over) as overview:
             held_out = store.artifacts.expect(DatasetStep.kind, current.dataset)

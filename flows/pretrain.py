@@ -92,7 +92,7 @@ def pretrain(
     run = load(profile, overrides, name)
     opened = Store(store, run.cluster.work_dir or "store")
     context = Context(run, opened, token=hub_token(run), flow_run=str(flow_run.id))
-    with runs.lock_run(opened, run.name), Runner(context) as runner:
+    with runs.lock_run(opened, run.name) as lock, Runner(context) as runner:
         parent = find_parent(opened, fork) if fork else None
         if parent:
             require_forkable(opened, parent, run)
@@ -114,6 +114,7 @@ def pretrain(
         origin = parent and keys.digest([parent.identity, parent.step])
         identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key, origin)
 
+        lock.check()
         inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": weights}
         with open_run(
             runner, run, identity, inputs, planned, command, parent=parent, replace=replace

@@ -18,6 +18,7 @@ from tasks.launchers import create, latest_jobs
 from tasks.launchers.log_follower import LogFollower, is_event, is_metrics, last_row
 from tasks.store import sync
 from tasks.store.backends import FolderBackend
+from tasks.store.locks import Lock
 from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
 
@@ -109,7 +110,7 @@ def check_name(store: Store, profile: Profile) -> None:
         _require_nothing_trained(run, existing, profile, differences)
 
 
-def lock_run(store: Store, name: str) -> AbstractContextManager[None]:
+def lock_run(store: Store, name: str) -> AbstractContextManager[Lock]:
     """Hold the lock of a run's name for a block: one flow run at a time uses it, others wait."""
     return store.lock(f"run-{name}")
 
