@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
+RETRIES = 2  # of a step that does not decide itself
 UNLIMITED = 1_000_000  # retries, for steps that decide themselves
 # Seconds before each retry, of which the last applies to all further ones, and by what share they vary: runs that a common
 # cause stopped do not all come back at once.
@@ -178,9 +179,8 @@ class Runner:
                 call.thread = None
             return Completed(name="Cached" if call.cached else "Completed", data=call.artifact.to_json())
 
-        retries = self._retries(call, context) if key is not None else {}
-        title = step.title(profile)
-        call.task = task(work, name=step.name, task_run_name=title, cache_policy=NO_CACHE, **retries)
+        options = {"task_run_name": step.title(profile), "cache_policy": NO_CACHE}
+        call.task = task(work, name=step.name, **options, **self._retries(call, context))
         return call
 
     def _retries(self, call: _Call, context: Context) -> dict[str, Any]:
@@ -194,7 +194,11 @@ class Runner:
             self._record(call.step.name, "tried again", state)
             return True
 
-        return {**DELAYS, "retries": 2 if decide is None else UNLIMITED, "retry_condition_fn": condition}
+        return {
+            **DELAYS,
+            "retries": RETRIES if decide is None else UNLIMITED,
+            "retry_condition_fn": condition,
+        }
 
     def _finish(self, call: _Call, state: State) -> Artifact | None:
         """Record the outcome of a step, and return its artifact or raise what made it fail."""
@@ -270,7 +274,7 @@ def forward_logs() -> None:
 
 @task(
     task_run_name="{name}",
-    retries=2,
+    retries=RETRIES,
     retry_condition_fn=worth_retrying,
     cache_policy=NO_CACHE,
     **DELAYS,

@@ -48,7 +48,7 @@ class ExportStep(Step):
             shutil.rmtree(local.parent)  # downloaded copies
         for file in store.artifacts.path(self.tokenizer).iterdir():
             if file.name != MANIFEST:
-                shutil.copy2(file, partial)
+                shutil.copy2(file, partial / file.name)
         (partial / RECORD).unlink()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from flows import runner
 from flows.cli.main import main
+from profiles import state_files
 from profiles.errors import ProfileError
+from tasks.keys import file_digest
 from tasks.reporting.format import format_count
 from tasks.store.store import Store
-from tests import s3
+from tests import faults, s3
 from tests.flows.micro import exported, losses, shown
 
 STEPS = [
@@ -180,6 +183,27 @@ def test_other_mathematics_under_the_same_name_is_rejected_with_commands(pretrai
     assert done(result) == ["train", "evaluate", "export"]
     assert losses(store / "runs/micro") != before
     assert losses(store / "runs/micro~1") == before
+
+
+def test_a_run_over_a_store_that_fails_at_random_ends_as_undisturbed(
+    pretrain, finished, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(state_files, "DELAYS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(runner, "RETRIES", 50)
+    monkeypatch.setattr(runner, "DELAYS", {"retry_delay_seconds": 0})
+    store, fault = tmp_path / "store", faults.Once(0, share=0.05)
+    with monkeypatch.context() as patch:
+        faults.inject(patch, store, fault)
+        result = pretrain(store)
+    assert fault.count > 20
+    assert done(result) == WORK
+    assert losses(store / "runs/micro") == losses(finished[0] / "runs/micro")
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert file_digest(store / "runs/micro/export" / name) == file_digest(
+            finished[0] / "runs/micro/export" / name
+        )
+    assert not (store / "quarantine").exists()
+    assert done(pretrain(store)) == []
 
 
 def test_a_finished_run_is_extended_where_its_schedule_allows_it(pretrain, store):
