@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -129,7 +129,8 @@ class ArtifactStore:
 
         Raises:
             FileNotFoundError: it is not in the store.
-            Corrupted: a downloaded file differs from the manifest.
+            Corrupted: a downloaded file differs from the manifest; the artifact was moved to quarantine, and so is made again
+                by the next run.
         """
         folder = self._folder.path(artifact_path(artifact.kind, artifact.key))
         if self._remote:
@@ -330,15 +331,34 @@ class ArtifactStore:
 
     def _download(self, remote: Replica, kind: str, key: str, with_required: bool = True) -> None:
         """Download an artifact unless the local copy is complete, and optionally what it requires."""
-        path = artifact_path(kind, key)
         data = remote.manifest_bytes(kind, key)
         if data is None:
-            raise FileNotFoundError(f"{kind} {key} is not in the store: {remote.backend.location(path)}")
+            where = remote.backend.location(artifact_path(kind, key))
+            raise FileNotFoundError(f"{kind} {key} is not in the store: {where}")
         manifest = Manifest.from_bytes(data, kind, key)
         if self._verify_local(kind, key) != manifest:
-            with self._staging(kind, key) as folder:
-                files = {file.name: file for file in manifest.files}
-                self._objects.download(path, list(files), folder, lambda name: files[name].verify(folder))
-                FolderBackend(folder).write(MANIFEST, data)
-                self._move_into_place(folder, kind, key, manifest)
+            try:
+                self._download_files(kind, key, manifest, data)
+            except Corrupted:  # where only sizes had been compared
+                with nullcontext() if self.is_locked(kind, key) else self.lock(kind, key):
+                    self._download_or_quarantine(remote, kind, key)
         self._map(lambda other: self._download(remote, *other), manifest.requires if with_required else ())
+
+    def _download_or_quarantine(self, remote: Replica, kind: str, key: str) -> None:
+        """Download an artifact that was corrupted a moment ago; if it still is, move the store's copy to quarantine."""
+        with remote.changing(kind, key):
+            data = remote.manifest_bytes(kind, key) or b""
+            try:
+                self._download_files(kind, key, Manifest.from_bytes(data, kind, key), data)
+            except Corrupted as error:
+                remote.quarantine(kind, key, error)
+                raise
+
+    def _download_files(self, kind: str, key: str, manifest: Manifest, data: bytes) -> None:
+        """Download the files of a manifest, whose contents are `data`. Raises Corrupted if one differs from it."""
+        files = {file.name: file for file in manifest.files}
+        with self._staging(kind, key) as folder:
+            path = artifact_path(kind, key)
+            self._objects.download(path, list(files), folder, lambda name: files[name].verify(folder))
+            FolderBackend(folder).write(MANIFEST, data)
+            self._move_into_place(folder, kind, key, manifest)
