@@ -91,6 +91,7 @@ def _round(context: Context) -> State[Any]:
         runs.record_flow_run(base, context.flow_run)
         lock.check()
         inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": None}
+        lock.check()  # a process that was suspended meanwhile may have lost the round to another one
         with open_run(runner, run, identity, inputs, planned, replace=over) as overview:
             held_out = store.artifacts.expect(DatasetStep.kind, current.dataset)
             of_base = replace(runner.context, profile=resolve.load(str(base / "profile.yaml")), folder=base)

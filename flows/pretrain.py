@@ -116,6 +116,7 @@ def pretrain(
 
         lock.check()
         inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": weights}
+        lock.check()  # a process that was suspended meanwhile may have lost the run to another one
         with open_run(
             runner, run, identity, inputs, planned, command, parent=parent, replace=replace
         ) as overview:
