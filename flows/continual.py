@@ -89,7 +89,6 @@ def _round(context: Context) -> State[Any]:
         start = keys.digest([current.identity, weights.name])
         identity = keys.run_identity(run, tokenizer.key, dataset.key, start)
         runs.record_flow_run(base, context.flow_run)
-        lock.check()
         inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": None}
         lock.check()  # a process that was suspended meanwhile may have lost the round to another one
         with open_run(runner, run, identity, inputs, planned, replace=over) as overview:

@@ -114,7 +114,6 @@ def pretrain(
         origin = parent and keys.digest([parent.identity, parent.step])
         identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key, origin)
 
-        lock.check()
         inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": weights}
         lock.check()  # a process that was suspended meanwhile may have lost the run to another one
         with open_run(
