@@ -98,7 +98,10 @@ class ForkedJob:
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
             if process.exitcode is None:
-                os.kill(process.pid, number)
+                with contextlib.suppress(
+                    ProcessLookupError
+                ):  # it has ended, which its exit code does not tell yet
+                    os.kill(process.pid, number)
 
 
 def _parse(command: list[str]) -> tuple[int, str, list[str]]:
