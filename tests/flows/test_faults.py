@@ -155,7 +155,8 @@ def test_command_started_again_reattaches_to_running_training(
     for process in training:  # so that training outlasts the start of the second command
         process.suspend()
     # Neither another run of that name nor the cancellation of another flow run stops it.
-    code, _, err = command(*arguments, "--set", "train.seed=2", PREFECT_API_URL=prefect_server).result()
+    other = ("--set", "train.seed=2", "--replace")
+    code, _, err = command(*arguments, *other, PREFECT_API_URL=prefect_server).result()
     assert code == 2
     assert "its train job is still active as process" in err
     assert not (tmp_path / "store/runs/micro~1").exists()
