@@ -87,8 +87,9 @@ def open_run(
                 _require_nothing_trained(run, existing, profile, differences)
             _require_no_active_job(profile, existing, folder)
             log.warning("run %s: moved the existing run to %s", run.name, run.move_aside())
-        elif existing and existing.train.steps != profile.train.steps:
-            log.info("run %s: %s steps instead of %s", run.name, profile.train.steps, existing.train.steps)
+        elif existing and (changed := _different_values("train", existing.train, profile.train, SCHEDULE)):
+            _require_no_active_job(profile, existing, folder)  # it would go on with the former schedule
+            log.info("run %s: its schedule changes ahead: %s", run.name, "; ".join(changed))
     folder = run.prepare(identity, parent)
     backend = FolderBackend(folder)
     backend.write("profile.yaml", resolve.dump(profile).encode())
@@ -211,8 +212,8 @@ def _require_no_active_job(profile: Profile, existing: Profile | None, folder: P
     for handle in latest_jobs(folder / "logs"):
         if where := launcher.location(handle):
             reason = (
-                f"a different run (model, data or training) has this name, and its {handle.job.name} job is still active as "
-                f"{where}; end it first, or choose another name"
+                f"a run of this name has other settings (model, data or training), and its {handle.job.name} job is still active "
+                f"as {where}; end it first, or choose another name"
             )
             raise ProfileError("name", profile.name, reason, [f"{profile.name}-2"])
 
