@@ -71,13 +71,13 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
     artifacts, notes = _unused_artifacts(store, current)
     found += artifacts
     found += [
-        Garbage("staging", f"staging/{folder.name}", _size(store, f"staging/{folder.name}"))
+        Garbage("staging", f"staging/{folder.name}", sum(store.files(f"staging/{folder.name}").values()))
         for folder in abandoned_folders(store.work_dir / "staging")
     ]
     places = {"quarantine": "quarantine"} | ({} if notes else {"work": "scratch"})
     for place, what in places.items():
         sizes: dict[str, int] = defaultdict(int)
-        for file, size in store.backend.files(place).items():
+        for file, size in store.files(place).items():
             sizes[file.partition("/")[0]] += size
         found += [Garbage(what, f"{place}/{name}", size) for name, size in sorted(sizes.items())]
     return found, notes
@@ -174,7 +174,3 @@ def _files_by_run(store: Store) -> dict[str, dict[str, int]]:
         name, _, file = path.partition("/")
         runs[name][file] = size
     return runs
-
-
-def _size(store: Store, name: str) -> int:
-    return sum(path.stat().st_size for path in (store.work_dir / name).rglob("*") if path.is_file())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +111,13 @@ def check_name(store: Store, profile: Profile) -> None:
         _require_nothing_trained(run, existing, profile, differences)
 
 
-def lock_run(store: Store, name: str) -> AbstractContextManager[Lock]:
+@contextmanager
+def lock_run(store: Store, name: str) -> Iterator[Lock]:
     """Hold the lock of a run's name for a block: one flow run at a time uses it, others wait."""
-    return store.lock(f"run-{name}")
+    with store.lock(f"run-{name}") as lock:
+        with store.lock("gc"):  # a garbage collection that did not see this run yet ends first
+            pass
+        yield lock
 
 
 def _stored_profile(folder: Path) -> Profile | None:

@@ -55,6 +55,10 @@ class Store:
         """Who holds a lock that is not an artifact's; None if nobody does."""
         return locks.holder(self.backend, f"locks/{name}")
 
+    def files(self, name: str) -> dict[str, int]:
+        """Sizes in bytes of all files below a folder, also in this machine's copy, by their paths relative to it."""
+        return self._local.files(name) | self.backend.files(name)
+
     def remove(self, name: str) -> None:
         """Remove a file or folder by its path in the store, also from this machine's copy; no error if it does not exist."""
         for backend in {self.backend, self._local}:
