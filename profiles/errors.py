@@ -37,8 +37,10 @@ class ProfileError(ValueError):
 
 
 def format_value(value: Any, longest: int | None = LONGEST_VALUE) -> str:
-    """A value as in YAML, on one line, truncated to `longest` characters if that is given."""
+    """A value as in YAML, on one line, cut in its middle to `longest` characters if that is given."""
     if isinstance(value, bool):
         return str(value).lower()
     text = " ".join(str(value).split())
-    return text if longest is None or len(text) <= longest else f"{text[: longest - 1]}…"
+    if longest is None or len(text) <= longest:
+        return text
+    return f"{text[: longest // 2 - 1]}…{text[-longest // 2 :]}"  # of a path, the end matters most

@@ -15,9 +15,8 @@ def pages(tmp_path_factory):
     for name, rate in (("first", "3e-3"), ("second", "1e-3")):
         write_run(store / "runs" / name, f"train.learning_rate={rate}")
     page = write_report(store / "runs/first")
-    both = compare.write_page(
-        compare.load_runs(Store(str(store)), ["first", "second"]), store / "compare.html"
-    )
+    runs = compare.load_runs(Store(str(store)), ["first", "second"])
+    both = compare.write_page(*runs, store / "compare.html")
     return {"report": page.as_uri(), "compare": both.as_uri()}
 
 

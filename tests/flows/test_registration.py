@@ -13,9 +13,8 @@ from prefect.states import Completed, Running
 
 from flows.prefect_settings import AUTOMATION, CLIENT_RETRIES, HEARTBEAT_SECONDS, SILENCE_SECONDS
 from flows.registration import register_automation
-from tests.flows.test_up import ask
 
-SILENCE = 10.0  # the shortest that Prefect accepts
+SILENCE = 20.0  # twice the shortest that Prefect accepts, for a loaded machine
 
 
 @flow
@@ -49,10 +48,6 @@ def test_only_a_run_that_falls_silent_is_marked_as_crashed(prefect_server, autom
             heartbeat(without_server)
         assert client.read_flow_run(without_server.id).state.is_running()
         assert client.read_flow_run(finished.id).state.name == "NothingNew"
-    triggered = {"event": {"prefix": ["prefect.automation.action"]}}
-    named = {"id": [f"prefect.flow-run.{run.id}" for run in (without_server, finished)]}
-    found = ask(f"{prefect_server}/events/filter", {"filter": {**triggered, "any_resource": named}})
-    assert found["events"] == []
 
 
 def test_a_run_counts_as_crashed_only_after_its_client_has_given_up():

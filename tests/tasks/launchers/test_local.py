@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,8 @@ print("rank", rank, "here with secret", os.environ.get("PREFECT_API_KEY"))
 while not (folder / "finish").exists():
     time.sleep(0.05)
 if "fail" in sys.argv and rank == "1":
+    while not (folder / "pid-0").exists():
+        time.sleep(0.05)
     raise ValueError("what went wrong")
 """
 
@@ -213,6 +216,7 @@ def test_job_of_unknown_status_is_left_running_and_can_be_re_attached(job, tmp_p
 
 
 def test_job_that_exceeds_its_timeout_is_killed(job, tmp_path):
+    started = partial(wait_for, tmp_path / "pid-alone")  # before its time is compared
     with pytest.raises(TimeoutError, match="exceeded 2 s"):
-        execute(create("local"), job("all-ignore-sigterm", processes=0), timeout=2, grace=0.5)
+        execute(create("local"), job("all-ignore-sigterm", processes=0), started, timeout=2, grace=0.5)
     assert gone(*pids(tmp_path, "alone"))
