@@ -30,6 +30,19 @@ hypothesis.settings.load_profile("trainshed")
 
 SLOW_FIXTURES = {"_cluster", "browser", "command", "pool", "prefect_server", "prefect_ui"}
 """Fixtures that start servers, clusters or processes: `make test-fast` leaves out the tests that use one."""
+SLOW_FILES = {
+    *("benchmarks/test_parallel", "flows/test_cli", "flows/test_profiles", "modeling/planning/test_planner"),
+    *("modeling/supervision/test_watchdog", "modeling/test_check_device", "modeling/tracing/test_operators"),
+    *(
+        "modeling/tracing/test_trace",
+        "modeling/training/test_anomalies",
+        "modeling/training/test_checkpoints",
+    ),
+    *("modeling/training/test_train", "profiles/test_training", "tasks/launchers/test_local"),
+    *("tasks/store/test_fault_injection", "tasks/store/test_remote_store", "tasks/test_evaluation"),
+    *("tasks/test_graphs", "tasks/test_training"),
+}
+"""Files that start processes by themselves, or take more than 20 s: `make test-fast` leaves them out too."""
 _LONGEST = ("slurm", "docs", "flows", "browser", "benchmarks", "parity", "parallel", "modeling", "tasks")
 START_ORDER = {folder: position for position, folder in enumerate(_LONGEST)}
 """Folders of tests by how long their files take, the longest first."""
@@ -63,7 +76,8 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items):
     """Mark slow tests, and put the longest groups first so that workers finish together."""
     for item in items:
-        if SLOW_FIXTURES & set(item.fixturenames):
+        file = item.nodeid.partition(".py::")[0].removeprefix("tests/")
+        if SLOW_FIXTURES & set(item.fixturenames) or file in SLOW_FILES:
             item.add_marker("slow")
     items.sort(key=lambda item: START_ORDER.get(_folder(item.nodeid), len(START_ORDER)))
 
