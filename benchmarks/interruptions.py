@@ -84,7 +84,7 @@ class Chain:
         ranks = self.ranks()
         if fault == "rank" and ranks:
             chance.choice(ranks).kill()
-            process.wait(TIMEOUT)  # the command goes on by itself
+            process.wait(TIMEOUT)  # the command recovers by itself
         else:
             process.send_signal(signal.SIGKILL if fault in ("rank", "SIGKILL") else getattr(signal, fault))
             process.wait(TIMEOUT)

@@ -70,7 +70,7 @@ def _round(context: Context) -> State[Any]:
         return Completed(name="NothingYet", message=missing)
     tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
     name = f"{profile.name}-round-{current.round + 1}"
-    # A round that was interrupted goes on with its data; one that is over, without a promotion, looks for new data.
+    # An interrupted round resumes with its data; a finished one that was not promoted looks for new data.
     over = series.is_over(store, name)
     with runs.lock_run(store, name) as lock, Runner(context) as runner:
         resolve_inputs(runner, None if over else read_lock(store, name))

@@ -85,7 +85,7 @@ class Registration:
         return _is_locked(self._file(port, "users"))
 
     def close(self, port: int) -> None:
-        """Let nobody join the server any more."""
+        """Stop accepting users of the server."""
         server = self._read()
         if server and server["port"] == port:
             (self.home / "server.json").unlink()
@@ -143,7 +143,7 @@ class Server:
         return address
 
     def leave(self) -> None:
-        """Stop using the server; waits for its end if nobody else uses it."""
+        """Stop using the server; wait for its end if this was its last user."""
         self._users.close()
         deadline = time.monotonic() + STOP_TIMEOUT
         while self._registration.is_alive(self.port) and time.monotonic() < deadline:
@@ -191,7 +191,7 @@ def _free_port() -> int:
 
 
 def _stop_without_users(registration: Registration, port: int) -> None:
-    """End this process, the server, once nobody uses it."""
+    """End this process, the server, once it has no users."""
     while True:
         time.sleep(CHECK_SECONDS)
         with registration.locked():

@@ -37,7 +37,7 @@ def checked_name(name: str) -> str:
 
 
 def checked_path(name: str) -> str:
-    """The name, if it is of a file below the folder that lists it, whoever wrote that. Raises ValueError."""
+    """The name of an untrusted listing, if its file is below the listed folder. Raises ValueError."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
         raise ValueError(f"{name!r} is not the name of a file below this folder")
@@ -303,7 +303,7 @@ class ObjectBackend:
 
 
 def _create(path: Path, data: bytes) -> None:
-    """Create a file with its contents in one step, so that nobody reads a part of it. Raises FileExistsError."""
+    """Create a file with its contents in one step, so that readers never see a part of it. Raises FileExistsError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:

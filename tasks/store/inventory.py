@@ -86,11 +86,13 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
 def remove(store: Store, garbage: Iterable[Garbage]) -> None:
     """Remove garbage. Raises ProfileError while a run is active: what it makes is not referred to yet."""
     with store.lock("gc"):
-        for name in _files_by_run(store):
-            if holder := store.lock_holder(f"run-{name}"):
-                raise ProfileError(
-                    "--yes", None, f"run {name} is active in {holder}; remove garbage once it has ended"
+        # By their locks: a run that has just started has no folder yet.
+        for name in sorted({file.partition("/")[0] for file in store.backend.files("locks")}):
+            if name.startswith(("run-", "continual-")) and (holder := store.lock_holder(name)):
+                reason = (
+                    f"run {name.partition('-')[2]} is active in {holder}; remove garbage once it has ended"
                 )
+                raise ProfileError("--yes", None, reason)
         still = set(find_garbage(store)[0])
         for each in garbage:
             if each in still:

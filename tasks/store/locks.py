@@ -105,7 +105,7 @@ def acquire(backend: Backend, name: str, expiry: float = EXPIRY) -> Iterator[Loc
 
 
 def holder(backend: Backend, name: str) -> str | None:
-    """Who holds the lock of this name; None if nobody does."""
+    """The holder of the lock of this name; None if it is free."""
     last = max(_tickets(backend, name), default=0)
     found = _holder(backend, name, last) if last else None
     return str(found) if found else None
@@ -174,9 +174,7 @@ def _tickets(backend: Backend, name: str) -> list[int]:
 
 
 def _write_ticket(backend: Backend, name: str, ticket: int, expiry: float, released: bool = False) -> None:
-    backend.write(
-        f"{name}/{ticket}", _state(expiry, released), durable=False
-    )  # nobody holds it after a power failure
+    backend.write(f"{name}/{ticket}", _state(expiry, released), durable=False)  # a power failure releases it
 
 
 def _state(expiry: float, released: bool = False) -> bytes:

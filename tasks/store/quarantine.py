@@ -1,6 +1,6 @@
 """Quarantine: what is provably corrupted is moved to `<store>/quarantine/<kind>-<key>-<n>/`, with the reason; never deleted.
 
-A process that has mapped the files keeps them. Whoever moves an artifact holds its lock.
+A process that has mapped the files keeps them. The caller holds the lock of the artifact.
 """
 
 from __future__ import annotations

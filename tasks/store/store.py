@@ -52,7 +52,7 @@ class Store:
         return locks.acquire(self.backend, f"locks/{name}")
 
     def lock_holder(self, name: str) -> str | None:
-        """Who holds a lock that is not an artifact's; None if nobody does."""
+        """The holder of a lock that is not an artifact's; None if it is free."""
         return locks.holder(self.backend, f"locks/{name}")
 
     def files(self, name: str) -> dict[str, int]:

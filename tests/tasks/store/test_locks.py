@@ -108,7 +108,7 @@ def test_locks_of_different_names_are_independent(backend):
 
 def test_waiting_logs_the_owner_once(backend, caplog):
     holder = start_holder(backend, 60, 1)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="tasks"):
         seconds_to_acquire(backend)
     assert [
         message for message in caplog.messages if f"process {holder.pid} on" in message
