@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.cli.shared_server import shared_server
 from flows.prefect_settings import configure
+from flows.shared_server import shared_server
 from flows.ui.console import (
     PipeTolerantConsole,
     TerminalHandler,

@@ -1,17 +1,28 @@
-"""Artifacts in one backend: the only place that verifies them, and moves corrupted ones to quarantine."""
+"""Artifacts in one backend: the only place that verifies them, and moves corrupted ones to quarantine.
+
+Quarantine is `<store>/quarantine/<kind>-<key>-<n>/`, with the reason in reason.txt. What is there is never deleted, and a process
+that has mapped the files keeps them.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import count
 
 from tasks.store import locks
 from tasks.store.backends import FolderBackend, ObjectBackend, checked_name
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.manifest import Corrupted, Manifest
-from tasks.store.quarantine import move_to_quarantine
+
+log = logging.getLogger(__name__)
+
+QUARANTINE = "quarantine"
+REASON = "reason.txt"  # beside the files in quarantine
 
 
 @dataclass
@@ -74,8 +85,24 @@ class Replica:
             return None
 
     def quarantine(self, kind: str, key: str, reason: object) -> None:
-        """Move an artifact to quarantine. The caller holds `changing`."""
-        move_to_quarantine(self.backend, artifact_path(kind, key), kind, key, reason)
+        """Move an artifact to quarantine, with a warning that gives the reason. The caller holds `changing`."""
+        taken = {f"{QUARANTINE}/{file.partition('/')[0]}" for file in self.backend.files(QUARANTINE)}
+        for number in count(1):
+            folder = f"{QUARANTINE}/{kind}-{key}-{number}"
+            if folder in taken:
+                continue
+            try:
+                self.backend.move(artifact_path(kind, key), folder)
+            except OSError as error:
+                if error.errno not in (
+                    errno.ENOTEMPTY,
+                    errno.EEXIST,
+                ):  # otherwise taken by another process since
+                    raise
+                continue
+            self.backend.write(f"{folder}/{REASON}", f"{reason}\n".encode())
+            log.warning("%s %s: %s; moved to %s", kind, key, reason, self.backend.location(folder))
+            return
 
     def changing(self, kind: str, key: str) -> AbstractContextManager[locks.Lock]:
         """Hold the lock under which the files of an artifact are uploaded, replaced or moved; for seconds to minutes."""

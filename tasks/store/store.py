@@ -3,7 +3,7 @@
     <store>/artifacts/<kind>/<key>/        artifacts.py
     <store>/runs/<run>/                    run_folder.py
     <store>/locks/, staging/, work/        work in progress
-    <store>/quarantine/                    quarantine.py: what was corrupted, with the reason
+    <store>/quarantine/                    replica.py: what was corrupted, with the reason
     <store>/notes/                         local cache, safe to delete
 
 A remote store has a local folder of the same layout, `work_dir`, that artifacts pass through and runs are in.

@@ -133,7 +133,7 @@ class Server:
         environment = {**without_tokens(), "PREFECT_HOME": home}
         with self._registration.register(port) as alive:
             options = {"stdin": subprocess.DEVNULL, "pass_fds": [alive.fileno()], "env": environment}
-            start_module(("flows.cli.shared_server", str(port), home), self._log_file, **options)
+            start_module(("flows.shared_server", str(port), home), self._log_file, **options)
 
     def wait(self) -> str:
         """Wait until the server is healthy and return its API's address. Raises RuntimeError after START_TIMEOUT."""
