@@ -1,14 +1,14 @@
 """Validation rules between a profile's sections, and of the local files it names; needs no device.
 
-`check` runs the rules in order. Where no choice follows from a rule itself, the nearest valid values are found by trying the
-values around the invalid one.
+`check` runs the rules in order. A choice is offered only if the profile with it satisfies the other rules too; where none
+follows from a rule itself, the nearest valid values are found by trying those around the invalid one.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from parallel.constraints import (
 )
 from profiles import data_sources, user_functions
 from profiles.errors import ProfileError
-from profiles.model import LARGEST, neighbours
+from profiles.model import LARGEST
 from profiles.schema import Profile
 
+Rule = Callable[[Profile], None]  # raises ProfileError
 CPU_PROCESSES = 16
 SEARCH_STEPS = 1024  # how far from an invalid value valid ones are searched, in each direction
 ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200"), "neuron": ("trn1", "trn2", "trn3")}
@@ -40,25 +41,35 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check(profile: Profile) -> None:
-    """Check that a profile can be planned. Raises ProfileError for the first rule that is broken."""
-    for rule in (*TOPOLOGY, _trace, _schedule, _vocabulary, _files, _compile, data_sources.check):
+    """Check that a profile can be planned.
+
+    Raises:
+        ProfileError: the first broken rule on topology, which those after it depend on, and every other broken rule.
+    """
+    errors = []
+    if broken := _broken(profile, TOPOLOGY):
+        rule, error = broken
+        errors.append(error.with_choices(_topology_choices(profile, rule, error)))
+    for rule in INDEPENDENT:
+        if broken := _broken(profile, [rule]):
+            errors.append(broken[1])
+    if errors:
+        raise errors[0].along_with(errors[1:])
+
+
+def _broken(profile: Profile, rules: Iterable[Rule]) -> tuple[Rule, ProfileError] | None:
+    """The first of these rules that a profile breaks, and how."""
+    for rule in rules:
         try:
             rule(profile)
         except ProfileError as error:
-            if rule in ALTERNATIVES and not error.choices:
-                choices = _alternatives(profile, rule, error.key)
-                raise ProfileError(error.key, error.value, error.reason, choices) from None
-            raise
+            return rule, error
+    return None
 
 
-def passes(profile: Profile, rules: Iterable[Callable[[Profile], None]] | None = None) -> bool:
+def passes(profile: Profile, rules: Iterable[Rule] | None = None) -> bool:
     """Whether a profile satisfies these rules; by default those on parallel degrees, batch sizes and the cluster."""
-    try:
-        for rule in TOPOLOGY if rules is None else rules:
-            rule(profile)
-    except ProfileError:
-        return False
-    return True
+    return _broken(profile, TOPOLOGY if rules is None else rules) is None
 
 
 def get_value(profile: Profile, key: str) -> Any:
@@ -93,7 +104,7 @@ def _cluster(profile: Profile) -> None:
         raise ProfileError("cluster.nodes", cluster.nodes, "the local launcher runs on one node", [1])
     if cluster.launcher == "local" and cluster.device == "cpu" and cluster.devices_per_node > CPU_PROCESSES:
         reason = f"is more than {CPU_PROCESSES} processes, the limit on one machine's CPU"
-        raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason, [CPU_PROCESSES])
+        raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason)
     limit = cluster.time and seconds(cluster.time)
     if limit and cluster.time_left >= limit:
         reason = f"leaves no time to train within cluster.time {cluster.time}"
@@ -136,11 +147,10 @@ def _tensor(profile: Profile) -> None:
             reason = f"does not divide {heads} query heads"
         else:
             reason = f"neither divides {kv_heads} KV heads nor is a multiple of them"
-        raise ProfileError("parallel.tensor", tensor, reason, neighbours(tensor, valid))
+        raise ProfileError("parallel.tensor", tensor, reason)
     if model.intermediate_size % tensor:
-        fitting = [t for t in valid if model.intermediate_size % t == 0]
         reason = f"does not divide model.intermediate_size {model.intermediate_size}"
-        raise ProfileError("parallel.tensor", tensor, reason, neighbours(tensor, fitting))
+        raise ProfileError("parallel.tensor", tensor, reason)
     given, derived = profile.parallel.kv_replication, profile.kv_replication
     if given not in (None, derived):
         reason = f"tensor {tensor} over {kv_heads} KV heads makes it {derived}"
@@ -152,7 +162,7 @@ def _pipeline(profile: Profile) -> None:
     ranks, cuts = parallel.pipeline, parallel.pipeline_cuts
     stages = ranks * minimum_stages_per_rank(parallel.schedule, ranks)
     if ranks > layers:
-        raise ProfileError("parallel.pipeline", ranks, f"is more than the model's {layers} layers", [layers])
+        raise ProfileError("parallel.pipeline", ranks, f"is more than the model's {layers} layers")
     if stages > layers:
         reason = f"needs at least 2 stages per rank, and {stages} are more than the model's {layers} layers"
         raise ProfileError("parallel.schedule", parallel.schedule, reason, ["1f1b", "zero_bubble"])
@@ -277,29 +287,52 @@ def _multiple(key: str, value: int, of: int, reason: str) -> None:
 
 # Rules on parallel degrees, batch sizes and the cluster, in order.
 TOPOLOGY = (_cluster, _tensor, _pipeline, _context, _data_parallel, _batch, _microbatches, _recompute)
-# Rules whose choices are searched, with further keys that may be changed to satisfy them.
-ALTERNATIVES: dict[Callable[[Profile], None], tuple[str, ...]] = {
-    _context: ("parallel.context",),
-    _data_parallel: ("parallel.pipeline", "parallel.context", "parallel.tensor"),
-    _batch: (),
-    _microbatches: (),
+INDEPENDENT = (_trace, _schedule, _vocabulary, _files, _compile, data_sources.check)
+# Keys whose nearest valid values are searched, with further keys that may be changed instead.
+SEARCHED: dict[str, tuple[str, ...]] = {
+    "parallel.tensor": (),
+    "parallel.pipeline": (),
+    "train.sequence_length": ("parallel.context",),
+    "train.global_batch_size": (),
+    "cluster.devices_per_node": ("parallel.pipeline", "parallel.context", "parallel.tensor"),
+    "cluster.nodes": ("parallel.pipeline", "parallel.context", "parallel.tensor"),
 }
 
 
-def _alternatives(profile: Profile, rule: Callable[[Profile], None], key: str) -> list[Any]:
-    """Values of the invalid key, and `key=value` of others, that satisfy all topology rules; else only those up to this one."""
-    for rules in (TOPOLOGY, TOPOLOGY[: TOPOLOGY.index(rule) + 1]):
-        found = [
-            value if candidate == key else f"{candidate}={value}"
-            for candidate in (key, *ALTERNATIVES[rule])
-            for value in _nearest(profile, candidate, rules)
-        ]
-        if found:
-            return found
-    return []
+def _topology_choices(profile: Profile, rule: Rule, error: ProfileError) -> list[Any]:
+    """Values of the invalid key, and `key=value` of others, with which all topology rules hold.
+
+    If no single change is enough, changes that satisfy the rules up to this one, each with the next change that it needs.
+    """
+    if found := list(_candidates(profile, error, TOPOLOGY)):
+        return [text for text, _ in found]
+    pairs = []
+    for text, changed in _candidates(profile, error, TOPOLOGY[: TOPOLOGY.index(rule) + 1]):
+        _, further = _broken(changed, TOPOLOGY)
+        for second, _ in list(_candidates(changed, further, TOPOLOGY))[:1]:
+            pairs.append(f"{text} with {second if '=' in str(second) else f'{further.key}={second}'}")
+    return pairs
 
 
-def _nearest(profile: Profile, key: str, rules: Sequence[Callable[[Profile], None]]) -> list[int]:
+def _candidates(
+    profile: Profile, error: ProfileError, rules: Sequence[Rule]
+) -> Iterator[tuple[Any, Profile]]:
+    """Changes that satisfy the rules, nearest first, and the changed profiles."""
+    if error.choices or error.key not in SEARCHED:
+        offered = [(error.key, choice) for choice in error.choices]
+    else:
+        keys = (error.key, *SEARCHED[error.key])
+        offered = [(key, value) for key in keys for value in _nearest(profile, key, rules)]
+    for key, choice in offered:
+        if key.count(".") != 1:  # an entry of a list
+            yield choice, profile
+            continue
+        changed = with_value(profile, key, None if choice == "null" else choice)
+        if passes(changed, rules):
+            yield (choice if key == error.key else f"{key}={choice}"), changed
+
+
+def _nearest(profile: Profile, key: str, rules: Sequence[Rule]) -> list[int]:
     """The nearest values of a key, below and above its own, that satisfy the rules."""
     value = get_value(profile, key)
     step = {

@@ -6,34 +6,53 @@ from collections.abc import Sequence
 from typing import Any
 
 LONGEST_VALUE = 80  # characters
+OVERRIDE_SYNTAX = "is not of the form KEY.PATH=VALUE, without spaces; for instance --set train.steps=100"
 
 
 class ProfileError(ValueError):
-    """An invalid profile; its text is one line, `key = value: reason; nearest valid: choices`.
+    """An invalid profile; its text is one line for each error, `key = value: reason; nearest valid: choices`.
 
     Attributes:
         key: dotted path, such as `parallel.tensor` or `data.sources.0.path`.
         value: the given value; None if it is missing.
         reason: why it is invalid, phrased to follow the value.
         choices: nearest valid values, best first; empty if there are none to name.
+        others: further errors of the same profile.
     """
 
-    def __init__(self, key: str, value: Any, reason: str, choices: Sequence[Any] = ()) -> None:
-        super().__init__(key, value, reason, choices)
+    def __init__(
+        self,
+        key: str,
+        value: Any,
+        reason: str,
+        choices: Sequence[Any] = (),
+        others: Sequence[ProfileError] = (),
+    ) -> None:
+        super().__init__(key, value, reason, choices, others)
         self.key = key
         self.value = value
         self.reason = reason
         self.choices = tuple(choices)
+        self.others = tuple(others)
 
     def __str__(self) -> str:
         subject = self.key if self.value is None else f"{self.key} = {format_value(self.value)}"
         choices = ", ".join(format_value(choice, longest=None) for choice in self.choices)
         nearest = f"; nearest valid: {choices}" if choices else ""
-        return f"{subject}: {self.reason}{nearest}"
+        also = "".join(f";\nalso {other}" for other in self.others)
+        return f"{subject}: {self.reason}{nearest}{also}"
 
     def within(self, section: str) -> ProfileError:
         """The same error with its key prefixed by a section."""
         return ProfileError(f"{section}.{self.key}", self.value, self.reason, self.choices)
+
+    def with_choices(self, choices: Sequence[Any]) -> ProfileError:
+        """The same error with other choices."""
+        return ProfileError(self.key, self.value, self.reason, choices)
+
+    def along_with(self, others: Sequence[ProfileError]) -> ProfileError:
+        """The same error together with further ones."""
+        return ProfileError(self.key, self.value, self.reason, self.choices, others)
 
 
 def format_value(value: Any, longest: int | None = LONGEST_VALUE) -> str:

@@ -18,11 +18,11 @@ HEAD = """# Profiles
 A profile is one YAML file that describes a run completely. To write one, extend a shipped profile and change what differs:
 
 ```sh
-cat > mine.yaml <<'END'
+cat > shorter.yaml <<'END'
 extends: tiny
 train: {steps: 100, learning_rate: 1e-3}
 END
-trainshed plan mine.yaml --set parallel.tensor=1
+trainshed plan shorter.yaml --set parallel.tensor=1
 trainshed profiles
 ```
 
@@ -30,19 +30,20 @@ trainshed profiles
 overrides one key. `trainshed profiles` lists the shipped profiles:
 
 ```
-profile              parameters    cluster       status
-tiny                 2.74 million  1 × 2 cpu     starts here        Llama with 2.7 million parameters on the …
-deepseek-coder-1.3b  1.35 billion  1 × 32 trn1   plan only          Continued pretraining of deepseek-coder 1…
+profile              parameters    nodes × devices  status
+tiny                 2.74 million  1 × 2 cpu        starts here
+  Llama with 2.7 million parameters on the Python documentation, two CPU processes on this machine
 …
-llama3-70b           70.6 billion  8 × 64 trn2   submits from here  Llama 3 70B from scratch on English Wikip…
+llama3-70b           70.6 billion  8 × 64 trn2      submits to Slurm
+  Llama 3 70B from scratch on English Wikipedia, on 8 trn2.48xlarge
 …
 ```
 
-Unknown keys, wrong types and impossible combinations are errors that name the key, its value, the reason and the nearest valid
-choices:
+Unknown keys, wrong types and impossible combinations are errors that name the key, its value, the reason and the nearest choices
+with which the profile is valid, one line for each error:
 
 ```
-trainshed: parallel.tensor = 3: does not divide 8 query heads; nearest valid: 2, 4
+trainshed: parallel.tensor = 3: does not divide 8 query heads; nearest valid: 2
 ```
 
 The run's folder has the resolved profile, `profile.yaml`.

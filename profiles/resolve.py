@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from profiles import yaml_text
 from profiles.check import check, check_start
-from profiles.errors import ProfileError
+from profiles.errors import OVERRIDE_SYNTAX, ProfileError
 from profiles.hub import REPOSITORY, config_json
 from profiles.model import canonical, from_config_json
 from profiles.schema import Profile
@@ -127,8 +127,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     parts = path.strip().split(".")
     if not equals or not all(parts):
-        reason = "is not of the form key.path=value"
-        raise ProfileError(f"--set {override}", None, reason, ["train.steps=100"])
+        raise ProfileError(f"--set {override}", None, OVERRIDE_SYNTAX)
     if parts == ["extends"]:
         reason = "cannot be overridden; set it in a profile file, or run that profile"
         raise ProfileError("extends", text, reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -46,27 +46,35 @@ LIMITS = {  # by pydantic's error type: the name of the bound in the context, an
 
 
 def profile_error(error: ValidationError, given: Mapping[str, Any], root: type[BaseModel]) -> ProfileError:
-    """The first error as a ProfileError, which also names the keys of others."""
+    """The errors as one ProfileError."""
     errors: dict[str, list[dict[str, Any]]] = {}  # by key: a union has one error for each of its members
     for entry in error.errors():
         errors.setdefault(_key(entry, given), []).append(entry)
     # Unknown keys first: a mistyped key is often why another one is missing.
-    first, *others = sorted(errors, key=lambda key: errors[key][0]["type"] != "extra_forbidden")
-    translated = _translate(first, errors[first], root)
-    if others:
-        translated.reason += (
-            f" ({len(others)} more: {', '.join(others[:3])}{', …' if len(others) > 3 else ''})"
-        )
-    return translated
+    ordered = sorted(errors, key=lambda key: errors[key][0]["type"] != "extra_forbidden")
+    first, *others = (_translate(key, errors[key], root) for key in ordered)
+    return first.along_with(others)
 
 
-def unknown_key(key: str, value: Any, known: Iterable[str]) -> ProfileError:
-    """A key that its section does not have; the choices are similar keys, else all keys."""
-    parent, _, name = key.rpartition(".")
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=3)
+def _unknown_key(key: str, value: Any, root: type[BaseModel]) -> ProfileError:
+    """A key that its section does not have.
+
+    The choices are similar keys of the section, else keys of this name in other sections, else all keys of the section.
+    """
+    *path, name = key.split(".")
+    parent = ".".join(path)
+    prefix = f"{parent}." if parent else ""
+    known = sorted(_keys(path, root))
+    close = [prefix + each for each in difflib.get_close_matches(name, known, n=3)]
+    if not close:
+        sections = {section: _keys([section], root) for section in _keys([], root) if section not in path}
+        names = {f"{section}.{each}": each for section, keys in sections.items() for each in keys}
+        similar = difflib.get_close_matches(name, names.values(), n=1, cutoff=0.8)
+        close = sorted(place for place, each in names.items() if each in similar)
     where = f"in {parent}" if parent else "at the top level"
-    return ProfileError(key, value, f"there is no such key {where}", close or known)
+    return ProfileError(
+        key, value, f"there is no such key {where}", close or [prefix + each for each in known]
+    )
 
 
 def _key(error: dict[str, Any], given: Any) -> str:
@@ -89,9 +97,7 @@ def _translate(key: str, errors: list[dict[str, Any]], root: type[BaseModel]) ->
     if isinstance(context.get("error"), ProfileError):
         return context["error"].within(key) if key else context["error"]
     if kind == "extra_forbidden":
-        return unknown_key(
-            key, None if isinstance(value, Mapping) else value, _keys(key.split(".")[:-1], root)
-        )
+        return _unknown_key(key, None if isinstance(value, Mapping) else value, root)
     if kind == "missing":
         is_entry = isinstance(error["loc"][-1], int)  # of a tuple
         reason = REASONS["too_short"] if is_entry else "is missing"

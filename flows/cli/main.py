@@ -13,7 +13,7 @@ from typing import Any
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.ui.console import one_line, print_stderr, redirect_to_devnull, save_traceback
-from profiles.errors import ProfileError
+from profiles.errors import OVERRIDE_SYNTAX, ProfileError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,6 +168,7 @@ def _profile(command: argparse.ArgumentParser) -> None:
 def _overrides(command: argparse.ArgumentParser) -> None:
     about = "override a profile key, for instance train.steps=100; repeatable"
     options = {"dest": "overrides", "action": "append", "default": [], "metavar": "KEY.PATH=VALUE"}
+    options["type"] = _override
     command.add_argument("-s", "--set", help=about, **options)
 
 
@@ -207,6 +208,13 @@ def _json(command: argparse.ArgumentParser) -> None:
 def _with_default(command: Any, option: str, default: str | int, about: str, **settings: Any) -> None:
     """Add an option whose help text ends with its default."""
     command.add_argument(option, default=default, help=f"{about} (default: {default})", **settings)
+
+
+def _override(text: str) -> str:
+    """An argument type: an override; checked here because `--set KEY VALUE` would leave VALUE as another argument."""
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"{text} {OVERRIDE_SYNTAX}")
+    return text
 
 
 def _integer(least: int, most: int | None = None) -> Callable[[str], int]:

@@ -55,7 +55,7 @@ def _print(console: Console, profile: Profile, planned: Plan) -> None:
     try:
         resolve.check_start(profile)
     except ProfileError as error:
-        console.print(Text(f"plan only: {error}", "yellow"))
+        console.print(Text(f"`trainshed run` cannot start it here: {error}", "yellow"))
     console.print()
     console.print(_facts(_time(profile, planned)))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from flows.cli.exit_codes import DONE
 from flows.ui.summaries import cluster_summary
@@ -16,6 +17,13 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.reporting.format import format_count
+
+STARTS, SUBMITS, PLAN_ONLY = "starts here", "submits to Slurm", "plan only"
+MEANINGS = {
+    STARTS: "`trainshed run` trains on this machine",
+    SUBMITS: "`trainshed run` submits a job with sbatch",
+    PLAN_ONLY: "`trainshed plan` works, `trainshed run` does not",
+}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -29,22 +37,34 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(profiles: list[Profile]) -> None:
+    """The table; descriptions are at the end of the lines if all fit there, else below them."""
     statuses = list(map(_status, profiles))
     rows = [
         (profile.name, format_count(profile.model.parameters), cluster_summary(profile), status)
         for profile, (status, _) in zip(profiles, statuses, strict=True)
     ]
-    table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
-    titles = ("profile", "parameters", "cluster", "status")
-    for title, column in zip(titles, zip(*rows, strict=True), strict=True):
-        table.add_column(title, no_wrap=True, min_width=max(map(len, column)))
-    table.add_column("", style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
-    for row, profile in zip(rows, profiles, strict=True):
-        table.add_row(*row, profile.description)
+    titles = ("profile", "parameters", "nodes × devices", "status")
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in (titles, *rows)]
     console = Console(highlight=False)
-    console.print(table)
-    for reason, count in Counter(reason for _, reason in statuses if reason).items():
-        console.print(f"plan only ({count} profiles): {reason}", style="dim")
+    beside = console.width >= len(lines[0]) + 2 + max(len(profile.description) for profile in profiles)
+    console.print(Text(lines[0], "dim"), soft_wrap=True)
+    for line, profile in zip(lines[1:], profiles, strict=True):
+        description = Text(profile.description, "dim")
+        if beside:
+            console.print(Text.assemble(line, "  ", description), soft_wrap=True)
+        else:
+            console.print(Text(line), soft_wrap=True)
+            console.print(Padding(description, (0, 0, 0, 2)))
+    console.print()
+    meanings = {status: [MEANINGS[status]] for status in MEANINGS if status in dict(statuses)}
+    for status, reason in dict.fromkeys(statuses):
+        if reason:
+            meanings[status].append(reason)
+    for status, parts in meanings.items():
+        legend = Table(box=None, pad_edge=False, show_header=False)
+        legend.add_row(Text(status.ljust(widths[-1])), Text(": ".join(parts), "dim"))
+        console.print(legend)
 
 
 def _describe(profile: Profile) -> dict[str, Any]:
@@ -70,5 +90,5 @@ def _status(profile: Profile) -> tuple[str, str]:
         resolve.check(profile)
         resolve.check_start(profile)
     except ProfileError as error:
-        return "plan only", str(error)
-    return ("submits from here" if profile.cluster.launcher == "slurm" else "starts here"), ""
+        return PLAN_ONLY, str(error.with_choices(()))
+    return (SUBMITS if profile.cluster.launcher == "slurm" else STARTS), ""

@@ -25,7 +25,7 @@ COMMANDS = ("run", "plan", "up", "convert", "profiles", "compare", "tensorboard"
     ("override", "expected"),
     [
         ("train.learning_rat=1", ("train.learning_rat = 1", "learning_rate")),
-        ("parallel.tensor=3", ("parallel.tensor = 3", "does not divide 4 query heads", "2, 4")),
+        ("parallel.tensor=3", ("parallel.tensor = 3", "does not divide 4 query heads", "nearest valid: ")),
         ("train.global_batch_size=6", ("train.global_batch_size = 6", "micro_batch_size 4", "4, 8")),
         (
             "data.sources.0.path=/no/such/file.txt",
@@ -201,15 +201,23 @@ def test_what_no_run_can_be_started_of_is_said_by_plan_and_in_the_list(capsys, m
     listed = json.loads(capsys.readouterr().out)
     for name, entry in listed.items():
         trn1 = entry["cluster"]["device"] == "trn1"
-        expected = "starts here" if name == "tiny" else "plan only" if trn1 else "submits from here"
+        expected = "starts here" if name == "tiny" else "plan only" if trn1 else "submits to Slurm"
         assert entry["status"] == expected, name
         assert trn1 == ("native PyTorch does not train" in entry["reason"])
-    assert main(["profiles"]) == 0
-    assert "cluster.accelerator = trn1" in capsys.readouterr().out
+    for columns in (80, 120, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(["profiles"]) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= columns
+        text = " ".join(out.split())
+        assert all(entry["description"] in text for entry in listed.values())
+        assert "starts here `trainshed run` trains on this machine" in text
+        assert "submits to Slurm `trainshed run` submits a job with sbatch" in text
+        assert re.search("plan only `trainshed plan` works, .*: cluster.accelerator = trn1: native", text)
     assert main(["plan", "llama2-7b"]) == 0
-    assert "plan only: cluster.accelerator = trn1" in capsys.readouterr().out
+    assert "cannot start it here: cluster.accelerator = trn1" in capsys.readouterr().out
     assert main(["plan", "llama3-8b"]) == 0
-    assert "plan only" not in capsys.readouterr().out
+    assert "cannot start it here" not in capsys.readouterr().out
 
 
 def test_profiles_are_listed_with_their_descriptions(capsys):
@@ -242,6 +250,7 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
         (["plan", "./nope.yaml"], "profile = ./nope.yaml: there is no such file"),
         (["plan", "."], "there is no such profile"),
         (["plan", "tiny", "--set", "train.steps=["], "is not YAML"),
+        (["plan", "tiny", "--set", "train.steps", "100"], "--set train.steps=100"),
         (["plan", "tinny", "--search"], "nearest valid: tiny"),
         (["run", "tiny", "--store", "ftpp://somewhere"], "store = ftpp://somewhere"),
         (["run", "tiny", "--store", ""], "store = : is empty"),
