@@ -1,0 +1,26 @@
+"""A run's settings do not change while one of its jobs follows the former ones."""
+
+import pytest
+
+from profiles.errors import ProfileError
+from profiles.resolve import load
+from tasks.launchers import Job, create
+from tasks.store import runs
+
+
+def test_a_schedule_is_not_changed_under_an_active_job(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "waits.py").write_text("import time\ntime.sleep(600)\n")
+    profile, longer = (load("tiny", [f"train.steps={steps}"]) for steps in (10, 20))
+    folder = runs.open_run(store, profile, "identity", "flow run", {})
+    launcher = create("local")
+    training = launcher.submit(Job("train", "waits", (), folder / "logs"))
+    try:
+        with pytest.raises(ProfileError, match="its train job is still active as process"):
+            runs.open_run(store, longer, "identity", "another flow run", {})
+        assert load(str(folder / "profile.yaml")).train.steps == 10
+        assert runs.open_run(store, profile, "identity", "another flow run", {}) == folder
+    finally:
+        launcher.cancel(training, grace=0)
+    assert runs.open_run(store, longer, "identity", "another flow run", {}) == folder
+    assert load(str(folder / "profile.yaml")).train.steps == 20
