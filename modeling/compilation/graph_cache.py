@@ -4,7 +4,7 @@ Two regions of a model are compiled: the transformer block, one graph for all id
 makes two programs, training (a forward and a backward graph) and evaluation (one graph). The embedding lookup and the
 final norm stay eager: compiled, the lookup's backward would accumulate in no fixed order on several threads, and a
 resumed run must be bit-identical. The optimizer's update is torch's fused kernel where one exists, elsewhere a
-program of one graph. A user-defined loss runs eager.
+program of one graph for each length of shard. A user-defined loss runs eager.
 
 `CompileStatistics` counts cache misses and hits per program, and logs by name the programs that missed a precompiled
 artifact.
@@ -35,6 +35,7 @@ CACHE = "cache.tar"
 REGIONS = ("block", "recomputed block", "loss")
 OPTIMIZER = "optimizer"
 PROGRAMS = (*(f"{region}, {mode}" for region in REGIONS for mode in ("training", "evaluation")), OPTIMIZER)
+SHARD_LENGTHS = 64  # distinct ones of a rank's buckets, at most
 OPTIONS = {"fullgraph": True, "dynamic": False}
 log = logging.getLogger("trainshed")
 
@@ -63,8 +64,13 @@ def compile_regions(model: nn.Module, train: Train, backend: Callable[[str], Bac
 
 
 def compiled_update(kind: str, backend: Callable[[str], Backend]) -> Update | None:
-    """AdamW's update, compiled at its first call; None for kinds of device with a fused kernel in torch."""
-    return None if has_fused_adamw(kind) else torch.compile(update, backend=backend(OPTIMIZER), **OPTIONS)
+    """AdamW's update, compiled for each length of shard; None for kinds of device with a fused kernel in torch."""
+    if has_fused_adamw(kind):
+        return None
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, SHARD_LENGTHS)
+    return torch.compile(update, backend=backend(OPTIMIZER), **OPTIONS)
 
 
 class CompileStatistics:

@@ -1,18 +1,21 @@
-"""Build a profile's device mesh, its pipeline partition and its pipeline stages."""
+"""Build a profile's device mesh, its pipeline partition, its pipeline stages and their optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
+from torch import nn
 
 from modeling.models.flops import layer_multiply_adds
 from modeling.models.gpt import GPT
 from modeling.models.language_model import LanguageModel
 from modeling.models.llama import Llama
-from parallel import Mesh
+from parallel import Mesh, ZeRO1
 from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
+from parallel.optimizer.adamw import Update
 from parallel.pipeline.schedules import choose_extra_forwards
 from parallel.pipeline.stages import cut_layers
 from profiles.schema import Profile
@@ -68,3 +71,29 @@ def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
         model.layers.values(), profile.train.recompute, profile.train.recompute_layers
     )
     return model
+
+
+def build_optimizer(
+    profile: Profile,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    mesh: Mesh,
+    compiled: Update | None = None,
+) -> ZeRO1:
+    """ZeRO-1 AdamW over the parameters of a rank's stages, with the profile's settings.
+
+    Args:
+        compiled: compiled `adamw.update`.
+    """
+    train = profile.train
+    return ZeRO1(
+        named_parameters,
+        mesh,
+        betas=train.betas,
+        epsilon=train.epsilon,
+        weight_decay=train.weight_decay,
+        decays=lambda name, parameter: train.norm_weight_decay or parameter.dim() > 1,
+        clip=train.clip,
+        shard=profile.parallel.zero1,
+        gradient_dtype=DTYPES[train.gradient_dtype],
+        compiled=compiled,
+    )

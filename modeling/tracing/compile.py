@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiler
-from modeling.compilation.graph_cache import Backend, program_name
+from modeling.compilation.graph_cache import Backend
 from modeling.tracing import graph_stats
 from modeling.tracing.trace import Recorder, run_stage
 from modeling.training.trainer import threads
@@ -40,10 +40,11 @@ log = logging.getLogger("trainshed")
 
 
 class ProgramCompiler:
-    """torch.compile backends that compile one program and only record the others."""
+    """torch.compile backends that compile one program, given by name and digest, and only record the others."""
 
-    def __init__(self, name: str, compiler: Compiler) -> None:
-        self.name, self.compiler, self.recorder = name, compiler, Recorder()
+    def __init__(self, name: str, digest: str, compiler: Compiler) -> None:
+        self.name, self.digest, self.compiler, self.recorder = name, digest, compiler, Recorder()
+        self.found = False  # whether the stage runs the program
         self.graphs = 0
         self.seconds = 0.0
         self._backends: dict[str, Backend] = {}
@@ -53,18 +54,16 @@ class ProgramCompiler:
         return self._backends.setdefault(region, lambda graph, inputs: self._compile(region, graph, inputs))
 
     def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if program_name(region) == self.name:
+        recorded = self.recorder.backend(region)(graph, inputs)
+        name, graphs = self.recorder.programs[-1]
+        if name == self.name and graph_stats.digest(graphs) == self.digest:
+            self.found = True
             before, start = sum(self.compiler.cache_counts()), time.perf_counter()
             with unset_fake_temporarily():  # as in training: compilers create real tensors
                 self.compiler.compile(graph, inputs)
             self.graphs += sum(self.compiler.cache_counts()) - before
             self.seconds += time.perf_counter() - start
-        return self.recorder.backend(region)(graph, inputs)
-
-    def digest(self) -> str | None:
-        """Digest of the program's graphs; None if the stage does not run it."""
-        recorded = (graphs for name, graphs in self.recorder.programs if name == self.name)
-        return next(map(graph_stats.digest, recorded), None)
+        return recorded
 
 
 def compile_program(
@@ -75,7 +74,7 @@ def compile_program(
     Returns:
         graphs, seconds, peak_bytes (of this process and its largest child), error (None on success).
     """
-    target, error = ProgramCompiler(name, compiler), None
+    target, error = ProgramCompiler(name, digest, compiler), None
     torch.compiler.reset()
     try:
         run_stage(profile, stage, target.backend, FakeTensorMode())
@@ -83,7 +82,7 @@ def compile_program(
         log.exception(f"{name}: failed")
         error = describe(failure)
     else:
-        if target.digest() != digest:
+        if not target.found:
             error = "its graphs differ from the traced ones"
         elif target.graphs == 0:
             error = "its compiler made no graph of it"

@@ -32,14 +32,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from modeling.compilation.graph_cache import Backend, compile_regions, compiled_update, program_name
-from modeling.models.build import DTYPES, build_mesh, build_stage, partition_layers
+from modeling.models.build import DTYPES, build_mesh, build_optimizer, build_stage, partition_layers
 from modeling.planning.operator_costs import axis_sizes
 from modeling.tracing import graph_stats
 from modeling.tracing.graph_stats import GraphStats, StageStats
 from parallel import Mesh
 from parallel import device as devices
 from parallel.attention.ring import zigzag_positions
-from parallel.optimizer.adamw import TILE
 from parallel.random import sample_keys
 from profiles.resolve import load
 from profiles.schema import Profile
@@ -163,10 +162,20 @@ def run_stage(
             y = model(x.detach(), positions, documents)
             if compiles_loss:
                 model.loss(y, tokens)
-            update = compiled_update(profile.cluster.device, backend)
-            if update is not None:
-                update(*(torch.zeros(TILE, device=device) for _ in range(4)), torch.zeros(8, device=device))
+            if update := compiled_update(profile.cluster.device, backend):
+                for length in sorted(_shard_lengths(profile, mesh, number, device)):
+                    shards = (torch.zeros(length, device=device) for _ in range(4))
+                    update(*shards, torch.zeros(4, device=device), torch.zeros(7, device=device))
         return saved, model.last
+
+
+def _shard_lengths(profile: Profile, mesh: Mesh, number: int, device: torch.device) -> set[int]:
+    """Lengths of the optimizer's shards on the pipeline rank that has this stage."""
+    layers = partition_layers(profile)
+    local = range(number % profile.parallel.pipeline, len(layers), profile.parallel.pipeline)
+    stages = [build_stage(profile, mesh, layers[stage], device) for stage in local]
+    named = [pair for stage in stages for pair in stage.named_parameters()]
+    return {bucket.length for bucket in build_optimizer(profile, named, mesh).buckets}
 
 
 @contextlib.contextmanager

@@ -16,12 +16,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from modeling import exit_codes
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.prefetch import Batch, Prefetcher, read_batch
-from modeling.models.build import DTYPES
+from modeling.models.build import build_optimizer
 from modeling.supervision.profiling import StepTrace
 from modeling.supervision.stragglers import node_names
 from modeling.supervision.watchdog import Watchdog
@@ -155,15 +157,17 @@ class TrainingRun:
         statistics = StepStatistics.reduce(self.trainer, local_loss, *flags, busy)
         anomaly = self.guard.anomaly(statistics.loss)
         reduced = time.perf_counter()
-        update = optimizer.step(rate, skip=bool(anomaly))
-        self.guard.update(statistics.loss, update.skipped)
-        parameter_norm = optimizer.parameter_norm()
+        skip = torch.full((), float(bool(anomaly)), device=self.trainer.torch_device)
+        update = optimizer.step(rate, skip)
+        gradient_norm, skipped = update.gradient_norm.item(), bool(update.skipped.item())
+        self.guard.update(statistics.loss, skipped)
+        parameter_norm = optimizer.parameter_norm().item()
         if self.checkpoints.written(statistics.checkpoint_writers):
             with self.watchdog.phase("save"):
                 self.checkpoints.complete()
         end = time.perf_counter()
 
-        skip_reason = (anomaly or f"gradient norm is {update.gradient_norm}") if update.skipped else ""
+        skip_reason = (anomaly or f"gradient norm is {gradient_norm}") if skipped else ""
         timings = StepTimings(
             total=end - start,
             data_wait=data_ready - start,
@@ -171,7 +175,7 @@ class TrainingRun:
             optimizer=end - reduced,
             communication=collectives.wait_time.seconds - waited_before,
         )
-        norms = update.gradient_norm, parameter_norm
+        norms = gradient_norm, parameter_norm
         return StepRecord(self.step, statistics, rate, *norms, skip_reason, timings)
 
     def _evaluate_if_due(self) -> float | None:
@@ -277,20 +281,9 @@ class TrainingData:
 
 
 def make_optimizer(trainer: Trainer) -> ZeRO1:
-    """ZeRO-1 AdamW over the trainer's parameters, with the profile's settings."""
-    settings = trainer.profile.train
-    return ZeRO1(
-        trainer.named_parameters(),
-        trainer.mesh,
-        betas=settings.betas,
-        epsilon=settings.epsilon,
-        weight_decay=settings.weight_decay,
-        decays=lambda name, parameter: settings.norm_weight_decay or parameter.dim() > 1,
-        clip=settings.clip,
-        shard=trainer.profile.parallel.zero1,
-        gradient_dtype=DTYPES[settings.gradient_dtype],
-        compiled=trainer.compiled_update(),
-    )
+    """The optimizer of the trainer's parameters."""
+    named_parameters = trainer.named_parameters()
+    return build_optimizer(trainer.profile, named_parameters, trainer.mesh, trainer.compiled_update())
 
 
 class StopSignal:

@@ -105,7 +105,7 @@ def load(checkpoint: Location, optimizer: ZeRO1, *, weights_only: bool = False) 
     _raise_on_all(error)
     optimizer.gather_parameters()
     if not weights_only:
-        optimizer.steps = about["optimizer_steps"]
+        optimizer.steps.fill_(about["optimizer_steps"])
         set_random_states(optimizer.buckets[0].values.device, random)
     return about
 

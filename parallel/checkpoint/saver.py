@@ -124,7 +124,7 @@ class Saver:
             self._random[kind].copy_(state)
         about = {
             **about,
-            "optimizer_steps": self.optimizer.steps,
+            "optimizer_steps": round(self.optimizer.steps.item()),
             "mesh": self.optimizer.mesh.shape,
             "versions": {
                 **about.get("versions", {}),

@@ -1,27 +1,39 @@
 """AdamW (arXiv 1711.05101) on flat float32 tensors: torch's fused kernel, or a function that can be compiled.
 
-With g the gradient times `scale`, m and v the moments, at step t:
+With g the gradient divided by `divisor`, m and v the moments, at update t:
 
     m = β1 m + (1-β1) g;   v = β2 v + (1-β2) g²;   w = (1 - ηλ) w - η/(1-β1^t) · m / (√v / √(1-β2^t) + ε)
 
-A compiled graph must depend neither on the step's scalars nor on the shard's length: scalars are passed as a tensor, and a shard
-is processed in tiles of one size, so that one graph serves every shard on every rank.
+All that depends on the step is on the device, so that the host waits for nothing: the number of the update, the divisor, and
+whether to skip. One kernel, or one compiled graph, serves a whole shard; graphs depend on its length and on no number.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.device import has_fused_adamw
 
-TILE = 1 << 16  # elements; padding the last tile costs at most a thousandth of a large model's shard
+Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
-Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+@dataclass(frozen=True)
+class AdamW:
+    """Hyperparameters."""
+
+    betas: tuple[float, float]
+    epsilon: float
+
+    def constants(self, weight_decay: float, device: torch.device) -> Tensor:
+        """What `update` needs of them: 1-β1, β2, 1-β2, log β1, log β2, ε, λ; (7) float32."""
+        beta1, beta2 = self.betas
+        logs = (math.log(beta) if beta else -math.inf for beta in self.betas)
+        return torch.tensor([1 - beta1, beta2, 1 - beta2, *logs, self.epsilon, weight_decay], device=device)
 
 
 def adamw(
@@ -30,53 +42,48 @@ def adamw(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    step: int,
-    learning_rate: float,
-    betas: tuple[float, float],
-    epsilon: float,
+    settings: AdamW,
     weight_decay: float,
-    scale: float,
+    constants: Tensor,
+    step: Tensor,
+    learning_rate: float,
+    divisor: Tensor | None,
+    skip: Tensor,
     compiled: Update | None = None,
 ) -> None:
     """One in-place AdamW step on flat float32 tensors of equal length.
 
     Args:
-        scale: factor on the gradient, for clipping.
-        compiled: compiled `update`, applied tile by tile; None uses torch's fused kernel, or `update` if there is none.
+        constants: `settings.constants(weight_decay, ...)`.
+        step: number of this update, counted from 1; 0-dim float32 on the device, as are the next two.
+        divisor: of the gradient, for clipping; None for 1.
+        skip: 1 leaves everything as it is, 0 does not.
+        compiled: compiled `update`; None uses torch's fused kernel, or `update` if there is none.
     """
-    beta1, beta2 = betas
     if compiled is None and has_fused_adamw(weights.device.type):
         torch._fused_adamw_(
-            [weights], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step), device=weights.device)],
-            lr=learning_rate, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=epsilon,
-            amsgrad=False, maximize=False,
-            grad_scale=None if scale == 1 else torch.tensor(1 / scale, device=weights.device),
+            [weights], [gradient], [exp_avg], [exp_avg_sq], [], [step],
+            lr=learning_rate, beta1=settings.betas[0], beta2=settings.betas[1], weight_decay=weight_decay,
+            eps=settings.epsilon, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skip,
         )  # fmt: skip
         return
-    correction2, decay = math.sqrt(1 - beta2**step), 1 - learning_rate * weight_decay
-    rate = learning_rate / (1 - beta1**step)
-    values = [scale, 1 - beta1, beta2, 1 - beta2, correction2, epsilon, decay, rate]
-    scalars = torch.tensor(values, device=weights.device)
-    tensors = (weights, gradient, exp_avg, exp_avg_sq)
-    if compiled is None:
-        update(*tensors, scalars)
-        return
-    tiled = weights.numel() // TILE * TILE
-    for start in range(0, tiled, TILE):
-        compiled(*(tensor[start : start + TILE] for tensor in tensors), scalars)
-    if tiled < weights.numel():
-        rest = [tensor[tiled:] for tensor in tensors]
-        padded = [F.pad(tensor, (0, TILE - len(tensor))) for tensor in rest]
-        compiled(*padded, scalars)
-        for tensor, tile in zip(rest, padded, strict=True):
-            tensor.copy_(tile[: len(tensor)])
+    rate = torch.full_like(step, learning_rate)
+    scalars = torch.stack((step, rate, torch.ones_like(step) if divisor is None else divisor, skip))
+    (compiled or update)(weights, gradient, exp_avg, exp_avg_sq, scalars, constants)
 
 
-def update(weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Tensor) -> None:
-    """The AdamW formula, in place; scalars (8): scale, 1-β1, β2, 1-β2, √(1-β2^t), ε, 1-ηλ, η/(1-β1^t)."""
-    scale, new1, old2, new2, correction2, epsilon, decay, rate = scalars.unbind()
-    gradient = gradient * scale
-    exp_avg.add_((gradient - exp_avg) * new1)
-    exp_avg_sq.mul_(old2).add_(gradient * gradient * new2)
-    root = exp_avg_sq.sqrt() / correction2 + epsilon
-    weights.mul_(decay).sub_(exp_avg / root * rate)
+def update(
+    weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Tensor, constants: Tensor
+) -> None:
+    """The AdamW formula, in place; scalars (4): t, η, divisor, skip; constants (7): see `AdamW.constants`."""
+    step, rate, divisor, skip = scalars.unbind()
+    new1, old2, new2, log1, log2, epsilon, decay = constants.unbind()
+    skip = skip > 0
+    gradient = gradient / divisor
+    average = exp_avg + (gradient - exp_avg) * new1
+    average_sq = exp_avg_sq * old2 + gradient * gradient * new2
+    correction1, correction2 = -torch.expm1(step * log1), -torch.expm1(step * log2)
+    root = (average_sq / correction2).sqrt() + epsilon
+    updated = weights * (1 - rate * decay) - average / root * (rate / correction1)
+    for old, new in ((weights, updated), (exp_avg, average), (exp_avg_sq, average_sq)):
+        old.copy_(old.where(skip, new))

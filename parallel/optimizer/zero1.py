@@ -4,7 +4,8 @@ One step over the d ranks of the data-parallel shard group:
 
     gradients    accumulated over the microbatches in float32, reduce-scattered bucket by bucket during the last backward:
                  n(d-1)/d elements sent
-    norm         over all ranks, each parameter once; if it is not finite, all ranks skip the step
+    norm         over all ranks, each parameter once; if it is not finite, all ranks skip the step. It stays on the device,
+                 as does what follows from it: the host waits for nothing
     AdamW        on the local shard (arXiv 1711.05101)
     parameters   all-gathered bucket by bucket while the next bucket is updated: n(d-1)/d elements sent
 
@@ -14,7 +15,6 @@ master weights are the local shard of the parameters.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from parallel import collectives
 from parallel.layout import layout_of
 from parallel.mesh import Mesh
-from parallel.optimizer.adamw import Update, adamw
+from parallel.optimizer.adamw import AdamW, Update, adamw
 from parallel.optimizer.buckets import Bucket, ShardBox, Slot
 
 IN_FLIGHT = 2  # buckets in collectives at a time, each of which needs memory of the bucket's size again
@@ -37,10 +37,10 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class StepResult:
-    """The global gradient norm before clipping, and whether the update was skipped."""
+    """The global gradient norm before clipping, and 1 if the update was skipped, else 0; 0-dim float32 on the device."""
 
-    gradient_norm: float
-    skipped: bool
+    gradient_norm: Tensor
+    skipped: Tensor
 
 
 def decays_matrices(name: str, parameter: nn.Parameter) -> bool:
@@ -79,13 +79,18 @@ class ZeRO1:
         compiled: Update | None = None,
     ) -> None:
         self.compiled = compiled
-        self.mesh, self.betas, self.epsilon, self.clip = mesh, betas, epsilon, clip
-        self.steps = 0  # updates applied; bias correction counts them
+        self.mesh, self.clip, self.settings = mesh, clip, AdamW(betas, epsilon)
         self.pending_copy: Future[None] | None = None  # of the states, for a checkpoint
         self.buckets: list[Bucket] = []
         groups = fill_buckets(named_parameters, lambda *named: weight_decay * decays(*named), bucket_size)
         for decay, partial, members in groups:
             self.buckets.append(Bucket(members, mesh, decay, partial, shard, gradient_dtype))
+        device = self.buckets[0].values.device
+        self.steps = torch.zeros(
+            (), device=device
+        )  # updates applied, 0-dim float32; bias correction counts them
+        decays_used = {bucket.weight_decay for bucket in self.buckets}
+        self._constants = {decay: self.settings.constants(decay, device) for decay in decays_used}
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
                 slot.parameter.register_post_accumulate_grad_hook(self._accumulation_hook(index, slot))
@@ -158,19 +163,22 @@ class ZeRO1:
                     shard.copy_(collectives.all_reduce(shard, axis))
 
     @torch.no_grad()
-    def step(self, learning_rate: float, skip: bool = False) -> StepResult:
-        """Reduce, clip, update and all-gather. With `skip`, or if the gradient norm is not finite, no rank changes anything."""
+    def step(self, learning_rate: float, skip: Tensor | None = None) -> StepResult:
+        """Reduce, clip, update and all-gather. No rank changes anything if the gradient norm is not finite.
+
+        Args:
+            skip: 0-dim on the device; unless it is 0, no rank changes anything either.
+        """
         self.reduce()
         norm = self._global_norm(bucket.local_shard(bucket.gradients) for bucket in self.buckets)
-        if skip or not math.isfinite(norm):
-            self.begin_step(1)
-            return StepResult(norm, skipped=True)
-        scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
+        skipped = norm.isfinite().logical_not()
+        skipped = (skipped if skip is None else skipped | skip.bool()).float()
+        divisor = None if self.clip is None else ((norm + 1e-6) / self.clip).clamp(min=1)
         self.wait_for_copy()
-        self.steps += 1
+        self.steps.add_(1 - skipped)
         gathering: deque[dist.Work] = deque()
         for bucket in self.buckets:
-            self._update(bucket, learning_rate, scale)
+            self._update(bucket, learning_rate, divisor, skipped)
             if len(gathering) == IN_FLIGHT:
                 gathering.popleft().wait()
             if bucket.axis.size > 1:
@@ -178,7 +186,7 @@ class ZeRO1:
         for gathered in gathering:
             gathered.wait()
         self.begin_step(1)
-        return StepResult(norm, skipped=False)
+        return StepResult(norm, skipped)
 
     def wait_for_copy(self) -> None:
         """Wait until an asynchronous checkpoint has copied the states, which are about to change."""
@@ -186,34 +194,34 @@ class ZeRO1:
             self.pending_copy.result()
             self.pending_copy = None
 
-    def _update(self, bucket: Bucket, learning_rate: float, scale: float) -> None:
+    def _update(self, bucket: Bucket, learning_rate: float, divisor: Tensor | None, skip: Tensor) -> None:
         gradient = bucket.local_shard(bucket.gradients).to(torch.float32)
         adamw(
             bucket.master,
             gradient,
             bucket.exp_avg,
             bucket.exp_avg_sq,
+            settings=self.settings,
+            weight_decay=bucket.weight_decay,
+            constants=self._constants[bucket.weight_decay],
             step=self.steps,
             learning_rate=learning_rate,
-            betas=self.betas,
-            epsilon=self.epsilon,
-            weight_decay=bucket.weight_decay,
-            scale=scale,
+            divisor=divisor,
+            skip=skip,
             compiled=self.compiled,
         )
         if bucket.values.dtype != torch.float32:
             bucket.local_shard(bucket.values).copy_(bucket.master)
 
     @torch.no_grad()
-    def parameter_norm(self) -> float:
-        """Global norm of the weights, each counted once."""
+    def parameter_norm(self) -> Tensor:
+        """Global norm of the weights, each counted once; 0-dim float32 on the device."""
         return self._global_norm(bucket.master for bucket in self.buckets)
 
-    def _global_norm(self, shards: Iterable[Tensor]) -> float:
+    def _global_norm(self, shards: Iterable[Tensor]) -> Tensor:
         """Norm over all ranks of this rank's shard of each bucket; NaN if any element is NaN."""
         terms = [bucket.square_norm(shard) for bucket, shard in zip(self.buckets, shards, strict=True)]
-        square = collectives.all_reduce(torch.stack(terms).sum(), self.mesh.world).item()
-        return math.sqrt(square) if square >= 0 else math.nan
+        return collectives.all_reduce(torch.stack(terms).sum(), self.mesh.world).sqrt()
 
     def state_boxes(self) -> Iterator[tuple[ShardBox, dict[str, Tensor]]]:
         """The boxes of global tensors in this rank's shards, each with its view of every state in STATES."""

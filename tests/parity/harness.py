@@ -154,7 +154,7 @@ def train(
             if step == steps[0]:
                 optimizer.reduce()
                 results.boxes += saved_boxes("gradients", gradient_boxes(optimizer))
-            results.norms.append(optimizer.step(RATE).gradient_norm)
+            results.norms.append(optimizer.step(RATE).gradient_norm.item())
             results.losses += trainer.sum(loss[None])
             if save and step + 1 in save:
                 checkpoint.save(save[step + 1], optimizer, {"step": step + 1})

@@ -224,7 +224,7 @@ def save_asynchronously(folder: Path) -> bool:
             torch.equal(bucket.master, master)
             for bucket, master in zip(optimizer.buckets, exact, strict=True)
         ]
-        return all(same) and torch.equal(torch.get_rng_state(), random) and optimizer.steps == 5
+        return all(same) and torch.equal(torch.get_rng_state(), random) and optimizer.steps.item() == 5
     finally:
         trainer.mesh.close()
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallel import ColumnParallelLinear, Mesh, RMSNorm, VocabParallelEmbedding, ZeRO1, initialize
 from parallel.mesh import Axis
-from parallel.optimizer.adamw import TILE, adamw, update
+from parallel.optimizer.adamw import AdamW, adamw, update
 from parallel.optimizer.buckets import Bucket
 from tests.pool import mesh
 
@@ -70,7 +70,7 @@ def trained(
             optimizer.begin_step(len(local))
             for microbatch in local:
                 loss(built, step, microbatch).backward()
-            norms.append(optimizer.step(RATE).gradient_norm)
+            norms.append(optimizer.step(RATE).gradient_norm.item())
         return [p.detach().clone() for p in built.parameters()], norms
 
 
@@ -93,17 +93,25 @@ def test_matches_torch_adamw_without_the_fused_kernel(pool):
         torch.testing.assert_close(ours, weights, rtol=1e-5, atol=1e-6)
 
 
-def test_tiled_update_matches_the_fused_kernel():
-    length = 2 * TILE + 17
-    settings = {"betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1, "scale": 0.7}
+def test_compilable_update_matches_the_fused_kernel():
+    length, settings = 1000, AdamW((0.9, 0.95), 1e-8)
+    constants = settings.constants(0.1, torch.device("cpu"))
     weights, gradient, exp_avg, exp_avg_sq = torch.rand(4, length, generator=torch.Generator().manual_seed(0))
     ours, fused = ([x.clone() for x in (weights, exp_avg, exp_avg_sq)] for _ in range(2))
-    for step in (1, 2, 3):
+    for number, skip in ((1, 0.0), (1, 1.0), (2, 0.0), (3, 0.0)):
+        step, divisor, skipped = map(torch.tensor, (float(number), 1.3, skip))
+        bad = gradient * math.inf if skip else gradient
+        scalars = {"step": step, "divisor": divisor, "skip": skipped, "learning_rate": 1e-2 / number}
         for (w, m, v), compiled in ((ours, update), (fused, None)):
-            rate = 1e-2 / step
-            adamw(w, gradient.clone(), m, v, step=step, learning_rate=rate, compiled=compiled, **settings)
-    for tiled, exact in zip(ours, fused, strict=True):
-        torch.testing.assert_close(tiled, exact, rtol=1e-5, atol=1e-7)
+            options = {
+                "settings": settings,
+                "weight_decay": 0.1,
+                "constants": constants,
+                "compiled": compiled,
+            }
+            adamw(w, bad.clone(), m, v, **scalars, **options)
+    for compilable, exact in zip(ours, fused, strict=True):
+        torch.testing.assert_close(compilable, exact, rtol=1e-5, atol=1e-7)
 
 
 def test_bucket_size_does_not_change_the_result(pool):
@@ -124,7 +132,7 @@ def test_gradients_accumulate_in_gradient_dtype():
         optimizer.begin_step(65)
         for size in [1.0] + 64 * [2.0**-9]:
             (layer.weight.sum() * size).backward()
-        return optimizer.step(0.0).gradient_norm
+        return optimizer.step(0.0).gradient_norm.item()
 
     assert total(torch.float32) == 1.125
     assert total(torch.bfloat16) == 1.0
@@ -166,7 +174,7 @@ def train_with_bad_gradient(value: float) -> tuple[bool, bool, bool]:
                     if m.data.rank == 1:
                         factor[3, 4] = value
                     (built[2].weight * factor).sum().backward()
-                    skipped = optimizer.step(RATE).skipped
+                    skipped = bool(optimizer.step(RATE).skipped)
                     same = all(torch.equal(a, b) for a, b in zip(before, states(optimizer), strict=True))
                 optimizer.begin_step(1)
                 loss(built, step, m.data.rank).backward()
