@@ -87,7 +87,7 @@ def case(overrides: Iterable[str]) -> Profile:
 def measure(overrides: Iterable[str]) -> tuple[int, dict[str, int], int]:
     """Train as this rank. Returns its pipeline rank, bytes of its states by kind, and the peak bytes of all live tensors."""
     profile = case(overrides)
-    trainer = Trainer(profile, start=False)
+    trainer = Trainer(profile)
     try:
         optimizer = make_optimizer(trainer)
         states = {

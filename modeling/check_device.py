@@ -125,7 +125,7 @@ def check_compilation(kind: str) -> Result:
 def check_collectives(kind: str) -> Result:
     """Results and bandwidth of collectives over all devices."""
     device, local = _device(kind)
-    dist.init_process_group(device.backend)
+    device.start_process_group(local)
     axis = Mesh(data=dist.get_world_size(), supports_reduction=device.supports_reduction).world
     n, count = axis.size, (1 << 20) if kind == "cpu" else (1 << 26)
     x = torch.full((n * count,), axis.rank + 1.0, device=local)
@@ -149,7 +149,8 @@ def check_parallel_training(kind: str) -> Result:
     """Losses with the model spread over all devices along each mesh axis, against one process on the CPU."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     expected = _losses(_profile("cpu", "float32", ranks))  # before a process group exists
-    dist.init_process_group(devices.resolve(kind).backend)
+    device, local = _device(kind)
+    device.start_process_group(local)
     axes = ("tensor", "context", "pipeline", "data")
     losses = {axis: _losses(_profile(kind, "float32", ranks, axis)) for axis in axes}
     return _within_tolerance({axis: _error(actual, expected) for axis, actual in losses.items()})
@@ -241,7 +242,7 @@ def _profile(kind: str, precision: str, ranks: int, axis: str | None = None) -> 
 
 def _losses(profile: Profile, graphs: Path | None = None) -> list[float]:
     """Losses of a few steps on random tokens, which depend only on the number of ranks."""
-    trainer = Trainer(profile, graphs, start=False)
+    trainer = Trainer(profile, graphs)
     optimizer = make_optimizer(trainer)
     settings, data = profile.train, trainer.mesh.data
     size = (settings.global_batch_size, settings.sequence_length + 1)
@@ -253,7 +254,7 @@ def _losses(profile: Profile, graphs: Path | None = None) -> list[float]:
         local = samples.chunk(data.size)[data.rank] if trainer.reads_samples else None
         loss = trainer.forward_backward(local, 1 / (size[0] * settings.sequence_length))
         optimizer.step(settings.learning_rate)
-        losses += trainer.sum(loss[None].cpu())
+        losses += trainer.sum(loss[None]).tolist()
     trainer.mesh.close()
     return losses
 

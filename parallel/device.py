@@ -9,12 +9,17 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 GIB = 1024**3
+Mark = Any  # a point in a device's work: seconds of the host's clock, or an event
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,9 @@ class Device:
     # one device's share of its node's network bandwidth in bytes/s; None: unknown
     network: float | None = None
     monitor: str = "psutil"  # name of its utilization reader (telemetry)
-    # environment variables that launchers set for processes across nodes
+    # whether process groups connect at their creation, given the device
+    binds_process_groups: bool = False
+    # environment variables that launchers set for processes
     environment: tuple[tuple[str, str], ...] = ()
     # environment variable with the host:port where the device runtime's collectives rendezvous; None: unused
     communicator: str | None = None
@@ -48,6 +55,11 @@ class Device:
         device = torch.device(self.type, local_rank)
         torch.accelerator.set_device_index(local_rank)
         return device
+
+    def start_process_group(self, device: torch.device, timeout: timedelta | None = None) -> None:
+        """Initialize the default process group, which takes tensors of this process's device only, from the environment."""
+        bound = device if self.binds_process_groups else None
+        dist.init_process_group(self.backend, timeout=timeout, device_id=bound)
 
     def synchronize(self) -> None:
         if self.type != "cpu":
@@ -72,6 +84,18 @@ class Device:
         """Whether operators complete before their call returns, so that the host's clock can time them."""
         return self.type == "cpu"
 
+    def mark(self) -> Mark:
+        """The point that the device's work has reached once all queued so far is done."""
+        if self.synchronous:
+            return time.perf_counter()
+        event = torch.get_device_module(self.type).Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """Seconds between two marks, which the device must have reached."""
+        return end - start if self.synchronous else start.elapsed_time(end) / 1000
+
     @property
     def allocated_bytes(self) -> int | None:
         """Peak memory allocated to tensors of this process; None if the allocator does not count it."""
@@ -91,8 +115,19 @@ def _retain_freed_memory() -> None:
 
 
 CPU = Device("cpu", "gloo", "inductor", supports_reduction=False, attention_kernel="cpu-flash")
-FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "2000")  # of each process's last collectives, to debug hangs
-CUDA = Device("cuda", "nccl", "inductor", True, "cuda-flash", monitor="nvml", environment=(FLIGHT_RECORDER,))
+CUDA = Device(
+    "cuda",
+    "nccl",
+    "inductor",
+    True,
+    attention_kernel="cuda-flash",
+    monitor="nvml",
+    binds_process_groups=True,
+    environment=(
+        ("TORCH_FR_BUFFER_SIZE", "2000"),  # of each process's last collectives, to debug hangs
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True"),  # less fragmentation
+    ),
+)
 # EFA is the nodes' network. Without a rendezvous address the runtime hangs at startup.
 NEURON = Device(
     "neuron",
@@ -179,6 +214,36 @@ def torch_neuronx_version() -> str:
 def has_fused_adamw(kind: str) -> bool:
     """Whether torch has a fused AdamW kernel for this device type."""
     return kind in ("cpu", "cuda")
+
+
+class Download:
+    """A copy to the host in progress, so that the host need not wait for the device yet."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host, self._event = tensor, None
+        if tensor.device.type != "cpu":
+            self._host = host_memory_for(tensor).copy_(tensor, non_blocking=True)
+            self._event = torch.get_device_module(tensor.device).Event()
+            self._event.record()
+
+    def wait(self) -> torch.Tensor:
+        """The tensor on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small host tensor on a device, without waiting for it."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def set_current_device(device: torch.device) -> None:
+    """Make a device the current one of this thread; no effect for the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
 
 
 def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:

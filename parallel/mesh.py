@@ -7,6 +7,9 @@ the tensor axis unfolds to (kv shard, kv replica): with m replicas, tensor rank 
 `dp_shard` = data × context, over which gradients are reduced and optimizer states sharded; `embedding`, the first and the last
 pipeline stage, which may share a weight; and `world`.
 
+Tensors of the device travel over the axes' groups, and what is on the host (objects, numbers in float64) over `host`, a group of
+all ranks on the CPU, because a device's backend takes no host tensors.
+
 Process groups are created in the same order on every rank and registered under the axis's name: a compiled graph refers to
 "tensor", never to the group of ranks 8 to 15, so ranks share compiled graphs.
 """
@@ -90,9 +93,10 @@ class Mesh:
         self._registered: list[str] = []
         for name, groups in self._groups().items():
             setattr(self, name, self._axis(name, groups, planned, supports_reduction, timeout))
-        if not planned and self.size > 1:
+        self.host = None if planned or self.size == 1 else _host_group(timeout)
+        if self.host is not None:
             # A rank that closed the mesh before another has connected would break that rank's connection.
-            dist.barrier()
+            dist.barrier(self.host)
 
     pipeline: Axis
     data: Axis
@@ -102,6 +106,7 @@ class Mesh:
     dp_shard: Axis
     embedding: Axis
     world: Axis
+    host: dist.ProcessGroup | None  # of all ranks, for what is on the host; None without other ranks
 
     def _groups(self) -> dict[str, list[tuple[int, ...]]]:
         """Global ranks of every group of every axis, in the order in which all ranks create the groups."""
@@ -148,6 +153,16 @@ class Mesh:
             if name != "world" and axis.group is not None:
                 dist.destroy_process_group(axis.group)
         self._registered.clear()
+        if self.host is not None and self.host is not dist.group.WORLD:
+            dist.destroy_process_group(self.host)
+        self.host = None
+
+
+def _host_group(timeout: timedelta | None) -> dist.ProcessGroup:
+    """A group of all ranks that takes CPU tensors: the default one if its backend does."""
+    if torch.device("cpu") in dist.group.WORLD._device_types:
+        return dist.group.WORLD
+    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def registered_axis(name: str, size: int) -> Axis:

@@ -19,7 +19,7 @@ from profiles.schema import Profile
 def main() -> None:
     options, work, _, ranks = workload.start(parser())
     profile = make_profile(options, ranks)
-    trainer = Trainer(profile, Path(options.graphs) if options.graphs else None, start=False)
+    trainer = Trainer(profile, Path(options.graphs) if options.graphs else None)
     load_initial_weights(trainer)
     optimizer = make_optimizer(trainer)
     data = trainer.mesh.data
@@ -29,7 +29,7 @@ def main() -> None:
         optimizer.begin_step(profile.accumulation_steps)
         loss = trainer.forward_backward(local, 1 / work.tokens)
         optimizer.step(profile.train.learning_rate)
-        return trainer.sum(loss[None])[0]
+        return trainer.sum(loss[None]).item()
 
     workload.measure(step, options)
 

@@ -1,9 +1,10 @@
 """Straggler detection: which rank slows the others down.
 
 In a synchronous step all ranks take equally long; they differ in how much of it they compute and how much they wait. Each
-rank adds its compute time to the all-reduce of step statistics, 8 bytes per rank: the step without the time this process waited
-in collectives (inside compiled graphs and on accelerators, which run asynchronously, only waits of the host count). Rank r is a
-straggler if over WINDOW steps
+rank adds the compute time of its last finished step to the all-reduce of step statistics, 4 bytes per rank: forward and backward
+without the time this process waited in collectives outside compiled graphs. On an accelerator events in its stream measure it,
+which include the collectives inside the stream: there a slow rank slows its tensor, context and pipeline neighbours in equal
+measure, and stands out among data ranks only. Rank r is a straggler if over WINDOW steps
 
     median of its compute time > FACTOR · median of all ranks' medians,  and exceeds it by more than MARGIN
 """
@@ -17,6 +18,8 @@ from collections import deque
 
 import torch
 import torch.distributed as dist
+
+from parallel.mesh import Mesh
 
 FACTOR = 1.5
 MARGIN = 0.02  # seconds; smaller differences are noise
@@ -56,18 +59,18 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def node_names() -> list[str]:
+def node_names(mesh: Mesh) -> list[str]:
     """Name of each rank's node; a collective over all ranks."""
     name = node_name()[:LONGEST_NAME]
-    if not dist.is_initialized():
+    if mesh.host is None:
         return [name]
-    names: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, name)
+    names: list[str | None] = [None] * mesh.size
+    dist.all_gather_object(names, name, group=mesh.host)
     return [str(name) for name in names]
 
 
 def one_hot(rank: int, size: int, value: float) -> torch.Tensor:
     """(size) zeros except this rank's value; summed over ranks, the value of every rank."""
-    vector = torch.zeros(size, dtype=torch.float64)
+    vector = torch.zeros(size)
     vector[rank] = value
     return vector

@@ -15,6 +15,9 @@ import statistics
 from collections import deque
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from profiles.schema import Train
 
 WINDOW = 50
@@ -26,32 +29,56 @@ Ranges = list[tuple[int, int]]
 class AnomalyGuard:
     """Decides on each step's loss, identically on every rank.
 
+    The device decides, before the update and without the host: it has the last good losses in `_window`, in any order, padded by
+    infinity. The host learns the outcome later and keeps the same losses in order, for checkpoints and messages.
+
     Args:
         state: `state()` at the checkpoint that training resumes from, so that decisions are the same.
     """
 
-    def __init__(self, settings: Train, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, settings: Train, device: torch.device, state: dict[str, Any] | None = None) -> None:
         self._factor, self._limit = settings.spike_factor, settings.bad_steps
         state = state or {"good": [], "in_a_row": 0}
         self._good_losses: deque[float] = deque(state["good"], maxlen=WINDOW)
         self.skipped_in_a_row: int = state["in_a_row"]
+        padding = [math.inf] * (WINDOW - len(self._good_losses))
+        self._window = torch.tensor([*self._good_losses, *padding], dtype=torch.float32, device=device)
+        self._count = torch.full((), float(len(self._good_losses)), device=device)  # of good losses so far
+        self._slots = torch.arange(WINDOW, device=device)
 
     def state(self) -> dict[str, Any]:
         """JSON state for the checkpoint: the last good losses and the number of skipped steps since."""
         return {"good": list(self._good_losses), "in_a_row": self.skipped_in_a_row}
 
-    def anomaly(self, loss: float) -> str:
-        """Why the step must be skipped; empty if the loss is normal."""
+    @torch.no_grad()
+    def decide(self, loss: Tensor) -> Tensor:
+        """Whether the step with this loss must be skipped; 0-dim on the device."""
+        bad = loss.isfinite().logical_not()
+        if self._factor is None:
+            return bad
+        spike = loss > self._factor * _median(self._window, self._count.clamp(max=WINDOW))
+        return bad | (spike & (self._count >= MINIMUM_LOSSES))
+
+    @torch.no_grad()
+    def record(self, loss: Tensor, skipped: Tensor) -> None:
+        """Add a step's loss to the window unless it was skipped; both on the device."""
+        if self._factor is None:
+            return
+        replaced = (self._slots == self._count % WINDOW) & (skipped == 0)
+        self._window.copy_(loss.where(replaced, self._window))
+        self._count.add_(1 - skipped)
+
+    def reason(self, loss: float, gradient_norm: float) -> str:
+        """Why a step was skipped; call it before `update`."""
         if not math.isfinite(loss):
             return f"loss is {loss}"
-        if self._factor is not None and len(self._good_losses) >= MINIMUM_LOSSES:
-            median = statistics.median(self._good_losses)
-            if loss > self._factor * median:
-                return f"loss {loss:.4f} is {loss / median:.1f} times the median {median:.4f}"
-        return ""
+        if not math.isfinite(gradient_norm):
+            return f"gradient norm is {gradient_norm}"
+        median = statistics.median(self._good_losses)
+        return f"loss {loss:.4f} is {loss / median:.1f} times the median {median:.4f}"
 
     def update(self, loss: float, skipped: bool) -> None:
-        """Record the outcome of a step."""
+        """Record the outcome of a step on the host."""
         if skipped:
             self.skipped_in_a_row += 1
         else:
@@ -59,9 +86,25 @@ class AnomalyGuard:
             self._good_losses.append(loss)
 
     @property
+    def nearly_exhausted(self) -> bool:
+        """Whether one more skipped step exhausts the guard."""
+        return self.skipped_in_a_row + 1 >= self._limit
+
+    @property
     def exhausted(self) -> bool:
         """Whether `bad_steps` steps in a row were skipped."""
         return self.skipped_in_a_row >= self._limit
+
+
+def _median(values: Tensor, count: Tensor) -> Tensor:
+    """Median of the `count` smallest values (n), without sorting, which not every device can: n² comparisons."""
+    smaller = (values[None] < values[:, None]).float().sum(1)  # (n)
+    equal = (values[None] == values[:, None]).float().sum(1)  # (n)
+
+    def order_statistic(k: Tensor) -> Tensor:
+        return values.where((smaller <= k) & (k < smaller + equal), -math.inf).amax()
+
+    return (order_statistic(((count - 1) / 2).floor()) + order_statistic((count / 2).floor())) / 2
 
 
 def sample_number(position: int, excluded: Ranges) -> int:

@@ -25,7 +25,7 @@ from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import record_event
 from modeling.training.resume import Rejected, ResumeRequest, check_same_model, reject_beyond_last_step
 from modeling.training.trainer import Trainer
-from parallel import ZeRO1
+from parallel import Mesh, ZeRO1
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
 from profiles import state_files
@@ -67,6 +67,7 @@ class Checkpoints:
         self, trainer: Trainer, optimizer: ZeRO1, run: Path, location: Location, attempt: int | None
     ) -> None:
         self.profile, self.leader, self.optimizer = trainer.profile, trainer.leader, optimizer
+        self.mesh = trainer.mesh
         self.run, self.location, self.attempt = run, location, attempt
         self._saver = checkpoint.Saver(
             optimizer, asynchronous=self.profile.checkpoint.async_, fencing_check=self._check_fencing
@@ -89,11 +90,11 @@ class Checkpoints:
             LoadFailed: it cannot be read.
             StaleAttempt: another attempt has begun.
         """
-        start: Start = call_on_leader(self.leader, lambda: self._prepare_start(weights))
+        start: Start = call_on_leader(self.mesh, lambda: self._prepare_start(weights))
         if start.resumes:
             found = self._load_latest(self.profile.train.steps)
             if found is None:
-                call_on_leader(self.leader, self._reject_without_intact_checkpoint)
+                call_on_leader(self.mesh, self._reject_without_intact_checkpoint)
             step, marker = found
             message = f"resumed from step {step}"
         elif start.weights is not None:
@@ -131,16 +132,14 @@ class Checkpoints:
             Its step and marker; None if there is none.
         """
         while True:
-            step = call_on_leader(
-                self.leader, lambda: max((s for s in self._saved if s <= last), default=None)
-            )
+            step = call_on_leader(self.mesh, lambda: max((s for s in self._saved if s <= last), default=None))
             if step is None:
                 return None
             try:
                 return step, checkpoint.load(self._path(step), self.optimizer)
             except checkpoint.CorruptCheckpoint as error:
                 reason = str(error)
-                call_on_leader(self.leader, lambda: self._quarantine(step, reason))  # noqa: B023
+                call_on_leader(self.mesh, lambda: self._quarantine(step, reason))  # noqa: B023
             except ValueError as error:
                 raise Rejected(error) from None
 
@@ -399,10 +398,10 @@ def retained(saved: dict[int, float | None], keep: int, keep_every: int) -> set[
     return steps
 
 
-def call_on_leader(leader: bool, function: Callable[[], Any]) -> Any:
+def call_on_leader(mesh: Mesh, function: Callable[[], Any]) -> Any:
     """Call a function on the leading rank and return its result on every rank; its error is raised on every rank."""
     outcome: list[Any] = [None]
-    if leader:
+    if mesh.rank == 0:
         try:
             outcome = [function()]
         except (ValueError, RuntimeError) as error:
@@ -410,8 +409,8 @@ def call_on_leader(leader: bool, function: Callable[[], Any]) -> Any:
         except Exception as error:  # of any storage; may not be picklable
             log.exception("rank 0 failed")
             outcome = [RuntimeError(f"rank 0: {error!r}")]
-    if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0)
+    if mesh.host is not None:
+        dist.broadcast_object_list(outcome, src=0, group=mesh.host)
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return outcome[0]

@@ -55,15 +55,16 @@ def evaluate_samples(trainer: Trainer, samples: Samples, batches: int | None = N
     data = trainer.mesh.data
     size = trainer.profile.train.global_batch_size // data.size
     passes = math.ceil(samples.windows / (size * data.size))
-    local_sums = torch.zeros(2 + len(trainer.metrics), dtype=torch.float64)
+    local_sums: list[torch.Tensor] = []
     for index in range(passes if batches is None else min(passes, batches)):
         first = (index * data.size + data.rank) * size
         # Beyond the end, samples start over.
         batch = read_batch(trainer, samples, first, size) if trainer.reads_samples else Batch()
-        counted = torch.arange(first, first + size) < samples.windows
-        local_sums += trainer.evaluate(batch.tokens, counted, batch.documents).cpu()
-    sums = trainer.sum(torch.cat((local_sums, trainer.compile_statistics.local_counts())))
-    (tokens, *sums), graph_counts = sums[: len(local_sums)], sums[len(local_sums) :]
+        local_sums.append(trainer.evaluate(batch.tokens, samples.windows - first, batch.documents))
+    # A pass counts exactly in float32, all of them together in float64.
+    local_sum = torch.stack(local_sums).cpu().double().sum(0)
+    sums = trainer.sum_on_host(torch.cat((local_sum, trainer.compile_statistics.local_counts())))
+    (tokens, *sums), graph_counts = sums[: len(local_sum)], sums[len(local_sum) :]
     loss, *metrics = (value / max(tokens, 1) for value in sums)
     return Evaluation(
         loss,

@@ -16,6 +16,7 @@ from torch import Tensor
 from modeling.data.corpus import Samples
 from modeling.training.trainer import Trainer
 from parallel import collectives
+from parallel.attention.ring import zigzag_positions
 
 SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 32
 TEMPERATURE, TOP_K = 0.8, 40
@@ -45,11 +46,11 @@ def _next_tokens(trainer: Trainer, tokens: Tensor, position: int, count: int) ->
     """Draw the tokens (count) that follow `position` in the first rows; the same on every rank."""
     mesh = trainer.mesh
     drawn = torch.zeros(count, dtype=torch.float64)
-    counted = torch.ones(len(tokens), dtype=torch.bool)
     documents = torch.zeros_like(tokens[:, 1:]) if trainer.profile.train.document_masks else None
     with _collect_hidden_states(trainer) as hidden_states:
-        trainer.evaluate(tokens if trainer.reads_samples else None, counted, documents)
-    local = (trainer.positions == position).nonzero()  # one context rank has the position
+        trainer.evaluate(tokens if trainer.reads_samples else None, len(tokens), documents)
+    positions = zigzag_positions(tokens.shape[1] - 1, mesh.context.size, mesh.context.rank).tolist()
+    local = positions.index(position) if position in positions else None  # one context rank has the position
     if trainer.last:
         stage = trainer.stages[max(trainer.stages)]
         head = stage.embedding if stage.model.tie_word_embeddings else stage.head
@@ -57,13 +58,13 @@ def _next_tokens(trainer: Trainer, tokens: Tensor, position: int, count: int) ->
             collectives.all_gather(x, mesh.tensor) if stage.sequence_parallel else x for x in hidden_states
         ]
         x = torch.cat(parts).view(len(tokens), len(trainer.positions), -1)[:count]  # (count, s/c, h)
-        x = x[:, int(local[0])] if len(local) else x[:, 0]  # (count, h)
+        x = x[:, local or 0]  # (count, h)
         shard = (head.weight @ x.T).contiguous()  # (v/t, count)
         logits = collectives.all_gather(shard, mesh.tensor).T[:, : stage.model.vocab_size]  # (count, v)
-        if len(local):
+        if local is not None:
             drawn = _draw(logits.float().cpu(), position).double()
     # Every data rank drew the same; of the other axes, only one context rank of the last stage.
-    return torch.tensor(trainer.sum(drawn)).div(mesh.data.size).round().long()
+    return torch.tensor(trainer.sum_on_host(drawn)).div(mesh.data.size).round().long()
 
 
 def _draw(logits: Tensor, seed: int) -> Tensor:

@@ -1,50 +1,109 @@
-"""Records of one training step: statistics reduced over ranks, and timings.
+"""One training step: statistics reduced over ranks, read by the host one step later, and timings.
 
-All numbers that ranks exchange after backward travel in one all-reduce of 3 + (graph counts) + (world size) doubles.
+All numbers that ranks exchange after backward travel in one all-reduce of 3 + (graph counts) + (world size) float32 numbers. They
+stay on the device, where the anomaly guard and the optimizer use them; the host reads them, and the norms, in one copy once the
+next step's forward and backward are queued, so that it never waits for a device with nothing left to do.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
+from torch import Tensor
 
 from modeling.supervision.stragglers import one_hot
 from modeling.training.trainer import Trainer
+from parallel.device import Device, Download, Mark, upload
+from parallel.optimizer.zero1 import StepResult
 
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Sums over all ranks after backward; identical on every rank, which therefore decide alike."""
+    """Sums over all ranks after backward, and results of the update; identical on every rank, which therefore decide alike."""
 
     loss: float  # mean loss per token of the global batch
     stop_requests: float  # number of ranks that received a stop signal
     checkpoint_writers: float  # number of ranks still writing a checkpoint
     graph_counts: list[float]  # compile cache statistics, see modeling/compilation/graph_cache.py
-    rank_seconds: list[float]  # compute time of each rank, without waiting for others, in order of rank
+    rank_seconds: list[float]  # compute time of each rank in its last finished step, in order of rank
+    gradient_norm: float
+    parameter_norm: float
+    skipped: bool
 
-    @classmethod
-    def reduce(cls, trainer: Trainer, loss: float, stop: bool, writing: bool, seconds: float) -> Self:
-        """Sum this rank's numbers over all ranks in one all-reduce."""
-        mesh = trainer.mesh
-        numbers = torch.tensor([loss, stop, writing], dtype=torch.float64)
-        counts = trainer.compile_statistics.local_counts()
-        # Trainer.sum divides by the tensor degree, which only numbers equal on all tensor ranks cancel out.
-        rank_seconds = one_hot(mesh.rank, mesh.size, seconds * mesh.tensor.size)
-        loss, stops, writers, *rest = trainer.sum(torch.cat((numbers, counts, rank_seconds)))
-        return cls(loss, stops, writers, rest[: len(counts)], rest[len(counts) :])
+
+def reduce_statistics(trainer: Trainer, loss: Tensor, stop: bool, writing: bool, seconds: float) -> Tensor:
+    """Sum this rank's numbers over all ranks: the fields of StepStatistics up to `rank_seconds`, flat, on the device."""
+    mesh = trainer.mesh
+    counts = trainer.compile_statistics.local_counts()
+    # Trainer.sum divides by the tensor degree, which only numbers equal on all tensor ranks cancel out.
+    rank_seconds = one_hot(mesh.rank, mesh.size, seconds * mesh.tensor.size)
+    on_host = torch.cat((torch.tensor([float(stop), float(writing)]), counts.float(), rank_seconds))
+    return trainer.sum(torch.cat((loss[None], upload(on_host, loss.device))))
+
+
+@dataclass
+class Marks:
+    """Points in a step: its begin, its batch on the host, after backward, before the update, and its end."""
+
+    begin: Mark
+    ready: Mark | None = None
+    backward: Mark | None = None
+    reduced: Mark | None = None
+    end: Mark | None = None
 
 
 @dataclass(frozen=True)
 class StepTimings:
-    """Wall-clock seconds of a step and its parts on this rank."""
+    """Seconds of a step and its parts on this rank, by the host's clock or an asynchronous device's."""
 
     total: float
     data_wait: float
     forward_backward: float
     optimizer: float
-    communication: float
+    communication: float  # that the host waited in collectives
+    compute: float  # forward and backward without those waits
+
+
+class QueuedStep:
+    """A step whose work is queued on the device, and whose results are on their way to the host.
+
+    Args:
+        statistics: result of `reduce_statistics`.
+        waits: seconds that the host waited in collectives: during forward and backward, and during the step.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        learning_rate: float,
+        statistics: Tensor,
+        update: StepResult,
+        parameter_norm: Tensor,
+        marks: Marks,
+        waits: tuple[float, float],
+    ) -> None:
+        self.step, self.learning_rate = step, learning_rate
+        results = torch.stack((update.gradient_norm, parameter_norm, update.skipped))
+        self._numbers = Download(torch.cat((statistics, results)))
+        self._marks, self._waits = marks, waits
+
+    def read(self, device: Device, ranks: int) -> tuple[StepStatistics, StepTimings]:
+        """Wait for the step and return its statistics and timings."""
+        loss, stops, writers, *rest, gradient_norm, parameter_norm, skipped = self._numbers.wait().tolist()
+        norms = gradient_norm, parameter_norm, bool(skipped)
+        statistics = StepStatistics(loss, stops, writers, rest[:-ranks], rest[-ranks:], *norms)
+        marks, (forward_waits, waits) = self._marks, self._waits
+        forward_backward = device.seconds(marks.ready, marks.backward)
+        timings = StepTimings(
+            total=device.seconds(marks.begin, marks.end),
+            data_wait=device.seconds(marks.begin, marks.ready),
+            forward_backward=forward_backward,
+            optimizer=device.seconds(marks.reduced, marks.end),
+            communication=waits,
+            compute=forward_backward - (forward_waits if device.synchronous else 0.0),
+        )
+        return statistics, timings
 
 
 @dataclass(frozen=True)
@@ -52,9 +111,7 @@ class StepRecord:
     """A finished step; `skip_reason` is empty if the weights were updated."""
 
     step: int
-    statistics: StepStatistics
     learning_rate: float
-    gradient_norm: float
-    parameter_norm: float
+    statistics: StepStatistics
     skip_reason: str
     timings: StepTimings

@@ -1,8 +1,8 @@
 """Training, one process per device: `python -m modeling.training.train --run-folder RUN --dataset FOLDER ...`.
 
 Reads RUN/profile.yaml and resumes from the latest complete checkpoint, or as `checkpoint.resume` says (checkpoints.py). SIGTERM,
-SIGINT and SIGUSR1 stop it after the current step, with a checkpoint unless `checkpoint.on_stop` is false. The exit code says why
-it ended (exit_codes.py).
+SIGINT and SIGUSR1 stop it after the current step or the next, with a checkpoint unless `checkpoint.on_stop` is false. The exit
+code says why it ended (exit_codes.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import argparse
 import logging
 import signal
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from modeling import exit_codes
 from modeling.compilation.graph_cache import prepare_cache
@@ -33,7 +30,7 @@ from modeling.training.evaluate import evaluate_samples
 from modeling.training.learning_rate import learning_rate
 from modeling.training.reporter import Reporter
 from modeling.training.resume import Rejected
-from modeling.training.step import StepRecord, StepStatistics, StepTimings
+from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statistics
 from modeling.training.trainer import Trainer, timeouts_of
 from parallel import ZeRO1, collectives
 from parallel.checkpoint import checkpoint
@@ -87,12 +84,15 @@ class TrainingRun:
         self.trainer, self.profile, self.settings = trainer, trainer.profile, trainer.profile.train
         self.stop, self.watchdog = stop, watchdog
         self.optimizer = make_optimizer(trainer)
+        self._queued: QueuedStep | None = None  # the step whose results were not read yet
+        self._stopping = False  # whether a rank received a stop signal
+        self._compute_seconds = 0.0  # of this rank in the last finished step
         run = options.run_folder
         location = options.checkpoints or run / "checkpoints"
         self.checkpoints = Checkpoints(trainer, self.optimizer, run, location, options.attempt)
         with watchdog.phase("load"):
             self.step, state = self.checkpoints.resume(options.weights)
-        self.guard = AnomalyGuard(self.settings, state.get("guard"))
+        self.guard = AnomalyGuard(self.settings, trainer.torch_device, state.get("guard"))
         cache = shard_cache.from_arguments(options, self.profile.data.cache_gigabytes)
         s = self.settings.sequence_length
         samples = Samples(Corpus.open(options.dataset, "train", cache), s, self.settings.seed)
@@ -100,7 +100,7 @@ class TrainingRun:
         excluded = [(start, end) for start, end in state.get("left_out", [])]
         self.data = TrainingData(trainer, samples, excluded)
         self.data.seek(self.step)
-        nodes = node_names()
+        nodes = node_names(trainer.mesh)
         self.reporter = Reporter(trainer, run, self.step, nodes) if trainer.leader else None
         self.trace = StepTrace(run, self.profile.cluster.trace if trainer.leader else None)
         if self.reporter and options.attempt is not None and options.attempt > 1:
@@ -113,22 +113,21 @@ class TrainingRun:
         while self.step < self.settings.steps:
             self.step += 1
             self.trace.begin(self.step)
-            record = self._train_step()
-            self.watchdog.beat(self.step, record.timings.total)
-            if self.reporter:
-                self.reporter.step(record)
+            self._queue_step()
             if path := self.trace.end(self.step):
                 log.info(f"trace of the last steps: {path}")
+            if not self._needs_results():
+                continue
+            loss = self._finish_step()
             if self.guard.exhausted:
                 with self.watchdog.phase("load"):
                     rolled_back = self._roll_back()
                 if not rolled_back:
                     return exit_codes.DIVERGED
                 continue
-            stopping = bool(record.statistics.stop_requests)
-            validation_loss = None if stopping else self._evaluate_if_due()
-            self._save_if_due(record.statistics.loss, validation_loss, stopping)
-            if stopping:
+            validation_loss = None if self._stopping else self._evaluate_if_due()
+            self._save_if_due(loss, validation_loss)
+            if self._stopping:
                 self._report_stop()
                 break
         with self.watchdog.phase("save"):
@@ -137,46 +136,56 @@ class TrainingRun:
             self.reporter.close()
         return exit_codes.INTERRUPTED if self.step < self.settings.steps else 0
 
-    def _train_step(self) -> StepRecord:
-        settings, optimizer = self.settings, self.optimizer
-        start, waited_before = time.perf_counter(), collectives.wait_time.seconds
+    def _queue_step(self) -> None:
+        """Queue a step's work on the device, and finish the step before in the meantime."""
+        settings, optimizer, device = self.settings, self.optimizer, self.trainer.device
+        waited_before = collectives.wait_time.seconds
+        marks = Marks(device.mark())
         with nullcontext() if self.data.ready else self.watchdog.phase("data"):
             batch = self.data.next()
-        data_ready = time.perf_counter()
+        marks.ready = device.mark()
 
         rate = learning_rate(settings, self.step)
         optimizer.begin_step(self.profile.accumulation_steps)
         token_weight = 1 / (settings.global_batch_size * settings.sequence_length)  # in the mean loss
         first_sample = self.data.first_sample(self.step)
         loss = self.trainer.forward_backward(batch.tokens, token_weight, first_sample, batch.documents)
-        busy = time.perf_counter() - data_ready - (collectives.wait_time.seconds - waited_before)
-        local_loss = loss.item()  # waits for the device
-        backward_done = time.perf_counter()
+        forward_waits = collectives.wait_time.seconds - waited_before
+        marks.backward = device.mark()
+        if self._queued:
+            self._finish_step()
 
         flags = self.stop.requested, self.checkpoints.writing
-        statistics = StepStatistics.reduce(self.trainer, local_loss, *flags, busy)
-        anomaly = self.guard.anomaly(statistics.loss)
-        reduced = time.perf_counter()
-        skip = torch.full((), float(bool(anomaly)), device=self.trainer.torch_device)
-        update = optimizer.step(rate, skip)
-        gradient_norm, skipped = update.gradient_norm.item(), bool(update.skipped.item())
-        self.guard.update(statistics.loss, skipped)
-        parameter_norm = optimizer.parameter_norm().item()
-        if self.checkpoints.written(statistics.checkpoint_writers):
+        statistics = reduce_statistics(self.trainer, loss, *flags, self._compute_seconds)
+        marks.reduced = device.mark()
+        update = optimizer.step(rate, skip=self.guard.decide(statistics[0]))
+        self.guard.record(statistics[0], update.skipped)
+        parameter_norm = optimizer.parameter_norm()
+        marks.end = device.mark()
+        waits = forward_waits, collectives.wait_time.seconds - waited_before
+        self._queued = QueuedStep(self.step, rate, statistics, update, parameter_norm, marks, waits)
+
+    def _needs_results(self) -> bool:
+        """Whether something follows this step that needs its results, so that it must be finished before the next."""
+        evaluates = self.profile.evaluate.every and self.step % self.profile.evaluate.every == 0
+        saves = self.step == self.settings.steps or self.checkpoints.due(self.step)
+        return bool(evaluates or saves or self._stopping or self.guard.nearly_exhausted)
+
+    def _finish_step(self) -> float:
+        """Read the results of the queued step, and act on and report them. Returns its loss."""
+        queued, self._queued = self._queued, None
+        found, timings = queued.read(self.trainer.device, self.trainer.mesh.size)
+        reason = self.guard.reason(found.loss, found.gradient_norm) if found.skipped else ""
+        self.guard.update(found.loss, found.skipped)
+        self._compute_seconds = timings.compute
+        self._stopping |= bool(found.stop_requests)
+        if self.checkpoints.written(found.checkpoint_writers):
             with self.watchdog.phase("save"):
                 self.checkpoints.complete()
-        end = time.perf_counter()
-
-        skip_reason = (anomaly or f"gradient norm is {gradient_norm}") if skipped else ""
-        timings = StepTimings(
-            total=end - start,
-            data_wait=data_ready - start,
-            forward_backward=backward_done - data_ready,
-            optimizer=end - reduced,
-            communication=collectives.wait_time.seconds - waited_before,
-        )
-        norms = gradient_norm, parameter_norm
-        return StepRecord(self.step, statistics, rate, *norms, skip_reason, timings)
+        self.watchdog.beat(queued.step, timings.total)
+        if self.reporter:
+            self.reporter.step(StepRecord(queued.step, queued.learning_rate, found, reason, timings))
+        return found.loss
 
     def _evaluate_if_due(self) -> float | None:
         """Validation loss after this step; None if no evaluation is due."""
@@ -189,14 +198,14 @@ class TrainingRun:
             self.reporter.evaluation(self.step, result)
         return result.loss
 
-    def _save_if_due(self, loss: float, validation_loss: float | None, stopping: bool) -> None:
+    def _save_if_due(self, loss: float, validation_loss: float | None) -> None:
         finished = self.step == self.settings.steps
-        save_on_stop = stopping and self.profile.checkpoint.on_stop
+        save_on_stop = self._stopping and self.profile.checkpoint.on_stop
         if not (finished or save_on_stop or self.checkpoints.due(self.step)):
             return
         state: dict[str, Any] = {"loss": loss, "left_out": self.data.excluded, "guard": self.guard.state()}
         with self.watchdog.phase("save"):
-            self.checkpoints.save(self.step, validation_loss, last=finished or stopping, **state)
+            self.checkpoints.save(self.step, validation_loss, last=finished or self._stopping, **state)
 
     def _roll_back(self) -> bool:
         """Load the latest checkpoint from before the skipped steps and exclude their samples.
@@ -216,7 +225,7 @@ class TrainingRun:
             return False
         self.step, state = found
         excluded = self.data.exclude(first_bad, last_bad)
-        self.guard = AnomalyGuard(self.settings, state.get("guard"))
+        self.guard = AnomalyGuard(self.settings, self.trainer.torch_device, state.get("guard"))
         self.data.seek(self.step)
         if self.reporter:
             skipped = f"steps {first_bad} to {last_bad} were skipped"

@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 class Trainer:
     """A profile's model on this rank: all of it, or this rank's pipeline stages.
 
+    Initializes the process group from the launcher's environment, unless there is one.
+
     Args:
         profile: resolved profile.
         graphs: folder of compiled graphs, read and written; None runs eager.
         precompiled: whether the folder should hold every graph, so that a cache miss is logged.
-        start: whether to initialize the process group from the launcher's environment; False if there is one.
 
     Attributes:
         stages: this rank's stages by number; a model without pipeline is stage 0.
@@ -51,22 +52,21 @@ class Trainer:
         user_loss: the user's `train.loss`; None for cross-entropy.
     """
 
-    def __init__(
-        self, profile: Profile, graphs: Path | None = None, *, precompiled: bool = False, start: bool = True
-    ) -> None:
+    def __init__(self, profile: Profile, graphs: Path | None = None, *, precompiled: bool = False) -> None:
         self.profile = profile
         self.device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.torch_device = self.device.set_current(local_rank)
-        torch.set_num_threads(threads(profile))
-        if start and profile.world_size > 1:
-            dist.init_process_group(self.device.backend, timeout=timeouts_of(profile).process_group)
-        self.mesh = build_mesh(profile, timeout=timeouts_of(profile).process_group)
         self.compile_statistics: CompileStatistics | EagerStatistics = EagerStatistics()
-        if graphs is not None:
+        if graphs is not None:  # before anything runs on the device
             compiler = compilers.make_compiler(profile)
             compiler.use_cache(graphs)
             self.compile_statistics = CompileStatistics(compiler, precompiled=precompiled)
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.torch_device = self.device.set_current(local_rank)
+        torch.set_num_threads(threads(profile))
+        self._started = profile.world_size > 1 and not dist.is_initialized()
+        if self._started:
+            self.device.start_process_group(self.torch_device, timeouts_of(profile).process_group)
+        self.mesh = build_mesh(profile, timeout=timeouts_of(profile).process_group)
         layers = partition_layers(profile)
         local_stages = range(self.mesh.pipeline.rank, len(layers), self.mesh.pipeline.size)
         self.stages = {number: self._build(layers[number]) for number in local_stages}
@@ -174,14 +174,16 @@ class Trainer:
         """
         settings = self.profile.train
         tokens, targets, masks = self._shard(samples, documents)
-        step_samples = settings.micro_batch_size * self.profile.accumulation_steps
-        count = step_samples if samples is None else len(samples)
-        sample_numbers = torch.arange(first, first + count, device=self.torch_device)
-        keys = sample_keys(settings.seed, sample_numbers)
+        extra = masks
+        if self.profile.model.dropout:
+            step_samples = settings.micro_batch_size * self.profile.accumulation_steps
+            count = step_samples if samples is None else len(samples)
+            sample_numbers = torch.arange(first, first + count, device=self.torch_device)
+            extra = {"samples": sample_keys(settings.seed, sample_numbers), **masks}
         if self.pipeline:
-            return self.pipeline.train(tokens, targets, scale, samples=keys, **masks)
+            return self.pipeline.train(tokens, targets, scale, **extra)
         total = torch.zeros((), device=self.torch_device)
-        for x, y, inputs in self._microbatches(tokens, targets, {"samples": keys, **masks}):
+        for x, y, inputs in self._microbatches(tokens, targets, extra):
             loss = self._loss(self.stages[0](x, self.positions, **inputs), y, scale)
             loss.backward()
             total += loss.detach()
@@ -195,19 +197,20 @@ class Trainer:
             yield tokens[rows], targets[rows], {name: value[rows] for name, value in inputs.items()}
 
     @torch.no_grad()
-    def evaluate(self, samples: Tensor | None, counted: Tensor, documents: Tensor | None = None) -> Tensor:
+    def evaluate(self, samples: Tensor | None, counted: int, documents: Tensor | None = None) -> Tensor:
         """Summed loss and user metrics of samples.
 
         Args:
             samples: (m·b, s + 1), as for `forward_backward`.
-            counted: (m·b) whether each sample counts.
+            counted: number of the first samples that count.
 
         Returns:
-            [tokens, loss, *metrics] of this rank, float64; zeros without the last stage.
+            [tokens, loss, *metrics] of this rank, float32 on the device; zeros without the last stage.
         """
         tokens, targets, masks = self._shard(samples, documents)
         if targets is not None:
-            targets = targets.where(counted[:, None].to(targets.device), IGNORE_INDEX)
+            counts = torch.arange(len(targets), device=targets.device) < counted
+            targets = targets.where(counts[:, None], IGNORE_INDEX)
         self._evaluating = True
         try:
             if self.pipeline:
@@ -218,15 +221,22 @@ class Trainer:
                 sums = sum(self._loss(stage(x, positions, **inputs), y) for x, y, inputs in microbatches)
         finally:
             self._evaluating = False
-        result = torch.zeros(2 + len(self._metrics), dtype=torch.float64, device=self.torch_device)
+        result = torch.zeros(2 + len(self._metrics), device=self.torch_device)
         if self.last:
             result[0] = (targets != IGNORE_INDEX).sum()
             result[1:] = sums
         return result
 
-    def sum(self, numbers: Tensor) -> list[float]:
-        """Sum numbers over all ranks but the tensor axis, on which they must be equal; one all-reduce."""
-        return all_reduce(numbers.double() / self.mesh.tensor.size, self.mesh.world).tolist()
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Sum numbers over all ranks but the tensor axis, on which they must be equal; one all-reduce on the device."""
+        return all_reduce(numbers / self.mesh.tensor.size, self.mesh.world)
+
+    def sum_on_host(self, numbers: Tensor) -> list[float]:
+        """The same sum in float64, of numbers on the host and over the ranks' hosts."""
+        total = numbers.double() / self.mesh.tensor.size
+        if self.mesh.host is not None:
+            dist.all_reduce(total, group=self.mesh.host)
+        return total.tolist()
 
     def connect_store(self) -> dist.Store | None:
         """A connection of its own to the store that all ranks share; None for a single rank."""
@@ -240,7 +250,7 @@ class Trainer:
 
     def __exit__(self, *failure: object) -> None:
         self.mesh.close()
-        if dist.is_initialized() and failure[0] is None:
+        if self._started and failure[0] is None:
             dist.destroy_process_group()
 
 

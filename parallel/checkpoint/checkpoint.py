@@ -38,6 +38,7 @@ from parallel.checkpoint.locations import (
 from parallel.checkpoint.reader import Reader
 from parallel.checkpoint.saver import SaveFailed, Saver, StaleAttempt, random_key
 from parallel.device import random_states, set_random_states
+from parallel.mesh import Mesh
 from parallel.optimizer.zero1 import ZeRO1
 
 __all__ = [
@@ -102,7 +103,7 @@ def load(checkpoint: Location, optimizer: ZeRO1, *, weights_only: bool = False) 
         random = _fill(checkpoint, about, optimizer, weights_only)
     except Exception as raised:  # of any storage; the other ranks must learn it
         error = raised
-    _raise_on_all(error)
+    _raise_on_all(error, optimizer.mesh)
     optimizer.gather_parameters()
     if not weights_only:
         optimizer.steps.fill_(about["optimizer_steps"])
@@ -128,7 +129,7 @@ def _fill(
             )
     random = {}
     if not weights_only and about.get("mesh") == optimizer.mesh.shape:
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = optimizer.mesh.rank
         for kind, state in random_states(optimizer.buckets[0].values.device).items():
             name = random_key(kind, rank)
             if name in reader.tensors and reader.tensors[name].shape == tuple(state.shape):
@@ -138,7 +139,7 @@ def _fill(
     return random
 
 
-def _raise_on_all(error: Exception | None) -> None:
+def _raise_on_all(error: Exception | None, mesh: Mesh) -> None:
     """Raise one rank's error on every rank: proven corruption before a different model, before a failed read. Collective."""
     kinds = (CorruptCheckpoint, ValueError, LoadFailed)
     found = None
@@ -146,9 +147,9 @@ def _raise_on_all(error: Exception | None) -> None:
         kind = next((kind for kind in kinds if isinstance(error, kind)), LoadFailed)
         found = (kinds.index(kind), str(error) if isinstance(error, ValueError) else repr(error))
     everywhere = [found]
-    if dist.is_initialized():
-        everywhere = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, found)
+    if mesh.host is not None:
+        everywhere = [None] * mesh.size
+        dist.all_gather_object(everywhere, found, group=mesh.host)
     errors = [(*each, rank) for rank, each in enumerate(everywhere) if each is not None]
     if errors:
         kind, text, rank = min(errors)

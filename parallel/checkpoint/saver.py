@@ -8,7 +8,8 @@
 Only `begin` and `finish` are collective, so no collective of a save runs concurrently with those of training. The plan (which
 rank writes which box) is the same for every save of a run and is computed once.
 
-Memory of asynchronous saves: 12 bytes of host memory per parameter of the shard, page-locked where that speeds up the copy.
+Memory of asynchronous saves, and of all saves from a device: 12 bytes of host memory per parameter of the shard, page-locked
+where that speeds up the copy. A device's shards are copied whole, three copies a bucket, however many boxes they hold.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from parallel.checkpoint.boxes import PREFIX, BoxedTensor, SavePlanner, boxed_tensors
 from parallel.checkpoint.locations import Location, discard, write_marker
 from parallel.checkpoint.writer import Writer, WrittenFiles
-from parallel.device import host_memory_for, random_states
+from parallel.device import host_memory_for, random_states, set_current_device
 from parallel.optimizer.zero1 import STATES, ZeRO1
 
 log = logging.getLogger("trainshed")
@@ -71,16 +72,17 @@ class Saver:
         fencing_check: Callable[[], None] = lambda: None,
     ) -> None:
         self.optimizer, self.asynchronous, self.fencing_check = optimizer, asynchronous, fencing_check
-        self.rank, self.world = 0, 1
-        if dist.is_initialized():
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        mesh = optimizer.mesh
+        self.rank, self.world, self._group = mesh.rank, mesh.size, mesh.host
         self._pending: _PendingSave | None = None
         self._copies: list[tuple[Tensor, Tensor]] = []  # device memory, host memory for its copy
         self._random: dict[str, Tensor] = {}
         self._planner = SavePlanner()
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None  # on rank 0
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._thread = None
+        if asynchronous:  # torch's current device is one of each thread
+            self._thread = ThreadPoolExecutor(1, "checkpoint", set_current_device, (self._device,))
         self._removals: list[Future[None]] = []  # queued on the thread
 
     @property
@@ -207,7 +209,7 @@ class Saver:
             plans, self._metadata = self._planner.create_global_plan(plans)
         local = [plans[0]] if self.rank == 0 else [None]
         if self.world > 1:
-            dist.scatter_object_list(local, plans if self.rank == 0 else None, src=0)
+            dist.scatter_object_list(local, plans if self.rank == 0 else None, src=0, group=self._group)
         self._plan = self._planner.finish_plan(local[0])
 
     def _boxes(self) -> dict[str, BoxedTensor]:
@@ -216,7 +218,7 @@ class Saver:
         for bucket in self.optimizer.buckets:
             boxes = [box for box in bucket.boxes() if box.saved]
             shards = {state: getattr(bucket, state) for state in STATES}
-            if self.asynchronous and boxes:
+            if (self.asynchronous or self._device.type != "cpu") and boxes:
                 copies = {state: host_memory_for(live) for state, live in shards.items()}
                 self._copies += [(shards[state], copies[state]) for state in STATES]
                 shards = copies
@@ -234,7 +236,7 @@ class Saver:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world if self.rank == 0 else []
-        dist.gather_object(value, values if self.rank == 0 else None, dst=0)
+        dist.gather_object(value, values if self.rank == 0 else None, dst=0, group=self._group)
         return values
 
     def _on_rank_0(self, function: Callable[[], T]) -> T:
@@ -248,7 +250,7 @@ class Saver:
             except Exception as error:
                 outcome = [SaveFailed(_reason(error))]
         if self.world > 1:
-            dist.broadcast_object_list(outcome, src=0)
+            dist.broadcast_object_list(outcome, src=0, group=self._group)
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         return outcome[0]

@@ -136,7 +136,7 @@ def train(
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(devices.KINDS, "cpu", replace(devices.CPU, supports_reduction=case.native))
-        trainer = Trainer(case.profile(), start=False)
+        trainer = Trainer(case.profile())
     try:
         optimizer = make_optimizer(trainer)
         if fault:
@@ -155,7 +155,7 @@ def train(
                 optimizer.reduce()
                 results.boxes += saved_boxes("gradients", gradient_boxes(optimizer))
             results.norms.append(optimizer.step(RATE).gradient_norm.item())
-            results.losses += trainer.sum(loss[None])
+            results.losses += trainer.sum(loss[None]).tolist()
             if save and step + 1 in save:
                 checkpoint.save(save[step + 1], optimizer, {"step": step + 1})
         results.boxes += saved_boxes(

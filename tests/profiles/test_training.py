@@ -80,7 +80,7 @@ def alone(profile: Profile) -> Profile:
 
 def losses(profile: Profile) -> list[float]:
     """Of some steps on this rank's share of one batch, again and again."""
-    trainer = Trainer(profile, start=False)
+    trainer = Trainer(profile)
     try:
         optimizer = make_optimizer(trainer)
         train, found = profile.train, []
@@ -98,7 +98,7 @@ def losses(profile: Profile) -> list[float]:
                 (step - 1) * train.global_batch_size + first,
             )
             optimizer.step(learning_rate(train, step))
-            found.append(trainer.sum(loss[None])[0])
+            found.append(trainer.sum(loss[None]).item())
         return found
     finally:
         trainer.mesh.close()

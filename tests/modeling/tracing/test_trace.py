@@ -120,7 +120,7 @@ def test_traced_costs_agree_with_analytic_flops_and_eager_memory(tmp_path):
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with Trainer(one, start=False) as trainer:
+    with Trainer(one) as trainer:
         known = {
             x.untyped_storage().data_ptr()
             for x in [*trainer.stages[0].parameters(), *trainer.stages[0].buffers()]

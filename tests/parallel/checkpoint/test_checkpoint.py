@@ -230,7 +230,7 @@ def save_asynchronously(folder: Path) -> bool:
 
 
 def build(case: Case) -> tuple[Trainer, ZeRO1]:
-    trainer = Trainer(case.profile(), start=False)
+    trainer = Trainer(case.profile())
     return trainer, make_optimizer(trainer)
 
 
