@@ -1,5 +1,8 @@
 """The automation that marks runs without a heartbeat as crashed, on a real server and in seconds instead of minutes."""
 
+import os
+import subprocess
+import sys
 import time
 from uuid import uuid4
 
@@ -7,6 +10,7 @@ import pytest
 from prefect import flow
 from prefect.automations import Automation
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.events import emit_event
 from prefect.settings import PREFECT_CLIENT_RETRY_JITTER_FACTOR
 from prefect.states import Completed, Running
@@ -17,9 +21,34 @@ from flows.registration import register_automation
 SILENCE = 20.0  # twice the shortest that Prefect accepts, for a loaded machine
 
 
+ORCHESTRATOR = """
+import sys, time
+from prefect import flow
+@flow(flow_run_name=sys.argv[1])
+def orchestrator():
+    print("running", flush=True)
+    time.sleep(600)
+orchestrator()
+"""
+
+
 @flow
 def waiting() -> None:
     """Is never run: its runs' states and heartbeats are sent by the test."""
+
+
+def start_and_kill_an_orchestrator(server: str) -> str:
+    """Kill a process in the midst of its flow run, whose name is returned; it has sent one heartbeat."""
+    name = uuid4().hex
+    environment = {**os.environ, "PREFECT_API_URL": server, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", ORCHESTRATOR, name], env=environment, stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"running\n"
+    time.sleep(1)  # heartbeats are sent by a thread
+    process.kill()
+    process.communicate()
+    return name
 
 
 def heartbeat(flow_run) -> None:
@@ -36,8 +65,12 @@ def automation(prefect_server):
 def test_only_a_run_that_falls_silent_is_marked_as_crashed(prefect_server, automation):
     time.sleep(2)  # the server's triggers learn of the automation
     with get_client(sync_client=True) as client:
-        runs = [client.create_flow_run(waiting, name=uuid4().hex, state=Running()) for _ in range(3)]
-        killed, without_server, finished = runs
+        runs = [client.create_flow_run(waiting, name=uuid4().hex, state=Running()) for _ in range(2)]
+        without_server, finished = runs
+        name = start_and_kill_an_orchestrator(prefect_server)
+        named = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
+        (killed,) = client.read_flow_runs(flow_run_filter=named)
+        assert killed.state.is_running()
         for run in runs:
             heartbeat(run)
         client.set_flow_run_state(finished.id, Completed(name="NothingNew"))
