@@ -1,9 +1,12 @@
 """Activation checkpointing: recompute activations in backward instead of saving them (arXiv 1604.06174).
 
     none        saves all activations
-    selective   saves a block's input and its projections' outputs, after their reduction if they have one; recomputes norms,
-                rotary embedding, attention core and activation × gate (arXiv 2205.05198, section 5)
+    selective   saves a block's input, its projections' outputs, after their reduction if they have one, and attention's output
+                with its log-sum-exp; recomputes what is cheap: norms, rotary embedding, activation × gate. No matrix product,
+                attention or ring communication runs twice
     full        saves a block's input only and recomputes its forward pass: a third more compute
+
+Operators of which `selective` saves the outputs are marked where they are defined or called, by `save_outputs`.
 
 In compiled blocks the recomputation is part of the block's graph, and dead code elimination removes what backward does not
 need, such as collectives that feed only a saved projection.
@@ -24,13 +27,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 MODES = ("none", "selective", "full")
 
-_mm = torch.ops.aten.mm.default
-_SAVED = (
-    _mm,
-    torch.ops.aten.addmm.default,
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_saved: set[Any] = {
+    *_PRODUCTS,
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
-)
+}
 _RECOMPUTE_PRODUCTS = "recompute_products"
 
 
@@ -58,6 +60,11 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], mode: str, count
             block.forward = _checkpointed(block.forward, contexts)
 
 
+def save_outputs(*operators: Any) -> None:
+    """Mark operators (overloads or higher-order operators) whose outputs `selective` saves, as they are costly to recompute."""
+    _saved.update(operators)
+
+
 def recompute_products() -> AbstractContextManager[None]:
     """Layer annotation: `selective` recomputes the matrix products run inside, because their reduced output is saved."""
     return traceback.annotate({_RECOMPUTE_PRODUCTS: True})
@@ -76,5 +83,5 @@ def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Call
 
 def _policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
     annotations = traceback.current_meta.get("custom", {})
-    saved = operator in _SAVED and not (operator is _mm and _RECOMPUTE_PRODUCTS in annotations)
+    saved = operator in _saved and not (operator in _PRODUCTS and _RECOMPUTE_PRODUCTS in annotations)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -2,7 +2,10 @@
 
 A context axis of several ranks uses ring attention (ring.py); a single rank uses the device's kernel. Kernels that support
 tiling (CPU) run as one opaque operator, which compiles under `fullgraph=True` and runs the same code eager and compiled. Other
-devices use torch's `scaled_dot_product_attention`, which each backend maps to its fastest kernel; documents become a mask.
+devices use torch's `scaled_dot_product_attention`, which each backend maps to its fastest kernel.
+
+Documents on those devices: FlexAttention where it exists (cuda, flex.py), else the device's kernel called with bounds, in the
+graph (neuron). No device repeats KV heads or holds an s × s mask for them.
 
 Time relative to scaled_dot_product_attention with repeated KV heads, forward and backward on a CPU with bf16 matrix products
 (b 4, n 8, k 2, s 512, d 32, one thread): 0.63 in float32, 0.59 in bf16.
@@ -15,7 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
+from parallel.activation_checkpointing import save_outputs
 from parallel.attention import kernels, tiles
 from parallel.attention.ring import ring_attention
 from parallel.mesh import Axis
@@ -49,21 +54,50 @@ def attention(
     Raises:
         ValueError: mismatched shapes or dtypes, or an unknown kernel.
     """
-    if axis is not None and axis.size > 1:
+    name = kernel or kernels.default_kernel(q)
+    found = kernels.find_kernel(name)
+    uses_flex = documents is not None and found is not None and found.uses_flex
+    if axis is not None and axis.size > 1 and not uses_flex:
         return ring_attention(q, k, v, axis, causal=causal, scale=scale, documents=documents, kernel=kernel)
     tiles.check_inputs("attention", q, k, v, documents)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    name = kernel or kernels.default_kernel(q)
-    if kernel is None and not getattr(kernels.find_kernel(name), "supports_tiling", False):
-        mask = None if documents is None else tiles.document_mask(documents, documents, causal)
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=True
-        )
+    if uses_flex:
+        from parallel.attention.flex import document_attention  # imports slowly
+
+        return document_attention(q, k, v, documents, axis, causal=causal, scale=scale)
+    if kernel is None and (found is None or not found.supports_tiling):
+        if documents is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+        return _InGraph.apply(q, k, v, documents, causal, scale, name if found else "math")
     return _attention(q, k, v, documents, causal, scale, name)[0]
 
 
-@torch.library.custom_op("trainshed::attention", mutates_args=())
-def _attention(
+class _InGraph(Function):
+    """Tiled attention as part of the graph, for compilers that take no opaque operators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        causal: bool,
+        scale: float,
+        kernel: str,
+    ) -> Tensor:
+        ctx.settings = causal, scale, kernel
+        out, lse = _forward(q, k, v, documents, *ctx.settings)
+        ctx.save_for_backward(q, k, v, out, lse, documents)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, documents = ctx.saved_tensors
+        return *_gradients(grad, q, k, v, out, lse, documents, *ctx.settings), None, None, None, None
+
+
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, causal: bool, scale: float, kernel: str
 ) -> tuple[Tensor, Tensor]:
     out, lse = _empty(q, k, v, documents, causal, scale, kernel)
@@ -74,6 +108,9 @@ def _attention(
     return out, lse
 
 
+_attention = torch.library.custom_op("trainshed::attention", _forward, mutates_args=())
+
+
 @_attention.register_fake
 def _empty(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Uninitialized out (b, n, s, d), stored as (b, s, n, d) for the output projection, and lse (b, n, s)."""
@@ -82,8 +119,7 @@ def _empty(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(b, s, n, d).transpose(1, 2), q.new_empty(b, n, s, dtype=wide)
 
 
-@torch.library.custom_op("trainshed::attention_backward", mutates_args=())
-def _backward(
+def _gradients(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -107,6 +143,9 @@ def _backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
+_backward = torch.library.custom_op("trainshed::attention_backward", _gradients, mutates_args=())
+
+
 @_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(out.transpose(1, 2).shape).transpose(1, 2), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -123,3 +162,10 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 
 
 _attention.register_autograd(_differentiate, setup_context=_setup_context)
+save_outputs(
+    torch.ops.trainshed.attention.default,
+    # what scaled_dot_product_attention becomes on a GPU
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+)

@@ -33,6 +33,10 @@ class Block:
 
     With `mask` (b, 1, s, t), those where it is True; with `causal`, those up to its own position, aligning the last query with
     the last key (s <= t); otherwise all. `mask` and `causal` are mutually exclusive.
+
+    Attributes:
+        bounds: in place of a mask, for kernels that take bounds: the first key that each query sees and one past its last,
+            (b, s) each.
     """
 
     q: Tensor
@@ -41,6 +45,7 @@ class Block:
     mask: Tensor | None
     causal: bool
     scale: float
+    bounds: tuple[Tensor, Tensor] | None = None
 
     def bias(self, multiple: int = 1) -> Tensor | None:
         """Additive mask (b or 1, 1, s, t) in q's dtype, None if every query sees all keys.
@@ -64,6 +69,11 @@ class Kernel(ABC):
 
     supports_tiling = False
     """Whether calls on a few rows are cheap and reading masks on the host costs no synchronization."""
+    takes_bounds = False
+    """Whether documents are given as `Block.bounds` instead of a mask; their tokens must then be contiguous and their indices
+    ascend, as in packed samples."""
+    uses_flex = False
+    """Whether attention within documents runs as FlexAttention instead (flex.py)."""
 
     @abstractmethod
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
@@ -83,7 +93,7 @@ class Kernel(ABC):
 
 
 class Math(Kernel):
-    """The formulas in plain operators, on any device and in any dtype; materializes all s · t scores."""
+    """The formulas in plain operators, on any device and in any dtype; materializes all scores of a block."""
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q, k, v = block.q, block.k, block.v
@@ -170,6 +180,8 @@ class CudaFlash(Kernel):
     Both support causal blocks only as squares.
     """
 
+    uses_flex = True
+
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q, k, v, s = block.q, block.k, block.v, block.q.shape[2]
         if self._flash(block):
@@ -214,7 +226,9 @@ class CudaFlash(Kernel):
 
 MATH = Math()
 _kernels: dict[str, Kernel] = {"math": MATH, "cpu-flash": CpuFlash(), "cuda-flash": CudaFlash()}
-_EXTERNAL = {"nki": "the package that provides AWS's NKI flash attention must call kernels.register()"}
+_EXTERNAL = {
+    "nki": "the package that provides AWS's NKI flash attention must call kernels.register()"
+}  # takes bounds
 
 
 def register(name: str, kernel: Kernel) -> None:

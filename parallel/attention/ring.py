@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from parallel import collectives, mesh
+from parallel.activation_checkpointing import save_outputs
 from parallel.attention import kernels, tiles
 from parallel.mesh import Axis
 
@@ -239,3 +240,4 @@ def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
 
 
 _ring.register_autograd(_differentiate, setup_context=_setup_context)
+save_outputs(torch.ops.trainshed.ring_attention.default)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from parallel.attention.kernels import Block, Gradients, Kernel
 
 DOCUMENT_ROWS = 512
-"""Maximum rows of a tile with documents: longer tiles span more documents and so more masked keys."""
+"""Maximum rows of a tile with a document mask: longer tiles span more documents and so more masked keys."""
 
 Documents = tuple[Tensor, Tensor]
 
@@ -70,15 +71,17 @@ def _tiles(
 ) -> Iterator[tuple[slice, slice, Block]]:
     s, t = q.shape[2], k.shape[2]
     length = kernel.tile_rows(q, causal, backward)
-    if documents is not None and kernel.supports_tiling:
-        length = min(length, max(64, s // 8), DOCUMENT_ROWS)
+    if documents is not None and not kernel.takes_bounds:
+        length = min(length, max(64, s // 8) if kernel.supports_tiling else s, DOCUMENT_ROWS)
     if length < s:
         k, v = k.contiguous(), v.contiguous()  # every tile reads them
     for start in range(0, s, length):
         rows = slice(start, min(start + length, s))
         keys = slice(0, rows.stop if causal else t)
-        mask = None
-        if documents is not None:
+        mask = bounds = None
+        if documents is not None and kernel.takes_bounds:
+            bounds = document_bounds(documents[0][:, rows], documents[1][:, keys], causal)
+        elif documents is not None:
             query_documents, key_documents = documents[0][:, rows], documents[1][:, keys]
             if kernel.supports_tiling:
                 visible = _keys_in_range(query_documents, key_documents)
@@ -90,7 +93,7 @@ def _tiles(
         yield (
             rows,
             keys,
-            Block(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, causal and mask is None, scale),
+            Block(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, causal and mask is None, scale, bounds),
         )
 
 
@@ -104,6 +107,16 @@ def document_mask(query_documents: Tensor, key_documents: Tensor, causal: bool) 
     """Mask (b, 1, s, t), True where documents (b, s) and (b, t) agree; `causal` aligns the last query with the last key."""
     same = query_documents[:, None, :, None] == key_documents[:, None, None, :]
     return same.tril(key_documents.shape[1] - query_documents.shape[1]) if causal else same
+
+
+def document_bounds(query_documents: Tensor, key_documents: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """First key that each query sees and one past its last, (b, s) each, where indices ascend; equal if it sees none."""
+    s, t = query_documents.shape[1], key_documents.shape[1]
+    keys, queries = key_documents.contiguous(), query_documents.contiguous()
+    low, high = torch.searchsorted(keys, queries), torch.searchsorted(keys, queries, right=True)
+    if causal:
+        high = high.minimum(torch.arange(t - s + 1, t + 1, device=high.device))
+    return low, high
 
 
 def check_inputs(function: str, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> None:

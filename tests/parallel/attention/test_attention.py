@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
 
 from parallel.attention import kernels
 from parallel.attention.attention import attention
@@ -80,12 +81,14 @@ def test_any_shape_matches_dense_formula(case, group, split, kernel):
         assert (a - b).norm() < 3e-6 * scale
 
 
-def test_documents_may_be_unordered_and_noncontiguous():
+@pytest.mark.parametrize("kernel", [None, "cuda-flash"], ids=["tiles", "flex"])
+def test_documents_may_be_unordered_and_noncontiguous(kernel):
     """Document indices need not ascend, and a document may be interleaved with others."""
     case = Case(b=2, s=600, documents=(600,))
     numbers = torch.randint(0, 4, (2, 600), generator=torch.Generator().manual_seed(1)) * 7 - 9
+    numbers[:, :256] = 5  # whole blocks of FlexAttention
     q, k, v, _ = (x.double() for x in case.tensors())
-    out = attention(q, k, v, documents=numbers)
+    out = attention(q, k, v, documents=numbers, kernel=kernel)
     for row in range(2):
         for number in numbers[row].unique():
             members = (numbers[row] == number).nonzero().squeeze(1)
@@ -128,6 +131,49 @@ def test_compiles_to_one_graph_with_identical_bits(documents):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for eager, traced in zip(results(case, attend=layer), results(case, attend=compiled), strict=True):
         assert torch.equal(eager, traced)
+
+
+class Bounds(kernels.Math):
+    """Stand-in for a kernel that takes bounds, such as AWS's NKI flash attention: the formula on a mask made from them."""
+
+    takes_bounds = True
+
+    @staticmethod
+    def _masked(block):
+        assert block.mask is None
+        low, high = (bound[:, None, :, None] for bound in block.bounds)
+        keys = torch.arange(block.k.shape[2])
+        return dataclasses.replace(block, mask=(low <= keys) & (keys < high), causal=False)
+
+    def forward(self, block):
+        return super().forward(self._masked(block))
+
+    def backward(self, block, grad, out, lse):
+        return super().backward(self._masked(block), grad, out, lse)
+
+
+@pytest.mark.parametrize("registered", [None, Bounds()], ids=["math", "bounds"])
+def test_documents_on_devices_without_opaque_operators(monkeypatch, registered):
+    """One graph of plain operators, whose masks are those of tiles or bounds; the sequence has two tiles."""
+    monkeypatch.setattr(kernels, "default_kernel", lambda _: "nki")
+    if registered:
+        monkeypatch.setitem(kernels._kernels, "nki", registered)
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    case = Case(b=2, s=600, documents=(300, 1, 130, 169))
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    compiled = torch.compile(lambda *x, **options: attention(*x, **options), fullgraph=True, backend=backend)
+    assert max(errors(case, attend=compiled)) < case.tolerance()
+    shapes = [
+        node.meta["val"].shape for graph in graphs for node in graph.graph.nodes if node.name.startswith("eq")
+    ]
+    assert all(shape[-2] <= 512 for shape in shapes)
+    assert bool(shapes) != bool(registered)
+    assert not any("repeat" in node.name for graph in graphs for node in graph.graph.nodes)
 
 
 @pytest.mark.parametrize("operator", ["attention", "attention_backward"])

@@ -12,6 +12,7 @@ from torch.autograd import Function
 
 from parallel import collectives
 from parallel.attention import kernels
+from parallel.attention.attention import attention
 from parallel.attention.ring import ring_attention, zigzag_positions
 from parallel.mesh import Mesh
 from tests.parallel.attention.reference import Case, error, zigzag_merge, zigzag_split
@@ -285,6 +286,37 @@ def test_compiles_to_the_same_graphs_on_all_ranks(pool, documents):
     assert "trainshed.ring_attention." in texts[0]
     assert "trainshed.ring_attention_backward." in texts[1]
     assert all(other == texts and equal for other, equal in results)
+
+
+def flex_graphs(case):
+    """This rank's shards with FlexAttention in one graph, as on cuda, and the code of its graphs.
+
+    On a CPU the operator has a backward pass too, but it is reserved for tests by torch's check of the device.
+    """
+    import torch.nn.attention.flex_attention as flex
+
+    flex._validate_device = lambda *_: None
+    texts = []
+
+    def keep(graph, _):
+        texts.append(graph.print_readable(print_output=False))
+        return graph
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    compiled = torch.compile(
+        lambda *x, **options: attention(*x, **options), fullgraph=True, dynamic=False, backend=backend
+    )
+    with mesh(context=torch.distributed.get_world_size()) as made:
+        return ring(case, made.context, compiled, "cuda-flash"), texts
+
+
+def test_documents_by_flex_attention_match_dense_formula(pool):
+    """Documents that cross chunks, blocks of 128 and ranks; no KV head is repeated, and ranks share a graph."""
+    case = Case(b=2, n=4, k=2, s=1200, documents=(70, 1, 430, 99, 600))
+    (part, texts), (other, other_texts) = pool.run(flex_graphs, 2, case=case)
+    assert worst([part, other], case) < case.tolerance()
+    assert texts == other_texts
+    assert "repeat" not in "".join(texts)
 
 
 def rejections(cases):
