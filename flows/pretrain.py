@@ -34,6 +34,7 @@ from flows.steps import (
     ways_out,
 )
 from modeling.planning.planner import plan
+from modeling.planning.recompute import choose_recompute
 from profiles import resolve
 from profiles.schema import Profile
 from tasks import keys
@@ -63,7 +64,7 @@ def load(profile: str, overrides: Sequence[str], name: str | None) -> Profile:
     run = resolve.load(profile, overrides, name)
     resolve.check(run)
     resolve.check_start(run)
-    return run
+    return choose_recompute(run)
 
 
 @flow(name="pretrain", flow_run_name=run_name, task_runner=THREADS, **HOOKS)

@@ -220,8 +220,10 @@ def _batch(profile: Profile) -> None:
 
 def _recompute(profile: Profile) -> None:
     train = profile.train
-    if train.recompute_layers is not None and train.recompute == "none":
+    if train.recompute_layers is not None and train.recompute in ("none", "auto"):
         reason = "has no effect: train.recompute is none"
+        if train.recompute == "auto":
+            reason = "conflicts with train.recompute auto, which chooses the layers"
         raise ProfileError("train.recompute_layers", train.recompute_layers, reason, ["null"])
 
 

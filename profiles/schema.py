@@ -189,7 +189,10 @@ class Train(Section):
     gradient_dtype: Literal["float32", "bf16"] = Field(
         "float32", description="dtype of gradient accumulation"
     )
-    recompute: Literal["none", "selective", "full"] = Field("none", description="activation checkpointing")
+    recompute: Literal["none", "selective", "full", "auto"] = Field(
+        "none",
+        description="activation checkpointing; auto: the least that fits the device, and for as few layers as possible",
+    )
     recompute_layers: Count | None = Field(
         None, description="number of layers of each pipeline stage, from its first, to checkpoint; null: all"
     )

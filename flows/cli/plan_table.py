@@ -13,6 +13,7 @@ from rich.text import Text
 from flows.cli.exit_codes import DONE
 from flows.ui.summaries import mesh_summary
 from modeling.planning.planner import MARGIN, Plan, plan, require_fit
+from modeling.planning.recompute import choose_recompute
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
@@ -25,6 +26,7 @@ GIB = 2**30
 
 def show_plan(profile: Profile, *, as_json: bool) -> int:
     """Print the plan of a valid profile. Raises ProfileError if it does not fit in the device's memory."""
+    profile = choose_recompute(profile)
     planned = plan(profile)
     if as_json:
         json.dump(planned.to_json(), sys.stdout, indent=1)
@@ -84,6 +86,7 @@ def _run(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
     step_tokens = train.global_batch_size * train.sequence_length
     device = cluster.accelerator or cluster.device
+    layers = train.recompute_layers
     return [
         ("parameters", f"{planned.parameters:,}"),
         ("model", f"{model.architecture}, {model.num_hidden_layers} layers of {model.hidden_size:,}, {heads}, "
@@ -91,7 +94,7 @@ def _run(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
         ("ranks", f"{profile.world_size}, {nodes} of {cluster.devices_per_node} × {device}: {axes}"),
         ("step", f"{train.global_batch_size:,} × {train.sequence_length:,} = {format_count(step_tokens)} tokens, "
                  f"{profile.accumulation_steps:,} microbatches"),
-        ("recompute", train.recompute),
+        ("recompute", train.recompute + (f", the first {layers} layers of each stage" if layers else "")),
         ("run", length),
     ]  # fmt: skip
 
