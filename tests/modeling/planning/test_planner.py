@@ -6,8 +6,10 @@ import pytest
 
 from benchmarks.memory import CASES, case, measure
 from modeling.planning.planner import plan, require_fit
+from modeling.planning.recompute import choose_recompute
 from modeling.planning.search import search
 from profiles import resolve
+from profiles.check import with_value
 from profiles.errors import ProfileError
 
 
@@ -76,6 +78,18 @@ def test_recomputation_trades_memory_for_time():
     memory = [planned.stages[0].bytes["activations"] for planned in plans]
     assert memory[0] > 1.5 * memory[1] > 1.5 * memory[2]
     assert plans[0].step_seconds < plans[1].step_seconds < plans[2].step_seconds
+
+
+@pytest.mark.parametrize("tensor", [8, 16, 32])
+def test_auto_recomputation_is_the_least_that_fits(tensor):
+    profile = resolve.load("llama3-70b", [f"parallel.tensor={tensor}", "train.recompute=auto"])
+    chosen = choose_recompute(profile)
+    mode, layers = chosen.train.recompute, chosen.train.recompute_layers
+    assert mode == {8: "full", 16: "selective", 32: "none"}[tensor]
+    assert plan(chosen).fits
+    assert (layers is None) == (mode == "none")
+    if layers:
+        assert not plan(with_value(chosen, "train.recompute_layers", layers - 1)).fits
 
 
 def test_plan_that_does_not_fit_is_rejected_with_its_bytes():
