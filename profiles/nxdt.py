@@ -218,7 +218,10 @@ def _recompute_modules(value: Any) -> Translation:
     if any(str(name).endswith("MLP") and not str(name).startswith("Activation") for name in names):
         note = "selective saves the MLP projections and recomputes the rest of the MLP; full saves nothing"
         return {}, note
-    return {}, "selective saves attention and the projections; it recomputes norms, rotation and activation × gate"
+    return (
+        {},
+        "selective saves attention and the projections; it recomputes norms, rotation and activation × gate",
+    )
 
 
 def _initial_checkpoint(value: Any) -> Translation:

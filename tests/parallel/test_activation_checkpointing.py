@@ -1,5 +1,6 @@
 """Activation checkpointing: identical bits with less memory, eager and compiled."""
 
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -94,12 +95,31 @@ def test_unknown_mode_is_rejected():
         apply_activation_checkpointing([], "some")
 
 
-class ProductCount(TorchDispatchMode):
-    count = 0
+class CallCount(TorchDispatchMode):
+    """Number of calls of each operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten.mm.default
+        self.calls[func] += 1
         return func(*args, **(kwargs or {}))
+
+
+PRODUCT, ATTENTION = torch.ops.aten.mm.default, torch.ops.trainshed.attention.default
+
+
+def test_only_full_repeats_products_and_attention():
+    calls = {}
+    for mode in MODES:
+        loss = forward(build("llama", mode))
+        with CallCount() as count:
+            loss.backward()
+        calls[mode] = count.calls[PRODUCT], count.calls[ATTENTION]
+    assert calls["none"] == calls["selective"] == (24, 0)  # two products of four projections in three layers
+    # all but the last projection, whose output only the block's output needs
+    assert calls["full"] == (24 + 9, 3)
 
 
 def backward_products(native: bool) -> int:
@@ -109,9 +129,9 @@ def backward_products(native: bool) -> int:
         initialize(layer, m.tensor, 1)
         apply_activation_checkpointing([layer], "selective")
         y = layer(torch.randn(6, 4, requires_grad=True))
-        with ProductCount() as products:
+        with CallCount() as count:
             y.sum().backward()
-        return products.count
+        return count.calls[PRODUCT]
 
 
 def test_selective_saves_reduced_outputs_instead_of_products(pool):
