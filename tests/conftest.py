@@ -31,7 +31,8 @@ hypothesis.settings.load_profile("trainshed")
 SLOW_FIXTURES = {"_cluster", "browser", "command", "pool", "prefect_server", "prefect_ui"}
 """Fixtures that start servers, clusters or processes: `make test-fast` leaves out the tests that use one."""
 SLOW_FILES = {
-    *("benchmarks/test_parallel", "flows/test_cli", "flows/test_profiles", "modeling/planning/test_planner"),
+    *("benchmarks/test_parallel", "emulation/test_programs", "flows/test_cli", "flows/test_profiles"),
+    "modeling/planning/test_planner",
     *("modeling/supervision/test_watchdog", "modeling/test_check_device", "modeling/tracing/test_operators"),
     *(
         "modeling/tracing/test_trace",

@@ -1,0 +1,105 @@
+"""Runs training on the emulated device, on each rank of a forked job: `tests.emulation.program JOB`.
+
+JOB is a JSON file: [{run, dataset, calls, fault}, ...]. Each entry is a run folder whose profile has as many ranks as this job;
+its calls are made in order, in one process group. Rank 0 writes what each call returned, and what it did on the device, to
+RUN/calls.json. A `fault` breaks the program on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from modeling import check_device
+from modeling.training import evaluate, train
+from parallel import collectives, device
+from tests.emulation import usage
+from tests.emulation.device import install
+from tests.modeling import micro
+
+
+def run_training(run: Path, dataset: Path) -> object:
+    return train.main(["--run-folder", str(run), "--dataset", str(dataset)])
+
+
+def run_evaluation(run: Path, dataset: Path) -> object:
+    output = ["--output", str(run / "evaluation.json")]
+    return evaluate.main(["--run-folder", str(run), "--dataset", str(dataset), *output])
+
+
+def resume_training(run: Path, dataset: Path) -> object:
+    """Losses of a run whose last checkpoint is removed, and that is resumed."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(run / "checkpoints" / f"step_{max(micro.losses(run))}")
+    dist.barrier()  # until it is removed
+    run_training(run, dataset)
+    return micro.losses(run) if dist.get_rank() == 0 else None
+
+
+def check_devices(run: Path, dataset: Path) -> object:
+    """The checks of check_device that do not measure speed; before a process group exists, which they start."""
+    words = {}
+    for check in (check_device.check_attention, check_device.check_parallel_training):
+        result = check("neuron")
+        assert result.holds, result.words
+        words[check.__name__] = result.words
+    return words
+
+
+CALLS: dict[str, Callable[[Path, Path], object]] = {
+    "train": run_training,
+    "evaluate": run_evaluation,
+    "resume": resume_training,
+    "check_device": check_devices,
+}
+
+
+def all_reduce_on_host(x: torch.Tensor, axis: Any) -> torch.Tensor:
+    return x if axis.size == 1 else collectives.PendingAllReduce(x.cpu(), axis).wait().to(x.device)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "no wait for collectives": lambda: mock.patch.object(collectives, "wait", lambda tensor: tensor),
+    "no wait for the copy to the host": lambda: mock.patch.object(
+        device.Download, "wait", lambda self: self._host
+    ),
+    "host tensors in collectives": lambda: mock.patch.object(
+        train.ZeRO1, "_global_norm", lambda self, _: all_reduce_on_host(torch.zeros((), device="neuron"), self.mesh.world)
+    ),
+}  # fmt: skip
+
+
+def call(name: str, run: Path, dataset: Path, fault: str | None) -> dict[str, Any]:
+    usage.take()
+    try:
+        with FAULTS[fault]() if fault else mock.MagicMock():
+            returned, error = CALLS[name](run, dataset), None
+    except Exception:
+        if not fault:
+            raise
+        returned, error = None, traceback.format_exc()
+    return {"name": name, "returned": returned, "error": error, "usage": usage.take()}
+
+
+def main(arguments: list[str]) -> int:
+    install()
+    torch.set_num_threads(1)
+    for entry in json.loads(Path(arguments[0]).read_text()):
+        run, dataset = Path(entry["run"]), Path(entry["dataset"])
+        made = []
+        for name in entry["calls"]:
+            if name != "check_device" and not dist.is_initialized():
+                device.NEURON.start_process_group(device.NEURON.set_current())
+            made.append(call(name, run, dataset, entry.get("fault")))
+        if dist.get_rank() == 0:
+            (run / "calls.json").write_text(json.dumps(made))
+    dist.destroy_process_group()
+    return 0

@@ -1,0 +1,65 @@
+"""What a program did on the emulated device, counted by kind and call site; and how strictly mistakes are taken."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = str(Path(__file__).parents[2])
+OURS = tuple(f"{ROOT}{os.sep}{folder}{os.sep}" for folder in ("parallel", "modeling"))
+EMULATION = f"{ROOT}{os.sep}tests{os.sep}emulation{os.sep}"
+
+HOST_READ = "host waits for the device"  # a value read, a blocking copy to the host, a synchronize
+BLOCKING_UPLOAD = "copy from pageable memory"  # to the device, which real devices make the host wait for
+DYNAMIC = "shape depends on data"
+EAGER = "operator outside compiled programs"
+counts: dict[str, Counter[str]] = defaultdict(Counter)
+_compiled = 0  # depth of compiled programs that are running
+
+
+class Rejected(RuntimeError):
+    """What accelerators reject, or leave undefined."""
+
+
+def record(kind: str, what: str = "") -> None:
+    """Count an event at the innermost line of this project that caused it."""
+    counts[kind][f"{call_site()} {what}".strip()] += 1
+
+
+def record_operator(name: str) -> None:
+    """Count an operator that runs outside compiled programs."""
+    if not _compiled:
+        record(EAGER, name)
+
+
+def take() -> dict[str, Counter[str]]:
+    """The counts since the last call."""
+    taken = {kind: Counter(found) for kind, found in counts.items()}
+    counts.clear()
+    return taken
+
+
+def call_site() -> str:
+    """`folder/file.py:function` of the innermost frame in parallel/ or modeling/; "elsewhere" without one."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(OURS):
+            return f"{code.co_filename.removeprefix(ROOT + os.sep)}:{code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+@contextmanager
+def inside_compiled_program() -> Iterator[None]:
+    """Operators in the block belong to a compiled program."""
+    global _compiled
+    _compiled += 1
+    try:
+        yield
+    finally:
+        _compiled -= 1
