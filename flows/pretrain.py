@@ -31,6 +31,7 @@ from flows.steps import (
     open_run,
     read_lock,
     resolve_inputs,
+    warn_about_data,
     ways_out,
 )
 from modeling.planning.planner import plan
@@ -112,13 +113,14 @@ def pretrain(
         if run.train.epochs is not None:
             run = with_steps(run, dataset)
             planned = plan(run)  # again: the data decides how long the run is
+        warnings = warn_about_data(run, tokenizer, dataset)
         origin = parent and keys.digest([parent.identity, parent.step])
         identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key, origin)
 
         inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": weights}
         lock.check()  # a process that was suspended meanwhile may have lost the run to another one
         with open_run(
-            runner, run, identity, inputs, planned, command, parent=parent, replace=replace
+            runner, run, identity, inputs, planned, command, parent=parent, replace=replace, warnings=warnings
         ) as overview:
             if parent:
                 copy_checkpoint(opened, parent, run.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,12 +14,15 @@ from flows.ui.progress import TrainingProgress, progress_reporter
 from flows.ui.summaries import inputs_summary, plan_summary
 from modeling.planning import planner
 from profiles.schema import Profile
+from tasks.reporting.advice import data_warnings
 from tasks.resolve import Inputs, RunLock, resolve
 from tasks.step import Context
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import LOCK, Parent
 from tasks.store.store import Store
+
+log = logging.getLogger(__name__)
 
 RESOLVE_RETRIES = 5  # a minute in all: the hub's own limits are waited out within an attempt
 
@@ -94,6 +98,14 @@ def keep_lock(context: Context) -> None:
         run.write(LOCK, context.inputs.lock.to_bytes())
 
 
+def warn_about_data(profile: Profile, tokenizer: Artifact, dataset: Artifact) -> list[str]:
+    """Log what the tokenizer and the data let expect of the run; returns the warnings."""
+    warnings = data_warnings(profile, tokenizer.summary, dataset.summary)
+    for warning in warnings:
+        log.warning("warning: %s", warning)
+    return warnings
+
+
 @contextmanager
 def open_run(
     runner: Runner,
@@ -103,10 +115,14 @@ def open_run(
     plan: planner.Plan,
     command: RunCommand | None = None,
     *,
+    warnings: Sequence[str] = (),
     parent: Parent | None = None,
     replace: bool = False,
 ) -> Iterator[Overview]:
-    """Open the run folder for the steps in the block. Yields its page in the UI. Arguments and errors as `runs.open_run`."""
+    """Open the run folder for the steps in the block.
+
+    Yields its page in the UI, which shows the plan and the warnings. The other arguments and errors are those of `runs.open_run`.
+    """
     context = runner.context
     keys = {kind: artifact and artifact.key for kind, artifact in inputs.items()}
     with ways_out(command, profile.name):
@@ -116,7 +132,7 @@ def open_run(
     context.store.run_folder(profile.name).write(LOCK, context.inputs.lock.to_bytes())
     runner.open(profile, folder)
     overview = Overview(profile, folder)
-    overview.begin(plan)
+    overview.begin(plan, warnings)
     yield overview
 
 

@@ -20,6 +20,7 @@ from profiles.errors import ProfileError
 from profiles.model import Model, to_config_json
 from profiles.schema import Profile
 from tasks import keys
+from tasks.reporting.format import format_bytes
 from tasks.sources import weights
 from tasks.sources.shard import SourceChanged
 from tasks.step import Context, Step
@@ -80,7 +81,7 @@ class CheckpointStep(Step):
         return store.artifacts.expect(self.kind, key)
 
     def describe(self, summary: Mapping[str, Any]) -> str:
-        return f"{summary['bytes'] / 1e6:,.1f} MB of weights, from {summary['source']}"
+        return f"{format_bytes(summary['bytes'])} of weights, from {summary['source']}"
 
 
 def _warn_of_differences(source: Path, model: Model) -> None:

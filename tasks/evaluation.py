@@ -18,7 +18,7 @@ from profiles import state_files
 from profiles.schema import Profile
 from tasks import failures, keys
 from tasks.launchers import Job, JobFailed, create, execute
-from tasks.reporting.format import format_value
+from tasks.reporting.format import format_perplexity, format_value
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 from tasks.training import LogForwarder, cluster_job
@@ -78,7 +78,7 @@ class EvaluationStep(Step):
     def describe(self, summary: Mapping[str, Any]) -> str:
         loss, perplexity = summary["validation_loss"], summary["perplexity"]
         metrics = [f", {name} {format_value(value)}" for name, value in summary.get("metrics", {}).items()]
-        return f"validation loss {loss:.4f}, perplexity {perplexity:.1f}{''.join(metrics)}"
+        return f"validation loss {loss:.4f}, perplexity {format_perplexity(perplexity)}{''.join(metrics)}"
 
 
 def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from modeling.conversion.convert import Options, convert
 from modeling.conversion.journal import RECORD
 from tasks import keys
+from tasks.reporting.format import format_bytes
 from tasks.step import Context, Step
 from tasks.store import run_artifacts
 from tasks.store.artifacts import Artifact
@@ -56,4 +57,4 @@ class ExportStep(Step):
         return run_artifacts.publish(store, self.kind, key, folder.name, PART, {"bytes": size})
 
     def describe(self, summary: Mapping[str, Any]) -> str:
-        return f"{summary['bytes'] / 1e6:,.1f} MB"
+        return format_bytes(summary["bytes"])

@@ -53,7 +53,7 @@ def _advice(profile: Profile) -> str:
     """Changes of the profile that need less memory, by the planner."""
     current = planner.plan(profile).needs
     changes = [
-        f"{change} (planned {planned.needs / 2**30:.2g} GiB a device instead of {current / 2**30:.2g})"
+        f"{change} (planned {planned.needs / 2**30:.1f} GiB a device instead of {current / 2**30:.1f})"
         for change, planned in planner.lighter(profile, lambda other: other.needs < current).items()
     ]
     return f"try {' or '.join(changes)}" if changes else "try more devices, or a smaller model"

@@ -21,7 +21,7 @@ from modeling.planning.planner import Plan
 from modeling.tracing import traced_plan
 from profiles.schema import Profile
 from tasks.export import PART as EXPORT
-from tasks.reporting import run_report
+from tasks.reporting import advice, run_report
 from tasks.reporting.history import REPORT_JSON, History
 from tasks.reporting.outcome import Outcome
 from tasks.step import Context, Step
@@ -77,12 +77,22 @@ def write_report(
         "samples": _decode_samples(_tokenizer_file(folder), evaluation.get("samples", [])),
         "steps": [asdict(outcome) for outcome in outcomes],
         "events": read_events(folder),
+        "warnings": _warnings(profile, outcomes, history),
         "export": str(folder / EXPORT) if (folder / EXPORT).is_dir() else None,
     }
     page = run_report.render(profile, facts, history, (folder / "profile.yaml").read_text())
     for name, text in {REPORT_JSON: json.dumps(facts, indent=1), "report.html": page}.items():
         FolderBackend(folder).write(name, text.encode())
     return folder / "report.html"
+
+
+def _warnings(profile: Profile, outcomes: Sequence[Outcome], history: History) -> list[str]:
+    summaries = {outcome.step: outcome.summary for outcome in outcomes}
+    found = []
+    if {"tokenizer", "dataset"} <= summaries.keys():
+        found += advice.data_warnings(profile, summaries["tokenizer"], summaries["dataset"])
+    rise = advice.rise_warning(history.lowest_evaluation, history.last_evaluation)
+    return [*found, *([rise] if rise else [])]
 
 
 def _traced(profile: Profile, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from modeling.conversion import formats
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert, options_from
 from profiles.errors import ProfileError
+from tasks.reporting.format import format_bytes
 from tasks.sources import weights
 
 
@@ -76,7 +77,7 @@ def _print(facts: dict[str, object], *, as_json: bool) -> None:
         return
     if "files" in facts:
         count = len(facts["files"])
-        size = f"{facts['bytes'] / 1e6:,.1f} MB in {count} file{'s' if count != 1 else ''}"
+        size = f"{format_bytes(facts['bytes'])} in {count} file{'s' if count != 1 else ''}"
         print(f"{facts['tensors']} tensors, {size}: {facts['destination']}")
     if "equal" in facts:
         print(f"all {facts['equal']} tensors are equal")

@@ -11,17 +11,27 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.summaries import mesh_summary
 from modeling.planning.planner import MARGIN, Plan, plan, require_fit
 from modeling.planning.recompute import choose_recompute
+from modeling.planning.step_time import is_too_short
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from tasks.reporting.format import format_bytes, format_count, format_duration
+from tasks.reporting.advice import passes_warning
+from tasks.reporting.format import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_mesh,
+    format_number,
+    format_step_time,
+)
+from tasks.sources.files import text_bytes
 
 MAX_STAGES = 8  # all are shown; of more, the most informative
 BAR_WIDTH = 10  # characters
 GIB = 2**30
+BYTES_PER_TOKEN = 4  # of text, roughly
 
 
 def show_plan(profile: Profile, *, as_json: bool) -> int:
@@ -47,7 +57,10 @@ def in_days(days: float) -> str:
 def _print(console: Console, profile: Profile, planned: Plan) -> None:
     console.print(Text.assemble((profile.name, "bold"), f"  {profile.description}"))
     console.print()
-    console.print(_facts(_run(profile, planned)))
+    tokens = _data_tokens(profile)
+    console.print(_facts(_run(profile, planned, tokens)))
+    for warning in passes_warning(profile, tokens) if tokens and planned.tokens else ():
+        console.print(Text(f"warning: {warning}", "yellow"))
     console.print()
     console.print(_memory(planned))
     if len(planned.stages) > MAX_STAGES:
@@ -72,17 +85,19 @@ def _facts(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _run(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
+def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[str, str]]:
     model, train, cluster = profile.model, profile.train, profile.cluster
     heads = f"{model.num_attention_heads} heads"
     if model.num_key_value_heads != model.num_attention_heads:
         heads += f" on {model.num_key_value_heads} KV heads"
-    axes = mesh_summary(planned.mesh)
+    axes = format_mesh(planned.mesh)
     if planned.kv_replication > 1:
         axes += f" (KV heads replicated {planned.kv_replication} times)"
     length = f"{train.epochs} epochs of the data"
     if planned.tokens:
         length = f"{train.steps:,} steps, {format_count(planned.tokens)} tokens"
+        if tokens:
+            length += f", about {format_number(planned.tokens / tokens)} passes over the data"
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
     step_tokens = train.global_batch_size * train.sequence_length
     device = cluster.accelerator or cluster.device
@@ -97,6 +112,12 @@ def _run(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
         ("recompute", train.recompute + (f", the first {layers} layers of each stage" if layers else "")),
         ("run", length),
     ]  # fmt: skip
+
+
+def _data_tokens(profile: Profile) -> float | None:
+    """Tokens of the training data, from the sizes of files; None if they do not tell."""
+    size = text_bytes(profile)
+    return size and size / BYTES_PER_TOKEN
 
 
 def _memory(planned: Plan) -> Table:
@@ -119,7 +140,7 @@ def _memory(planned: Plan) -> Table:
     for title, cells in zip(titles, zip(*(sizes for _, _, sizes, _ in rows), strict=True), strict=True):
         table.add_column(title, justify="right", no_wrap=True, min_width=max(map(len, (title, *cells))))
     bar_width = BAR_WIDTH // 2 if process else BAR_WIDTH  # "process" takes a column
-    title = f"of {planned.device_bytes / unit_bytes:,.0f}"
+    title = f"of {format_bytes(planned.device_bytes)}"
     table.add_column(title, no_wrap=True, min_width=max(len(title), bar_width + len(" 100%")))
     for number, layers, sizes, total in rows:
         bar = _bar(total / planned.device_bytes, bar_width)
@@ -162,9 +183,10 @@ def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
     if profile.parallel.pipeline > 1:
         rows.append(("bubble", f"{planned.bubble:.1%} of the step's compute time"))
     if planned.step_seconds is None:
-        return [*rows, ("time", f"unknown for {profile.cluster.device}")]
+        unknown = f"unknown for {profile.cluster.device}"
+        return [*rows, ("time", "too small to estimate" if is_too_short(profile) else unknown)]
     speed = f"{planned.tokens_per_second:,.0f} tokens/s, MFU {planned.mfu:.0%}"
-    rows.append(("speed", f"{format_duration(planned.step_seconds)} a step, {speed}"))
+    rows.append(("speed", f"{format_step_time(planned.step_seconds)} a step, {speed}"))
     if planned.days is not None:
         total = f"{in_days(planned.days)}, {planned.node_hours:,.0f} node-hours"
         if planned.price is not None:

@@ -30,6 +30,7 @@ from flows.ui.console import (
 )
 from profiles import resolve
 from profiles.errors import ProfileError
+from tasks.reporting.format import format_perplexity
 from tasks.sources.shard import SOURCE_ERRORS
 from tasks.store.store import Store
 
@@ -115,7 +116,7 @@ def print_results(console: Console, result: dict[str, Any]) -> None:
     console.print()
     facts = {
         "validation loss": f"{result['validation_loss']:.4f}",
-        "perplexity": f"{result['perplexity']:.1f}",
+        "perplexity": format_perplexity(result["perplexity"]),
         **{name: relative(result[key]) for name, key in OUTPUTS.items()},
     }
     for name, value in facts.items():

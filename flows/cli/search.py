@@ -21,7 +21,7 @@ from modeling.planning.search import Rejected, Topology, search
 from profiles.check import get_value
 from profiles.errors import format_value
 from profiles.schema import Profile
-from tasks.reporting.format import format_bytes, format_duration
+from tasks.reporting.format import format_bytes, format_step_time
 
 MAX_ROWS = 8  # topologies that are shown
 AXES = ("tensor", "pipeline", "context", "data")
@@ -96,7 +96,7 @@ def _row(topology: Topology) -> tuple[str, ...]:
     speed = (format_bytes(sum(planned.sent.values())),)
     if planned.step_seconds is not None:
         rate, mfu = f"{planned.tokens_per_second:,.0f}", f"{planned.mfu:.0%}"
-        speed = (format_duration(planned.step_seconds), rate, mfu)
+        speed = (format_step_time(planned.step_seconds), rate, mfu)
     degrees = (str(planned.mesh[axis]) for axis in AXES)
     memory = f"{planned.needs / planned.device_bytes:.0%}"
     return (*degrees, topology.overrides["train.recompute"], *speed, memory)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 from flows.ui.artifacts import PrefectArtifact
@@ -17,8 +18,15 @@ from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.failures import FatalError
+from tasks.reporting.advice import rise_warning
 from tasks.reporting.chart import svg_data_uri
-from tasks.reporting.format import format_bytes, format_count, format_duration
+from tasks.reporting.format import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_mesh,
+    format_step_time,
+)
 from tasks.reporting.history import History
 from tasks.store.runs import read_events
 
@@ -36,9 +44,10 @@ class Overview:
         self._profile, self._folder, self._history = profile, folder, History(folder)
         self._artifact = PrefectArtifact("markdown", KEY, "Progress, plan, incidents and paths", flow_run)
 
-    def begin(self, plan: Plan) -> None:
-        """Save the plan in the run folder and show the page for the first time."""
-        state_files.write(self._folder / PLAN_FILE, json.dumps(plan.to_json(), indent=1))
+    def begin(self, plan: Plan, warnings: Sequence[str]) -> None:
+        """Save the plan and the warnings in the run folder and show the page for the first time."""
+        contents = {**plan.to_json(), "warnings": list(warnings)}
+        state_files.write(self._folder / PLAN_FILE, json.dumps(contents, indent=1))
         self.update(now=True)
 
     def update(self, *, now: bool = False) -> None:
@@ -59,9 +68,11 @@ class Overview:
         """The page of a run that has not failed; reads only the metrics that are new."""
         self._history.update()
         profile, folder = self._profile, self._folder
+        plan = state_files.read_json(folder / PLAN_FILE)
         parts = (
             _training(profile, self._history),
-            _plan(folder),
+            _warnings(plan, self._history),
+            _plan(plan),
             _incidents(folder),
             _paths(profile, folder),
         )
@@ -103,29 +114,32 @@ def _training(profile: Profile, history: History) -> str:
     done = last["step"] >= steps
     step = f"All {steps:,} steps are done" if done else f"Step {last['step']:,} of {steps:,}"
     parts = [f"## {step}, loss {last['loss']:.4f}"]
-    if curve := svg_data_uri(history.loss_series(), x_label="step"):
+    if curve := svg_data_uri(history.loss_series(profile), x_label="step"):
         parts.append(f"![Loss by step, now {last['loss']:.4f}]({curve})")
     speed, step_seconds = history.median("tokens_per_second"), history.median("step_seconds")
     if speed and step_seconds:
         left = "" if done else f", {format_duration(step_seconds * (steps - last['step']))} left"
-        parts.append(f"{speed:,.0f} tokens/s, {step_seconds:.3g} s a step{left}")
+        parts.append(f"{speed:,.0f} tokens/s, {format_step_time(step_seconds)} a step{left}")
     return "\n\n".join(parts)
 
 
-def _plan(folder: Path) -> str:
-    path = folder / PLAN_FILE
-    plan = state_files.read_json(path)
+def _warnings(plan: Mapping[str, Any] | None, history: History) -> str:
+    rise = rise_warning(history.lowest_evaluation, history.last_evaluation)
+    warnings = [*(plan or {}).get("warnings", ()), *([rise] if rise else [])]
+    return "## Warnings\n\n" + "\n".join(f"- {_escape(text)}" for text in warnings) if warnings else ""
+
+
+def _plan(plan: Mapping[str, Any] | None) -> str:
     if plan is None:
         return ""
-    fullest = max(sum(stage["bytes"].values()) for stage in plan["stages"])
     rows = {
         "parameters": f"{plan['parameters']:,}",
-        "mesh": " × ".join(f"{axis} {degree}" for axis, degree in plan["mesh"].items()),
+        "mesh": format_mesh(plan["mesh"]),
         "tokens": format_count(plan["tokens"]) if plan["tokens"] else "set by the data",
-        "fullest rank": f"{format_bytes(fullest)} of {format_bytes(plan['device_bytes'])}",
+        "fullest rank": f"{format_bytes(plan['needs_bytes'])} of {format_bytes(plan['device_bytes'])}",
     }
     if plan.get("step_seconds"):
-        rows["step time"] = f"{plan['step_seconds']:.3g} s"
+        rows["step time"] = format_step_time(plan["step_seconds"])
         rows["tokens/s"] = f"{plan['tokens_per_second']:,.0f}"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"## Plan\n\n| | planned |\n|---|---|\n{table}"

@@ -18,7 +18,8 @@ from flows.ui.console import log_progress
 from flows.ui.overview import Overview
 from profiles.schema import Profile
 from tasks.launchers.log_follower import LogFollower, is_metrics
-from tasks.reporting.format import format_duration, format_value
+from tasks.reporting.advice import rise_warning
+from tasks.reporting.format import format_duration, format_value, validation_name
 from tasks.store.runs import METRICS
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ class TrainingProgress:
     def __init__(self, profile: Profile, folder: Path) -> None:
         self._metrics = LogFollower(folder / METRICS, on_restart=self._forget)
         self._steps = profile.train.steps
+        self._validation = validation_name(profile.evaluate.batches)
+        self._lowest: dict[str, Any] | None = None  # evaluation
         self._user_metrics = [name.partition(":")[2] for name in profile.evaluate.metrics]
         self._recent: deque[dict[str, Any]] = deque(maxlen=TABLE_STEPS)
         self._logged_at = 0.0
@@ -62,8 +65,11 @@ class TrainingProgress:
             new = True
             if "loss" in row:
                 self._recent.append(row)
-            elif self._read_earlier_rows and "validation_loss" in row:
-                self._log_evaluation(row)
+            elif "validation_loss" in row:
+                if self._read_earlier_rows:
+                    self._log_evaluation(row)
+                if self._lowest is None or row["validation_loss"] < self._lowest["validation_loss"]:
+                    self._lowest = row
         self._read_earlier_rows = True
         if not self._recent or not new:
             return
@@ -80,11 +86,14 @@ class TrainingProgress:
     def _forget(self) -> None:
         """Training has resumed: rows were dropped, and the evaluations that are left are not logged again."""
         self._recent.clear()
+        self._lowest = None
         self._read_earlier_rows = False
 
     def _log_evaluation(self, row: dict[str, Any]) -> None:
         metrics = "".join(f", {name} {format_value(row[name])}" for name in self._user_metrics if name in row)
-        log.info("step %d: validation loss %.4f%s", row["step"], row["validation_loss"], metrics)
+        log.info("step %d: %s %.4f%s", row["step"], self._validation, row["validation_loss"], metrics)
+        if warning := rise_warning(self._lowest, row):
+            log.warning("warning: %s", warning)
 
 
 def table_row(row: dict[str, Any]) -> dict[str, str | None]:

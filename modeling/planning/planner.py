@@ -71,8 +71,8 @@ class Plan:
     sent: dict[str, int]  # bytes that the busiest rank sends in a step, by mesh axis
     kv_replication: int  # tensor ranks that hold the same KV head
     bubble: float  # pipeline bubble as a share of the working time
-    # step_seconds, tokens_per_second, mfu, days, node_hours, price: None if the device's speed is unknown; the last three
-    # also if the data determines the run's length, the price also if the profile has none
+    # step_seconds, tokens_per_second, mfu, days, node_hours, price: None if the device's speed is unknown or the step is too
+    # short to estimate; the last three also if the data determines the run's length, the price also if the profile has none
     step_seconds: float | None
     tokens_per_second: float | None
     mfu: float | None
@@ -92,7 +92,7 @@ class Plan:
         return self.stages[self.fullest].total + self.host_bytes
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "needs_bytes": self.needs}
 
 
 def host_bytes(profile: Profile) -> int:

@@ -22,6 +22,8 @@ from profiles.schema import Profile
 
 MATRIX = 0.55  # share of peak FLOP/s that layers reach between collectives
 WIRE = 0.6  # share of the bandwidth that large transfers reach
+# Seconds of a step at the devices' peak. Of shorter ones kernel launches and latencies, which are not modelled, take most.
+SHORTEST = 0.01
 DAY = 24 * 3600
 
 
@@ -57,7 +59,7 @@ def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int)
     idle = bubble(parallel.schedule, parallel.pipeline, profile.accumulation_steps, stages_per_rank)
     device = devices.resolve(cluster.device, cluster.accelerator)
     peak = device.peak(train.precision)
-    if peak is None or device.link is None or device.network is None:
+    if peak is None or device.link is None or device.network is None or is_too_short(profile):
         return Estimate(idle)
     bandwidth = {axis: _bandwidth(profile, device, axis) for axis in ranks[0].sent}
     seconds = [{axis: sent / (bandwidth[axis] * WIRE) for axis, sent in rank.sent.items()} for rank in ranks]
@@ -85,6 +87,14 @@ def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int)
             "evaluations, checkpoints and restarts are not included",
         ),
     )
+
+
+def is_too_short(profile: Profile) -> bool:
+    """Whether the model and the batch are so small that a step's time cannot be estimated from FLOPs and bytes."""
+    train, cluster = profile.train, profile.cluster
+    peak = devices.resolve(cluster.device, cluster.accelerator).peak(train.precision)
+    flops = flops_per_token(profile) * train.global_batch_size * train.sequence_length
+    return peak is not None and flops / (peak * profile.world_size) < SHORTEST
 
 
 def _bandwidth(profile: Profile, device: Device, axis: str) -> float:

@@ -16,7 +16,13 @@ from profiles.errors import ProfileError, format_value
 from profiles.schema import Profile
 from tasks.reporting import html
 from tasks.reporting.chart import Series, line_chart
-from tasks.reporting.format import format_bytes, format_count, format_duration
+from tasks.reporting.format import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_perplexity,
+    format_step_time,
+)
 from tasks.reporting.history import REPORT_JSON, History
 from tasks.store.store import Store
 
@@ -29,8 +35,9 @@ RESULTS = {  # row: (key of `load_runs`, formatter)
     "tokens": ("tokens", format_count),
     "training loss": ("loss", "{:.4f}".format),
     "validation loss": ("validation_loss", "{:.4f}".format),
-    "perplexity": ("perplexity", "{:,.1f}".format),
-    "step time": ("step_seconds", "{:.3g} s".format),
+    "validation loss in training": ("last_validation_loss", "{:.4f}".format),
+    "perplexity": ("perplexity", format_perplexity),
+    "step time": ("step_seconds", format_step_time),
     "tokens per second": ("tokens_per_second", "{:,.0f}".format),
     "MFU": ("mfu", "{:.1%}".format),
     "memory": ("memory_bytes", format_bytes),
@@ -79,7 +86,10 @@ def write_page(runs: Sequence[Mapping[str, Any]], histories: Sequence[History], 
     sections = [
         html.section("Results and differences", html.table(("", *names), table_rows(runs))),
         html.section("Training loss", line_chart(training, x_label="step", y_label="loss")),
-        html.section("Validation loss", line_chart(validation, x_label="step", y_label="validation loss")),
+        html.section(
+            "Validation loss in training",
+            line_chart(validation, x_label="step", y_label="validation loss in training"),
+        ),
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(html.page(" and ".join(names), f"Comparison of {len(runs)} runs", sections))
@@ -101,7 +111,7 @@ def _load_run(folder: Path, history: History) -> dict[str, Any]:
     run: dict[str, Any] = {"run": folder.name, "folder": str(folder), "profile": _flat_profile(profile)}
     run |= history.measurements(profile)
     if history.last_evaluation:
-        run["validation_loss"] = history.last_evaluation["validation_loss"]
+        run["last_validation_loss"] = history.last_evaluation["validation_loss"]
     run["state"] = f"at step {history.steps:,} of {profile.train.steps:,}"
     if (folder / REPORT_JSON).is_file():
         run |= {"state": "finished", **_read_report(folder / REPORT_JSON)}

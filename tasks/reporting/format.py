@@ -1,6 +1,8 @@
-"""Numbers as text: durations, counts, bytes and FLOPs."""
+"""Numbers as text: durations, counts, bytes and FLOPs. A figure that is shown in several places has one function here."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 def format_duration(seconds: float) -> str:
@@ -29,12 +31,39 @@ def format_count(count: int) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """57016320 -> '54.4 MiB'."""
+    """57016320 -> '54.4 MiB', 1060110336 -> '1,011 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
+        if size < 1024:
+            return f"{format_number(size)} {unit}"
         size /= 1024
     return f"{size:,.2f} TiB"
+
+
+def format_number(number: float) -> str:
+    """Three significant digits, or the integer: 0.98765 -> '0.988', 1011.4 -> '1,011'."""
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
+
+
+def format_step_time(seconds: float) -> str:
+    """0.0123 -> '0.0123 s', 5.81 -> '5.81 s', 349 -> '5:49'."""
+    return f"{seconds:.3g} s" if seconds < 60 else format_duration(seconds)
+
+
+def format_perplexity(perplexity: float) -> str:
+    """1020.28 -> '1,020.3'."""
+    return f"{perplexity:,.1f}"
+
+
+def format_mesh(degrees: Mapping[str, int]) -> str:
+    """The axes above 1, outermost first: 'pipeline 2 × tensor 8'."""
+    return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
+
+
+def validation_name(batches: int | None) -> str:
+    """'validation loss' on the whole split, or on the batches that evaluations during training use."""
+    return (
+        "validation loss" if batches is None else f"validation loss on {batches} batch{'es' * (batches > 1)}"
+    )
 
 
 def format_flops(count: float) -> str:

@@ -11,6 +11,7 @@ from profiles.schema import Profile
 from tasks.launchers.log_follower import LogFollower, is_metrics
 from tasks.reporting.chart import Points, Series
 from tasks.reporting.downsampling import Curve, Sample
+from tasks.reporting.format import validation_name
 from tasks.store.runs import METRICS
 
 REPORT_JSON = "report.json"
@@ -29,7 +30,7 @@ class History:
     Attributes:
         steps: number of training steps.
         last: row of the last training step, None before the first.
-        last_evaluation: row of the last evaluation during training.
+        last_evaluation, lowest_evaluation: rows of the last evaluation during training, and of that with the lowest loss.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,12 +51,14 @@ class History:
                 self._add_step(row)
             if "validation_loss" in row:
                 self.last_evaluation = row
+                self.lowest_evaluation = min(self.lowest_evaluation or row, row, key=_validation_loss)
                 self._add_to_curve("validation_loss", row)
 
     def _clear(self) -> None:
         self.steps, self._seconds, self._skipped = 0, 0.0, 0
         self.last: dict[str, Any] | None = None
         self.last_evaluation: dict[str, Any] | None = None
+        self.lowest_evaluation: dict[str, Any] | None = None
         self._curves: defaultdict[str, Curve] = defaultdict(Curve)
         self._samples: defaultdict[str, Sample] = defaultdict(Sample)
         self._first: dict[str, float] = {}
@@ -110,18 +113,30 @@ class History:
             "cold_compiles": self.maximum("cold_compiles"),
         }
 
-    def loss_series(self) -> list[Series]:
+    def loss_series(self, profile: Profile) -> list[Series]:
         """Training loss, its moving average and validation loss, for a chart."""
         lines = [Series("training", "training", self.curve("loss"))]
         if smoothed := self.smoothed_loss():
             steps = (2 * SMOOTHING + 1) * self._curves["loss"].group_size
             lines.append(Series(f"training, mean of {steps:,} steps", "smooth", smoothed))
-        return [*lines, Series("validation", "validation", self.curve("validation_loss"), dots=True)]
+        return [
+            *lines,
+            Series(
+                validation_name(profile.evaluate.batches),
+                "validation",
+                self.curve("validation_loss"),
+                dots=True,
+            ),
+        ]
 
     def smoothed_loss(self) -> Points:
         """Moving average of the training loss; empty for a run that is too short."""
         losses = self.curve("loss")
         return moving_average(losses) if len(losses) > 2 * SMOOTHING else []
+
+
+def _validation_loss(row: dict[str, Any]) -> float:
+    return row["validation_loss"]
 
 
 def moving_average(points: Points) -> list[tuple[float, float]]:

@@ -7,11 +7,21 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from modeling.planning import planner
 from profiles.schema import Profile
 from tasks.reporting import html
+from tasks.reporting.advice import training_tokens
 from tasks.reporting.chart import Series, line_chart
-from tasks.reporting.format import format_bytes, format_count, format_duration, format_flops, format_value
+from tasks.reporting.format import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_flops,
+    format_mesh,
+    format_number,
+    format_perplexity,
+    format_step_time,
+    format_value,
+)
 from tasks.reporting.history import History
 
 DROPPED = {"missing": "without text", "short": "too short", "duplicates": "duplicates"}  # documents
@@ -32,10 +42,11 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
         profile.description,
         [
             html.section("", html.key_figures(_key_figures(profile, facts))),
+            html.section("Warnings", *(html.paragraph(f"{text}.") for text in facts["warnings"])),
             html.section("Steps", f'<ol class="dag">{steps}</ol>'),
-            html.section("Loss", line_chart(history.loss_series(), x_label="step", y_label="loss")),
+            html.section("Loss", line_chart(history.loss_series(profile), x_label="step", y_label="loss")),
             html.section("Throughput and memory", *_throughput(history)),
-            html.section("Planned and measured", _planned(profile, facts["plan"], facts["measured"])),
+            html.section("Planned and measured", _planned(facts["plan"], facts["measured"])),
             html.section("Incidents", *_incidents(facts)),
             html.section("Evaluation", _evaluation(facts["evaluation"])),
             html.section("Samples", *map(_sample, facts["samples"])),
@@ -55,7 +66,7 @@ def _key_figures(profile: Profile, facts: Mapping[str, Any]) -> dict[str, str]:
     measured = facts["measured"]
     shown = {
         "validation loss": f"{facts['evaluation']['validation_loss']:.4f}",
-        "perplexity": f"{facts['evaluation']['perplexity']:,.1f}",
+        "perplexity": format_perplexity(facts["evaluation"]["perplexity"]),
         "parameters": format_count(facts["plan"]["parameters"]),
         "training tokens": format_count(measured["tokens"]),
         "training time": format_duration(measured["training_seconds"]),
@@ -88,23 +99,22 @@ def _throughput(history: History) -> list[str]:
     lines = [line for line in (throughput, memory) if line.points]
     charts = [line_chart([line], x_label="step", y_label=line.label, from_zero=True) for line in lines]
     step_seconds = history.median("step_seconds")
-    shown = {"step time, median": f"{step_seconds:.3f} s"} if step_seconds else {}
+    shown = {"step time, median": format_step_time(step_seconds)} if step_seconds else {}
     for key, name in STEP_PARTS.items():
         seconds = history.median(key)
         if seconds is not None and step_seconds:
-            shown[name] = f"{seconds:.3f} s ({seconds / step_seconds:.0%})"
+            shown[name] = f"{format_step_time(seconds)} ({seconds / step_seconds:.0%})"
     return [html.columns(*charts), html.properties(shown)]
 
 
-def _planned(profile: Profile, plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+def _planned(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
     """Mesh and parameters, and a table of planned against measured values."""
-    host = planner.host_bytes(profile)
-    totals = [sum(stage["bytes"].values()) + host for stage in plan.get("stages", ())]
-    memory = "memory of the fullest rank" + (", with interpreter and libraries" if host else "")
-    expected = {**plan, "memory_bytes": max(totals, default=None)}
+    memory = "memory of the fullest rank"
+    memory += ", with interpreter and libraries" if plan.get("host_bytes") else ""
+    expected = {**plan, "memory_bytes": plan.get("needs_bytes")}
     rows = []
     for name, key, show in (
-        ("step time", "step_seconds", "{:.3g} s".format),
+        ("step time", "step_seconds", format_step_time),
         ("tokens per second", "tokens_per_second", "{:,.0f}".format),
         ("model FLOPs utilization", "mfu", "{:.1%}".format),
         (memory, "memory_bytes", format_bytes),
@@ -113,8 +123,7 @@ def _planned(profile: Profile, plan: Mapping[str, Any], measured: Mapping[str, A
         if any(pair):
             ratio = f"{pair[1] / pair[0]:.0%}" if all(pair) else ""
             rows.append((name, *(show(value) if value else "unknown" for value in pair), ratio))
-    mesh = " × ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
-    model = html.properties({"mesh": mesh, "parameters": f"{plan['parameters']:,}"})
+    model = html.properties({"mesh": format_mesh(plan["mesh"]), "parameters": f"{plan['parameters']:,}"})
     return model + html.table(("", "planned", "measured", "measured / planned"), rows)
 
 
@@ -135,7 +144,7 @@ def _incidents(facts: Mapping[str, Any]) -> list[str]:
 
 def _evaluation(evaluation: Mapping[str, Any]) -> str:
     shown = {k.replace("_", " "): format_value(v) for k, v in evaluation.items() if k != "metrics"}
-    shown["perplexity"] = f"{evaluation['perplexity']:,.1f}"
+    shown["perplexity"] = format_perplexity(evaluation["perplexity"])
     # Runs of earlier versions have no user metrics.
     user_metrics = {name: format_value(value) for name, value in evaluation.get("metrics", {}).items()}
     return html.properties(shown | user_metrics)
@@ -169,8 +178,8 @@ def _data(profile: Profile, summaries: Mapping[str, Mapping[str, Any]]) -> str:
         shown["validation split"] = (
             f"{dataset['validation_tokens']:,} tokens in {dataset['validation_documents']:,} documents"
         )
-        used = profile.train.steps * profile.train.global_batch_size * profile.train.sequence_length
-        shown["epochs"] = f"{used / max(1, dataset['tokens']):.2f}"
+        passes = training_tokens(profile) / max(1, dataset["tokens"])
+        shown["passes over the training split"] = format_number(passes)
     if "bytes" in dataset:
         shown["text"] = f"{format_bytes(dataset['bytes'])}, {dataset['bytes_per_token']:.2f} bytes per token"
         dropped = [f"{dataset[key]:,} {reason}" for key, reason in DROPPED.items() if dataset[key]]

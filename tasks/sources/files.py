@@ -10,12 +10,15 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from stat import S_ISREG
 from typing import TypeVar
 
 from profiles import retries
 from profiles.errors import ProfileError
+from profiles.schema import Profile
 from tasks.sources import remote
+from tasks.sources.listing import list_files
 from tasks.sources.shard import (
     SourceError,
     local_path,
@@ -61,6 +64,20 @@ def file_format(path: str) -> str | None:
     """The format implied by a file's extension; None if it is unknown."""
     name = path.lower()
     return next((kind for extension, kind in FORMATS.items() if name.endswith(extension)), None)
+
+
+def text_bytes(profile: Profile) -> int | None:
+    """Size of the files that a profile trains on; None unless they are unweighted, uncompressed text on this machine."""
+    total = 0
+    for number, source in enumerate(profile.data.sources):
+        if source.kind != "files" or "://" in source.path or source.weight is not None:
+            return None
+        if source.use != "validation":
+            paths = list_files(source, f"data.sources.{number}.path")
+            if any(file_format(path) not in ("jsonl", "text") for path in paths):
+                return None
+            total += sum(Path(path).stat().st_size for path in paths)
+    return round(total * (1 - profile.data.validation_fraction))
 
 
 def require_known_formats(paths: Iterable[str], key: str, value: str | None) -> None:

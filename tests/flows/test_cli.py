@@ -100,6 +100,18 @@ def test_the_plan_in_words_names_parameters_and_mesh(capsys):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_the_plan_of_a_toy_promises_no_speed_and_warns_of_repeated_data(capsys, monkeypatch, tmp_path):
+    (tmp_path / "text.txt").write_text("word " * 4000)
+    few = f"data={{sources: [{{kind: files, path: {tmp_path / 'text.txt'}}}], validation_fraction: 0.2}}"
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["plan", "tiny", *settings("cluster.device=cuda", "cluster.accelerator=h200", few)]) == 0
+    out = capsys.readouterr().out
+    assert "too small to estimate" in out
+    assert "tokens/s" not in out
+    assert "about 154 passes over the data" in out
+    assert "4 times are 7" in out
+
+
 def test_the_plan_counts_what_a_process_takes_besides_tensors(capsys):
     assert main(["plan", "tiny"]) == 0
     columns, row, verdict = capsys.readouterr().out.partition("\nstage")[2].splitlines()[:3]

@@ -1,13 +1,16 @@
 """The line that moves while training runs, as wide as the terminal that it is read on."""
 
 import io
+import json
 import logging
 
 import pytest
 from rich.console import Console
 
+from flows.ui.artifacts import PrefectArtifact
 from flows.ui.console import TerminalHandler
-from flows.ui.progress import step_parts
+from flows.ui.progress import TrainingProgress, step_parts
+from profiles import resolve
 
 STEPS = 2_000_000
 ROW = {
@@ -49,6 +52,21 @@ def test_a_long_run_shows_its_speed_and_the_time_left_on_narrow_terminals(shown,
     seen = shown(step_parts([ROW, ROW], STEPS), width)
     assert all(part in seen for part in parts), seen
     assert "…" not in seen
+
+
+def test_a_rising_validation_loss_is_warned_about_once_it_is_measured(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(PrefectArtifact, "update", lambda *_, **__: None)
+    caplog.set_level(logging.INFO)
+    progress = TrainingProgress(resolve.load("tiny"), tmp_path)
+    progress.update()
+    with (tmp_path / "metrics.jsonl").open("w") as metrics:
+        for step, loss in ((100, 0.71), (200, 0.9), (300, 1.21)):
+            metrics.write(json.dumps({"step": step, "validation_loss": loss}) + "\n")
+    progress.update()
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in lines] == ["INFO", "INFO", "WARNING", "INFO", "WARNING"]
+    assert lines[0][1] == "step 100: validation loss on 4 batches 0.7100"
+    assert "from 0.7100 at step 100 to 1.2100 at step 300" in lines[-1][1]
 
 
 def test_a_part_that_is_wider_than_the_terminal_is_cut(shown):

@@ -11,10 +11,11 @@ import pytest
 
 from flows import runner
 from flows.cli.main import main
-from profiles import state_files
+from modeling.planning.planner import plan
+from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from tasks.keys import file_digest
-from tasks.reporting.format import format_count
+from tasks.reporting.format import format_bytes, format_count
 from tasks.store.store import Store
 from tests import faults, s3
 from tests.flows.micro import exported, losses, shown
@@ -88,18 +89,25 @@ def test_export_loads_generates_and_has_the_evaluated_loss(finished):
     assert isinstance(text, str)
 
 
-def test_epochs_train_on_all_data(pretrain, store, caplog):
+def test_epochs_train_on_all_data_and_many_are_warned_about(pretrain, store, said, caplog):
     batch = ("train.global_batch_size=64", "train.micro_batch_size=64")
-    epochs = ("train.steps=null", "train.epochs=1", *batch)
+    epochs = ("train.steps=null", "train.epochs=5", "evaluate.every=0", *batch)
     result = pretrain(store, *epochs, name="epochs")
     assert done(result) == ["train", "evaluate", "export"]
     (corpus,) = (store / "artifacts/dataset").glob("*/corpus.json")
     windows = (sum(entry["tokens"] for entry in json.loads(corpus.read_text())["train"]) - 1) // 32
-    steps = -(-windows // 64)
+    steps = -(-windows * 5 // 64)
     assert list(losses(store / "runs/epochs")) == list(range(1, steps + 1))
     page = shown("epochs")["run"]
     assert f"All {steps:,} steps are done" in page
     assert f"| tokens | {format_count(steps * 64 * 32)} |" in page
+    memory = f"{format_bytes(plan(resolve.load(str(store / 'runs/epochs/profile.yaml'))).needs)} of"
+    warning = f"{steps:,} steps read the data about "
+    assert sum(warning in line for line in said()) == 1
+    for shown_in in (page, Path(result["report"]).read_text()):
+        assert warning in shown_in
+    assert memory in page
+    assert any(memory in line for line in said())
     assert "cannot be rendered" not in caplog.text
     assert done(pretrain(store, *epochs, name="epochs")) == []
 

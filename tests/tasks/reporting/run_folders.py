@@ -51,7 +51,7 @@ def write_run(folder, *overrides, losses=100):
         | {"skipped": step == 7}
         for step in range(1, losses + 1)
     ]
-    rows += [{"step": 50, "validation_loss": 7.9}, {"step": 100, "validation_loss": 7.4}]
+    rows += [{"step": 50, "validation_loss": 7.0}, {"step": 100, "validation_loss": 7.35}]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     event = {"event": "skipped", "time": 1.8e9, "step": 7, "reason": "loss is <nan>"}
     (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
@@ -81,7 +81,7 @@ def write_report(folder):
         "traced": TRACED,
     }
     outcomes = [
-        Outcome("tokenizer", "cached", 4.0),
+        Outcome("tokenizer", "cached", 4.0, summary={"vocabulary_size": 583, "source": "train"}),
         Outcome("dataset", "done", 4.2, summary=dataset),
         Outcome("checkpoint", "skipped", None, "from <scratch>"),
         Outcome("graphs", "done", 30.1, summary=compiled),
@@ -89,6 +89,7 @@ def write_report(folder):
     ]
     stage = {"bytes": {"parameters": 1 << 29, "optimizer": 505 << 20, "activations": 7 << 20}, "flops": 1e12}
     plan = {"parameters": 2735424, "mesh": {"data": 1, "tensor": 2}, "step_seconds": 0.25, "stages": [stage]}
+    plan |= {"host_bytes": 450 << 20, "needs_bytes": 1474 << 20}
     samples = [{"prompt": [0, 1], "text": [2, 3]}]
     evaluation = {
         "validation_loss": 7.4,

@@ -30,8 +30,8 @@ def test_report_is_well_formed_and_complete(page):
     text = "".join(parser.text)
     expected = (
         *("tokenizer", "cached · 4.0 s when first run", "skipped", "from <scratch>", "done · 1:15"),
-        *("7.4000", "user_accuracy", "0.1235", "12,345", "2,735,424", "data 1 × tensor 2", "& more"),
-        *("0.300 s (60%)", "200%", "768 MiB", "52%"),  # parts of a step, planned against measured
+        *("7.4000", "user_accuracy", "0.1235", "12,345", "2,735,424", "tensor 2", "& more"),
+        *("0.3 s (60%)", "200%", "768 MiB", "1.44 GiB", "52%"),  # parts of a step, planned against measured
         *(
             "604,605 tokens in 681 documents",
             "1.02",
@@ -41,6 +41,9 @@ def test_report_is_well_formed_and_complete(page):
             "11 MiB",
         ),  # data and graphs
         *("2.14 MiB, 3.58 bytes per token", "1,200 too short, 3 duplicates"),
+        "the tokenizer has 583 tokens instead of 4,096",
+        "the validation loss rose by 5%, from 7.0000 at step 50 to 7.3500 at step 100",
+        *("validation loss on 4 batches", "7.4000"),  # in training, and of the whole split
         *("2027-01-15", "loss is <nan>", "Skipped steps: 1.", "To be or <b>not</b>"),
     )
     for part in expected:

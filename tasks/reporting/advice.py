@@ -1,0 +1,62 @@
+"""Warnings about a run that its figures alone do not show: too little data, a small tokenizer, a validation loss that rises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from profiles.schema import Profile
+from tasks.reporting.format import format_number
+
+# Up to 4 epochs repeated tokens are worth almost as much as new ones; after that their value decays (arXiv 2305.16264).
+MAXIMUM_PASSES = 4
+RISE = 0.02  # above the lowest validation loss, as a share of it; less is noise
+
+
+def training_tokens(profile: Profile) -> int:
+    """Tokens that a run trains on, repeated ones included."""
+    train = profile.train
+    return (train.steps or 0) * train.global_batch_size * train.sequence_length
+
+
+def data_warnings(profile: Profile, tokenizer: Mapping[str, Any], dataset: Mapping[str, Any]) -> list[str]:
+    """Warnings that follow from the summaries of the tokenizer and the dataset step."""
+    return [
+        *_tokenizer(profile, tokenizer),
+        *passes_warning(profile, dataset["tokens"]),
+    ]
+
+
+def _tokenizer(profile: Profile, summary: Mapping[str, Any]) -> Iterator[str]:
+    wanted, size = profile.tokenizer.vocabulary_size, summary["vocabulary_size"]
+    if profile.tokenizer.source == "train" and wanted and size < wanted:
+        yield (
+            f"the tokenizer has {size:,} tokens instead of {wanted:,}: the text has no more words to merge; add text, or "
+            f"set tokenizer.vocabulary_size and model.vocab_size to {size}"
+        )
+
+
+def passes_warning(profile: Profile, tokens: float) -> Iterator[str]:
+    """A warning if the run reads this many tokens of training data too often; else nothing."""
+    passes = training_tokens(profile) / tokens
+    if passes > MAXIMUM_PASSES:
+        steps = MAXIMUM_PASSES * profile.train.steps / passes
+        yield (
+            f"{profile.train.steps:,} steps read the data about {format_number(passes)} times, and beyond "
+            f"{MAXIMUM_PASSES} times repeated text teaches less and less; add data, or train fewer steps: "
+            f"{MAXIMUM_PASSES} times are {format_number(int(steps))}"
+        )
+
+
+def rise_warning(lowest: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> str:
+    """A warning if the last evaluation's loss is above the lowest; else empty. Takes two rows of metrics.jsonl."""
+    if lowest is None or last is None or lowest["validation_loss"] <= 0:
+        return ""
+    rise = last["validation_loss"] / lowest["validation_loss"] - 1
+    if rise <= RISE:
+        return ""
+    return (
+        f"the validation loss rose by {rise:.0%}, from {lowest['validation_loss']:.4f} at step {lowest['step']:,} to "
+        f"{last['validation_loss']:.4f} at step {last['step']:,}: the model overfits or diverges; train fewer steps, add data, "
+        "or lower train.learning_rate"
+    )
