@@ -39,7 +39,7 @@ def _tokenizer(profile: Profile, summary: Mapping[str, Any]) -> Iterator[str]:
 def passes_warning(profile: Profile, tokens: float) -> Iterator[str]:
     """A warning if the run reads this many tokens of training data too often; else nothing."""
     passes = training_tokens(profile) / tokens
-    if passes > MAXIMUM_PASSES:
+    if round(passes) > MAXIMUM_PASSES:  # the last batch of an epoch is filled up
         steps = MAXIMUM_PASSES * profile.train.steps / passes
         yield (
             f"{profile.train.steps:,} steps read the data about {format_number(passes)} times, and beyond "

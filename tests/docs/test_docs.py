@@ -28,6 +28,7 @@ SMALL = {
     "model.intermediate_size": 64,
     "model.num_hidden_layers": 1,
     "train.steps": 4,
+    "train.epochs": "null",
     "train.warmup_steps": 1,
     "train.sequence_length": 32,
     "parallel.tensor": 1,
