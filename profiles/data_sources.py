@@ -45,7 +45,8 @@ def _check_source(source: Source, key: str) -> None:
     for name, kinds in KINDS.items():
         value = getattr(source, name)
         if value not in (None, False) and source.kind not in kinds:
-            raise ProfileError(f"{key}.{name}", value, f"is not for sources of kind {source.kind}", ["null"])
+            reason = f"is not for sources of kind {source.kind}"
+            raise ProfileError(f"{key}.{name}", value, reason, ["null", f"{key}.kind={kinds[0]}"])
     required = REQUIRED.get(source.kind)
     if required and getattr(source, required) is None:
         raise ProfileError(f"{key}.{required}", None, f"is missing: a source of kind {source.kind} needs one")

@@ -172,7 +172,7 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             "data.sources.0.path",
             "x.txt",
             "is not for sources of kind python-docs",
-            ("null",),
+            ("null", "data.sources.0.kind=files"),
         ),
         (
             [
