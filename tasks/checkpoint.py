@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from modeling.conversion import formats
-from modeling.conversion.convert import Options, convert
-from modeling.conversion.journal import RECORD
 from modeling.models.build import partition_layers
 from profiles.errors import ProfileError
 from profiles.model import Model, to_config_json
@@ -55,6 +53,9 @@ class CheckpointStep(Step):
             ProfileError: they are not of the profile's model.
             SourceChanged: they are not those of the key.
         """
+        from modeling.conversion.convert import Options, convert
+        from modeling.conversion.journal import RECORD
+
         profile, store = context.profile, context.store
         init, scratch = profile.init, f"{self.kind}-{key}"
         work = store.scratch_folder(scratch)

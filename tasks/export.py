@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from modeling.conversion.convert import Options, convert
-from modeling.conversion.journal import RECORD
 from tasks import keys
 from tasks.reporting.format import format_bytes
 from tasks.step import Context, Step
@@ -39,6 +37,9 @@ class ExportStep(Step):
         return run_artifacts.find(context.store, self.kind, key, context.run_folder.name)
 
     def make(self, context: Context, key: str) -> Artifact:
+        from modeling.conversion.convert import Options, convert
+        from modeling.conversion.journal import RECORD
+
         store, folder = context.store, context.run_folder
         partial, final = folder / f"{PART}.partial", folder / PART
         run = store.run_folder(folder.name)

@@ -1,21 +1,26 @@
-"""Detect the format of a checkpoint and read it as `Weights`."""
+"""Detect the format of a checkpoint and read it as `Weights`.
+
+The readers are imported when they are needed: torch.distributed.checkpoint takes a second to import.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from modeling.conversion import huggingface, native, nxd_files
-from modeling.conversion.nxd_layout import NxDLayout
-from modeling.conversion.weights import Weights
-from parallel.checkpoint import checkpoint
+from parallel.checkpoint import locations
 from profiles.errors import ProfileError
 from profiles.model import Model, from_config_json
+
+if TYPE_CHECKING:
+    from modeling.conversion.nxd_layout import NxDLayout
+    from modeling.conversion.weights import Weights
 
 
 def locate(source: Path) -> Path:
     """The checkpoint to read: of a run folder its latest complete one, otherwise `source` itself."""
-    saved = list(checkpoint.complete_checkpoints(source / "checkpoints")) if source.is_dir() else []
+    saved = list(locations.complete_checkpoints(source / "checkpoints")) if source.is_dir() else []
     return saved[-1][1] if saved else source
 
 
@@ -31,8 +36,10 @@ def read(source: Path, config: Path | None, layout: NxDLayout | None, training_d
         ProfileError: not a checkpoint, or one that needs `config` or `layout`.
         ValueError: a file is rejected or corrupted.
     """
+    from modeling.conversion import huggingface, native, nxd_files
+
     model = read_config(config) if config else None
-    if (source / checkpoint.MARKER).is_file():
+    if (source / locations.MARKER).is_file():
         stored_model, dtype = native.describe(source)
         return native.read(source, model or stored_model, dtype if training_dtype else None)
     if shards := nxd_files.find_shards(source):
