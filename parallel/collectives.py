@@ -51,6 +51,13 @@ def wait(tensor: Tensor) -> Tensor:
     return result
 
 
+def wait_work(work: dist.Work) -> None:
+    """Wait for the result of a `start_*_into` function."""
+    begun = time.perf_counter()
+    work.wait()
+    wait_time.seconds += time.perf_counter() - begun
+
+
 def depend_on_gradient(x: Tensor, grad: Tensor) -> Tensor:
     """Return x (n, h) with a data dependency on `grad` (m, o), so that a compiler cannot move its uses into forward.
 

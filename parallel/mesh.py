@@ -4,8 +4,11 @@
 
 The ranks of a tensor group are neighbours, on one node where the degree allows. If there are fewer KV heads than tensor ranks,
 the tensor axis unfolds to (kv shard, kv replica): with m replicas, tensor rank t is shard t // m, replica t % m. Further axes:
-`dp_shard` = data × context, over which gradients are reduced and optimizer states sharded; `embedding`, the first and the last
-pipeline stage, which may share a weight; and `world`.
+
+    dp_shard      `shard_degree` neighbours of data × context, over which optimizer states (ZeRO-1), parameters (FSDP) are sharded
+    dp_replicate  the ranks of data × context that hold the same shard
+    embedding     the first and the last pipeline stage, which may share a weight
+    world         all ranks
 
 Tensors of the device travel over the axes' groups, and what is on the host (objects, numbers in float64) over `host`, a group of
 all ranks on the CPU, because a device's backend takes no host tensors.
@@ -46,20 +49,23 @@ class Axis:
 
 
 class Mesh:
-    """Axes `pipeline`, `data`, `context`, `tensor`, `kv_replica`, `dp_shard`, `embedding` and `world` of one rank.
+    """Axes `pipeline`, `data`, `context`, `tensor`, `kv_replica`, `dp_shard`, `dp_replicate`, `embedding` and
+    `world` of one rank.
 
     On ranks of the middle pipeline stages, `embedding` has size 1.
 
     Args:
         pipeline, data, context, tensor: degrees; their product is the world size.
         kv_replicas: number of neighbouring tensor ranks that hold the same KV head; divides `tensor`.
+        shard_degree: size of `dp_shard`; divides data × context. None: all of it.
         rank: rank to plan for: the mesh then has ranks and sizes but no process groups (for planning, conversion and tests);
             None: this process's, with groups if torch.distributed is initialized.
         supports_reduction: see `Device.supports_reduction`.
         timeout: of the process groups; torch's default for new groups is not that of the default group.
 
     Raises:
-        ValueError: a degree below 1, replicas that do not divide the tensor degree, or a different world size.
+        ValueError: a degree below 1, replicas that do not divide the tensor degree, a shard degree that does not divide
+            data × context, or a different world size.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Mesh:
         context: int = 1,
         tensor: int = 1,
         kv_replicas: int = 1,
+        shard_degree: int | None = None,
         rank: int | None = None,
         supports_reduction: bool = False,
         timeout: timedelta | None = None,
@@ -79,6 +86,12 @@ class Mesh:
                 raise ValueError(f"mesh: {name} = {size}; a degree must be at least 1")
         if kv_replicas < 1 or tensor % kv_replicas:
             raise ValueError(f"mesh: kv_replicas = {kv_replicas} does not divide the tensor degree {tensor}")
+        replicas = data * context
+        self.shard_degree = shard_degree or replicas
+        if replicas % self.shard_degree:
+            raise ValueError(
+                f"mesh: shard_degree = {shard_degree} does not divide data × context = {replicas}"
+            )
         self.size = math.prod(self.shape.values())
         self.kv_replicas = kv_replicas
         planned = rank is not None or not dist.is_initialized()
@@ -104,6 +117,7 @@ class Mesh:
     tensor: Axis
     kv_replica: Axis
     dp_shard: Axis
+    dp_replicate: Axis
     embedding: Axis
     world: Axis
     host: dist.ProcessGroup | None  # of all ranks, for what is on the host; None without other ranks
@@ -114,7 +128,9 @@ class Mesh:
         unfolded = grid.view(*grid.shape[:-1], -1, self.kv_replicas)
         groups = {name: list(_lines(grid, [dim])) for dim, name in enumerate(AXES)}
         groups["kv_replica"] = list(_lines(unfolded, [4]))
-        groups["dp_shard"] = list(_lines(grid, [1, 2]))
+        shards = grid.view(grid.shape[0], -1, self.shard_degree, grid.shape[-1])
+        groups["dp_shard"] = list(_lines(shards, [2]))
+        groups["dp_replicate"] = list(_lines(shards, [1]))
         groups["embedding"] = list(_lines(grid[[0, -1]], [0])) if self.shape["pipeline"] > 1 else []
         groups["world"] = [tuple(range(self.size))]
         return groups

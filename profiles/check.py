@@ -212,6 +212,19 @@ def _data_parallel(profile: Profile) -> None:
     raise ProfileError("cluster.nodes", profile.cluster.nodes, reason)
 
 
+def _sharding(profile: Profile) -> None:
+    parallel, ranks = profile.parallel, profile.data_parallel * profile.parallel.context
+    sharding, degree = parallel.data_sharding, parallel.shard_degree
+    if degree is not None and sharding == "none":
+        reason = "has no effect: parallel.data_sharding is none"
+        raise ProfileError("parallel.shard_degree", degree, reason, ["null"])
+    if degree is not None and ranks % degree:
+        raise ProfileError("parallel.shard_degree", degree, f"does not divide data × context = {ranks} ranks")
+    if parallel.keep_gathered and sharding != "fsdp":
+        reason = f"has no effect: parallel.data_sharding is {sharding}"
+        raise ProfileError("parallel.keep_gathered", True, reason, [False])
+
+
 def _batch(profile: Profile) -> None:
     train, replicas = profile.train, profile.data_parallel
     reason = f"micro_batch_size {train.micro_batch_size} × data-parallel degree {replicas} does not divide it"
@@ -288,12 +301,23 @@ def _multiple(key: str, value: int, of: int, reason: str) -> None:
 
 
 # Rules on parallel degrees, batch sizes and the cluster, in order.
-TOPOLOGY = (_cluster, _tensor, _pipeline, _context, _data_parallel, _batch, _microbatches, _recompute)
+TOPOLOGY = (
+    _cluster,
+    _tensor,
+    _pipeline,
+    _context,
+    _data_parallel,
+    _sharding,
+    _batch,
+    _microbatches,
+    _recompute,
+)
 INDEPENDENT = (_trace, _schedule, _vocabulary, _files, _compile, data_sources.check)
 # Keys whose nearest valid values are searched, with further keys that may be changed instead.
 SEARCHED: dict[str, tuple[str, ...]] = {
     "parallel.tensor": (),
     "parallel.pipeline": (),
+    "parallel.shard_degree": (),
     "train.sequence_length": ("parallel.context",),
     "train.global_batch_size": (),
     "cluster.devices_per_node": ("parallel.pipeline", "parallel.context", "parallel.tensor"),

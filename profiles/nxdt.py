@@ -195,6 +195,10 @@ def _clip(value: Any) -> Translation:
     return {"train.clip": float(value) if value else None}, "" if value else "no clipping"
 
 
+def _data_sharding(value: Any) -> Translation:
+    return {"parallel.data_sharding": "zero1" if value else "none"}, ""
+
+
 def _virtual_pipeline(value: Any) -> Translation:
     if not value or value == 1:
         return {}, "one stage per rank is parallel.schedule 1f1b, the default"
@@ -277,7 +281,7 @@ RULES: dict[str, Rule] = {
     "distributed_strategy.pipeline_model_parallel_size": _to("parallel.pipeline"),
     "distributed_strategy.virtual_pipeline_model_parallel_size": _virtual_pipeline,
     "distributed_strategy.context_parallel_size": _to("parallel.context"),
-    "distributed_strategy.zero1": _to("parallel.zero1"),
+    "distributed_strategy.zero1": _data_sharding,
     "distributed_strategy.sequence_parallel": _to("parallel.sequence_parallel"),
     "distributed_strategy.kv_replicator": _drop("derived from parallel.tensor and the number of KV heads"),
     # data
@@ -314,7 +318,7 @@ RULES: dict[str, Rule] = {
     "model.use_cpu_initialization": _drop("weights depend only on the seed and their names, on any device"),
     "model.weight_init_only": _drop("weights are always initialized once"),
     "model.do_layer_norm_weight_decay": _to("train.norm_weight_decay"),
-    "model.wrap_with_zero": _drop("see parallel.zero1"),
+    "model.wrap_with_zero": _drop("see parallel.data_sharding"),
     # model.optim
     "model.optim.name": _one_of("model.optim.name", "", OPTIMIZERS, "AdamW with float32 states"),
     "model.optim.lr": _float("train.learning_rate"),

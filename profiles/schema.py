@@ -146,7 +146,19 @@ class Parallel(Section):
     sequence_parallel: bool = Field(
         True, description="sequence parallelism: shard activations between layers over tensor ranks"
     )
-    zero1: bool = Field(True, description="ZeRO-1: shard optimizer states over data and context ranks")
+    data_sharding: Literal["none", "zero1", "fsdp"] = Field(
+        "zero1",
+        description="what data and context ranks share out: nothing, optimizer states (ZeRO-1), or parameters and gradients too",
+    )
+    shard_degree: Size | None = Field(
+        None,
+        description="data and context ranks that states are sharded over, replicated beyond; null: all of data × context",
+    )
+    keep_gathered: bool = Field(
+        False,
+        description="fsdp: keep gathered weights and whole gradients for all microbatches of a step: less communication, more "
+        "memory",
+    )
     schedule: Literal["1f1b", "interleaved", "zero_bubble"] = Field(
         "1f1b",
         description="pipeline schedule; zero_bubble needs compile.enabled false and train.recompute none",
@@ -357,6 +369,13 @@ class Profile(Section):
     def data_parallel(self) -> int:
         """Data-parallel degree: number of model replicas."""
         return self.world_size // self.model_parallel
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks that optimizer states, with fsdp also parameters and gradients, are sharded over."""
+        if self.parallel.data_sharding == "none":
+            return 1
+        return self.parallel.shard_degree or self.data_parallel * self.parallel.context
 
     @property
     def kv_replication(self) -> int:

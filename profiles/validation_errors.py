@@ -44,6 +44,9 @@ LIMITS = {  # by pydantic's error type: the name of the bound in the context, an
     "less_than": ("lt", "is not below {}"),
 }
 
+# Keys of earlier versions: today's key, and its values for false and true.
+RENAMED = {"parallel.zero1": ("parallel.data_sharding", ("none", "zero1"))}
+
 
 def profile_error(error: ValidationError, given: Mapping[str, Any], root: type[BaseModel]) -> ProfileError:
     """The errors as one ProfileError."""
@@ -61,6 +64,9 @@ def _unknown_key(key: str, value: Any, root: type[BaseModel]) -> ProfileError:
 
     The choices are similar keys of the section, else keys of this name in other sections, else all keys of the section.
     """
+    if key in RENAMED and isinstance(value, bool):
+        renamed, values = RENAMED[key]
+        return ProfileError(key, value, f"is now {renamed}", [f"{renamed}={values[value]}"])
     *path, name = key.split(".")
     parent = ".".join(path)
     prefix = f"{parent}." if parent else ""

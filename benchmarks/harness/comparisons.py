@@ -211,6 +211,7 @@ COMPARISONS: tuple[TrainingComparison | RingComparison, ...] = (
         ours=("--tensor", "2", "--sequence-parallel"),
     ),
     TrainingComparison("data", "DP 2 with ZeRO-1", "ZeroRedundancyOptimizer", 1.10, ("zero_redundancy",)),
+    TrainingComparison("fsdp", "FSDP 2", "FSDP2", 1.10, ("fsdp2",), ("--data-sharding", "fsdp")),
     TrainingComparison("context", "CP 2", "torch's balanced ring", 1.10, ("torch_ring",), ("--context", "2")),
     TrainingComparison(
         "pipeline", "PP 2, 1F1B", "torch's pipelining", 1.10, ("torch_pipeline",), ("--pipeline", "2")

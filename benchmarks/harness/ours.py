@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
             f"--{axis}", type=int, default=1, help="degree; the remaining ranks are data-parallel"
         )
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--data-sharding", choices=("none", "zero1", "fsdp"), default="zero1")
     return parser
 
 
@@ -48,7 +49,7 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
     """The options as a profile; micro-batches are one sample with a pipeline, else all samples of a rank."""
     work = workload.WORKLOADS[options.workload]
     data = ranks // (options.tensor * options.pipeline * options.context)
-    axes = ("tensor", "pipeline", "context", "sequence_parallel")
+    axes = ("tensor", "pipeline", "context", "sequence_parallel", "data_sharding")
     return Profile.model_validate(
         {
             "name": "benchmark",

@@ -58,7 +58,9 @@ def compile_regions(model: nn.Module, train: Train, backend: Callable[[str], Bac
     """
     for number, layer in enumerate(model.layers.values()):
         recomputed = train.recompute_layers is not None and number < train.recompute_layers
-        layer.compile(backend=backend("recomputed block" if recomputed else "block"), **OPTIONS)
+        region = "recomputed block" if recomputed else "block"
+        # Not `layer.compile`, which would trace the layer's hooks too.
+        layer.forward = torch.compile(layer.forward, backend=backend(region), **OPTIONS)
     if model.last:
         model.loss = torch.compile(model.loss, backend=backend("loss"), **OPTIONS)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch import nn
 
 from modeling.models.flops import layer_multiply_adds
 from modeling.models.gpt import GPT
@@ -16,6 +15,7 @@ from parallel import Mesh, ZeRO1
 from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.optimizer.adamw import Update
+from parallel.optimizer.fsdp import gather_on_use
 from parallel.pipeline.schedules import choose_extra_forwards
 from parallel.pipeline.stages import cut_layers
 from profiles.schema import Profile
@@ -33,7 +33,14 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
     parallel, cluster = profile.parallel, profile.cluster
     degrees = (parallel.pipeline, profile.data_parallel, parallel.context, parallel.tensor)
     reduces = devices.resolve(cluster.device, cluster.accelerator).supports_reduction
-    return Mesh(*degrees, profile.kv_replication, rank=rank, supports_reduction=reduces, timeout=timeout)
+    return Mesh(
+        *degrees,
+        profile.kv_replication,
+        profile.shard_degree,
+        rank=rank,
+        supports_reduction=reduces,
+        timeout=timeout,
+    )
 
 
 def partition_layers(profile: Profile) -> list[range]:
@@ -74,26 +81,31 @@ def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
 
 
 def build_optimizer(
-    profile: Profile,
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    mesh: Mesh,
-    compiled: Update | None = None,
+    profile: Profile, stages: Sequence[LanguageModel], mesh: Mesh, compiled: Update | None = None
 ) -> ZeRO1:
-    """ZeRO-1 AdamW over the parameters of a rank's stages, with the profile's settings.
+    """AdamW over the parameters of a rank's stages, with the profile's settings and sharding.
 
     Args:
+        stages: with `fsdp`, hooks on their modules gather the weights from now on.
         compiled: compiled `adamw.update`.
     """
-    train = profile.train
-    return ZeRO1(
-        named_parameters,
+    train, keep_gathered = profile.train, profile.parallel.keep_gathered
+    units = []
+    if profile.parallel.data_sharding == "fsdp":
+        units = [stage.sharding_units() for stage in stages]
+    optimizer = ZeRO1(
+        [named for stage in stages for named in stage.named_parameters()],
         mesh,
         betas=train.betas,
         epsilon=train.epsilon,
         weight_decay=train.weight_decay,
         decays=lambda name, parameter: train.norm_weight_decay or parameter.dim() > 1,
         clip=train.clip,
-        shard=profile.parallel.zero1,
         gradient_dtype=DTYPES[train.gradient_dtype],
+        units=[unit for stage in units for unit in stage],
+        keep_gathered=keep_gathered,
         compiled=compiled,
     )
+    for stage in units:
+        gather_on_use(stage, keep_gathered)
+    return optimizer

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from parallel import LayerNorm, Mesh, Normal, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
 from parallel.logits import full_logits
+from parallel.optimizer.fsdp import Unit
 from profiles.model import Model
 
 
@@ -63,6 +64,16 @@ class LanguageModel(nn.Module):
 
     def add_position_embedding(self, **options: object) -> None:
         """Add learned positions, in architectures that have them."""
+
+    def sharding_units(self) -> list[Unit]:
+        """The parts of this stage whose weights FSDP gathers together, in the order of forward."""
+        tied = self.model.tie_word_embeddings
+        units = [Unit((layer,), (f"layers.{i}.",), block=True) for i, layer in self.layers.items()]
+        if self.last:
+            units.append(Unit((self.norm,), ("embedding.",) if tied else ("head.",)))
+        if self.first:
+            units.insert(0, Unit((self.embedding,), ("embedding.", "positions.")))
+        return units
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy of the last stage's hidden states; targets (b, s/c), -100 is ignored."""

@@ -25,15 +25,10 @@ def bucket_sizes(profile: Profile, stages: Sequence[nn.Module]) -> list[int]:
     def decay(name: str, parameter: nn.Parameter) -> float:
         return settings.weight_decay * (settings.norm_weight_decay or parameter.dim() > 1)
 
-    shards = optimizer_shards(profile)
+    shards = profile.shard_degree
     parameters = [item for stage in stages for item in stage.named_parameters()]
     buckets = fill_buckets(parameters, decay)
     return [math.ceil(sum(p.numel() for _, p in members) / shards) * shards for *_, members in buckets]
-
-
-def optimizer_shards(profile: Profile) -> int:
-    """Number of ranks that optimizer states are sharded over."""
-    return profile.data_parallel * profile.parallel.context if profile.parallel.zero1 else 1
 
 
 def state_bytes(profile: Profile, buckets: Sequence[int]) -> dict[str, int]:
@@ -43,7 +38,7 @@ def state_bytes(profile: Profile, buckets: Sequence[int]) -> dict[str, int]:
     return {
         "parameters": sum(buckets) * DTYPES[settings.precision].itemsize,
         "gradients": sum(buckets) * DTYPES[settings.gradient_dtype].itemsize,
-        "optimizer": sum(buckets) // optimizer_shards(profile) * states,
+        "optimizer": sum(buckets) // profile.shard_degree * states,
     }
 
 
@@ -112,5 +107,5 @@ def _exchanged_bytes(profile: Profile, buckets: Sequence[int]) -> int:
         return 0
     device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
     width = DTYPES[profile.train.gradient_dtype].itemsize
-    share = 1 / optimizer_shards(profile) if device.supports_reduction else 1 + 1 / optimizer_shards(profile)
+    share = 1 / profile.shard_degree if device.supports_reduction else 1 + 1 / profile.shard_degree
     return math.ceil(sum(sorted(buckets)[-IN_FLIGHT:]) * width * share)

@@ -246,15 +246,16 @@ def _sent(
     layers: Counter[str] = Counter()
     for layer in (layer for stage in stages for layer in stage):
         layers.update(layer.sent)
-    shards = profile.data_parallel * parallel.context
-    # ZeRO-1 reduce-scatters gradients and all-gathers weights; without it gradients are all-reduced, twice the volume.
-    exchanged = held["gradients"] + held["parameters" if parallel.zero1 else "gradients"]
+    shards, replicas = profile.shard_degree, profile.data_parallel * parallel.context // profile.shard_degree
+    # Gradients are reduce-scattered and weights all-gathered over the shards; each shard is all-reduced over its replicas.
+    exchanged = (held["gradients"] + held["parameters"]) * (shards - 1) // shards
+    exchanged += 2 * held["gradients"] // shards * (replicas - 1) // replicas
     messages = 2 * len(stages) * count * costs.hidden_bytes if parallel.pipeline > 1 else 0
     return {
         "tensor": count * (layers["tensor"] + layers["kv_replica"]),
         "context": count * layers["context"],
         "pipeline": messages,
-        "data": exchanged * (shards - 1) // shards,
+        "data": exchanged,
     }
 
 

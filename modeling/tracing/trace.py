@@ -174,8 +174,7 @@ def _shard_lengths(profile: Profile, mesh: Mesh, number: int, device: torch.devi
     layers = partition_layers(profile)
     local = range(number % profile.parallel.pipeline, len(layers), profile.parallel.pipeline)
     stages = [build_stage(profile, mesh, layers[stage], device) for stage in local]
-    named = [pair for stage in stages for pair in stage.named_parameters()]
-    return {bucket.length for bucket in build_optimizer(profile, named, mesh).buckets}
+    return {bucket.length for bucket in build_optimizer(profile, stages, mesh).buckets}
 
 
 @contextlib.contextmanager

@@ -22,10 +22,10 @@ from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.prefetch import Batch, read_batch
+from modeling.models.build import build_optimizer
 from modeling.training.generate import generate_samples
 from modeling.training.resume import reject_beyond_last_step
 from modeling.training.trainer import Trainer
-from parallel import ZeRO1
 from parallel.checkpoint import checkpoint
 from profiles import state_files
 from profiles.resolve import load
@@ -99,7 +99,7 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
         raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
     reject_beyond_last_step(profile, saved)
     step, location = max(saved.items())
-    optimizer = ZeRO1(trainer.named_parameters(), trainer.mesh, shard=profile.parallel.zero1)
+    optimizer = build_optimizer(profile, [*trainer.stages.values()], trainer.mesh)
     checkpoint.load(location, optimizer, weights_only=True)
     cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
     corpus = Corpus.open(options.dataset, "validation", cache)

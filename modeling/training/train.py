@@ -291,8 +291,9 @@ class TrainingData:
 
 def make_optimizer(trainer: Trainer) -> ZeRO1:
     """The optimizer of the trainer's parameters."""
-    named_parameters = trainer.named_parameters()
-    return build_optimizer(trainer.profile, named_parameters, trainer.mesh, trainer.compiled_update())
+    return build_optimizer(
+        trainer.profile, [*trainer.stages.values()], trainer.mesh, trainer.compiled_update()
+    )
 
 
 class StopSignal:

@@ -1,20 +1,25 @@
 """Buckets: parameters end to end in flat memory, so that one collective and one kernel serve many of them.
 
 A bucket holds parameters of one dtype, weight decay and set of partial axes. The parameters become views of `values`, their
-summed gradients are views of `gradients`. With d ranks in the data-parallel shard group the flat memory is padded to d equal
-shards: rank r owns elements [r·n/d, (r+1)·n/d), and keeps float32 master weights and Adam's moments of these only. Shard
-boundaries may fall inside a parameter.
+summed gradients are views of `gradients`. With d ranks in `dp_shard` the flat memory is padded to d equal shards: rank r owns
+elements [r·n/d, (r+1)·n/d), and keeps float32 master weights and Adam's moments of these only. Shard boundaries may fall inside a
+parameter.
+
+A resident bucket (ZeRO-1) always has its flat memory. Another one (FSDP) has the memory of `values` from `start_gather` to
+`release`, that of `gradients` while it has unreduced ones, and its own memory for the shard of the summed gradients.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel import collectives
 from parallel.layout import Box, GlobalBox, layout_of
 from parallel.mesh import Axis, Mesh
 
@@ -38,8 +43,11 @@ class Slot:
     name: str
     parameter: nn.Parameter
     start: int  # of its first element in the bucket
-    gradient: Tensor = field(init=False)  # its view of the bucket's gradients
-    filled: bool = False  # whether `gradient` holds a gradient of this step
+    filled: bool = False  # whether the bucket's `gradients` hold one of this parameter
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Its view of the bucket's values or gradients."""
+        return flat[self.start : self.start + self.parameter.numel()].view_as(self.parameter)
 
 
 class Bucket:
@@ -47,10 +55,17 @@ class Bucket:
 
     Args:
         named_parameters: moved into the bucket, of which they become views.
-        mesh: its data-parallel shard group shards the bucket, if `shard`.
+        mesh: its `dp_shard` axis shards the bucket.
         weight_decay: of all of them.
         partial: axes over which their gradients are partial sums (`Layout.partial_axes`).
         gradient_dtype: of the summed gradients.
+        resident: whether values and gradients stay in memory.
+
+    Attributes:
+        values: all parameters, in their dtype.
+        gradients: of all parameters, of this rank; None if not resident and there are none.
+        gradient_shard: this rank's shard of the summed gradients.
+        master, exp_avg, exp_avg_sq: this rank's shard of the states, float32.
     """
 
     def __init__(
@@ -59,11 +74,12 @@ class Bucket:
         mesh: Mesh,
         weight_decay: float,
         partial: tuple[str, ...],
-        shard: bool,
         gradient_dtype: torch.dtype,
+        resident: bool = True,
     ) -> None:
-        self.mesh, self.weight_decay = mesh, weight_decay
-        self.axis = mesh.dp_shard if shard else Axis("dp_shard")
+        self.mesh, self.weight_decay, self.resident = mesh, weight_decay, resident
+        self.gradient_dtype = gradient_dtype
+        self.axis = mesh.dp_shard
         self.partial: list[Axis] = [getattr(mesh, name) for name in partial]
         self.slots: list[Slot] = []
         numel = 0
@@ -73,20 +89,103 @@ class Bucket:
         first = named_parameters[0][1]
         padded = math.ceil(numel / self.axis.size) * self.axis.size
         self.values = torch.zeros(padded, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros(padded, dtype=gradient_dtype, device=first.device)
         for slot in self.slots:
-            parameter, stop = slot.parameter, slot.start + slot.parameter.numel()
-            view = self.values[slot.start : stop].view_as(parameter)
-            view.copy_(parameter.detach())
-            parameter.data = view
-            slot.gradient = self.gradients[slot.start : stop].view_as(parameter)
+            view = slot.view(self.values)
+            view.copy_(slot.parameter.detach())
+            slot.parameter.data = view
         self.length = padded // self.axis.size  # of the shard
         self.first = self.axis.rank * self.length
         shard_values = self.local_shard(self.values)
-        self.master = shard_values if shard_values.dtype == torch.float32 else shard_values.float()
+        self._shares_master = resident and shard_values.dtype == torch.float32
+        self.master = shard_values if self._shares_master else shard_values.to(torch.float32, copy=True)
         self.exp_avg = torch.zeros_like(self.master)
         self.exp_avg_sq = torch.zeros_like(self.master)
+        self.gradients: Tensor | None = None
+        if resident:
+            self.gradients = torch.zeros(padded, dtype=gradient_dtype, device=first.device)
+            self.gradient_shard = self.local_shard(self.gradients)
+        else:
+            self.gradient_shard = torch.zeros(self.length, dtype=gradient_dtype, device=first.device)
         self.segments = self._segments()
+        self.transient = False  # whether to release the values when a microbatch's gradients are complete
+        self._gathering: dist.Work | None = None
+        self.gathered = (
+            True  # whether `values` holds the parameters, or will once the gather in progress ends
+        )
+        if not resident:
+            self.release()
+
+    def begin_step(self, microbatches: int) -> None:
+        """Expect this many gradients of each parameter."""
+        self.awaited = len(self.slots) * microbatches  # gradients
+        self._summed = False  # whether `gradient_shard` holds a sum of this step
+        for slot in self.slots:
+            slot.filled = False
+
+    @property
+    def microbatch_complete(self) -> bool:
+        """Whether all parameters have the same number of gradients."""
+        return self.awaited % len(self.slots) == 0
+
+    @torch.no_grad()
+    def accumulate(self, slot: Slot) -> None:
+        """Move a parameter's gradient into `gradients`, added to what is there."""
+        if self.gradients is None:
+            self.gradients = torch.empty_like(self.values, dtype=self.gradient_dtype)
+            last = self.slots[-1]
+            self.gradients[last.start + last.parameter.numel() :].zero_()
+        view, gradient = slot.view(self.gradients), slot.parameter.grad
+        if slot.filled:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        slot.filled, slot.parameter.grad = True, None
+        self.awaited -= 1
+
+    def take_gradients(self) -> Tensor:
+        """`gradients`, with zeros for parameters that got none, to be reduced; further ones get new memory if not resident."""
+        gradients = self.gradients
+        if gradients is None:
+            gradients = torch.zeros_like(self.values, dtype=self.gradient_dtype)
+        for slot in self.slots:
+            if not slot.filled:
+                slot.view(gradients).zero_()
+            slot.filled = False
+        if not self.resident:
+            self.gradients = None
+        return gradients
+
+    def add_sum(self, shard: Tensor) -> None:
+        """Add a shard of summed gradients to those of the step's earlier microbatches."""
+        if self._summed:
+            self.gradient_shard.add_(shard)
+        else:
+            self.gradient_shard.copy_(shard)
+        self._summed = True
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Start to fill `values` from all ranks' master weights, unless that is done; use it after `wait`."""
+        if self.gathered and not self.resident:
+            return
+        self.gathered = True
+        self.values.untyped_storage().resize_(self.values.nbytes)
+        if not self._shares_master:
+            self.local_shard(self.values).copy_(self.master)
+        if self.axis.size > 1:
+            self._gathering = collectives.start_all_gather_into(self.values, self.axis)
+
+    def wait(self) -> None:
+        """Wait for the gather in progress."""
+        if self._gathering is not None:
+            collectives.wait_work(self._gathering)
+            self._gathering = None
+
+    def release(self) -> None:
+        """Free the memory of `values`, until the next `start_gather`."""
+        self.wait()
+        self.gathered = False
+        self.values.untyped_storage().resize_(0)
 
     def local_shard(self, flat: Tensor) -> Tensor:
         """This rank's shard of a flat tensor, as a view."""
@@ -94,12 +193,11 @@ class Bucket:
 
     def _segments(self) -> list[tuple[int, int, float]]:
         """Ranges (start, stop, weight) of the shard without padding; weights 1 / replicas count each element once."""
-        copies = self.mesh.dp_shard.size // self.axis.size  # of an unsharded bucket
         shared = math.prod(axis.size for axis in self.partial if axis.name == "embedding")
         segments: list[tuple[int, int, float]] = []
         for start, box in self._local_boxes():
             low, high = max(start, 0), min(start + math.prod(box.sizes), self.length)
-            weight = 1 / (box.replicas * copies * shared)
+            weight = 1 / (box.replicas * self.mesh.dp_replicate.size * shared)
             if low < high:
                 if segments and segments[-1][1:] == (low, weight):
                     low = segments.pop()[0]
@@ -114,7 +212,7 @@ class Bucket:
 
     def boxes(self) -> Iterator[ShardBox]:
         """The boxes of global tensors in this rank's shard, without padding."""
-        first_copy = self.axis.size > 1 or self.mesh.dp_shard.rank == 0
+        first_copy = self.mesh.dp_replicate.rank == 0
         first_stage = all(axis.rank == 0 for axis in self.partial if axis.name == "embedding")
         for begin, box in self._local_boxes():
             saved = first_copy and first_stage and box.replica == 0

@@ -1,9 +1,9 @@
 """ZeRO-1 (arXiv 1910.02054, stage 1): AdamW whose float32 master weights and moments are sharded over data × context.
 
-One step over the d ranks of the data-parallel shard group:
+One step over the d ranks of `dp_shard`:
 
     gradients    accumulated over the microbatches in float32, reduce-scattered bucket by bucket during the last backward:
-                 n(d-1)/d elements sent
+                 n(d-1)/d elements sent; then each shard is all-reduced over its replicas (`dp_replicate`)
     norm         over all ranks, each parameter once; if it is not finite, all ranks skip the step. It stays on the device,
                  as does what follows from it: the host waits for nothing
     AdamW        on the local shard (arXiv 1711.05101)
@@ -15,13 +15,13 @@ master weights are the local shard of the parameters.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel import collectives
@@ -29,6 +29,7 @@ from parallel.layout import layout_of
 from parallel.mesh import Mesh
 from parallel.optimizer.adamw import AdamW, Update, adamw
 from parallel.optimizer.buckets import Bucket, ShardBox, Slot
+from parallel.optimizer.fsdp import Unit
 
 IN_FLIGHT = 2  # buckets in collectives at a time, each of which needs memory of the bucket's size again
 BUCKET_SIZE = 10_000_000  # elements
@@ -49,17 +50,18 @@ def decays_matrices(name: str, parameter: nn.Parameter) -> bool:
 
 
 class ZeRO1:
-    """AdamW over a model's parameters, sharded over the data-parallel shard group.
+    """AdamW over a model's parameters, with states sharded over the mesh's `dp_shard` axis; of one rank: plain data parallelism.
 
     Args:
         named_parameters: with layouts (`parallel.parameter`); their memory moves into buckets.
-        mesh: its data-parallel shard group shards the states; over its other axes partial gradients and the norm are summed.
+        mesh: its `dp_shard` axis shards the states; over its other axes partial gradients and the norm are summed.
         betas, epsilon, weight_decay: of AdamW; `step` takes the learning rate.
         decays: which parameters get weight decay.
         clip: maximum global gradient norm; None disables clipping.
-        shard: False replicates the states on every rank (plain data parallelism).
         gradient_dtype: in which gradients are accumulated and reduced.
         bucket_size: minimum number of elements in a bucket before the next one starts.
+        units: parts of the model whose matrices are sharded too (fsdp.py); with `gather_on_use` they are gathered in time.
+        keep_gathered: whether to reduce their gradients, and release their weights, once a step instead of each microbatch.
         compiled: compiled `adamw.update`, for devices without torch's fused kernel.
     """
 
@@ -73,77 +75,98 @@ class ZeRO1:
         weight_decay: float = 0.1,
         decays: Callable[[str, nn.Parameter], bool] = decays_matrices,
         clip: float | None = 1.0,
-        shard: bool = True,
         gradient_dtype: torch.dtype = torch.float32,
         bucket_size: int = BUCKET_SIZE,
+        units: Sequence[Unit] = (),
+        keep_gathered: bool = False,
         compiled: Update | None = None,
     ) -> None:
         self.compiled = compiled
         self.mesh, self.clip, self.settings = mesh, clip, AdamW(betas, epsilon)
         self.pending_copy: Future[None] | None = None  # of the states, for a checkpoint
         self.buckets: list[Bucket] = []
-        groups = fill_buckets(named_parameters, lambda *named: weight_decay * decays(*named), bucket_size)
-        for decay, partial, members in groups:
-            self.buckets.append(Bucket(members, mesh, decay, partial, shard, gradient_dtype))
+        self.gradient_dtype, self.keep_gathered = gradient_dtype, keep_gathered
+
+        def decay(name: str, parameter: nn.Parameter) -> float:
+            return weight_decay * decays(name, parameter)
+
+        remaining = list(named_parameters)
+        for unit in units:
+            held = [named for named in remaining if unit.holds(*named)]
+            remaining = [named for named in remaining if not unit.holds(*named)]
+            groups = fill_buckets(held, decay, sys.maxsize)
+            unit.buckets = [self._add_bucket(*group, resident=False) for group in groups]
+            for bucket in unit.buckets:
+                bucket.transient = unit.block and not keep_gathered
+        self._resident = [self._add_bucket(*group) for group in fill_buckets(remaining, decay, bucket_size)]
         device = self.buckets[0].values.device
-        self.steps = torch.zeros(
-            (), device=device
-        )  # updates applied, 0-dim float32; bias correction counts them
+        self.steps = torch.zeros((), device=device)  # updates applied, float32; bias correction counts them
         decays_used = {bucket.weight_decay for bucket in self.buckets}
         self._constants = {decay: self.settings.constants(decay, device) for decay in decays_used}
-        for index, bucket in enumerate(self.buckets):
-            for slot in bucket.slots:
-                slot.parameter.register_post_accumulate_grad_hook(self._accumulation_hook(index, slot))
         self.begin_step(1)
+
+    def _add_bucket(
+        self,
+        weight_decay: float,
+        partial: tuple[str, ...],
+        members: list[tuple[str, nn.Parameter]],
+        resident: bool = True,
+    ) -> Bucket:
+        bucket = Bucket(members, self.mesh, weight_decay, partial, self.gradient_dtype, resident)
+        self.buckets.append(bucket)
+        for slot in bucket.slots:
+            slot.parameter.register_post_accumulate_grad_hook(self._accumulation_hook(bucket, slot))
+        return bucket
 
     def begin_step(self, microbatches: int) -> None:
         """Expect this many backward passes before `step`; the last one starts the reduction of each complete bucket."""
-        self._awaited = [len(bucket.slots) * microbatches for bucket in self.buckets]
-        self._reduced = 0  # buckets whose reduction was started
+        self._reduced = 0  # resident buckets whose reduction was started
         self._summed = False  # whether `reduce` has run
         self._reducing: deque[
-            tuple[Bucket, collectives.PendingReduceScatter | collectives.PendingAllReduce | None]
+            tuple[Bucket, Tensor, collectives.PendingReduceScatter | collectives.PendingAllReduce | None]
         ] = deque()
         for bucket in self.buckets:
-            for slot in bucket.slots:
-                slot.filled = False
+            bucket.begin_step(microbatches)
 
-    def _accumulation_hook(self, index: int, slot: Slot) -> Callable[[nn.Parameter], None]:
+    def _accumulation_hook(self, bucket: Bucket, slot: Slot) -> Callable[[nn.Parameter], None]:
         def accumulate(parameter: nn.Parameter) -> None:
-            if slot.filled:
-                slot.gradient.add_(parameter.grad)
-            else:
-                slot.gradient.copy_(parameter.grad)
-                slot.filled = True
-            parameter.grad = None
-            self._awaited[index] -= 1
-            # In the same order on every rank, in whatever order backward completes the buckets.
-            while self._reduced < len(self.buckets) and self._awaited[self._reduced] == 0:
-                self._start_reduce()
+            bucket.accumulate(slot)
+            if bucket.resident:
+                # In the same order on every rank, in whatever order backward completes the buckets.
+                while self._reduced < len(self._resident) and self._resident[self._reduced].awaited == 0:
+                    self._start_next()
+                return
+            if bucket.awaited == 0 or (bucket.transient and bucket.microbatch_complete):
+                bucket.release()
+            if bucket.awaited == 0 or (not self.keep_gathered and bucket.microbatch_complete):
+                self._start_reduce(bucket)
 
         return accumulate
 
-    @torch.no_grad()
-    def _start_reduce(self) -> None:
-        if len(self._reducing) == IN_FLIGHT:
-            self._finish_reduce()
-        bucket = self.buckets[self._reduced]
+    def _start_next(self) -> None:
         self._reduced += 1
-        for slot in bucket.slots:
-            if not slot.filled:
-                slot.gradient.zero_()
-        started = None
+        self._start_reduce(self._resident[self._reduced - 1])
+
+    @torch.no_grad()
+    def _start_reduce(self, bucket: Bucket) -> None:
+        while len(self._reducing) >= (IN_FLIGHT if bucket.resident else 1):
+            self._finish_reduce()
+        started, gradients = None, bucket.take_gradients()
         if bucket.axis.size > 1:
-            started = collectives.PendingReduceScatter(bucket.gradients, bucket.axis)
-        elif self.mesh.dp_shard.size > 1:
-            started = collectives.PendingAllReduce(bucket.gradients, self.mesh.dp_shard)
-        self._reducing.append((bucket, started))
+            started = collectives.PendingReduceScatter(gradients, bucket.axis)
+        elif bucket.resident and self.mesh.dp_replicate.size > 1:
+            started = collectives.PendingAllReduce(gradients, self.mesh.dp_replicate)
+        self._reducing.append((bucket, gradients, started))
 
     def _finish_reduce(self) -> None:
-        """Wait for the oldest bucket; its local shard of `gradients` then holds the sum over the data-parallel shard group."""
-        bucket, started = self._reducing.popleft()
-        if started is not None:
-            bucket.local_shard(bucket.gradients).copy_(started.wait())
+        """Wait for the oldest bucket, and add the sum over `dp_shard` to its shard of the gradients."""
+        bucket, gradients, started = self._reducing.popleft()
+        if bucket.resident and started is None:
+            return  # the shard is in place
+        total = gradients if started is None else started.wait()
+        if bucket.resident and bucket.axis.size > 1:
+            total = collectives.all_reduce(total, self.mesh.dp_replicate)
+        bucket.add_sum(total)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -151,16 +174,19 @@ class ZeRO1:
         if self._summed:
             return
         self._summed = True
-        while self._reduced < len(self.buckets):  # some parameters got no gradient
-            self._start_reduce()
+        while self._reduced < len(self._resident):  # some parameters got no gradient
+            self._start_next()
+        for bucket in self.buckets:
+            if not bucket.resident and bucket.awaited:
+                self._start_reduce(bucket)
         while self._reducing:
             self._finish_reduce()
         # Not during backward: the last stage would wait for the first, which waits for the last stage's gradients.
         for bucket in self.buckets:
-            shard = bucket.local_shard(bucket.gradients)
-            for axis in bucket.partial:
+            replicas = () if bucket.resident else (self.mesh.dp_replicate,)
+            for axis in (*replicas, *bucket.partial):
                 if axis.size > 1:
-                    shard.copy_(collectives.all_reduce(shard, axis))
+                    bucket.gradient_shard.copy_(collectives.all_reduce(bucket.gradient_shard, axis))
 
     @torch.no_grad()
     def step(self, learning_rate: float, skip: Tensor | None = None) -> StepResult:
@@ -170,21 +196,24 @@ class ZeRO1:
             skip: 0-dim on the device; unless it is 0, no rank changes anything either.
         """
         self.reduce()
-        norm = self._global_norm(bucket.local_shard(bucket.gradients) for bucket in self.buckets)
+        norm = self._global_norm(bucket.gradient_shard for bucket in self.buckets)
         skipped = norm.isfinite().logical_not()
         skipped = (skipped if skip is None else skipped | skip.bool()).float()
         divisor = None if self.clip is None else ((norm + 1e-6) / self.clip).clamp(min=1)
         self.wait_for_copy()
         self.steps.add_(1 - skipped)
-        gathering: deque[dist.Work] = deque()
+        gathering: deque[Bucket] = deque()
         for bucket in self.buckets:
             self._update(bucket, learning_rate, divisor, skipped)
+            if not bucket.resident:
+                bucket.release()  # what it holds, if an evaluation gathered it, is stale
+                continue
             if len(gathering) == IN_FLIGHT:
                 gathering.popleft().wait()
-            if bucket.axis.size > 1:
-                gathering.append(collectives.start_all_gather_into(bucket.values, bucket.axis))
-        for gathered in gathering:
-            gathered.wait()
+            bucket.start_gather()
+            gathering.append(bucket)
+        for bucket in gathering:
+            bucket.wait()
         self.begin_step(1)
         return StepResult(norm, skipped)
 
@@ -195,7 +224,7 @@ class ZeRO1:
             self.pending_copy = None
 
     def _update(self, bucket: Bucket, learning_rate: float, divisor: Tensor | None, skip: Tensor) -> None:
-        gradient = bucket.local_shard(bucket.gradients).to(torch.float32)
+        gradient = bucket.gradient_shard.to(torch.float32)
         adamw(
             bucket.master,
             gradient,
@@ -210,8 +239,6 @@ class ZeRO1:
             skip=skip,
             compiled=self.compiled,
         )
-        if bucket.values.dtype != torch.float32:
-            bucket.local_shard(bucket.values).copy_(bucket.master)
 
     @torch.no_grad()
     def parameter_norm(self) -> Tensor:
@@ -233,9 +260,11 @@ class ZeRO1:
     def gather_parameters(self) -> None:
         """Set the parameters from the master weights, once those were loaded."""
         for bucket in self.buckets:
-            bucket.local_shard(bucket.values).copy_(bucket.master)
-            if bucket.axis.size > 1:
-                collectives.start_all_gather_into(bucket.values, bucket.axis).wait()
+            if bucket.resident:
+                bucket.start_gather()
+                bucket.wait()
+            else:
+                bucket.release()
 
 
 def fill_buckets(

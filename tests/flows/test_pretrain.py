@@ -295,7 +295,7 @@ def test_renamed_run_reuses_the_data_and_has_the_same_losses(pretrain, store):
 
 @pytest.mark.parametrize(
     "override",
-    ["checkpoint.every=3", "parallel.zero1=false", "cluster.retries=1", "evaluate.every=1"],
+    ["checkpoint.every=3", "parallel.data_sharding=none", "cluster.retries=1", "evaluate.every=1"],
 )
 def test_settings_without_numerical_effect_keep_all_steps_cached(pretrain, store, override):
     assert done(pretrain(store, override)) == []

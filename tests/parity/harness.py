@@ -60,7 +60,9 @@ class Case:
     context: int = 1
     data: int = 1
     sequence_parallel: bool = True
-    zero1: bool = True
+    sharding: str = "zero1"
+    shard_degree: int | None = None
+    keep_gathered: bool = False
     schedule: str = "1f1b"
     recompute: str = "none"
     recompute_layers: int | None = None
@@ -88,7 +90,9 @@ class Case:
                 "data": {"sources": [{"kind": "python-docs"}]},
                 "parallel": {
                     "tensor": self.tensor, "pipeline": self.pipeline, "context": self.context,
-                    "sequence_parallel": self.sequence_parallel, "zero1": self.zero1, "schedule": self.schedule,
+                    "sequence_parallel": self.sequence_parallel, "schedule": self.schedule,
+                    "data_sharding": self.sharding, "shard_degree": self.shard_degree,
+                    "keep_gathered": self.keep_gathered,
                 },
                 "train": {
                     "steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": micro_batch, "sequence_length": SEQUENCE,
@@ -179,7 +183,7 @@ def gradient_boxes(optimizer: ZeRO1) -> Iterator[tuple[ShardBox, Tensor]]:
     """This rank's shards of the summed gradients; valid between `reduce` and `step`."""
     for bucket in optimizer.buckets:
         for box in bucket.boxes():
-            yield box, box.view(bucket.local_shard(bucket.gradients))
+            yield box, box.view(bucket.gradient_shard)
 
 
 def saved_boxes(kind: str, boxes: Iterable[tuple[ShardBox, Tensor]]) -> list[tuple[str, ShardBox, Tensor]]:

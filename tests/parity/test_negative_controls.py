@@ -2,6 +2,7 @@
 
 import pytest
 import torch.nn.functional as F
+from torch import Tensor
 
 from modeling.training.trainer import Trainer
 from parallel import ZeRO1
@@ -40,10 +41,33 @@ def ignore_a_boundary(trainer: Trainer, optimizer: ZeRO1) -> None:
         )
 
 
+def forget_a_reduction(trainer: Trainer, optimizer: ZeRO1) -> None:
+    """A rank keeps its own gradients of one block instead of their sum."""
+    bucket = next(bucket for bucket in optimizer.buckets if not bucket.resident)
+    take, add = bucket.take_gradients, bucket.add_sum
+    own = []
+
+    def take_gradients() -> Tensor:
+        own.append(take())
+        return own[-1]
+
+    bucket.take_gradients = take_gradients
+    bucket.add_sum = lambda total: add(bucket.local_shard(own[-1]))
+
+
+def use_stale_weights(trainer: Trainer, optimizer: ZeRO1) -> None:
+    """One block's weights are not gathered again after a step."""
+    name = "layers.0.attention.qkv.weight"
+    bucket = next(b for b in optimizer.buckets if any(slot.name == name for slot in b.slots))
+    bucket.release = bucket.wait
+
+
 FAULTS = {
     drop_an_all_reduce: (Case(tensor=2, sequence_parallel=False), "losses, step 0"),
     swap_kv_heads: (Case(tensor=4), "losses, step 0"),
     count_replicas_twice: (Case(tensor=4), "norms, step 0"),
+    forget_a_reduction: (Case(data=2, sharding="fsdp"), "norms, step 0"),
+    use_stale_weights: (Case(data=2, sharding="fsdp"), "losses, step 1"),
     ignore_a_boundary: (Case(context=2, documents=True), "losses, step 0"),
 }
 

@@ -15,9 +15,9 @@ CASES = {
     "tensor 2, gpt": Case("gpt", tensor=2),
     "tensor 4, gpt, no sequence parallelism": Case("gpt", tensor=4, sequence_parallel=False),
     "data 2": Case(data=2),
-    "data 4": Case(data=4),
-    "data 2, replicated optimizer": Case(data=2, zero1=False),
-    "data 4, replicated optimizer, gpt": Case("gpt", data=4, zero1=False),
+    "data 4, shard degree 2": Case(data=4, shard_degree=2),
+    "data 2, replicated optimizer": Case(data=2, sharding="none"),
+    "data 4, replicated optimizer, gpt": Case("gpt", data=4, sharding="none"),
     "tensor 4, data 2": Case(tensor=4, data=2),
     "tensor 2, data 2, tied": Case("llama tied", tensor=2, data=2),
     "context 2": Case(context=2),
@@ -32,19 +32,34 @@ CASES = {
     "pipeline 2, interleaved": Case("llama 4 layers", pipeline=2, schedule="interleaved"),
     "pipeline 2, zero bubble": Case(pipeline=2, schedule="zero_bubble"),
     "pipeline 4, zero bubble": Case("llama 4 layers", pipeline=4, schedule="zero_bubble"),
-    "pipeline 2, gpt": Case("gpt", pipeline=2),
     "pipeline 4, gpt": Case("gpt 4 layers", pipeline=4),
     "pipeline 2, interleaved, tied": Case("gpt 4 layers", pipeline=2, schedule="interleaved"),
     "tensor 2, pipeline 2, data 2": Case(tensor=2, pipeline=2, data=2),
     "tensor 2, pipeline 2, data 2, gpt": Case("gpt", tensor=2, pipeline=2, data=2),
-    "tensor 2, context 2, data 2": Case(tensor=2, context=2, data=2),
+    "fsdp 2": Case(data=2, sharding="fsdp"),
+    "fsdp 4, tied, full activation checkpointing": Case(
+        "llama tied", data=4, sharding="fsdp", recompute="full"
+    ),
+    "fsdp 8, context 2": Case(data=4, context=2, sharding="fsdp"),
+    "hsdp 2 x 2": Case(data=4, sharding="fsdp", shard_degree=2),
+    "hsdp 2 x 4, documents": Case(data=4, context=2, sharding="fsdp", shard_degree=4, documents=True),
+    "fsdp 2, tensor 4, KV replicated": Case(data=2, tensor=4, sharding="fsdp"),
+    "fsdp 4, tensor 2": Case(tensor=2, context=2, data=2, sharding="fsdp", native=True),
+    "fsdp 2, pipeline 2, tied": Case("llama tied", data=2, pipeline=2, sharding="fsdp"),
+    "fsdp 2, pipeline 2, interleaved, weights kept": Case(
+        "llama 4 layers", data=2, pipeline=2, schedule="interleaved", sharding="fsdp", keep_gathered=True
+    ),
+    "fsdp 2, pipeline 2, zero bubble": Case(data=2, pipeline=2, schedule="zero_bubble", sharding="fsdp"),
+    "fsdp 2, dropout, weights kept": Case(
+        "gpt dropout", data=2, sharding="fsdp", recompute="selective", keep_gathered=True
+    ),
     "pipeline 2, context 2, tensor 2": Case(pipeline=2, context=2, tensor=2),
     "pipeline 2, context 2, tensor 2, tied": Case("llama tied", pipeline=2, context=2, tensor=2),
     "pipeline 2, tensor 4, KV replicated": Case(pipeline=2, tensor=4),
     "native reductions, tensor 4, KV replicated": Case(tensor=4, native=True),
     "native reductions, tensor 2, context 2, data 2": Case(tensor=2, context=2, data=2, native=True),
     "native reductions, no sequence parallelism": Case(
-        tensor=2, data=2, sequence_parallel=False, zero1=False, native=True, recompute="selective"
+        tensor=2, data=2, sequence_parallel=False, sharding="none", native=True, recompute="selective"
     ),
     "selective activation checkpointing": Case(tensor=2, recompute="selective"),
     "full activation checkpointing of one layer": Case(tensor=2, recompute="full", recompute_layers=1),
@@ -56,7 +71,7 @@ CASES = {
     "dropout, tensor 2, no sequence parallelism": Case("gpt dropout", tensor=2, sequence_parallel=False),
     "dropout, context 2": Case("gpt dropout", context=2),
     "dropout, pipeline 2, full activation checkpointing": Case("gpt dropout", pipeline=2, recompute="full"),
-    "dropout, tensor 2, data 2": Case("gpt dropout", tensor=2, data=2),
+    "dropout, tensor 2, data 2, fsdp": Case("gpt dropout", tensor=2, data=2, sharding="fsdp"),
 }
 
 

@@ -50,6 +50,7 @@ def test_time_limit_is_parsed_like_slurm(time, minutes):
     accepted(f"cluster.time='{time}'", "cluster.time_left=119")
 
 
+DATA_8 = ("parallel.tensor=1", "cluster.devices_per_node=8", "train.global_batch_size=32")
 EIGHT_LAYERS = ("parallel.pipeline=2", "parallel.tensor=1", "model.num_hidden_layers=8")
 ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_size=1")
 
@@ -68,6 +69,16 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             *("parallel.tensor", 4, "does not divide model.intermediate_size 510", (2,)),
         ),
         (["parallel.kv_replication=2"], "parallel.kv_replication", 2, "makes it 1", (1,)),
+        (["parallel.zero1=false"], "parallel.zero1", False, "is now", ("parallel.data_sharding=none",)),
+        (
+            [*DATA_8, "parallel.shard_degree=3"],
+            *("parallel.shard_degree", 3, "does not divide data × context = 8 ranks", (2, 4)),
+        ),
+        (
+            ["parallel.data_sharding=none", "parallel.shard_degree=1"],
+            *("parallel.shard_degree", 1, "has no effect: parallel.data_sharding is none", ("null",)),
+        ),
+        (["parallel.keep_gathered=true"], "parallel.keep_gathered", True, "has no effect", (False,)),
         (
             ["compile.backend=eager"],
             "compile.backend",

@@ -59,7 +59,12 @@ def test_minimal_file_gets_name_and_defaults(tmp_path):
 
 
 def test_extends_merges_keys_and_replaces_lists(tmp_path):
-    write(tmp_path / "base.yaml", **MINIMAL, description="the base", parallel={"tensor": 2, "zero1": False})
+    write(
+        tmp_path / "base.yaml",
+        **MINIMAL,
+        description="the base",
+        parallel={"tensor": 2, "data_sharding": "none"},
+    )
     write(tmp_path / "middle.yaml", extends="./base.yaml", train={"steps": 20})
     child = write(
         tmp_path / "deep" / "child.yaml",
@@ -69,7 +74,7 @@ def test_extends_merges_keys_and_replaces_lists(tmp_path):
     )
     profile = resolve.load(str(child))
     assert (profile.name, profile.description) == ("child", "")
-    assert (profile.parallel.tensor, profile.parallel.zero1) == (4, False)
+    assert (profile.parallel.tensor, profile.parallel.data_sharding) == (4, "none")
     assert (profile.train.steps, profile.train.sequence_length) == (20, 32)
     assert [source.path for source in profile.data.sources] == ["x"]
 

@@ -79,7 +79,7 @@ def test_other_data_or_weights_are_another_run():
     [
         "description=another",
         "parallel.tensor=1",
-        "parallel.zero1=false",
+        "parallel.data_sharding=none",
         "parallel.sequence_parallel=false",
         "cluster.devices_per_node=4",
         "cluster.retries=9",

@@ -25,7 +25,9 @@ TOPOLOGIES = {
     "tensor 4": Case(tensor=4),  # KV heads replicated
     "tensor 8": Case(tensor=8, sequence_parallel=False),  # and a padded vocabulary
     "data 4": Case(data=4),
-    "data 2, replicated optimizer": Case(data=2, zero1=False),
+    "fsdp 4": Case(data=4, sharding="fsdp"),
+    "hsdp 2 x 2, pipeline 2": Case(data=4, pipeline=2, sharding="fsdp", shard_degree=2),
+    "data 2, replicated optimizer": Case(data=2, sharding="none"),
     "tensor 2, data 2": Case(tensor=2, data=2),
     "context 4": Case(context=4),
     "pipeline 2": Case(pipeline=2),
@@ -39,11 +41,13 @@ TOPOLOGIES = {
 PAIRS = [
     ("one process", "tensor 4"),
     ("one process", "data 4"),
-    ("tensor 2", "one process"),
+    ("tensor 2", "hsdp 2 x 2, pipeline 2"),
     ("tensor 4", "tensor 2"),
     ("tensor 4", "data 2, replicated optimizer"),
     ("tensor 8", "tensor 2, data 2"),
-    ("data 4", "tensor 8"),
+    ("data 4", "fsdp 4"),
+    ("fsdp 4", "tensor 8"),
+    ("hsdp 2 x 2, pipeline 2", "data 4"),
     ("data 2, replicated optimizer", "pipeline 2"),
     ("tensor 2, data 2", "data 4"),
     ("context 4", "pipeline 2, tensor 4"),
@@ -94,7 +98,7 @@ def test_resume_at_another_topology_matches_one_process(saved_runs, source, targ
 
 @pytest.mark.parametrize(
     "topology",
-    ["one process", "tensor 4", "data 4", "tensor 2, context 2, data 2", "gpt, pipeline 2, tensor 2"],
+    ["one process", "tensor 4", "fsdp 4", "tensor 2, context 2, data 2", "gpt, pipeline 2, tensor 2"],
 )
 def test_resume_at_the_same_topology_is_bit_identical(saved_runs, topology):
     _, run = saved_runs(topology)

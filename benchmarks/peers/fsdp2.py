@@ -1,0 +1,34 @@
+"""torch's FSDP2, `fully_shard` on each block and the model: torchrun --nproc-per-node 2 -m benchmarks.peers.fsdp2"""
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.harness import workload
+from benchmarks.peers.llama import Llama, cross_entropy
+
+
+def main() -> None:
+    options, work, rank, ranks = workload.start(workload.workload_parser(__doc__))
+    model = Llama(work.model)
+    workload.load_initial_weights(model, work.model)
+    dtype = workload.DTYPES[options.precision]
+    sharding = {
+        "mesh": init_device_mesh(options.device, (ranks,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+    }
+    for block in model.model.layers:
+        fully_shard(block, **sharding)
+    fully_shard(model, reshard_after_forward=False, **sharding)
+    optimizer = workload.adamw(model.parameters())
+
+    def compute_loss(samples: Tensor) -> Tensor:
+        local = samples.chunk(ranks)[rank]
+        return cross_entropy(model(local[:, :-1]), local[:, 1:])
+
+    workload.measure_training(model, optimizer, compute_loss, options, workload.mean_over_ranks)
+
+
+if __name__ == "__main__":
+    main()
