@@ -31,6 +31,8 @@ class Device:
     compile_backend: str  # `torch.compile` backend
     # whether the backend's own reductions are the fastest way to reduce (collectives.py)
     supports_reduction: bool
+    # whether FSDP's collectives are operators of compiled blocks, which the compiler schedules (optimizer/fsdp.py)
+    gathers_in_graph: bool = False
     attention_kernel: str = "math"  # name of the default attention kernel (attention/kernels.py)
     memory_bytes: int | None = None  # memory of one device; None: host memory
     # dense matrix FLOP/s of one device by precision; None: unknown
@@ -134,6 +136,7 @@ NEURON = Device(
     "neuron",
     "neuron",
     True,
+    gathers_in_graph=True,
     attention_kernel="nki",
     monitor="neuron-monitor",
     environment=(

@@ -15,7 +15,7 @@ from parallel import Mesh, ZeRO1
 from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.optimizer.adamw import Update
-from parallel.optimizer.fsdp import gather_on_use
+from parallel.optimizer.fsdp import gather_in_graph, gather_on_use
 from parallel.pipeline.schedules import choose_extra_forwards
 from parallel.pipeline.stages import cut_layers
 from profiles.schema import Profile
@@ -77,7 +77,17 @@ def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
     apply_activation_checkpointing(
         model.layers.values(), profile.train.recompute, profile.train.recompute_layers
     )
+    if gathers_in_graph(profile):
+        for block in model.layers.values():
+            gather_in_graph(block)
     return model
+
+
+def gathers_in_graph(profile: Profile) -> bool:
+    """Whether blocks gather their weights by operators of their graphs, for a compiler to schedule; else hooks do."""
+    cluster = profile.cluster
+    device = devices.resolve(cluster.device, cluster.accelerator)
+    return profile.parallel.data_sharding == "fsdp" and profile.compile.enabled and device.gathers_in_graph
 
 
 def build_optimizer(
@@ -92,7 +102,7 @@ def build_optimizer(
     train, keep_gathered = profile.train, profile.parallel.keep_gathered
     units = []
     if profile.parallel.data_sharding == "fsdp":
-        units = [stage.sharding_units() for stage in stages]
+        units = [stage.sharding_units(gathers_in_graph(profile)) for stage in stages]
     optimizer = ZeRO1(
         [named for stage in stages for named in stage.named_parameters()],
         mesh,

@@ -65,10 +65,14 @@ class LanguageModel(nn.Module):
     def add_position_embedding(self, **options: object) -> None:
         """Add learned positions, in architectures that have them."""
 
-    def sharding_units(self) -> list[Unit]:
-        """The parts of this stage whose weights FSDP gathers together, in the order of forward."""
+    def sharding_units(self, in_graph: bool = False) -> list[Unit]:
+        """The parts of this stage whose weights FSDP gathers together, in the order of forward.
+
+        Args:
+            in_graph: whether blocks gather their weights themselves.
+        """
         tied = self.model.tie_word_embeddings
-        units = [Unit((layer,), (f"layers.{i}.",), block=True) for i, layer in self.layers.items()]
+        units = [Unit((layer,), (f"layers.{i}.",), True, in_graph) for i, layer in self.layers.items()]
         if self.last:
             units.append(Unit((self.norm,), ("embedding.",) if tied else ("head.",)))
         if self.first:

@@ -144,6 +144,8 @@ def run_stage(
         device = trace_device(profile)
         model = build_stage(profile, mesh, partition_layers(profile)[number], device)
         compile_regions(model, settings, backend)
+        if profile.parallel.data_sharding == "fsdp":
+            build_optimizer(profile, [model], mesh)
         axis, b = mesh.context, settings.micro_batch_size
         positions = zigzag_positions(settings.sequence_length, axis.size, axis.rank).to(device)  # (s/c)
         tokens = torch.zeros(b, len(positions), dtype=torch.int64, device=device)  # (b, s/c)

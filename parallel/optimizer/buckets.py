@@ -108,6 +108,7 @@ class Bucket:
             self.gradient_shard = torch.zeros(self.length, dtype=gradient_dtype, device=first.device)
         self.segments = self._segments()
         self.transient = False  # whether to release the values when a microbatch's gradients are complete
+        self.in_graph = False  # whether a graph gathers the values and reduces the gradients
         self._gathering: dist.Work | None = None
         self.gathered = (
             True  # whether `values` holds the parameters, or will once the gather in progress ends
@@ -117,7 +118,7 @@ class Bucket:
 
     def begin_step(self, microbatches: int) -> None:
         """Expect this many gradients of each parameter."""
-        self.awaited = len(self.slots) * microbatches  # gradients
+        self.awaited = 0 if self.in_graph else len(self.slots) * microbatches  # gradients
         self._summed = False  # whether `gradient_shard` holds a sum of this step
         for slot in self.slots:
             slot.filled = False
@@ -155,6 +156,12 @@ class Bucket:
             self.gradients = None
         return gradients
 
+    def complete_sum(self) -> None:
+        """Set the shard of the summed gradients to zero if there were none."""
+        if not self._summed:
+            self.gradient_shard.zero_()
+
+    @torch.no_grad()
     def add_sum(self, shard: Tensor) -> None:
         """Add a shard of summed gradients to those of the step's earlier microbatches."""
         if self._summed:
@@ -180,6 +187,21 @@ class Bucket:
         if self._gathering is not None:
             collectives.wait_work(self._gathering)
             self._gathering = None
+
+    def sizes(self) -> list[int]:
+        """Elements of each parameter, and of the padding at the end."""
+        sizes = [slot.parameter.numel() for slot in self.slots]
+        return [*sizes, self.values.numel() - sum(sizes)]
+
+    def gather_in_graph(self, shard: nn.Parameter) -> None:
+        """Take gradients from `shard`, the master weights as a parameter that a graph gathers, already summed over `dp_shard`."""
+        self.in_graph = True
+
+        def accumulate(shard: nn.Parameter) -> None:
+            self.add_sum(shard.grad)
+            shard.grad = None
+
+        shard.register_post_accumulate_grad_hook(accumulate)
 
     def release(self) -> None:
         """Free the memory of `values`, until the next `start_gather`."""

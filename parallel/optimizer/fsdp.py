@@ -12,18 +12,27 @@ keeps a shard; vectors (norms, biases) stay resident as in ZeRO-1, they are smal
 Elements sent by a rank for n parameters of blocks: 3m·n(d-1)/d, or 2n(d-1)/d with `keep_gathered`. Bytes per parameter in bf16:
 16/d with float32 gradients, and at most two blocks' weights and gradients in full.
 
-Collectives run asynchronously: on cuda on the process group's own stream, so they overlap with the blocks' kernels.
+Two ways to run the same sharding:
+
+    gather_on_use     hooks outside compiled code start asynchronous collectives, which run on the process group's own stream
+    gather_in_graph   a block's forward gathers its weights by functional collectives, which a compiler schedules with the rest of
+                      the block's graph: gathered again in its backward graph, which ends with the reduce-scatter
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
+from parallel import collectives
+from parallel.mesh import Axis
 from parallel.optimizer.buckets import Bucket
 
 
@@ -34,6 +43,7 @@ class Unit:
     users: tuple[nn.Module, ...]  # modules before whose forward passes the weights are gathered
     prefixes: tuple[str, ...]  # of its parameters' names
     block: bool = False  # whether its only user is its own module, so that the weights can be released after its forward
+    in_graph: bool = False  # whether its module gathers the weights itself (`gather_in_graph`)
     buckets: list[Bucket] = field(default_factory=list)  # set by the optimizer
 
     def holds(self, name: str, parameter: nn.Parameter) -> bool:
@@ -65,6 +75,9 @@ def gather_on_use(units: Sequence[Unit], keep: bool) -> None:
         before, after = units[number - 1 : number] if number else (), units[number + 1 : number + 2]
         # The last block before the head starts backward right after its forward.
         last = bool(after) and not after[0].block
+        if unit.in_graph:
+            _bind(unit)
+            continue
         for user in unit.users:
             user.register_forward_pre_hook(_before_forward(unit, after))
         if unit.block and not keep:
@@ -94,3 +107,78 @@ def _after_forward(unit: Unit, previous: Sequence[Unit], last: bool) -> Any:
             unit.release()
 
     return hook
+
+
+def gather_in_graph(block: nn.Module) -> None:
+    """Let a block's forward gather its weights, from when the optimizer has sharded them.
+
+    Call it after activation checkpointing was applied and before the block is compiled.
+    """
+    forward = block.forward
+    block.gathers = []  # functions that gather a bucket, and the module and attribute of each parameter in it
+
+    @wraps(forward)
+    def gathered(*inputs: Any) -> Any:
+        for shard, gather, places in block.gathers:
+            # The backward graph gathers again instead of saving what forward gathered.
+            weights = checkpoint(gather, shard, use_reentrant=False, preserve_rng_state=False)
+            for weight, (module, name) in zip(weights, places, strict=True):
+                setattr(module, name, weight)
+        output = forward(*inputs)
+        if (
+            torch.compiler.is_compiling()
+        ):  # else a graph would return the weights; eager recomputation reads them
+            for _, _, places in block.gathers:
+                for module, name in places:
+                    setattr(module, name, None)
+        return output
+
+    block.forward = gathered
+
+
+def _bind(unit: Unit) -> None:
+    """Replace the parameters of a block that gathers in its graph by its shards, which get the gradients."""
+    (block,) = unit.users
+    owners = {id(p): (module, name) for module in block.modules() for name, p in module._parameters.items()}
+    for number, bucket in enumerate(unit.buckets):
+        shard = nn.Parameter(bucket.master)
+        block.register_parameter(f"shard_{number}", shard)
+        bucket.gather_in_graph(shard)
+        places = []
+        for slot in bucket.slots:
+            module, name = owners[id(slot.parameter)]
+            delattr(module, name)
+            setattr(module, name, None)
+            places.append((module, name))
+        settings = {"axis": bucket.axis, "dtype": bucket.values.dtype, "wide": bucket.gradient_dtype}
+        settings["sizes"], settings["shapes"] = (
+            bucket.sizes(),
+            [slot.parameter.shape for slot in bucket.slots],
+        )
+        block.gathers.append((shard, partial(_gather, **settings), places))
+
+
+class _GatherWeights(Function):
+    """Float32 shard (p) -> weights (n·p) in `dtype`; the gradient is reduce-scattered in `wide`."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, axis: Axis, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
+        ctx.axis, ctx.wide = axis, wide
+        return collectives.all_gather(shard.to(dtype), axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return collectives.reduce_scatter(grad.to(ctx.wide), ctx.axis).float(), None, None, None
+
+
+def _gather(
+    shard: Tensor,
+    axis: Axis,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    sizes: Sequence[int],
+    shapes: Sequence[torch.Size],
+) -> list[Tensor]:
+    """The weights of a bucket; `sizes` has one more entry for the padding."""
+    parts = _GatherWeights.apply(shard, axis, dtype, wide).split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]

@@ -177,7 +177,9 @@ class ZeRO1:
         while self._reduced < len(self._resident):  # some parameters got no gradient
             self._start_next()
         for bucket in self.buckets:
-            if not bucket.resident and bucket.awaited:
+            if bucket.in_graph:
+                bucket.complete_sum()
+            elif not bucket.resident and bucket.awaited:
                 self._start_reduce(bucket)
         while self._reducing:
             self._finish_reduce()

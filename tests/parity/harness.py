@@ -68,6 +68,7 @@ class Case:
     recompute_layers: int | None = None
     precision: str = "float32"
     documents: bool = False  # whether attention is masked to documents
+    in_graph: bool = False  # whether FSDP's collectives are operators of the blocks, as on neuron
     native: bool = False  # whether to use the backend's reductions, as on accelerators
 
     @property
@@ -139,10 +140,11 @@ def train(
         save: checkpoint folders by number of completed steps.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(devices.KINDS, "cpu", replace(devices.CPU, supports_reduction=case.native))
+        device = replace(devices.CPU, supports_reduction=case.native, gathers_in_graph=case.in_graph)
+        patch.setitem(devices.KINDS, "cpu", device)
         trainer = Trainer(case.profile())
-    try:
         optimizer = make_optimizer(trainer)
+    try:
         if fault:
             fault(trainer, optimizer)
         if resume:

@@ -50,6 +50,10 @@ CASES = {
         "llama 4 layers", data=2, pipeline=2, schedule="interleaved", sharding="fsdp", keep_gathered=True
     ),
     "fsdp 2, pipeline 2, zero bubble": Case(data=2, pipeline=2, schedule="zero_bubble", sharding="fsdp"),
+    "fsdp 2, gathered in the graph": Case(data=2, sharding="fsdp", in_graph=True, recompute="full"),
+    "hsdp 2 x 2, gathered in the graph, tied": Case(
+        "llama tied", data=4, sharding="fsdp", shard_degree=2, in_graph=True
+    ),
     "fsdp 2, dropout, weights kept": Case(
         "gpt dropout", data=2, sharding="fsdp", recompute="selective", keep_gathered=True
     ),
