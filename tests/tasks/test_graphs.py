@@ -15,8 +15,10 @@ import pytest
 from profiles.resolve import load
 from tasks import graphs, keys
 from tasks.graphs import GraphsStep
+from tasks.launchers import local
 from tasks.step import Context
 from tasks.store.store import Store
+from tests.forked_jobs import forked_jobs
 from tests.modeling import micro
 
 SETTINGS = ("compile.enabled=true", "train.steps=6", "evaluate.every=3", "checkpoint.every=2")
@@ -30,9 +32,8 @@ class Place:
         self.folder, self.store = folder, Store(str(folder / "store"))
         self.dataset = micro.dataset(folder / "data")
 
-    def compile(self, run: Path):
-        profile = load(str(run / "profile.yaml"))
-        return GraphsStep().run(Context(profile, self.store))
+    def compile(self, run: Path, **context):
+        return GraphsStep().run(Context(load(str(run / "profile.yaml")), self.store, **context))
 
     def forget(self, run: Path, *programs: str) -> None:
         """Remove the run's artifact, and those of programs."""
@@ -47,7 +48,13 @@ class Place:
         arguments = ["--run-folder", run, "--dataset", self.dataset]
         if artifact is not None:
             arguments += ["--graphs", self.store.artifacts.path(artifact)]
-        return micro.finish(micro.start("training.train", *arguments, processes=processes))
+        return micro.run("training.train", *arguments, processes=processes)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_jobs():
+    with forked_jobs():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +144,7 @@ def test_what_failed_is_recorded_and_a_retry_compiles_only_that(place, run, comp
     tight = micro.run_folder(tmp_path, *SETTINGS, "compile.memory_gib=0.3")
     profile, tables = load(str(tight / "profile.yaml")), []
     with pytest.raises(graphs.GraphsFailed, match=LOSS):
-        GraphsStep().run(Context(profile, place.store, table=lambda *table: tables.append(table)))
+        place.compile(tight, table=lambda *table: tables.append(table))
     ((_, title, rows),) = tables
     assert "6 in all, 5 successful, 1 failed" in title
     assert [row["program"] for row in rows if row["error"]] == [LOSS]
@@ -168,7 +175,8 @@ def test_a_killed_compile_leaves_no_lock(place, run, compiled, caplog):
     assert "waiting for" not in caplog.text
 
 
-def test_a_cancelled_compile_ends_its_processes(place, run, compiled, caplog):
+def test_a_cancelled_compile_ends_its_processes(place, run, compiled, caplog, monkeypatch):
+    monkeypatch.setattr(local, "subprocess", subprocess)  # processes that pgrep finds
     place.forget(run, LOSS)
     caplog.set_level(logging.INFO, logger="tasks.graphs")
 
