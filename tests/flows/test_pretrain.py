@@ -112,18 +112,14 @@ def test_epochs_train_on_all_data_and_many_are_warned_about(pretrain, store, sai
     assert done(pretrain(store, *epochs, name="epochs")) == []
 
 
-def test_second_run_is_cached_except_plan_and_report(pretrain, store):
-    result = pretrain(store)
-    assert done(result) == []
-    assert [step for step, how in result["how"].items() if how == "cached"] == WORK
-
-
-def test_prefect_shows_cached_and_skipped_steps_as_such(pretrain, store, prefect_server):
+def test_second_run_is_cached_except_plan_and_report_and_prefect_shows_it(pretrain, store, prefect_server):
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
     from prefect.client.schemas.sorting import FlowRunSort
 
-    pretrain(store)
+    result = pretrain(store)
+    assert done(result) == []
+    assert [step for step, how in result["how"].items() if how == "cached"] == WORK
     with get_client(sync_client=True) as client:
         (run,) = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
         shown = {}
@@ -138,31 +134,42 @@ def test_prefect_shows_cached_and_skipped_steps_as_such(pretrain, store, prefect
 
 
 @pytest.mark.parametrize(
-    ("pattern", "step", "damage"),
+    "damage",
     [
-        ("artifacts/tokenizer/*/tokenizer.json", "tokenizer", "changed"),
-        ("artifacts/tokens/*/train.bin", "dataset", "truncated"),
-        ("artifacts/dataset/*/corpus.json", "dataset", "deleted"),
-        ("runs/micro/checkpoints/step_6/*.distcp", "train", "truncated"),
-        ("runs/micro/checkpoints/step_6/*.distcp", "train", "changed"),
-        ("artifacts/evaluation/*/evaluation.json", "evaluate", "deleted"),
-        ("runs/micro/export/model.safetensors", "export", "changed"),
-        ("runs/micro/export/tokenizer.json", "export", "deleted"),
+        [
+            ("artifacts/tokenizer/*/tokenizer.json", "tokenizer", "changed"),
+            ("runs/micro/export/tokenizer.json", "export", "deleted"),
+        ],
+        [
+            ("artifacts/tokens/*/train.bin", "dataset", "truncated"),
+            ("artifacts/evaluation/*/evaluation.json", "evaluate", "deleted"),
+        ],
+        [
+            ("artifacts/dataset/*/corpus.json", "dataset", "deleted"),
+            ("runs/micro/export/model.safetensors", "export", "changed"),
+        ],
+        [("runs/micro/checkpoints/step_6/*.distcp", "train", "truncated")],
+        [("runs/micro/checkpoints/step_6/*.distcp", "train", "changed")],
     ],
+    ids=lambda damage: ", ".join(f"{step} {how}" for _, step, how in damage),
 )
-def test_corrupted_file_is_named_and_only_its_step_runs_again(pretrain, store, said, pattern, step, damage):
-    path = next(store.glob(pattern))
-    contents = path.read_bytes()
-    if damage == "deleted":
-        path.unlink()
-    else:
-        path.write_bytes(
-            contents[:-7] if damage == "truncated" else contents[:-1] + bytes([contents[-1] ^ 1])
-        )
+def test_corrupted_files_are_named_and_only_their_steps_run_again(pretrain, store, said, damage):
+    names = []
+    for pattern, _, how in damage:
+        path = next(store.glob(pattern))
+        names.append(path.name)
+        contents = path.read_bytes()
+        if how == "deleted":
+            path.unlink()
+        else:
+            path.write_bytes(
+                contents[:-7] if how == "truncated" else contents[:-1] + bytes([contents[-1] ^ 1])
+            )
     before = losses(store / "runs/micro")
     result = pretrain(store)
-    assert done(result) == [step]
-    assert any(path.name in line and "again" in line for line in said())
+    assert done(result) == [step for _, step, _ in damage]
+    lines = said()
+    assert all(any(name in line and "again" in line for line in lines) for name in names)
     assert losses(store / "runs/micro") == before
     assert done(pretrain(store)) == []
 
@@ -293,12 +300,9 @@ def test_renamed_run_reuses_the_data_and_has_the_same_losses(pretrain, store):
     assert losses(store / "runs/other") == losses(store / "runs/micro")
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["checkpoint.every=3", "parallel.data_sharding=none", "cluster.retries=1", "evaluate.every=1"],
-)
-def test_settings_without_numerical_effect_keep_all_steps_cached(pretrain, store, override):
-    assert done(pretrain(store, override)) == []
+def test_settings_without_numerical_effect_keep_all_steps_cached(pretrain, store):
+    overrides = ("checkpoint.every=3", "parallel.data_sharding=none", "cluster.retries=1", "evaluate.every=1")
+    assert done(pretrain(store, *overrides)) == []
 
 
 def test_user_metrics_are_evaluated_on_a_finished_run_and_reported(
