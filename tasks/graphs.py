@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 PROGRAM = "graph"  # artifact kind of a single program
 TIMEOUT = 6 * 3600.0  # seconds, of one program
 MEMORY_FRACTION = 0.9  # of this machine's memory that all compiles together may use
+PREPARED = "prepared"  # folder that each program's cache starts from
 LOCAL_ONLY = ("locks", "precompiled_headers")  # folders of inductor's cache, useless on other machines
 
 
@@ -115,7 +116,8 @@ class GraphsStep(Step):
 
 def _trace(profile: Profile, work: Path) -> dict[str, Any]:
     output = work / "logs" / "trace.json"
-    arguments = ("--run-folder", str(work), "--output", str(output))
+    (work / PREPARED).mkdir(exist_ok=True)
+    arguments = ("--run-folder", str(work), "--output", str(output), "--cache", str(work / PREPARED))
     job = Job("trace", "modeling.tracing.trace", arguments, work / "logs", threads=profile.cluster.threads)
     execute(create("local"), job, timeout=TIMEOUT)
     return json.loads(output.read_text())
@@ -168,6 +170,7 @@ def _compile(
         try:
             with store.artifacts.publish(PROGRAM, key, summary) as staging:
                 cache = staging / "cache"
+                shutil.copytree(work / PREPARED, cache)
                 arguments = (
                     *("--run-folder", str(work), "--stage", str(program["stage"])),
                     *("--program", program["name"], "--digest", program["digest"]),

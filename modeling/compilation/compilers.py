@@ -47,6 +47,10 @@ class Compiler(ABC):
         """
 
     @abstractmethod
+    def prepare(self) -> None:
+        """Write to the cache folder what each compiling process would find out anew; their caches start as copies of it."""
+
+    @abstractmethod
     def cache_counts(self) -> tuple[int, int]:
         """Cache misses (graphs compiled) and hits (graphs found) of this process so far."""
 
@@ -77,6 +81,13 @@ class Inductor(Compiler):
 
             inductor.compile_threads = jobs
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+    def prepare(self) -> None:
+        """Compile a probe of each of the CPU's instruction sets, which takes 9 s of CPU."""
+        if self.device == "cpu":
+            from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+            pick_vec_isa()
 
     def cache_counts(self) -> tuple[int, int]:
         from torch._dynamo.utils import counters
@@ -109,6 +120,9 @@ class Neuron(Compiler):
         if self.flags:
             os.environ["NEURON_CC_FLAGS"] = self.flags
         self.folder, self.initial_neffs = folder, _count_neffs(folder)
+
+    def prepare(self) -> None:
+        """Nothing is known to be shared."""
 
     def cache_counts(self) -> tuple[int, int]:
         import torch_neuronx

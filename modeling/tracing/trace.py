@@ -22,6 +22,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
+from modeling.compilation import compilers
 from modeling.compilation.graph_cache import Backend, compile_regions, compiled_update, program_name
 from modeling.models.build import DTYPES, build_mesh, build_optimizer, build_stage, partition_layers
 from modeling.planning.operator_costs import axis_sizes
@@ -211,11 +213,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="modeling.tracing.trace", description=__doc__.splitlines()[0])
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, help="folder to prepare for the compiles that follow")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
     start = time.perf_counter()
-    traced = trace(profile)
+    with ThreadPoolExecutor(1) as beside:  # which waits for its end
+        if options.cache:
+            compiler = compilers.make_compiler(profile)
+            compiler.use_cache(options.cache)
+            preparing = beside.submit(compiler.prepare)
+        traced = trace(profile)
+    if options.cache:
+        preparing.result()
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = {**traced.to_json(), "seconds": seconds, "peak_bytes": peak}
