@@ -42,11 +42,28 @@ test-system:
 # Stamps of a finished and current installation.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Trainshed needs Python 3.11 or newer: make PYTHON=...")'
-	$(PYTHON) -m venv .venv
-	@echo "installing into .venv, which takes some minutes the first time"
-	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e .
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@$(call install,.)
 	@touch $@
 
 .venv/installed-for-tests: .venv/installed
-	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@$(call install,'.[test]')
 	@touch $@
+
+# Install with uv if it is there, which downloads and unpacks in parallel; else, or if it fails, with pip. pip says nothing for
+# minutes, so its log is counted. Modules are compiled when they are first imported: few of what is installed are.
+define install
+echo "installing into .venv, which takes a minute or two the first time"; \
+if command -v uv > /dev/null && uv pip install --python $(BIN)/python -c constraints.txt -e $(1); then exit; fi; \
+log=.venv/install.log; count() { ls -d .venv/lib/python*/site-packages/*.dist-info | wc -l; }; before=$$(count); \
+$(BIN)/pip install --no-compile --no-input --disable-pip-version-check -c constraints.txt -e $(1) > $$log 2>&1 & pid=$$!; trap "kill $$pid; exit 1" INT TERM; \
+while kill -0 $$pid 2> /dev/null; do \
+  sleep 1; \
+  test -t 1 || continue; \
+  total=$$(sed -n 's/^Installing collected packages: //p' $$log | wc -w); \
+  if test $$total = 0; then printf '\r  downloading: package %d' $$(grep -c '^Collecting ' $$log); \
+  else printf '\r  installing: %d of %d packages' $$(($$(count) - before)) $$total; fi; \
+done; \
+test -t 1 && echo; \
+wait $$pid || { tail -n 20 $$log >&2; exit 1; }
+endef
