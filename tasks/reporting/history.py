@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 from profiles.schema import Profile
@@ -16,6 +17,7 @@ from tasks.store.runs import METRICS
 
 REPORT_JSON = "report.json"
 SMOOTHING = 10  # points before and after each that a smoothed value averages
+RECENT = 10  # steps that the time left is estimated from
 CURVES = ("loss", "tokens_per_second", "memory_bytes")
 MEDIANS = (
     *("step_seconds", "tokens_per_second", "mfu"),
@@ -30,6 +32,7 @@ class History:
     Attributes:
         steps: number of training steps.
         last: row of the last training step, None before the first.
+        recent: rows of the last training steps.
         last_evaluation, lowest_evaluation: rows of the last evaluation during training, and of that with the lowest loss.
     """
 
@@ -57,6 +60,7 @@ class History:
     def _clear(self) -> None:
         self.steps, self._seconds, self._skipped = 0, 0.0, 0
         self.last: dict[str, Any] | None = None
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.last_evaluation: dict[str, Any] | None = None
         self.lowest_evaluation: dict[str, Any] | None = None
         self._curves: defaultdict[str, Curve] = defaultdict(Curve)
@@ -67,6 +71,7 @@ class History:
     def _add_step(self, row: dict[str, Any]) -> None:
         self.steps += 1
         self.last = row
+        self.recent.append(row)
         self._seconds += row.get("step_seconds", 0.0)
         self._skipped += bool(row.get("skipped"))
         for key in CURVES:
@@ -132,7 +137,17 @@ class History:
     def smoothed_loss(self) -> Points:
         """Moving average of the training loss; empty for a run that is too short."""
         losses = self.curve("loss")
-        return moving_average(losses) if len(losses) > 2 * SMOOTHING else []
+        return moving_average(losses) if len(losses) > 4 * SMOOTHING else []
+
+
+def seconds_left(rows: Sequence[dict[str, Any]], steps: int) -> float | None:
+    """Time until the last step at the median pace of the latest rows; None if it is done, or from a single row.
+
+    The first step of a process includes warm-up.
+    """
+    if len(rows) < 2 or rows[-1]["step"] >= steps:
+        return None
+    return (steps - rows[-1]["step"]) * median(row["step_seconds"] for row in rows)
 
 
 def _validation_loss(row: dict[str, Any]) -> float:
@@ -140,10 +155,7 @@ def _validation_loss(row: dict[str, Any]) -> float:
 
 
 def moving_average(points: Points) -> list[tuple[float, float]]:
-    """Centered moving average; the window shrinks towards both ends, so the curve does not lag."""
-    means = []
-    for index, (step, _) in enumerate(points):
-        reach = min(SMOOTHING, index, len(points) - 1 - index)
-        window: Sequence[tuple[float, float]] = points[index - reach : index + reach + 1]
-        means.append((step, sum(value for _, value in window) / len(window)))
-    return means
+    """Centered moving average, without the points at both ends whose window would be shorter."""
+    width = 2 * SMOOTHING + 1
+    windows = (points[start : start + width] for start in range(len(points) - width + 1))
+    return [(window[SMOOTHING][0], sum(value for _, value in window) / width) for window in windows]

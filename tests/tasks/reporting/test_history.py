@@ -6,7 +6,7 @@ import pytest
 
 from profiles import resolve
 from tasks.reporting.downsampling import LIMIT
-from tasks.reporting.history import History
+from tasks.reporting.history import SMOOTHING, History, moving_average, seconds_left
 
 
 def write(path, steps: int) -> None:
@@ -54,3 +54,23 @@ def test_only_new_rows_are_read_until_a_resume_drops_some(tmp_path):
     history.update()
     assert (history.steps, history.last["step"], history.last_evaluation) == (40, 40, None)
     assert [step for step, _ in history.curve("loss")] == list(range(1, 41))
+
+
+def test_smoothed_curve_ends_where_its_window_does():
+    """A shorter window at the end would follow the last, noisy points."""
+    noisy = [(step, 1.0 if step < 60 else 9.0) for step in range(1, 61)]
+    smooth = moving_average(noisy)
+    assert [step for step, _ in smooth] == list(range(1 + SMOOTHING, 61 - SMOOTHING))
+    assert max(value for _, value in smooth) == pytest.approx(1 + 8 / 21)
+    assert moving_average(noisy[:20]) == []
+
+
+def test_time_left_is_at_the_pace_of_the_latest_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = (
+        {"step": step, "loss": 1.0, "step_seconds": 100.0 if step <= 40 else 2.0} for step in range(1, 61)
+    )
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    recent = History.read(tmp_path).recent
+    assert seconds_left(recent, 100) == 40 * 2.0
+    assert seconds_left(recent, 60) is None
