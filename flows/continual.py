@@ -18,11 +18,11 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from flows import working_folder
+from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import ProfileName, RunName
 from flows.pretrain import load, run_name
-from flows.runner import THREADS, Runner, forward_logs
+from flows.runner import THREADS, Runner
 from flows.secrets import hub_token
 from flows.steps import check_plan, following, open_run, read_lock, resolve_inputs
 from profiles import resolve
@@ -41,20 +41,19 @@ from tasks.training import TrainingStep
 
 
 @flow(name="continual", flow_run_name=run_name, task_runner=THREADS, **HOOKS)
+@final_states
 def continual(
-    profile: ProfileName, overrides: Sequence[str] = (), name: RunName = None, store: str = "./store"
+    profile: ProfileName, overrides: Sequence[str] = (), name: RunName = "", store: str = "./store"
 ) -> State[Any]:
     """Train a run's latest model further on new data, and promote the result if it is no worse.
 
     Args:
         profile: A shipped profile's name, or the path of a YAML file.
         overrides: Keys to override, each as in train.steps=100.
-        name: The name of the pretraining run to continue; empty: the profile's.
+        name: Name in the store of the pretraining run to continue; empty: the profile's.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
     """
-    working_folder.enter()
-    forward_logs()
-    run = load(profile, overrides, name)
+    run = load(profile, overrides, name or None)
     opened = Store(store, run.cluster.work_dir or "store")
     # Of two schedules, or one that overtakes itself, the later waits, and then finds nothing new.
     with opened.lock(f"continual-{run.name}"):

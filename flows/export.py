@@ -5,9 +5,9 @@ from __future__ import annotations
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows import working_folder
+from flows.final_states import final_states
 from flows.hooks import show_failure
-from flows.runner import Runner, forward_logs
+from flows.runner import Runner
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.export import PART, ExportStep
@@ -23,6 +23,7 @@ def run_name() -> str:
 
 
 @flow(name="export", flow_run_name=run_name, on_failure=[show_failure], on_crashed=[show_failure])
+@final_states
 def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
     """Write a run's latest checkpoint as a Hugging Face model; returns its folder.
 
@@ -32,8 +33,6 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
         work_dir: With a store on S3, the local folder of run folders, as the profile's cluster.work_dir; a run that is not there
             is restored from the store.
     """
-    working_folder.enter()
-    forward_logs()
     opened = Store(store, work_dir)
     folder = runs.fetch(opened, run)
     saved = opened.run_folder(run).checkpoint_steps()

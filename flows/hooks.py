@@ -1,19 +1,23 @@
-"""Hooks that Prefect calls when a flow run is cancelled, fails or crashes.
+"""What happens at the end of a flow run that does not complete; the first two are Prefect's hooks.
 
 cancelled          cancels the run's jobs, if its process has not done so
 failed, crashed    shows the failure and the next action on the overview; jobs keep running, and a rerun re-attaches to them
+stopped            shows what is saved; the jobs have been cancelled by the flow itself
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from flows import working_folder
 from flows.ui.artifacts import PrefectArtifact
-from flows.ui.overview import KEY, Overview, failure_markdown
+from flows.ui.overview import KEY, Overview, failure_markdown, stop_markdown
 from profiles import resolve
+from profiles.schema import Profile
 from tasks.launchers import create, latest_jobs
 from tasks.store import runs
 from tasks.store.store import Store
@@ -44,9 +48,9 @@ def show_failure(flow: Any, flow_run: Any, state: Any) -> None:
         store, name = _locate_run(flow_run.parameters)
         folders = runs.folders_of_flow_run(store, name, str(flow_run.id))
         folder = folders[0] if folders else store.run_folder(name).path
-        run = resolve.load(str(folder / "profile.yaml"))
         checkpoints = store.run_folder(folder.name).checkpoint_steps()
-        Overview(run, folder, flow_run.id).fail(failure, checkpoints)
+        notice = failure_markdown(failure, folder / "logs", checkpoints)
+        Overview(_profile(folder), folder, flow_run.id).end(notice)
         return
     except Exception as error:
         log.debug("no overview of the run folder: %s", error)
@@ -54,7 +58,27 @@ def show_failure(flow: Any, flow_run: Any, state: Any) -> None:
     page.update(lambda: failure_markdown(failure), now=True)
 
 
+def show_stop(flow_run: str, parameters: Mapping[str, Any]) -> str:
+    """Show on the overview that the flow run was stopped, and what is saved; returns the latter in a line."""
+    try:
+        store, name = _locate_run(parameters)
+        folders = runs.folders_of_flow_run(store, name, flow_run)
+        if not folders:
+            return "before training; completed steps are kept"
+        steps = store.run_folder(folders[0].name).checkpoint_steps()
+        message = f"saved at step {max(steps):,}" if steps else "before the first checkpoint"
+        Overview(_profile(folders[0]), folders[0], UUID(flow_run)).end(stop_markdown(message))
+        return message
+    except Exception as error:
+        log.debug("cannot tell what is saved: %s", error)
+        return "completed steps and checkpoints are kept"
+
+
 HOOKS = {"on_cancellation": [cancel_jobs], "on_failure": [show_failure], "on_crashed": [show_failure]}
+
+
+def _profile(folder: Path) -> Profile:
+    return resolve.load(str(folder / "profile.yaml"))
 
 
 def _locate_run(parameters: Mapping[str, Any]) -> tuple[Store, str]:
@@ -63,7 +87,9 @@ def _locate_run(parameters: Mapping[str, Any]) -> tuple[Store, str]:
     uri = parameters.get("store") or "./store"
     if "run" in parameters:  # the flow `export`
         return Store(uri, parameters.get("work_dir") or "store"), parameters["run"]
-    run = resolve.load(parameters["profile"], parameters.get("overrides") or (), parameters.get("name"))
+    run = resolve.load(
+        parameters["profile"], parameters.get("overrides") or (), parameters.get("name") or None
+    )
     return Store(uri, run.cluster.work_dir or "store"), run.name
 
 

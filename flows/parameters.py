@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from profiles import resolve
 
@@ -14,6 +14,10 @@ ProfileName = Annotated[
     Field(description="A shipped profile's name, or the path of a YAML file."),
 ]
 
-RunName = Annotated[str, Field(title="name")] | Annotated[None, Field(title="the profile's name")]
+# One property without a choice of "None" in the form; Python callers may pass None.
+_Optional = Annotated[str, BeforeValidator(lambda value: value or "")]
 
-ForkedFrom = Annotated[str, Field(title="RUN or RUN@STEP")] | Annotated[None, Field(title="no other run")]
+# The form's own field "Run Name" names only Prefect's record. A title as `Field(title=...)` would be replaced by Prefect.
+RunName = Annotated[_Optional, Field(json_schema_extra={"title": "name in the store"})]
+
+ForkedFrom = Annotated[_Optional, Field(json_schema_extra={"title": "fork of"})]

@@ -1,4 +1,4 @@
-"""What Trainshed configures in Prefect: client and server settings, and the names that `flows.registration` registers."""
+"""What Trainshed configures in Prefect: client and server settings, names that `flows.registration` registers, state names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 POOL = "trainshed"  # the work pool
 AUTOMATION = "Runs without a heartbeat have crashed"
+STOPPED, REJECTED = "Stopped", "Rejected"  # final states (final_states.py)
 
 HEARTBEAT_SECONDS = 30
 CLIENT_RETRIES = 7  # an unreachable server is retried after 2, 4, ... 128 s: for four minutes, and a fifth with Prefect's jitter

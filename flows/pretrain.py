@@ -18,10 +18,10 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows import working_folder
+from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import ForkedFrom, ProfileName, RunName
-from flows.runner import THREADS, Runner, forward_logs
+from flows.runner import THREADS, Runner
 from flows.secrets import hub_token
 from flows.steps import (
     RunCommand,
@@ -69,36 +69,35 @@ def load(profile: str, overrides: Sequence[str], name: str | None) -> Profile:
 
 
 @flow(name="pretrain", flow_run_name=run_name, task_runner=THREADS, **HOOKS)
+@final_states
 def pretrain(
     profile: ProfileName,
     overrides: Sequence[str] = (),
-    name: RunName = None,
+    name: RunName = "",
     store: str = "./store",
     update: bool = False,
     replace: bool = False,
-    fork: ForkedFrom = None,
+    fork: ForkedFrom = "",
 ) -> dict[str, Any]:
     """Train the model of a profile and export it; returns the paths of its results and the outcome of each step.
 
     Args:
         profile: A shipped profile, or the path of a YAML file.
         overrides: Keys to override, each as in train.steps=100.
-        name: The run's name; empty: the profile's.
+        name: Name of the run and of its folder, runs/NAME, in the store; empty: the profile's.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
         update: Resolve hub revisions and source files again, instead of taking them from the run's lock.
-        replace: If a run with other mathematics has this name, move it to <name>~N and start over.
-        fork: RUN or RUN@STEP: a new run starts from this run's checkpoint, with its optimizer and data position.
+        replace: If a run with other mathematics has this name, move it to NAME~N and start over.
+        fork: RUN or RUN@STEP: a new run starts from this run's checkpoint, with its optimizer and data position; empty: none.
     """
-    working_folder.enter()
-    forward_logs()
-    run = load(profile, overrides, name)
+    run = load(profile, overrides, name or None)
     opened = Store(store, run.cluster.work_dir or "store")
     context = Context(run, opened, token=hub_token(run), flow_run=str(flow_run.id))
     with runs.lock_run(opened, run.name) as lock, Runner(context) as runner:
         parent = find_parent(opened, fork) if fork else None
         if parent:
             require_forkable(opened, parent, run)
-        command = RunCommand(profile, overrides, name, store)
+        command = RunCommand(profile, overrides, name or None, store)
         if not replace:
             with ways_out(command, run.name):
                 runs.check_name(opened, run)

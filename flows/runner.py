@@ -23,18 +23,21 @@ from prefect import Task, task, unmapped
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.exceptions import CancelledRun, TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.logging.handlers import APILogHandler
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from flows.prefect_settings import STOPPED
 from flows.ui.artifacts import show_table
-from flows.ui.console import PACKAGES, one_line
+from flows.ui.console import PACKAGES, ProgressFilter, one_line
 from flows.ui.progress import progress_reporter
 from modeling.training.metrics import record_event
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.failures import FatalError
+from tasks.launchers import JobFailed
 from tasks.reporting.format import format_duration
 from tasks.reporting.outcome import Outcome
 from tasks.sources.shard import SOURCE_ERRORS
@@ -50,6 +53,10 @@ R = TypeVar("R")
 
 RETRIES = 2  # of a step that does not decide itself
 UNLIMITED = 1_000_000  # retries, for steps that decide themselves
+REJECTIONS = (ProfileError, *SOURCE_ERRORS)  # errors of the input
+PREFECT_PROGRESS_SECONDS = 15.0  # between progress lines in Prefect's log
+PREFECT_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
+NOISE = ("Task run failed with %s: %r - Retry", "Running hook ", "Hook ")  # formats of Prefect's records
 # Seconds before each retry, of which the last applies to all further ones, and by what share they vary: runs that a common
 # cause stopped do not all come back at once.
 DELAYS = {"retry_delay_seconds": [2.0, 4.0, 8.0, 16.0, 30.0], "retry_jitter_factor": 0.3}
@@ -59,6 +66,9 @@ THREADS = ThreadPoolTaskRunner(max_workers=2 * (os.cpu_count() or 1) + 8)
 
 class Interrupted(BaseException):
     """Raised in a background step when the flow ends early."""
+
+
+STOPS = (KeyboardInterrupt, TerminationSignal, Interrupted)
 
 
 @dataclass
@@ -73,6 +83,7 @@ class _Call:
     retries: int = 0
     begun: float = field(default_factory=time.monotonic)
     thread: int | None = None  # id of the thread that it runs in; None before and after
+    stop: BaseException | None = None  # what interrupted it
 
 
 class Background:
@@ -175,6 +186,9 @@ class Runner:
             try:
                 found = step.find(context, key) if key is not None else None
                 call.artifact, call.cached = found or step.run(context, key), found is not None
+            except STOPS as stop:
+                call.stop = stop
+                return Cancelled(name=STOPPED)
             finally:
                 call.thread = None
             return Completed(name="Cached" if call.cached else "Completed", data=call.artifact.to_json())
@@ -192,6 +206,9 @@ class Runner:
                 return False
             call.retries += 1
             self._record(call.step.name, "tried again", state)
+            if decide is None:  # one that decides says so itself
+                log.warning("%s failed: %s", call.step.name, _reason(state))
+                log.warning("restarting %s, attempt %d of %d", call.step.name, call.retries + 1, RETRIES + 1)
             return True
 
         return {
@@ -203,6 +220,9 @@ class Runner:
     def _finish(self, call: _Call, state: State) -> Artifact | None:
         """Record the outcome of a step, and return its artifact or raise what made it fail."""
         name, place, seconds = call.step.name, call.place, time.monotonic() - call.begun
+        if call.stop is not None:
+            self._conclude(place, Outcome(name, "stopped", seconds, retries=call.retries))
+            raise call.stop
         if not state.is_completed():
             self._conclude(place, Outcome(name, "failed", seconds, retries=call.retries))
             self._record(name, "failed", state)
@@ -229,9 +249,7 @@ class Runner:
 
     def _record(self, name: str, how: str, state: State) -> None:
         """Record a failed attempt in events.jsonl, with the step that training had reached."""
-        failure = state.result(raise_on_failure=False)
-        reason = one_line(failure) if isinstance(failure, Exception) else state.message
-        event = {"event": f"{name} {how}", "time": round(time.time(), 3), "reason": reason}
+        event = {"event": f"{name} {how}", "time": round(time.time(), 3), "reason": _reason(state)}
         folder = self.context.folder
         if folder is None:
             self._unrecorded.append(event)
@@ -245,16 +263,22 @@ class Runner:
 
     def _conclude(self, place: int, outcome: Outcome) -> None:
         self.outcomes[place] = outcome
-        timed = outcome.how in ("done", "failed") and outcome.seconds
+        timed = outcome.how in ("done", "failed", "stopped") and outcome.seconds
         took = format_duration(outcome.seconds) if timed else ""
         log.info("%s", f"{outcome.step:<10}  {outcome.how:<7}  {took:>7}  {outcome.note}".rstrip())
+
+
+def _reason(state: State) -> str | None:
+    """Why a task failed, in one line."""
+    failure = state.result(raise_on_failure=False)
+    return one_line(failure) if isinstance(failure, Exception) else state.message
 
 
 def worth_retrying(made: Task[..., Any], run: TaskRun, state: State) -> bool:
     """Whether a retry could succeed: not if the input was rejected or a job's failure was fatal."""
     try:
         state.result()
-    except (ProfileError, *SOURCE_ERRORS, PoolClosed, FatalError):
+    except (*REJECTIONS, PoolClosed, FatalError):
         return False
     except Exception:
         return True
@@ -262,14 +286,33 @@ def worth_retrying(made: Task[..., Any], run: TaskRun, state: State) -> bool:
 
 
 def forward_logs() -> None:
-    """Send our log records to Prefect's UI, beside Prefect's own."""
+    """Send our log records to Prefect's UI, beside those of Prefect's own that are worth reading there."""
     for name in PACKAGES:
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         if not any(isinstance(handler, APILogHandler) for handler in logger.handlers):
             handler = APILogHandler()
             handler.addFilter(lambda _: bool(TaskRunContext.get() or FlowRunContext.get()))
+            handler.addFilter(_throttle)
             logger.addHandler(handler)
+    for name in PREFECT_LOGGERS:
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, APILogHandler):
+                handler.addFilter(_is_news)
+
+
+_throttle = ProgressFilter(PREFECT_PROGRESS_SECONDS)  # for all packages together
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record of Prefect's says what no line of ours and no final state says.
+
+    Its line about a retry counts to UNLIMITED; the message of a rejection or a failed job needs no traceback.
+    """
+    if isinstance(record.msg, str) and record.msg.startswith(NOISE):
+        return False
+    error = record.exc_info and record.exc_info[1]
+    return not isinstance(error, (*REJECTIONS, JobFailed, CancelledRun))
 
 
 @task(

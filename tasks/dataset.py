@@ -179,10 +179,12 @@ class ShardJob:
     def _make(self, context: Context, missing: Sequence[int], count: int) -> None:
         cores, store = os.cpu_count() or 1, context.store
 
+        def share(done: int) -> float:
+            return (count - len(missing) + done) / count
+
         def report(k: int, tokens: int, done: int) -> None:
             counted = f": {tokens:,} tokens" if tokens else ""
-            share = (count - len(missing) + done) / count
-            context.progress(f"{self.verb} {self.plan.shards[k].name}{counted}", share)
+            context.progress(f"{self.verb} {self.plan.shards[k].name}{counted}", share(done))
 
         if len(missing) == 1:  # starting a process would take longer than many a corpus
             (k,) = missing
@@ -198,8 +200,9 @@ class ShardJob:
         names = [f"{self.operation} {self.plan.shards[k].name}" for k in missing]
         with WorkerPool(self.plan, store, workers, max(1, cores // workers), context.token) as pool:
             results = context.map(lambda k: pool.run(self.operation, k), missing, names)
+            context.progress(f"{self.verb} {len(missing):,} shards", None)
             for done, _ in enumerate(results, 1):
-                report(missing[min(done, len(missing) - 1)], 0, done)
+                context.progress(f"{self.verb} {len(missing):,} shards: {done:,} done", share(done))
 
 
 def _shard_keys(plan: DatasetPlan) -> list[str]:

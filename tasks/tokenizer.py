@@ -58,8 +58,8 @@ class TokenizerStep(Step):
             tempfile.TemporaryDirectory() as download,
         ):
             if pinned is None:
-                context.progress("reading the training text", None)
                 shards, size = _shards_with_text(context.inputs.shards), profile.tokenizer.vocabulary_size
+                context.progress(f"training a tokenizer of {size:,} tokens", None)
                 train(shards, profile.data.validation_fraction, size, folder, token)
             elif "contents" in pinned:
                 fetch_folder(source, Path(download))

@@ -100,7 +100,10 @@ class TrainingStep(Step):
 
 
 class RetryBudget:
-    """Allows unlimited retries while the run makes progress: `retries` failures in a row without a new checkpoint."""
+    """Allows unlimited retries while the run makes progress: `retries` failures in a row without a new checkpoint.
+
+    Attempts are counted alike, from the latest checkpoint.
+    """
 
     def __init__(self, run: RunFolder, retries: int) -> None:
         self._run, self._retries = run, retries
@@ -113,7 +116,11 @@ class RetryBudget:
         if latest > self._latest:
             self._latest, self._failures = latest, 0
         self._failures += 1
-        return self._failures <= self._retries
+        if self._failures > self._retries:
+            return False
+        start = f"from step {latest:,}" if latest else "from the beginning"
+        log.warning("restarting %s, attempt %d of %d", start, self._failures + 1, self._retries + 1)
+        return True
 
     def _latest_checkpoint(self) -> int:
         return max(self._run.checkpoint_steps(), default=0)

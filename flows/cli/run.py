@@ -57,15 +57,20 @@ def run(options: argparse.Namespace) -> int:
         raise ProfileError(key, str(work_dir), f"cannot be written: {error.strerror}") from None
     try:
         with prefect_api(work_dir):
+            from prefect.exceptions import CancelledRun
+
             from flows.pretrain import pretrain
 
             configure_logging(terminal, log_file)
             flags = {"update": options.update, "replace": options.replace, "fork": options.fork}
-            result = pretrain(options.profile, options.overrides, options.name, options.store, **flags)
+            try:
+                result = pretrain(options.profile, options.overrides, options.name, options.store, **flags)
+            except CancelledRun as stop:
+                raise KeyboardInterrupt(f", {stop}") from None
     except ProfileError:
         raise
-    except KeyboardInterrupt:
-        print_stderr("stopped; run the same command again to resume from the latest checkpoint")
+    except KeyboardInterrupt as stop:  # its message is what is saved, if the flow has said so
+        print_stderr(f"stopped{stop}; run the same command again to resume from the latest checkpoint")
         return FAILED
     except SOURCE_ERRORS as error:
         log.debug("a source was rejected", exc_info=True)
@@ -99,6 +104,8 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
     if PREFECT_API_URL.value():
         yield
         return
+    if not (home / "prefect.db").exists():  # said once
+        print_stderr(f"Prefect's database: {relative(str(home))} (or in PREFECT_HOME)")
     with shared_server(home, work_dir / "logs/server.log") as server:
         from prefect.logging.handlers import APILogWorker
 

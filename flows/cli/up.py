@@ -85,6 +85,7 @@ def run(options: argparse.Namespace) -> int:
             children.append(start_module(worker, logs / "worker.log", **of_worker))
         print_stderr(f"Prefect's UI: {address}\nstart a run there, or in another terminal:")
         print_stderr(f"  PREFECT_API_URL={address}/api .venv/bin/prefect deployment run pretrain/tiny")
+        print_stderr(f"Prefect's database: {registration.home}")
         if not children:
             return DONE
         stops = "everything" if SERVER in missing else "the worker, not the server"

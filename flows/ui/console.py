@@ -7,6 +7,7 @@ the terminal shows; Prefect's own records and all tracebacks go to the log file 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -16,13 +17,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.spinner import Spinner
 from rich.text import Text
+
+from tasks.reporting.format import format_age
 
 PACKAGES = ("flows", "tasks", "profiles", "modeling")  # whose records are shown
 PLAIN_PROGRESS_SECONDS = 10.0  # between progress lines where standard output is not a terminal
+QUIET_SECONDS = 3.0  # after which an unchanged progress line says for how long
 SEPARATOR = "  "  # between the parts of a progress line
+
+
+class ProgressFilter(logging.Filter):
+    """Pass one progress record per `seconds`, the first at once, and every other record."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds, self._passed_at = seconds, -math.inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(record, "progress", ()):
+            if time.monotonic() - self._passed_at < self._seconds:
+                return False
+            self._passed_at = time.monotonic()
+        return True
 
 
 class TerminalHandler(logging.Handler):
@@ -32,35 +52,50 @@ class TerminalHandler(logging.Handler):
         super().__init__(logging.INFO)
         self.console = console
         self._live: Live | None = None
-        self._printed_at = time.monotonic()
+        self._spinner = Spinner("dots", style="cyan")
+        self._parts: Sequence[str] = ()
+        self._changed_at = 0.0
+        self._plain = ProgressFilter(PLAIN_PROGRESS_SECONDS)
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name.partition(".")[0] not in PACKAGES:
             return
         if parts := getattr(record, "progress", ()):
-            self._show_progress(parts)
+            self._show_progress(record, parts)
             return
         self.end_progress()
         style = "yellow" if record.levelno >= logging.WARNING else ""
         style = "red" if record.levelno >= logging.ERROR else style
         self.console.print(Text(record.getMessage(), style), soft_wrap=True)
 
-    def _show_progress(self, parts: Sequence[str]) -> None:
+    def _show_progress(self, record: logging.LogRecord, parts: Sequence[str]) -> None:
         if self.console.is_terminal:
+            if parts != self._parts:
+                self._parts, self._changed_at = parts, time.monotonic()
             if self._live is None:
-                self._live = Live(console=self.console, transient=True, refresh_per_second=4)
+                live = {"transient": True, "refresh_per_second": 8, "get_renderable": self._render_progress}
+                self._live = Live(console=self.console, **live)
                 self._live.start()
-            text = fit(parts, self.console.width)
-            self._live.update(Text(text, "cyan", no_wrap=True, overflow="ellipsis"))
-        elif time.monotonic() - self._printed_at >= PLAIN_PROGRESS_SECONDS:
-            self._printed_at = time.monotonic()
+        elif self._plain.filter(record):
             self.console.print(Text(SEPARATOR.join(parts)), soft_wrap=True)
+
+    def _render_progress(self) -> RenderableType:
+        """The parts, for how long already if they have not changed for a while, and a spinner where no share is known."""
+        seconds, spins = time.monotonic() - self._changed_at, len(self._parts) == 1
+        width = self.console.width - 2 * spins
+        parts = [*self._parts, f"for {format_age(seconds)}"] if seconds >= QUIET_SECONDS else self._parts
+        text = Text(fit(parts, width), "cyan", no_wrap=True)
+        text.truncate(width, overflow="ellipsis")
+        if not spins:
+            return text
+        self._spinner.update(text=text)
+        return self._spinner
 
     def end_progress(self) -> None:
         """Remove the live progress line."""
         if self._live is not None:
             self._live.stop()
-            self._live = None
+            self._live, self._parts = None, ()
 
 
 def log_progress(log: logging.Logger, *parts: str) -> None:
@@ -79,6 +114,7 @@ def fit(parts: Sequence[str], width: int) -> str:
 def configure_logging(terminal: TerminalHandler, log_file: Path) -> None:
     """Send our records to the terminal, and all records (Prefect's and tracebacks too) to the log file."""
     file = logging.FileHandler(log_file)
+    file.addFilter(ProgressFilter(PLAIN_PROGRESS_SECONDS))
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.captureWarnings(True)
     logging.getLogger().handlers = [terminal, file]

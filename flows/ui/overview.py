@@ -27,7 +27,7 @@ from tasks.reporting.format import (
     format_mesh,
     format_step_time,
 )
-from tasks.reporting.history import History
+from tasks.reporting.history import History, seconds_left
 from tasks.store.runs import read_events
 
 KEY = "run"
@@ -54,23 +54,18 @@ class Overview:
         """Render the page again; without `now`, every few seconds at most."""
         self._artifact.update(self._render, now=now)
 
-    def fail(self, failure: BaseException, checkpoints: Sequence[int]) -> None:
-        """Show a failure above the rest of the page; raises if the run folder cannot be rendered.
+    def end(self, notice: str) -> None:
+        """Show how the run ended, as Markdown, above the rest of the page; raises if the run folder cannot be rendered."""
+        rest = self._render(ended=True)
+        self._artifact.update(lambda: f"{notice}\n\n{rest}", now=True)
 
-        Args:
-            checkpoints: steps of the complete ones.
-        """
-        failed = failure_markdown(failure, self._folder / "logs", checkpoints)
-        rest = self._render()
-        self._artifact.update(lambda: f"{failed}\n\n{rest}", now=True)
-
-    def _render(self) -> str:
-        """The page of a run that has not failed; reads only the metrics that are new."""
+    def _render(self, *, ended: bool = False) -> str:
+        """The page without a notice; reads only the metrics that are new. A run that has ended has no time left."""
         self._history.update()
         profile, folder = self._profile, self._folder
         plan = state_files.read_json(folder / PLAN_FILE)
         parts = (
-            _training(profile, self._history),
+            _training(profile, self._history, ended=ended),
             _warnings(plan, self._history),
             _plan(plan),
             _incidents(folder),
@@ -79,10 +74,20 @@ class Overview:
         return "\n\n".join(part for part in parts if part)
 
 
+def stop_markdown(message: str) -> str:
+    """What is saved of a run that was stopped, and how to resume it."""
+    action = "**Retry** this run here or run the same command again to resume it."
+    return f"# Stopped, {message}\n\n**What to do next:** {action}"
+
+
 def failure_markdown(
     failure: BaseException, logs: Path | None = None, checkpoints: Sequence[int] = ()
 ) -> str:
-    """What happened, as the failure's message says it, and what to do next."""
+    """What happened, as the failure's message says it, and what to do next.
+
+    Args:
+        checkpoints: steps of the complete ones.
+    """
     parts = ["# Failed", f"**What happened:** {_escape(str(failure) or type(failure).__name__)}"]
     if detail := str(getattr(failure, "detail", "")):
         last_lines = "\n".join(detail.splitlines()[-MAX_DETAIL_LINES:]).replace("```", "'''")
@@ -105,7 +110,7 @@ def _next_action(failure: BaseException, logs: Path | None, checkpoints: Sequenc
     return f"{action} The job logs are in `{logs}`." if logs else action
 
 
-def _training(profile: Profile, history: History) -> str:
+def _training(profile: Profile, history: History, *, ended: bool) -> str:
     """Step and loss as a heading, the loss curve, speed and time left."""
     steps = profile.train.steps
     last = history.last
@@ -118,7 +123,8 @@ def _training(profile: Profile, history: History) -> str:
         parts.append(f"![Loss by step, now {last['loss']:.4f}]({curve})")
     speed, step_seconds = history.median("tokens_per_second"), history.median("step_seconds")
     if speed and step_seconds:
-        left = "" if done else f", {format_duration(step_seconds * (steps - last['step']))} left"
+        seconds = None if ended else seconds_left(history.recent, steps)
+        left = "" if seconds is None else f", {format_duration(seconds)} left"
         parts.append(f"{speed:,.0f} tokens/s, {format_step_time(step_seconds)} a step{left}")
     return "\n\n".join(parts)
 

@@ -1,6 +1,7 @@
 """Progress of a step while it runs: a progress line in the log, and in Prefect's UI a bar, a table and the overview.
 
-Training is followed through `metrics.jsonl`. Costs one log line a second, and three API calls every few seconds at most.
+Training is followed through `metrics.jsonl`. Costs three API calls every few seconds at most, and one log line a second, of
+which Prefect's log gets a few a minute (`console.ProgressFilter`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from flows.ui.artifacts import PrefectArtifact, ProgressBar, table_data
@@ -20,20 +20,23 @@ from profiles.schema import Profile
 from tasks.launchers.log_follower import LogFollower, is_metrics
 from tasks.reporting.advice import rise_warning
 from tasks.reporting.format import format_duration, format_value, validation_name
+from tasks.reporting.history import RECENT, seconds_left
 from tasks.store.runs import METRICS
 
 log = logging.getLogger(__name__)
 
 LINE_SECONDS = 1.0  # between progress lines
-TABLE_STEPS = 10
 
 
 def progress_reporter(key: str, description: str) -> Callable[[str, float | None], None]:
-    """A callback for a step, which logs what it is doing and shows the fraction that is done in a progress bar."""
+    """A callback for a step, which logs what it is doing and shows the fraction that is done in a progress bar.
+
+    No fraction is shown until something is done: 0% for minutes looks hung.
+    """
     bar = ProgressBar(key, description)
 
     def report(text: str, fraction: float | None) -> None:
-        if fraction is None:
+        if not fraction:
             log_progress(log, text)
         else:
             log_progress(log, text, f"{fraction:.0%}")
@@ -46,33 +49,36 @@ class TrainingProgress:
     """Shows a training run from its metrics; call `update` a few times a second."""
 
     def __init__(self, profile: Profile, folder: Path) -> None:
-        self._metrics = LogFollower(folder / METRICS, on_restart=self._forget)
+        self._metrics = LogFollower(folder / METRICS, on_restart=self._restart)
         self._steps = profile.train.steps
         self._validation = validation_name(profile.evaluate.batches)
         self._lowest: dict[str, Any] | None = None  # evaluation
         self._user_metrics = [name.partition(":")[2] for name in profile.evaluate.metrics]
-        self._recent: deque[dict[str, Any]] = deque(maxlen=TABLE_STEPS)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._logged_at = 0.0
         self._bar = ProgressBar("training", "Training steps done")
         self._table = PrefectArtifact("table", "last-steps", "The latest training steps")
         self._overview = Overview(profile, folder)
-        self._read_earlier_rows = False
+        self._evaluated = 0  # last step whose evaluation was logged, or was there before
+        self._following = False  # whether the rows that are read now are new ones
 
     def update(self) -> None:
-        """Show the rows that were written since the last call."""
-        new = False
-        for row in self._metrics.rows(is_metrics):
-            new = True
-            if "loss" in row:
-                self._recent.append(row)
-            elif "validation_loss" in row:
-                if self._read_earlier_rows:
+        """Show the rows that training wrote since the last call; not those that a process before it left."""
+        rows = list(self._metrics.rows(is_metrics))
+        following, self._following = self._following, True
+        for row in rows:
+            if "validation_loss" in row and row["step"] > self._evaluated:
+                self._evaluated = row["step"]
+                if following:
                     self._log_evaluation(row)
                 if self._lowest is None or row["validation_loss"] < self._lowest["validation_loss"]:
                     self._lowest = row
-        self._read_earlier_rows = True
-        if not self._recent or not new:
+        if not following:
             return
+        trained = [row for row in rows if "loss" in row]
+        if not trained:
+            return
+        self._recent.extend(trained)
         now = time.monotonic()
         if now - self._logged_at >= LINE_SECONDS:
             self._logged_at = now
@@ -83,11 +89,10 @@ class TrainingProgress:
         self._table.update(lambda: table_data(map(table_row, reversed(self._recent))), now=done)
         self._overview.update(now=done)
 
-    def _forget(self) -> None:
-        """Training has resumed: rows were dropped, and the evaluations that are left are not logged again."""
+    def _restart(self) -> None:
+        """Training has resumed: rows were dropped, and those that are left are read again."""
         self._recent.clear()
-        self._lowest = None
-        self._read_earlier_rows = False
+        self._following = False
 
     def _log_evaluation(self, row: dict[str, Any]) -> None:
         metrics = "".join(f", {name} {format_value(row[name])}" for name in self._user_metrics if name in row)
@@ -117,8 +122,7 @@ def step_parts(rows: Sequence[dict[str, Any]], steps: int) -> list[str]:
         f"loss {row['loss']:.4f}",
         f"{row['tokens_per_second']:,.0f} tokens/s",
     ]
-    if row["step"] < steps and len(rows) > 1:  # the first step includes warm-up
-        left = (steps - row["step"]) * median(entry["step_seconds"] for entry in rows)
+    if (left := seconds_left(rows, steps)) is not None:
         parts.append(f"{format_duration(left)} left")
     if row.get("mfu") is not None:
         parts.append(f"MFU {row['mfu']:.1%}")

@@ -111,7 +111,7 @@ def test_run_page_shows_curve_plan_and_paths_during_training(killed):
     _, shown, seen = killed
     text, broken, complaints, asked = seen["run"]
     assert re.search(rf"Step [\d,]+ of {STEPS:,}, loss \d", text)
-    assert "one process" in text
+    assert "pipeline 1 × data 1 × context 1 × tensor 1" in text
     assert "store/runs/live" in text
     assert "trainshed tensorboard live" in text
     assert seen["pictures"] == 1
@@ -164,6 +164,8 @@ def test_deployment_form_offers_profiles_and_explains_fields(prefect_ui, browser
         text = page.page.inner_text("body")
         assert "A shipped profile, or the path of a YAML file" in text
         assert "Keys to override" in text
+        assert "name in the store" in text  # beside Prefect's own "Run Name"
+        assert "None" not in text  # a type to choose
         assert page.complaints == []
         assert page.asked == []
 

@@ -1,14 +1,18 @@
 """A pipeline small enough to run many times: seconds of real training on a few hundred made-up documents."""
 
+import contextlib
 import itertools
 import json
 import os
 import random
+import sqlite3
 import subprocess
 import sys
 import time
 import uuid
 from pathlib import Path
+from typing import Any
+from uuid import UUID
 
 import psutil
 import yaml
@@ -126,14 +130,43 @@ def losses(folder: Path) -> dict[int, float]:
 def shown(name: str) -> dict[str, str]:
     """Artifacts in Prefect's UI of the newest flow run of this name, by their keys."""
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+
+    with get_client(sync_client=True) as client:
+        within = FlowRunFilter(id=FlowRunFilterId(any_=[_newest(client, name)]))
+        return {each.key: each.data for each in client.read_artifacts(flow_run_filter=within)}
+
+
+def logged(name: str) -> list[str]:
+    """What Prefect's UI shows as the log of the newest flow run of this name."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+    from prefect.logging.handlers import APILogWorker
+
+    APILogWorker.drain_all(timeout=5)
+    with get_client(sync_client=True) as client:
+        within = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[_newest(client, name)]))
+        return [entry.message for entry in client.read_logs(within, limit=200)]
+
+
+def _newest(client: Any, name: str) -> UUID:
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
     from prefect.client.schemas.sorting import FlowRunSort
 
     named = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
-    with get_client(sync_client=True) as client:
-        run, *_ = client.read_flow_runs(flow_run_filter=named, sort=FlowRunSort.START_TIME_DESC, limit=1)
-        within = FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
-        return {each.key: each.data for each in client.read_artifacts(flow_run_filter=within)}
+    run, *_ = client.read_flow_runs(flow_run_filter=named, sort=FlowRunSort.START_TIME_DESC, limit=1)
+    return run.id
+
+
+def final_state(home: Path, name: str) -> tuple[str, str]:
+    """Name and message of the state of the newest flow run of this name, in the database of a server that has ended."""
+    query = """
+        select flow_run.state_name, flow_run_state.message
+        from flow_run join flow_run_state on flow_run.state_id = flow_run_state.id
+        where flow_run.name = ? order by flow_run.created desc
+    """
+    with contextlib.closing(sqlite3.connect(home / "prefect.db")) as database:
+        return database.execute(query, [name]).fetchone()
 
 
 def exported(folder: Path, dataset: Path, length: int) -> tuple[float, str]:

@@ -7,9 +7,10 @@ import logging
 import pytest
 from rich.console import Console
 
+from flows.ui import console, progress
 from flows.ui.artifacts import PrefectArtifact
-from flows.ui.console import TerminalHandler
-from flows.ui.progress import TrainingProgress, step_parts
+from flows.ui.console import ProgressFilter, TerminalHandler
+from flows.ui.progress import TrainingProgress, progress_reporter, step_parts
 from profiles import resolve
 
 STEPS = 2_000_000
@@ -72,3 +73,59 @@ def test_a_rising_validation_loss_is_warned_about_once_it_is_measured(tmp_path, 
 def test_a_part_that_is_wider_than_the_terminal_is_cut(shown):
     seen = shown(["a shard with a long name", "45%"], 20)
     assert "a shard with a long…" in seen
+
+
+def test_work_of_unknown_length_shows_a_spinner_and_for_how_long(shown, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    progress_reporter("graphs", "Progress")("tracing the programs of the run", 0.0)
+    (record,) = caplog.records
+    assert record.getMessage() == "tracing the programs of the run"  # not "0%"
+    monkeypatch.setattr(console, "QUIET_SECONDS", 0.0)
+    seen = shown(record.progress, 80)
+    assert "⠋ tracing the programs of the run  for 0 s" in seen
+
+
+def test_progress_is_throttled_and_other_records_are_not(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    throttle, passed = ProgressFilter(15.0), []
+    for now in (100.0, 101.0, 114.0, 115.0):
+        for extra in ({"progress": ("step 1",)}, {}):
+            if throttle.filter(logging.makeLogRecord(extra)):
+                passed.append((now, "progress" in extra))
+    assert [when for when, is_progress in passed if is_progress] == [100.0, 115.0]
+    assert len([when for when, is_progress in passed if not is_progress]) == 4
+
+
+def test_after_a_restart_only_new_steps_and_evaluations_are_shown(tmp_path, monkeypatch, caplog):
+    """Training that resumes from step 4 drops the rows of steps 5 and 6, and evaluates step 6 again."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(PrefectArtifact, "update", lambda *_, **__: None)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    following = TrainingProgress(resolve.load("tiny"), tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+
+    def write(*steps: int) -> list[str]:
+        """What is shown once the file has these steps, of which every other is evaluated."""
+        rows = [{**ROW, "step": step} for step in steps]
+        rows += [{"step": step, "validation_loss": 1.0} for step in steps if step % 2 == 0]
+        partial = metrics.with_suffix(".partial")
+        partial.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        partial.replace(metrics)
+        caplog.clear()
+        following.update()
+        return [record.getMessage() for record in caplog.records]
+
+    following.update()
+    first = write(1, 2, 3, 4, 5, 6)
+    evaluated = [line.partition(":")[0] for line in first if "validation" in line]
+    assert evaluated == ["step 2", "step 4", "step 6"]
+    assert any(line.startswith("step   6/300") for line in first)
+    assert write(1, 2, 3, 4) == []
+    with metrics.open("a") as file:
+        for row in ({**ROW, "step": 5}, {**ROW, "step": 6}, {"step": 6, "validation_loss": 1.0}):
+            file.write(f"{json.dumps(row)}\n")
+    caplog.clear()
+    following.update()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("step   6/300")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from flows.hooks import cancel_jobs
-from tests.flows.micro import LONGER, losses, settings, wait_for_step
+from tests.flows.micro import LONGER, final_state, logged, losses, settings, wait_for_step
 
 INTERRUPTED_AT = 50  # of 240 steps, with a checkpoint every 40
 
@@ -70,6 +70,7 @@ def test_run_killed_repeatedly_retries_while_it_makes_progress(pretrain, undistu
     killer.join()
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "was killed by SIGKILL" in said
+    assert "restarting from step 40, attempt 2 of 2" in said
     assert "resumed from step 40" in said
     assert losses_of(result) == undisturbed
     kinds, reasons = incidents(folder)
@@ -96,6 +97,11 @@ def test_failures_before_the_run_folder_exists_are_recorded(pretrain, tmp_path, 
     assert result["how"]["tokenizer"] == "done"
     assert incidents(Path(result["folder"])) == (["tokenizer tried again"], ["the disk was full for a while"])
     assert "the disk was full for a while" in Path(result["report"]).read_text()
+    lines = logged("micro")
+    assert "restarting tokenizer, attempt 2 of 3" in lines
+    assert any("Beginning flow run 'micro'" in line for line in lines)
+    assert not any("Retry" in line or "hook" in line for line in lines)
+    assert sum(line.startswith("step ") and "tokens/s" in line for line in lines) <= 2
 
 
 def test_killed_rank_without_retries_fails_the_run_with_its_cause(command, profile, tmp_path, prefect_server):
@@ -134,6 +140,8 @@ def test_interrupted_command_leaves_no_process_and_a_resumable_run(
     done = len(losses(folder))
     assert INTERRUPTED_AT <= done < 240
     assert (folder / f"checkpoints/step_{done}/complete.json").exists()
+    assert f"stopped, saved at step {done}" in err
+    assert final_state(tmp_path / "store/prefect-home", "micro") == ("Stopped", f"saved at step {done}")
     assert losses_of(pretrain(tmp_path / "store", *LONGER)) == undisturbed
     assert incidents(folder) == (
         ["interrupted", "resumed"],

@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 from prefect import flow
@@ -9,12 +10,13 @@ from prefect.runtime import flow_run
 
 from flows.export import export
 from flows.hooks import cancel_jobs, show_failure
+from flows.pretrain import pretrain
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.launchers import Job, create
 from tasks.store import runs
 from tasks.store.store import Store
-from tests.flows.micro import shown
+from tests.flows.micro import logged, shown
 
 ROUND = ["train.steps=null", "train.epochs=1"]
 
@@ -91,3 +93,27 @@ def test_cancellation_ends_the_compiles_of_a_flow_run_whose_process_is_gone(prof
         assert launcher.location(theirs)
     finally:
         launcher.cancel(theirs, grace=0)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=0", "train.steps = 0: "),  # rejected before there is a step
+        ("train.micro_batch_size=4096", "train.global_batch_size = 4: "),
+        ("data.sources=[{kind: files, path: /nowhere}]", "/nowhere"),  # by a step
+    ],
+    ids=lambda value: value.partition("=")[0],
+)
+def test_rejected_input_is_a_message_without_a_traceback(
+    prefect_server, profile, tmp_path, override, message
+):
+    name = uuid4().hex
+    state = pretrain(str(profile), [override], name, str(tmp_path / "store"), return_state=True)
+    assert (state.name, state.is_failed()) == ("Rejected", True)
+    assert message in state.message
+    with pytest.raises(ProfileError) as rejected:
+        state.result()
+    assert state.message == str(rejected.value)
+    lines = logged(name)
+    assert any(message in line for line in lines)
+    assert not any("Traceback" in line or "hook" in line for line in lines)

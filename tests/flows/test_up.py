@@ -15,8 +15,10 @@ import pytest
 import yaml
 
 from flows.prefect_settings import SETTINGS
+from flows.ui.summaries import cluster_summary
 from profiles import resolve
-from tests.flows.micro import LONGER, losses, wait_for_step, write_shadowing_modules
+from profiles.check import PLANNED_ONLY
+from tests.flows.micro import LONGER, final_state, losses, wait_for_step, write_shadowing_modules
 
 
 @pytest.fixture
@@ -60,10 +62,11 @@ def only(flow_run: str) -> dict:
 def test_deployment_runs_and_ctrl_c_saves_the_next_run_and_stops_everything(up, profile, tmp_path):
     started, api = up
     found = ask(f"{api}/deployments/filter")
-    deployments = {each["name"]: each for each in found if each["tags"] == ["pretrain"]}
-    assert set(resolve.names()) == deployments.keys()
+    deployments = {each["name"]: each for each in found if "pretrain" in each["tags"]}
     form = deployments["tiny"]["parameter_openapi_schema"]["properties"]
-    assert all(form[name]["description"] for name in ("profile", "overrides", "name", "store"))
+    assert all(field["description"] for field in form.values())
+    assert "null" not in json.dumps(form)
+    assert form["name"]["title"] != "name"  # beside Prefect's own "Run Name"
 
     arguments = [
         "deployment",
@@ -113,13 +116,17 @@ def test_deployment_runs_and_ctrl_c_saves_the_next_run_and_stops_everything(up, 
     assert started.processes() == []
     done = len(losses(folder))
     assert (folder / f"checkpoints/step_{done}/complete.json").exists()
+    assert final_state(Path(os.environ["PREFECT_HOME"]), "interrupted") == (
+        "Stopped",
+        f"saved at step {done}",
+    )
 
 
 def test_second_ctrl_c_kills_everything_at_once(up, profile, tmp_path):
     """Including processes that ignore signals: here suspended ranks."""
     started, api = up
     found = ask(f"{api}/deployments/filter")
-    (deployment,) = (each for each in found if (each["name"], each["tags"]) == ("tiny", ["pretrain"]))
+    (deployment,) = (each for each in found if each["name"] == "tiny" and "pretrain" in each["tags"])
     parameters = {"profile": str(profile), "overrides": [*LONGER, "train.steps=10000"], "name": "deployed"}
     ask(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
     wait_for_step(tmp_path / "store/runs/deployed", 50, timeout=300)
@@ -213,7 +220,7 @@ def test_repeated_up_registers_once_and_a_schedule_starts_runs(command, free_por
             assert (code, "already running" in err) == (0, True)
             os.killpg(started.process.pid, signal.SIGINT)
             assert started.result(timeout=60)[0] == 0
-    (nightly,) = (each for each in deployments if each["tags"] == ["continual"])
+    (nightly,) = (each for each in deployments if "continual" in each["tags"])
     (schedule,) = nightly["schedules"]
     assert schedule["schedule"]["timezone"] == "Europe/Berlin"
     assert not schedule["active"]
@@ -250,6 +257,14 @@ def test_deployed_runs_get_prefect_settings_from_their_deployment(deployments):
         assert each["work_pool"]["job_variables"]["env"] == wanted
 
 
-def test_deployments_match_the_shipped_profiles(deployments):
-    named = {each["name"] for each in deployments if each["entrypoint"] == "flows.pretrain.pretrain"}
-    assert named == set(resolve.names())
+def test_deployments_are_the_profiles_that_can_start_and_say_their_cluster(deployments):
+    profiles = {name: resolve.load(name) for name in resolve.names()}
+    pretraining = [each for each in deployments if each["entrypoint"] == "flows.pretrain.pretrain"]
+    assert pretraining[0]["name"] == "tiny"
+    startable = {name for name, each in profiles.items() if each.cluster.accelerator not in PLANNED_ONLY}
+    assert {each["name"] for each in pretraining} == startable
+    for each in pretraining:
+        profile = profiles[each["name"]]
+        here = profile.cluster.launcher == "local"
+        assert each["tags"] == ["pretrain", "cpu" if here else cluster_summary(profile)]
+        assert each["description"].partition(", on ")[2] in profile.description or here

@@ -1,0 +1,59 @@
+"""Final states of flow runs beside Prefect's own, for what is neither a crash nor a bug.
+
+Stopped   (cancelled)  Ctrl-C or SIGTERM: in the terminal, by `trainshed up`, by Slurm; the message says what is saved
+Rejected  (failed)     an invalid profile or source; the message is that of the terminal, without a traceback
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import flow_run
+from prefect.states import Cancelled, Failed
+
+from flows import working_folder
+from flows.hooks import show_stop
+from flows.prefect_settings import REJECTED, STOPPED
+from flows.runner import REJECTIONS, forward_logs
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
+    """Decorate the function of a flow: it ends in one of our final states where Prefect would say Crashed or Failed.
+
+    Whoever calls the flow gets the rejection as it was raised, and `prefect.exceptions.CancelledRun` for a stop.
+    """
+
+    @functools.wraps(function)
+    def run(*arguments: P.args, **named: P.kwargs) -> R | State[Any]:
+        working_folder.enter()
+        forward_logs()
+        try:
+            return function(*arguments, **named)
+        except REJECTIONS as error:
+            return Failed(name=REJECTED, message=str(error), data=error)
+        except (KeyboardInterrupt, TerminationSignal):
+            if _is_cancelled():
+                raise  # Prefect completes a cancellation
+            return Cancelled(name=STOPPED, message=show_stop(flow_run.id, flow_run.parameters))
+
+    # Prefect would evaluate the annotations, which are text, in this module.
+    run.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
+    return run
+
+
+def _is_cancelled() -> bool:
+    """Whether the flow run is being cancelled in Prefect."""
+    try:
+        with get_client(sync_client=True) as client:
+            return client.read_flow_run(flow_run.id).state.is_cancelling()
+    except Exception:  # a server that has gone, too, cancels nothing
+        return False
