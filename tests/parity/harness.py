@@ -81,8 +81,8 @@ class Case:
         return Case(self.model, documents=self.documents, precision=self.precision)
 
     def profile(self) -> Profile:
-        """The profile: microbatches of one sample with a pipeline, otherwise two microbatches per step."""
-        micro_batch = 1 if self.pipeline > 1 else BATCH // self.data // 2
+        """The profile: two microbatches per step and pipeline rank."""
+        micro_batch = max(1, BATCH // self.data // (2 * self.pipeline))
         return Profile.model_validate(
             {
                 "name": "parity",
