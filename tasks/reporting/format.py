@@ -45,7 +45,9 @@ def format_number(number: float) -> str:
 
 
 def format_step_time(seconds: float) -> str:
-    """0.0123 -> '0.0123 s', 5.81 -> '5.81 s', 349 -> '5:49'."""
+    """0.0123 -> '12.3 ms', 5.81 -> '5.81 s', 349 -> '5:49'."""
+    if seconds < 0.1:
+        return f"{1000 * seconds:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 60 else format_duration(seconds)
 
 

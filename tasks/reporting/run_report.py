@@ -48,7 +48,7 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
             html.section("Throughput and memory", *_throughput(history)),
             html.section("Planned and measured", _planned(facts["plan"], facts["measured"])),
             html.section("Incidents", *_incidents(facts)),
-            html.section("Evaluation", _evaluation(facts["evaluation"])),
+            html.section("Evaluation on the whole validation split", _evaluation(facts["evaluation"])),
             html.section("Samples", *map(_sample, facts["samples"])),
             html.section("Exported model", _export(facts["export"]) if facts["export"] else ""),
             html.section("Data", _data(profile, summaries)),
@@ -95,7 +95,8 @@ def _step(outcome: Mapping[str, Any]) -> str:
 
 def _throughput(history: History) -> list[str]:
     throughput = Series("tokens per second", "smooth", history.curve("tokens_per_second"))
-    memory = Series("memory of rank 0, GiB", "validation", history.curve("memory_bytes", 2.0**-30))
+    unit, size = ("MiB", 2**20) if (history.maximum("memory_bytes") or 0) < 2**30 else ("GiB", 2**30)
+    memory = Series(f"memory of rank 0, {unit}", "validation", history.curve("memory_bytes", 1 / size))
     lines = [line for line in (throughput, memory) if line.points]
     charts = [line_chart([line], x_label="step", y_label=line.label, from_zero=True) for line in lines]
     step_seconds = history.median("step_seconds")

@@ -43,7 +43,8 @@ def test_report_is_well_formed_and_complete(page):
         *("2.14 MiB, 3.58 bytes per token", "1,200 too short, 3 duplicates"),
         "the tokenizer has 583 tokens instead of 4,096",
         "the validation loss rose by 5%, from 7.0000 at step 50 to 7.3500 at step 100",
-        *("validation loss on 4 batches", "7.4000"),  # in training, and of the whole split
+        *("validation loss on 4 batches", "Evaluation on the whole validation split", "7.4000"),
+        "memory of rank 0, MiB",
         *("2027-01-15", "loss is <nan>", "Skipped steps: 1.", "To be or <b>not</b>"),
     )
     for part in expected:

@@ -1,0 +1,59 @@
+"""Take the README's pictures of a run: `python docs/pictures/capture.py RUN_FOLDER`, after `trainshed run tiny` with a server.
+
+PREFECT_API_URL names the server, for instance that of `trainshed up`. Needs Playwright and Chromium (`make test-system`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import urllib.request
+from pathlib import Path
+
+from playwright.sync_api import Browser, sync_playwright
+
+HERE = Path(__file__).parent
+SIZES = {"prefect": (1200, 1130), "report": (1000, 1130)}
+
+
+def main(run: Path) -> None:
+    """Write prefect.png, the page of the run's last flow run in Prefect's UI, and report.png."""
+    pages = {
+        "prefect": _page_address((run / "flow-run").read_text().strip()),
+        "report": (run / "report.html").resolve().as_uri(),
+    }
+    with sync_playwright() as playwright:
+        path = shutil.which("chromium") or shutil.which("google-chrome")
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        for name, address in pages.items():
+            _capture(browser, name, address)
+        browser.close()
+
+
+def _page_address(flow_run: str) -> str:
+    """Address of the flow run's page, its artifact `run`."""
+    api = os.environ["PREFECT_API_URL"]
+    found = {"flow_runs": {"id": {"any_": [flow_run]}}, "artifacts": {"key": {"any_": ["run"]}}}
+    header = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{api}/artifacts/filter", json.dumps(found).encode(), header)
+    with urllib.request.urlopen(request) as answer:
+        (artifact,) = json.load(answer)
+    return f"{api.removesuffix('/api')}/artifacts/artifact/{artifact['id']}"
+
+
+def _capture(browser: Browser, name: str, address: str) -> None:
+    """Write a picture of a page, which ends above the paths of this machine."""
+    width, height = SIZES[name]
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.goto(address)
+    page.get_by_text("mean of" if name == "report" else "fullest rank").first.wait_for()
+    page.wait_for_timeout(1000)  # for fonts and images
+    paths = page.get_by_role("heading", name="Paths").bounding_box() if name == "prefect" else None
+    clip = {"x": 0, "y": 0, "width": width, "height": min(height, paths["y"]) if paths else height}
+    page.screenshot(path=HERE / f"{name}.png", clip=clip)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
