@@ -36,6 +36,7 @@ GPT = (
     *("model.tie_word_embeddings=true", "model.attention_bias=true", "model.mlp_bias=true"),
 )
 SINGLE = ("parallel.tensor=1", "cluster.devices_per_node=1")
+FSDP = ("parallel.data_sharding=fsdp", "train.micro_batch_size=2")
 PIPELINE = ("parallel.pipeline=2", "train.micro_batch_size=1")
 CASES = {
     "one process": SINGLE,
@@ -45,6 +46,9 @@ CASES = {
     "tensor 2, selective": ("train.recompute=selective",),
     "tensor 2, gpt with dropout": GPT,
     "data 2": ("parallel.tensor=1",),
+    "fsdp 2": ("parallel.tensor=1", *FSDP),
+    "fsdp 2, float32": ("parallel.tensor=1", *FSDP, "train.precision=float32"),
+    "fsdp 2, weights kept": ("parallel.tensor=1", *FSDP, "parallel.keep_gathered=true"),
     "context 2": ("parallel.tensor=1", "parallel.context=2"),
     "pipeline 2": ("parallel.tensor=1", *PIPELINE),
     "pipeline 2, interleaved": ("parallel.tensor=1", *PIPELINE, "parallel.schedule=interleaved"),
@@ -90,13 +94,14 @@ def measure(overrides: Iterable[str]) -> tuple[int, dict[str, int], int]:
     trainer = Trainer(profile)
     try:
         optimizer = make_optimizer(trainer)
+        buckets = optimizer.buckets
         states = {
-            "parameters": sum(bucket.values.nbytes for bucket in optimizer.buckets),
-            "gradients": sum(bucket.gradients.nbytes for bucket in optimizer.buckets),
+            "parameters": sum(bucket.values.untyped_storage().nbytes() for bucket in buckets),
+            "gradients": sum((bucket.gradients if bucket.resident else bucket.gradient_shard).nbytes for bucket in buckets),
             "optimizer": sum(
                 bucket.exp_avg.nbytes + bucket.exp_avg_sq.nbytes
-                + (bucket.master.nbytes if bucket.values.dtype != torch.float32 else 0)
-                for bucket in optimizer.buckets
+                + (0 if bucket.shares_master else bucket.master.nbytes)
+                for bucket in buckets
             ),
         }  # fmt: skip
         train = profile.train

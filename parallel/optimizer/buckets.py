@@ -96,8 +96,8 @@ class Bucket:
         self.length = padded // self.axis.size  # of the shard
         self.first = self.axis.rank * self.length
         shard_values = self.local_shard(self.values)
-        self._shares_master = resident and shard_values.dtype == torch.float32
-        self.master = shard_values if self._shares_master else shard_values.to(torch.float32, copy=True)
+        self.shares_master = resident and shard_values.dtype == torch.float32
+        self.master = shard_values if self.shares_master else shard_values.to(torch.float32, copy=True)
         self.exp_avg = torch.zeros_like(self.master)
         self.exp_avg_sq = torch.zeros_like(self.master)
         self.gradients: Tensor | None = None
@@ -176,8 +176,8 @@ class Bucket:
         if self.gathered and not self.resident:
             return
         self.gathered = True
-        self.values.untyped_storage().resize_(self.values.nbytes)
-        if not self._shares_master:
+        resize_storage(self.values, self.values.nbytes)
+        if not self.shares_master:
             self.local_shard(self.values).copy_(self.master)
         if self.axis.size > 1:
             self._gathering = collectives.start_all_gather_into(self.values, self.axis)
@@ -207,7 +207,7 @@ class Bucket:
         """Free the memory of `values`, until the next `start_gather`."""
         self.wait()
         self.gathered = False
-        self.values.untyped_storage().resize_(0)
+        resize_storage(self.values, 0)
 
     def local_shard(self, flat: Tensor) -> Tensor:
         """This rank's shard of a flat tensor, as a view."""
@@ -250,6 +250,11 @@ class Bucket:
             for box in layout_of(slot.parameter).boxes(slot.name, self.mesh.tensor.rank):
                 assert box.sizes[1:] == tuple(row), "only rows are padded, so a box is contiguous"
                 yield slot.start - self.first + box.local_offsets[0] * math.prod(row), box
+
+
+def resize_storage(flat: Tensor, size: int) -> None:
+    """Free or allocate the memory of a tensor and all its views, which autograd may have saved."""
+    flat.untyped_storage().resize_(size)
 
 
 def split_range(

@@ -23,6 +23,7 @@ PIPELINE = ("parallel.tensor=1", "parallel.pipeline=2", "train.micro_batch_size=
 TWO_RANKS = {
     "tensor": ("parallel.tensor=2",),
     "data": ("parallel.tensor=1",),
+    "fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp", "train.recompute=full"),
     "context": ("parallel.tensor=1", "parallel.context=2", "train.document_masks=true"),
     "pipeline": PIPELINE,
     "dropout": (*GPT, *PIPELINE, "parallel.schedule=zero_bubble"),
