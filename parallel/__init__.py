@@ -1,4 +1,4 @@
-"""Parallelism library on plain torch: mesh, collectives, layers, attention, loss, pipeline, ZeRO-1, checkpoints.
+"""Parallelism library on plain torch: mesh, collectives, layers, attention, loss, pipeline, ZeRO-1, FSDP, checkpoints.
 
 Start with `mesh` (process groups) and `layout` (how each parameter is sharded), then `layers`. Imports only torch and itself.
 The names below are imported on first use, so that profile validation reads `parallel.constraints` without importing torch.

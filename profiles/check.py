@@ -223,6 +223,9 @@ def _sharding(profile: Profile) -> None:
     if parallel.keep_gathered and sharding != "fsdp":
         reason = f"has no effect: parallel.data_sharding is {sharding}"
         raise ProfileError("parallel.keep_gathered", True, reason, [False])
+    if parallel.keep_gathered and profile.cluster.device == "neuron" and profile.compile.enabled:
+        reason = "is not supported on neuron, where compiled blocks gather their weights in each microbatch"
+        raise ProfileError("parallel.keep_gathered", True, reason, [False])
 
 
 def _batch(profile: Profile) -> None:

@@ -103,7 +103,11 @@ def checkpoint(profile: Profile, weights: str) -> str:
 
 def graphs(profile: Profile) -> str:
     """Key of the compiled graphs: what shapes them, what compiles them and the platform they are compiled for."""
-    parallel, train = profile.parallel, profile.train
+    from parallel import device as devices
+
+    parallel, train, cluster = profile.parallel, profile.train, profile.cluster
+    # On such devices, blocks gather their shards and the update of a shard is a program.
+    sharded = devices.resolve(cluster.device, cluster.accelerator).gathers_in_graph
     return digest(
         {
             "step": "graphs",
@@ -111,6 +115,7 @@ def graphs(profile: Profile) -> str:
             "degrees": [parallel.tensor, parallel.context, parallel.pipeline],
             "sequence_parallel": parallel.sequence_parallel,
             "pipeline": [parallel.pipeline_cuts, parallel.schedule],
+            "sharding": [parallel.data_sharding, profile.shard_degree] if sharded else None,
             "shape": [train.micro_batch_size, train.sequence_length],
             "precision": [train.precision, train.gradient_dtype],
             "recompute": [train.recompute, train.recompute_layers],
