@@ -173,10 +173,11 @@ class Bucket:
     @torch.no_grad()
     def start_gather(self) -> None:
         """Start to fill `values` from all ranks' master weights, unless that is done; use it after `wait`."""
-        if self.gathered and not self.resident:
-            return
+        if not self.resident:
+            if self.gathered:
+                return
+            resize_storage(self.values, self.values.nbytes)
         self.gathered = True
-        resize_storage(self.values, self.values.nbytes)
         if not self.shares_master:
             self.local_shard(self.values).copy_(self.master)
         if self.axis.size > 1:
