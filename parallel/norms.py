@@ -1,4 +1,8 @@
-"""RMSNorm and LayerNorm, replicated over the tensor axis, for full or sequence-parallel inputs."""
+"""RMSNorm and LayerNorm of hidden states, replicated over the tensor axis, and RMSNorms of query and key heads.
+
+Hidden states may be full or sequence-parallel. Query and key heads are sharded over the tensor axis, and are normalized each by
+itself (`HeadNorm`), or all of a token's together (`ProjectionNorm`), whose mean square needs an all-reduce of a number per token.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from parallel import collectives
 from parallel.initialization import Constant
 from parallel.layout import Layout, Section, parameter
-from parallel.mesh import Axis
+from parallel.mesh import Axis, Mesh
 
 
 class _RMSNorm(Function):
@@ -84,3 +89,94 @@ class LayerNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+
+
+class _HeadRMSNorm(Function):
+    """`_RMSNorm` of heads (..., n, d) with a weight (n, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        hat, inverse = torch.ops.aten._fused_rms_norm(x.to(wide), x.shape[-1:], None, epsilon)
+        ctx.save_for_backward(x, weight, inverse)
+        return (hat * weight.to(wide)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        wide, vectors = inverse.dtype, weight.to(inverse.dtype)
+        grad = grad.to(wide)
+        hat = x.to(wide) * inverse  # (..., n, d)
+        product = grad * hat
+        mean = (product * vectors).mean(-1, keepdim=True)  # (..., n, 1)
+        grad_x = torch.addcmul(grad * vectors, hat, mean, value=-1).mul_(inverse)
+        return grad_x.to(x.dtype), product.flatten(0, -3).sum(0).to(weight.dtype), None
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of each query and key head, with one weight (d) for all query heads and one for all key heads (Qwen3).
+
+    Args:
+        head_dim: d.
+        axis: tensor axis, over which heads are sharded and the weights replicated; their gradients are partial sums.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        axis: Axis,
+        *,
+        epsilon: float = 1e-6,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        sections = tuple(Section(name, (head_dim,), None) for name in ("q", "k"))
+        partial_axes = ("tensor",) if axis.size > 1 else ()
+        self.weight = parameter(Layout(sections, axis.size, Constant(1.0), partial_axes), dtype, device)
+
+    def forward(self, qk: Tensor, heads: int) -> Tensor:
+        """Normalize heads (..., n + k, d), of which the first n = `heads` are query heads."""
+        q, k = self.weight.view(2, 1, -1).unbind()  # (1, d) each
+        weight = torch.cat((q.expand(heads, -1), k.expand(qk.shape[-2] - heads, -1)))  # (n + k, d)
+        return _HeadRMSNorm.apply(qk, weight, self.epsilon)
+
+
+class ProjectionNorm(nn.Module):
+    """RMSNorm over all query or all key heads of a token together, with a weight for each element (OLMo 2).
+
+    Args:
+        heads: of the model: n or k.
+        head_dim: d.
+        mesh: its tensor axis shards the heads.
+        replicas: number of neighbouring tensor ranks that hold the same head, as for KV heads.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        mesh: Mesh,
+        replicas: int = 1,
+        *,
+        epsilon: float = 1e-6,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.size, self.axis, self.replicas, self.epsilon = heads * head_dim, mesh.tensor, replicas, epsilon
+        section = Section("", (self.size,), 0, replicas)
+        # Each replica sees the gradient from its own query heads only.
+        partial_axes = ("kv_replica",) if replicas > 1 else ()
+        self.weight = parameter(
+            Layout((section,), self.axis.size, Constant(1.0), partial_axes), dtype, device
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize this rank's heads (..., n/t, d)."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum((-2, -1), keepdim=True)  # (..., 1, 1)
+        squares = collectives.copy(collectives.reduce(squares / self.replicas, self.axis), self.axis)
+        hat = wide * torch.rsqrt(squares / self.size + self.epsilon)
+        return (hat * self.weight.view(x.shape[-2:])).to(x.dtype)

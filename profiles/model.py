@@ -1,7 +1,7 @@
-"""Model section: the fields of a Hugging Face config.json, under Llama's names for both Llama and GPT.
+"""Model section: the fields of a Hugging Face config.json, under Llama's names for all architectures.
 
-`Model` validates them; `from_config_json` and `to_config_json` convert from and to the config.json of LlamaForCausalLM and
-GPT2LMHeadModel.
+`Model` validates them; `from_config_json` and `to_config_json` convert from and to the config.json of LlamaForCausalLM,
+Qwen3ForCausalLM, Olmo2ForCausalLM and GPT2LMHeadModel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from profiles.errors import ProfileError
 
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
-ACTIVATIONS = {"llama": ("silu",), "gpt": ("gelu", "gelu_new")}
+ROTARY = ("llama", "qwen3", "olmo2")  # architectures with Llama's fields; the others have GPT's
+ACTIVATIONS = {**dict.fromkeys(ROTARY, ("silu",)), "gpt": ("gelu", "gelu_new")}
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 LARGEST = 2**24  # of a tensor dimension, so that products of two fit 64-bit integers
@@ -59,9 +60,9 @@ RopeScaling = Annotated[LinearRope | Llama3Rope, Field(discriminator="rope_type"
 
 
 class Model(Section):
-    """The model: a Llama or GPT architecture."""
+    """The model: a Llama, Qwen3, OLMo 2 or GPT architecture."""
 
-    architecture: Literal["llama", "gpt"] = Field("llama", description="model architecture")
+    architecture: Literal["llama", "qwen3", "olmo2", "gpt"] = Field("llama", description="model architecture")
     hidden_size: Size = Field(description="width of the residual stream")
     intermediate_size: Size = Field(description="width of the MLP")
     num_hidden_layers: Annotated[int, Field(ge=1, le=1024)] = Field(description="number of layers")
@@ -77,14 +78,16 @@ class Model(Section):
     norm_eps: float = Field(
         1e-5, gt=0, description="epsilon of the norms; aliases: rms_norm_eps, layer_norm_epsilon"
     )
-    rope_theta: float = Field(10000.0, gt=0, description="RoPE base (llama)")
-    rope_scaling: RopeScaling | None = Field(None, description="RoPE scaling for longer contexts (llama)")
+    rope_theta: float = Field(10000.0, gt=0, description="RoPE base (all but gpt)")
+    rope_scaling: RopeScaling | None = Field(
+        None, description="RoPE scaling for longer contexts (all but gpt)"
+    )
     tie_word_embeddings: bool = Field(
         description="share the embedding with the output projection (default: true for gpt)"
     )
     attention_bias: bool = Field(description="biases in the attention projections (default: true for gpt)")
     mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt)")
-    hidden_act: str = Field(description="MLP activation function (default: silu for llama, gelu for gpt)")
+    hidden_act: str = Field(description="MLP activation function (default: gelu for gpt, else silu)")
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
     dropout: float = Field(
         0.0, ge=0, lt=1, description="dropout probability of embeddings, attention and residuals (gpt)"
@@ -93,15 +96,16 @@ class Model(Section):
     @property
     def parameters(self) -> int:
         """Parameter count from the formula, for listings; the planner counts them from the layers."""
-        h, f, llama = self.hidden_size, self.intermediate_size, self.architecture == "llama"
+        h, f, gpt = self.hidden_size, self.intermediate_size, self.architecture == "gpt"
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        norm = h if llama else 2 * h
+        norm = 2 * h if gpt else h
+        qk_norms = {"qwen3": 2 * self.head_dim, "olmo2": q + kv}.get(self.architecture, 0)
         attention = h * (q + 2 * kv) + q * h + self.attention_bias * (q + 2 * kv + h)
-        wide = 2 if llama else 1  # gate and up
+        wide = 1 if gpt else 2  # gate and up
         mlp = (wide + 1) * h * f + self.mlp_bias * (wide * f + h)
         ends = self.vocab_size * h * (1 if self.tie_word_embeddings else 2) + norm
-        positions = 0 if llama else self.max_position_embeddings * h
-        return self.num_hidden_layers * (attention + mlp + 2 * norm) + ends + positions
+        positions = self.max_position_embeddings * h if gpt else 0
+        return self.num_hidden_layers * (attention + mlp + 2 * norm + qk_norms) + ends + positions
 
     @model_validator(mode="before")
     @classmethod
@@ -137,9 +141,11 @@ class Model(Section):
         if self.hidden_act not in ACTIVATIONS[self.architecture]:
             reason = f"is not an activation of {self.architecture}"
             raise ProfileError("hidden_act", self.hidden_act, reason, ACTIVATIONS[self.architecture])
-        if self.architecture == "llama":
+        if self.architecture in ROTARY:
             if self.dropout:
-                raise ProfileError("dropout", self.dropout, "llama has no dropout", [0.0])
+                raise ProfileError("dropout", self.dropout, f"{self.architecture} has no dropout", [0.0])
+            if self.mlp_bias and self.architecture != "llama":
+                raise ProfileError("mlp_bias", True, f"{self.architecture} has no biases in its MLP", [False])
             if self.head_dim % 2:
                 reason = "RoPE rotates pairs, so it must be even"
                 raise ProfileError(
@@ -204,6 +210,8 @@ GPT_DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 # Fields that change the model but support one value only, which is transformers' default.
 FIXED = {
     "llama": {"attention_dropout": 0.0},
+    "qwen3": {"attention_dropout": 0.0, "use_sliding_window": False},
+    "olmo2": {"attention_dropout": 0.0},
     "gpt": {
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
@@ -212,12 +220,18 @@ FIXED = {
 }
 # Defaults of transformers for fields that a config.json omits.
 GPT_DEFAULTS = {"activation_function": "gelu_new", **dict.fromkeys(GPT_DROPOUTS, 0.1)}
+ROTARY_DEFAULTS = {
+    "llama": {"rms_norm_eps": 1e-6},
+    "qwen3": {"rms_norm_eps": 1e-6, "head_dim": 128},
+    "olmo2": {"rms_norm_eps": 1e-5},
+}
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "olmo2": "Olmo2ForCausalLM"}
 
 
 def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
     """`Model` fields from a Hugging Face config.json. Raises ProfileError for an unsupported architecture or feature."""
     kind = config.get("model_type")
-    architectures = {"llama": "llama", "gpt2": "gpt"}
+    architectures = {**{name: name for name in ROTARY}, "gpt2": "gpt"}
     if kind not in architectures:
         raise ProfileError("model_type", kind, "is not a supported architecture", architectures)
     architecture = architectures[kind]
@@ -225,9 +239,10 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
         if config.get(name, value) != value:
             raise ProfileError(name, config[name], f"is not supported for {architecture}", [value])
     values: dict[str, Any] = {"architecture": architecture}
-    if architecture == "llama":
+    if architecture in ROTARY:
+        config = ROTARY_DEFAULTS[architecture] | dict(config)
         values |= {name: config[name] for name in LLAMA_FIELDS if config.get(name) is not None}
-        values["norm_eps"] = config.get("rms_norm_eps", 1e-6)
+        values["norm_eps"] = config["rms_norm_eps"]
         return values | _rope(config)
     config = GPT_DEFAULTS | dict(config)
     values |= {ours: config[theirs] for ours, theirs in GPT_FIELDS.items() if config.get(theirs) is not None}
@@ -257,11 +272,11 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_config_json(model: Model) -> dict[str, Any]:
     """The config.json of a model, readable by transformers 4 and 5."""
-    if model.architecture == "llama":
+    if (kind := model.architecture) in ROTARY:
         fields = {name: getattr(model, name) for name in LLAMA_FIELDS}
         scaling = model.rope_scaling and model.rope_scaling.model_dump()
         fields |= {"rms_norm_eps": model.norm_eps, "rope_scaling": scaling}
-        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **fields, **FIXED["llama"]}
+        return {"architectures": [CLASSES[kind]], "model_type": kind, **fields, **FIXED[kind]}
     fields = {theirs: getattr(model, ours) for ours, theirs in GPT_FIELDS.items()}
     dropouts = dict.fromkeys(GPT_DROPOUTS, model.dropout)
     return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **fields, **dropouts, **FIXED["gpt"]}

@@ -11,6 +11,8 @@ from modeling.models.flops import layer_multiply_adds
 from modeling.models.gpt import GPT
 from modeling.models.language_model import LanguageModel
 from modeling.models.llama import Llama
+from modeling.models.olmo2 import Olmo2
+from modeling.models.qwen3 import Qwen3
 from parallel import Mesh, ZeRO1
 from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
@@ -20,7 +22,7 @@ from parallel.pipeline.schedules import choose_extra_forwards
 from parallel.pipeline.stages import cut_layers
 from profiles.schema import Profile
 
-MODELS: dict[str, type[LanguageModel]] = {"llama": Llama, "gpt": GPT}
+MODELS: dict[str, type[LanguageModel]] = {"llama": Llama, "qwen3": Qwen3, "olmo2": Olmo2, "gpt": GPT}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 

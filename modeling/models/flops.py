@@ -12,13 +12,13 @@ from profiles.schema import Profile
 def layer_multiply_adds(profile: Profile) -> list[int]:
     """Forward multiply-adds per token of each layer; the last includes the language-model head.
 
-    Per layer: h·d·(2n + 2k) of the attention projections, 3·h·f (llama) or 2·h·f (gpt) of the MLP, and s·n·d of causal
+    Per layer: h·d·(2n + 2k) of the attention projections, 3·h·f (gated) or 2·h·f (gpt) of the MLP, and s·n·d of causal
     attention, half of its two s×s products.
     """
     model, s = profile.model, profile.train.sequence_length
     h, d = model.hidden_size, model.head_dim
     projections = h * d * (2 * model.num_attention_heads + 2 * model.num_key_value_heads)
-    matrices = {"llama": 3, "gpt": 2}[model.architecture]
+    matrices = 2 if model.architecture == "gpt" else 3  # gate, up, down
     layer = projections + matrices * h * model.intermediate_size + s * model.num_attention_heads * d
     return [layer] * (model.num_hidden_layers - 1) + [layer + model.vocab_size * h]
 

@@ -36,11 +36,16 @@ class Attention(nn.Module):
         heads, kv_heads = self.qkv.heads, self.qkv.kv_heads  # on this rank: n/t and k/t
         qkv = self.qkv(x)  # (b·s/c, (n + 2k)/t·d)
         qkv = qkv.view(-1, cos.shape[1], heads + 2 * kv_heads, self.d)  # (b, s/c, (n + 2k)/t, d)
-        qk = rotate(qkv[:, :, : heads + kv_heads], cos, sin).transpose(1, 2)  # (b, (n + k)/t, s/c, d)
+        qk = self.normalize(qkv[:, :, : heads + kv_heads])
+        qk = rotate(qk, cos, sin).transpose(1, 2)  # (b, (n + k)/t, s/c, d)
         q, k = qk[:, :heads], qk[:, heads:]  # (b, n/t, s/c, d), (b, k/t, s/c, d)
         v = qkv[:, :, heads + kv_heads :].transpose(1, 2)  # (b, k/t, s/c, d)
         y = attention(q, k, v, self.context, documents=documents)  # (b, n/t, s/c, d)
         return self.output(y.transpose(1, 2).reshape(-1, heads * self.d))  # (b·s/c, h)
+
+    def normalize(self, qk: Tensor) -> Tensor:
+        """Query and key heads (b, s/c, (n + k)/t, d) before they are rotated; families with QK-norms normalize them here."""
+        return qk
 
 
 class MLP(nn.Module):
@@ -57,10 +62,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    attention_layer: type[Attention] = Attention
+
     def __init__(self, model: Model, mesh: Mesh, norm: dict[str, object], **options: object) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(model.hidden_size, mesh.tensor, **norm)
-        self.attention = Attention(model, mesh, **options)
+        self.attention = self.attention_layer(model, mesh, **options)
         self.mlp_norm = RMSNorm(model.hidden_size, mesh.tensor, **norm)
         self.mlp = MLP(model, mesh, **options)
 

@@ -62,6 +62,20 @@ LLAMA = {
     "head.weight": HuggingFaceTensor("lm_head.weight"),
 }
 
+QWEN3 = {
+    **LLAMA,
+    "layers.{}.attention.qk_norm.q.weight": HuggingFaceTensor("model.layers.{}.self_attn.q_norm.weight"),
+    "layers.{}.attention.qk_norm.k.weight": HuggingFaceTensor("model.layers.{}.self_attn.k_norm.weight"),
+}
+
+OLMO2 = {
+    **LLAMA,
+    "layers.{}.attention.q_norm.weight": HuggingFaceTensor("model.layers.{}.self_attn.q_norm.weight"),
+    "layers.{}.attention.k_norm.weight": HuggingFaceTensor("model.layers.{}.self_attn.k_norm.weight"),
+    "layers.{}.attention_norm.weight": HuggingFaceTensor("model.layers.{}.post_attention_layernorm.weight"),
+    "layers.{}.mlp_norm.weight": HuggingFaceTensor("model.layers.{}.post_feedforward_layernorm.weight"),
+}
+
 GPT = {
     "embedding.weight": HuggingFaceTensor("transformer.wte.weight"),
     "positions.weight": HuggingFaceTensor("transformer.wpe.weight"),
@@ -83,7 +97,7 @@ GPT = {
     "head.weight": HuggingFaceTensor("lm_head.weight"),
 }
 
-MAPS = {"llama": LLAMA, "gpt": GPT}
+MAPS = {"llama": LLAMA, "qwen3": QWEN3, "olmo2": OLMO2, "gpt": GPT}
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 
 

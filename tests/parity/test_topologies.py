@@ -14,6 +14,8 @@ CASES = {
     "tensor 2, tied, biases, no sequence parallelism": Case("llama tied", tensor=2, sequence_parallel=False),
     "tensor 2, gpt": Case("gpt", tensor=2),
     "tensor 4, gpt, no sequence parallelism": Case("gpt", tensor=4, sequence_parallel=False),
+    "tensor 4, KV replicated, qwen3": Case("qwen3", tensor=4),
+    "tensor 4, KV replicated, data 2, fsdp, olmo2": Case("olmo2", tensor=4, data=2, sharding="fsdp"),
     "data 2": Case(data=2),
     "data 4, shard degree 2": Case(data=4, shard_degree=2),
     "data 2, replicated optimizer": Case(data=2, sharding="none"),

@@ -88,7 +88,7 @@ def test_norm_eps_aliases(name):
         (LLAMA, {"head_dim": 9}, "head_dim = 9: RoPE rotates pairs, so it must be even; nearest valid: 8, 10"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act = gelu: is not an activation of llama; nearest valid: silu"),
         (LLAMA, {"dropout": 0.1}, "dropout = 0.1: llama has no dropout; nearest valid: 0.0"),
-        (LLAMA, {"architecture": "bert"}, "architecture = bert: is not one of the choices; nearest valid: llama, gpt"),
+        (LLAMA, {"architecture": "bert"}, "is not one of the choices; nearest valid: llama, qwen3, olmo2, gpt"),
         (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "nearest valid: linear, llama3"),
         (LLAMA, {"rope_scaling": {"factor": 2.0}}, "model.rope_scaling = a section: has no rope_type"),
         (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": 5.0}}, "rope_scaling.high_freq_factor = 4.0: is not above"),

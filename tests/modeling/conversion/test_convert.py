@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from modeling.conversion import convert as convert_module
 from modeling.conversion import formats, huggingface, journal, native
@@ -34,6 +44,8 @@ MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
     "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True)),
     "llama, biases": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA, head_dim=16)),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**LLAMA)),
     "gpt": lambda: GPT2LMHeadModel(GPT2Config(**GPT)),
     "gpt, untied": lambda: GPT2LMHeadModel(GPT2Config(**GPT, tie_word_embeddings=False)),
 }

@@ -35,13 +35,15 @@ def to_our_names(
 def build_pair(
     kind: type[PreTrainedModel], config: PretrainedConfig
 ) -> tuple[PreTrainedModel, torch.nn.Module, Model]:
-    """transformers' model with random weights and biases, ours with the same, and our description of it."""
+    """transformers' model with random weights, biases and norms, ours with the same, and our description of it."""
     torch.manual_seed(0)
     theirs = kind(config)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
+            elif parameter.dim() == 1:  # of a norm
+                parameter.normal_(1, 0.1)
     description = Model(**from_config_json(config.to_dict()))
     ours = MODELS[description.architecture](description, Mesh())
     names = [box.name for _, box in boxes(ours)]

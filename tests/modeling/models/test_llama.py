@@ -1,7 +1,14 @@
-"""Llama against transformers' LlamaForCausalLM."""
+"""Llama, Qwen3 and OLMo 2 against transformers' classes."""
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests.modeling.models.huggingface import assert_match
 
@@ -37,12 +44,38 @@ CASES = {
 }
 
 
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "initializer_range": 0.1,
+    "pad_token_id": None,
+    "eos_token_id": 0,
+}
+
+
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
 def test_logits_loss_and_gradients_match_transformers(fields):
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    assert_match(
-        LlamaForCausalLM,
-        LlamaConfig(
-            **{**sizes, "num_key_value_heads": 2, "vocab_size": 101, "initializer_range": 0.1, **fields}
-        ),
-    )
+    assert_match(LlamaForCausalLM, LlamaConfig(**{**SIZES, **fields}))
+
+
+QK_NORMS = {
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=24)),
+    "qwen3, tied, biases": (
+        Qwen3ForCausalLM,
+        Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, attention_bias=True),
+    ),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config(**SIZES)),
+    "olmo2, biases": (
+        Olmo2ForCausalLM,
+        Olmo2Config(**{**SIZES, "num_key_value_heads": 4}, attention_bias=True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "config"), QK_NORMS.values(), ids=QK_NORMS.keys())
+def test_families_with_qk_norms_match_transformers(kind, config):
+    assert_match(kind, config)

@@ -1,0 +1,35 @@
+"""Qwen3, dense (arXiv 2505.09388): Llama with each query and key head normalized before it is rotated.
+
+    q, k = norm(q), norm(k)        over the head size d, one weight for all query heads and one for all key heads
+
+The head size is independent of hidden size / heads; small models tie the embedding. Shapes as in `llama.py`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from modeling.models import llama
+from parallel import Mesh
+from parallel.norms import HeadNorm
+from profiles.model import Model
+
+
+class Attention(llama.Attention):
+    def __init__(self, model: Model, mesh: Mesh, **options: object) -> None:
+        super().__init__(model, mesh, **options)
+        placed = {name: options[name] for name in ("dtype", "device")}
+        self.qk_norm = HeadNorm(model.head_dim, mesh.tensor, epsilon=model.norm_eps, **placed)
+
+    def normalize(self, qk: Tensor) -> Tensor:
+        return self.qk_norm(qk, self.qkv.heads)
+
+
+class Block(llama.Block):
+    attention_layer = Attention
+
+
+class Qwen3(llama.Llama):
+    """Qwen3, or one pipeline stage of it; arguments as for `LanguageModel`."""
+
+    block = Block
