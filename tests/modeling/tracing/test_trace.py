@@ -69,6 +69,30 @@ def test_adamw_update_is_one_graph_a_shard_length_on_devices_without_a_fused_ker
     assert len(updates) == 3  # matrices, and the norms of each of two pipeline ranks
 
 
+def test_fsdp_gathers_in_both_graphs_of_a_block_and_saves_no_weights(tmp_path):
+    """On neuron, whose compiler schedules the collectives; in activation checkpointing too."""
+    settings = ("cluster.device=neuron", "compile.enabled=true", "parallel.tensor=1")
+    for mode in ("none", "full"):
+        sharded, plain = (
+            trace(
+                profile(
+                    tmp_path / mode / sharding,
+                    *settings,
+                    f"parallel.data_sharding={sharding}",
+                    f"train.recompute={mode}",
+                )
+            )
+            for sharding in ("fsdp", "zero1")
+        )
+        (block,) = (program for program in sharded.programs if program.name == "block, training")
+        forward, backward = (graph.operators for graph in block.graphs)
+        gather, scatter = (
+            f"_c10d_functional.{name}_tensor" for name in ("all_gather_into", "reduce_scatter")
+        )
+        assert (forward[gather], backward[gather], backward[scatter]) == (1, 1, 1)
+        assert sharded.stages[0].kept == plain.stages[0].kept
+
+
 def test_graphs_are_the_same_on_every_rank(tmp_path):
     spread = profile(tmp_path, *SPREAD)
     assert len({tuple(digests(trace(spread, rank)).items()) for rank in (0, 1, 2, 3, 4, 7)}) == 1
