@@ -5,11 +5,13 @@ reduced over the t ranks, one number a token each (arXiv 1909.08053, section 3).
 
 `linear_cross_entropy` fuses the output projection z = X Wᵀ with the loss, in chunks of tokens, so that the full logits never
 exist: a chunk's logits are overwritten by their gradient, and forward computes dX and dW too (as Liger, arXiv 2410.10989).
-Memory: one chunk × v/t in float32, instead of tokens × v/t in float32 and in the model's dtype.
+Memory: one chunk × v/t in float32, instead of tokens × v/t in float32 and in the model's dtype. Every chunk runs the same
+program, `chunk_loss`, so the graph is independent of the number of tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,11 +19,42 @@ from torch import Tensor
 from torch.autograd import Function
 
 from parallel import collectives
+from parallel import device as devices
 from parallel.backward import needs_gradient
+from parallel.device import Device
 from parallel.mesh import Axis
 
 IGNORE_INDEX = -100
-CHUNK_BYTES = 32 << 20  # of float32 logits
+HOST_BYTES = 32 << 20  # of a chunk's float32 logits on a CPU, where larger ones leave its caches
+MEMORY_SHARE = 1 / 64  # of an accelerator's memory that a chunk's float32 logits may take
+TRAFFIC_SHARE = 1 / 4  # of a chunk's matrix products that its traffic of the weight may take in time
+RIDGE = 256.0  # FLOPs per byte at which an accelerator of unknown speed is as busy with both
+
+ChunkLoss = Callable[..., Tensor]
+"""`chunk_loss`, or a compiled version of it."""
+
+
+def chunk_tokens(tokens: int, rows: int, device: Device) -> int:
+    """Tokens of a chunk of `linear_cross_entropy`: all chunks have as many if a number of chunks near the fewest divides them.
+
+    An accelerator's chunk is so large that its products, 6 FLOPs per weight element and token, hide what it moves per element:
+    16 bytes, for two reads of the weight, one product written and read, and the float32 sum of gradients read and written.
+
+    Args:
+        tokens: of all chunks together.
+        rows: ceil(v/t), the columns of the logits.
+        device: its memory and speed decide.
+    """
+    if device.memory_bytes is None:
+        limit = max(64, HOST_BYTES // (4 * rows))
+    else:
+        peak, bandwidth = device.peak("bf16"), device.bandwidth
+        ridge = peak / bandwidth if peak and bandwidth else RIDGE
+        in_memory = device.memory_bytes * MEMORY_SHARE / (4 * rows)
+        limit = max(128, int(min(ridge * 16 / 6 / TRAFFIC_SHARE, in_memory)) // 128 * 128)
+    fewest = -(-tokens // limit)
+    chunks = next((n for n in range(fewest, 2 * fewest) if tokens % n == 0), fewest)
+    return -(-tokens // chunks)
 
 
 def linear_cross_entropy(
@@ -34,6 +67,7 @@ def linear_cross_entropy(
     vocabulary: int,
     sequence_parallel: bool = False,
     chunk: int | None = None,
+    compute: ChunkLoss | None = None,
 ) -> Tensor:
     """Summed cross-entropy of the output projection X Wᵀ.
 
@@ -44,7 +78,8 @@ def linear_cross_entropy(
         axis: tensor axis.
         first: 0-dim tensor, index of this rank's first row.
         vocabulary: v, unpadded.
-        chunk: tokens a chunk; None: as many as fit in 32 MB of float32 logits.
+        chunk: tokens a chunk; None: `chunk_tokens` for the tensors' device.
+        compute: computes a chunk; None: `chunk_loss`.
 
     Returns:
         0-dim float32 sum over the tokens, the same on every rank of the axis.
@@ -59,57 +94,71 @@ def linear_cross_entropy(
         )
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"linear_cross_entropy: x has width {x.shape[1]}, the weight {weight.shape[1]}")
-    chunk = chunk or max(64, CHUNK_BYTES // (4 * weight.shape[0]))
-    return _LinearCrossEntropy.apply(x, weight, targets, axis, first, vocabulary, sequence_parallel, chunk)
+    chunk = chunk or chunk_tokens(tokens, weight.shape[0], devices.KINDS.get(x.device.type, devices.CPU))
+    compute = compute or chunk_loss
+    train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    inputs, head = x.detach(), weight.detach()
+    inputs = collectives.all_gather(inputs, axis) if sequence_parallel else inputs  # (b·s, h)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    total = inputs.new_zeros((), dtype=wide)
+    grad_x = torch.empty_like(inputs) if train else None
+    grad_weight = torch.zeros_like(head, dtype=wide) if train else None
+    for start in range(0, tokens, chunk):
+        rows = slice(start, start + chunk)
+        gradients = (grad_x[rows], grad_weight) if train else None
+        total = compute(inputs[rows], head, targets[rows], total, gradients, axis, first, vocabulary)
+    if not train:
+        return total
+    if sequence_parallel:
+        grad_x = collectives.reduce_scatter(grad_x, axis)  # (b·s/t, h)
+    else:
+        grad_x = collectives.all_reduce(grad_x, axis)
+    return _WithGradients.apply(x, weight, total, grad_x, grad_weight.to(weight.dtype))
 
 
-class _LinearCrossEntropy(Function):
+class _WithGradients(Function):
+    """A value of x and the weight whose gradients are already known."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        axis: Axis,
-        first: Tensor,
-        vocabulary: int,
-        sequence_parallel: bool,
-        chunk: int,
+        ctx: Any, x: Tensor, weight: Tensor, value: Tensor, grad_x: Tensor, grad_weight: Tensor
     ) -> Tensor:
-        x = collectives.all_gather(x, axis) if sequence_parallel else x  # (b·s, h)
-        train = any(ctx.needs_input_grad)
-        grad_x = torch.empty_like(x) if train else None
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=wide) if train else None
-        total = x.new_zeros((), dtype=wide)
-        for start in range(0, x.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            chunk_x, chunk_targets = x[rows], targets[rows]  # (chunk, h), (chunk)
-            # The logits (chunk, ceil(v/t)) have no name here, so that they are freed as soon as they are converted.
-            loss, grad_logits = _chunk_loss(
-                chunk_x @ weight.t(), chunk_targets, axis, first, vocabulary, train
-            )
-            total += loss
-            if train:
-                grad_logits = grad_logits.to(weight.dtype)
-                _chunk_backward(grad_logits, chunk_x, weight, chunk_targets, grad_x, rows, grad_weight)
-        if train:
-            if sequence_parallel:
-                grad_x = collectives.reduce_scatter(grad_x, axis)  # (b·s/t, h)
-            else:
-                grad_x = collectives.all_reduce(grad_x, axis)
-            ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype))
-        return total
+        ctx.save_for_backward(grad_x, grad_weight)
+        return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
         grad_x = grad_x * grad if needs_gradient(ctx, 0) else None
         grad_weight = grad_weight * grad if needs_gradient(ctx, 1) else None
-        return grad_x, grad_weight, None, None, None, None, None, None
+        return grad_x, grad_weight, None, None, None
 
 
-def _chunk_loss(
+def chunk_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    total: Tensor,
+    gradients: tuple[Tensor, Tensor] | None,
+    axis: Axis,
+    first: Tensor,
+    vocabulary: int,
+) -> Tensor:
+    """Return total + the loss of one chunk x (c, h), targets (c); the one part of the loss that is compiled.
+
+    Args:
+        total: 0-dim sum of earlier chunks.
+        gradients: the chunk's rows of dX (c, h), written, and dW (ceil(v/t), h) in float32, added to; None in evaluation.
+    """
+    # The logits (c, ceil(v/t)) have no name here, so that they are freed as soon as they are converted.
+    train = gradients is not None
+    loss, grad_logits = _logits_loss(x @ weight.t(), targets, axis, first, vocabulary, train)
+    if train:
+        _chunk_backward(grad_logits.to(weight.dtype), x, weight, targets, *gradients)
+    return total + loss
+
+
+def _logits_loss(
     logits: Tensor, targets: Tensor, axis: Axis, first: Tensor, vocabulary: int, train: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Summed loss of a chunk and its gradient by the logits (c, ceil(v/t)), ignored targets included; overwrites the logits."""
@@ -141,14 +190,13 @@ def _chunk_backward(
     weight: Tensor,
     targets: Tensor,
     grad_x: Tensor,
-    rows: slice,
     grad_weight: Tensor,
 ) -> None:
-    """Write a chunk's rows of grad_x and add its part to grad_weight."""
+    """Write a chunk's grad_x and add its part to grad_weight."""
     # Ignored targets are masked in (chunk, h), which is cheaper than in (chunk, v/t).
     counted = (targets != IGNORE_INDEX)[:, None].to(x.dtype)  # (chunk, 1)
     x = x * counted
-    torch.mul(grad_logits @ weight, counted, out=grad_x[rows])
+    torch.mul(grad_logits @ weight, counted, out=grad_x)
     if weight.dtype == grad_weight.dtype:
         grad_weight.addmm_(grad_logits.t(), x)
     else:

@@ -1,10 +1,11 @@
 """Compiled graphs of a training run: what is compiled, where it is cached, and cache misses and hits per program.
 
-Two regions of a model are compiled: the transformer block, one graph for all identical layers, and the loss. Each
-makes two programs, training (a forward and a backward graph) and evaluation (one graph). The embedding lookup and the
-final norm stay eager: compiled, the lookup's backward would accumulate in no fixed order on several threads, and a
-resumed run must be bit-identical. The optimizer's update is torch's fused kernel where one exists, elsewhere a
-program of one graph for each length of shard. A user-defined loss runs eager.
+Two regions of a model are compiled: the transformer block, one graph for all identical layers, and a chunk of the
+loss, one graph for all chunks. Each makes two programs: training (of a block a forward and a backward graph, of the loss
+one that computes gradients too) and evaluation (one graph). The embedding lookup and the final norm stay eager:
+compiled, the lookup's backward would accumulate in no fixed order on several threads, and a resumed run must be
+bit-identical. The optimizer's update is torch's fused kernel where one exists, elsewhere a program of one graph. A
+user-defined loss runs eager.
 
 `CompileStatistics` counts cache misses and hits per program, and logs by name the programs that missed a precompiled
 artifact.
@@ -62,7 +63,7 @@ def compile_regions(model: nn.Module, train: Train, backend: Callable[[str], Bac
         # Not `layer.compile`, which would trace the layer's hooks too.
         layer.forward = torch.compile(layer.forward, backend=backend(region), **OPTIONS)
     if model.last:
-        model.loss = torch.compile(model.loss, backend=backend("loss"), **OPTIONS)
+        model.chunk_loss = torch.compile(model.chunk_loss, backend=backend("loss"), **OPTIONS)
 
 
 def compiled_update(kind: str, backend: Callable[[str], Backend]) -> Update | None:

@@ -63,7 +63,7 @@ def extra_warmup_forwards(profile: Profile) -> int:
 
 def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.device) -> LanguageModel:
     """The pipeline stage that holds `layers`, uninitialized and without activation checkpointing."""
-    return MODELS[profile.model.architecture](
+    model = MODELS[profile.model.architecture](
         profile.model,
         mesh,
         layers,
@@ -71,6 +71,8 @@ def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
         dtype=DTYPES[profile.train.precision],
         device=device,
     )
+    model.device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
+    return model
 
 
 def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.device) -> LanguageModel:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel import LayerNorm, Mesh, Normal, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
+from parallel.device import CPU, Device
 from parallel.logits import full_logits
+from parallel.loss import ChunkLoss, chunk_loss, chunk_tokens
 from parallel.optimizer.fsdp import Unit
 from profiles.model import Model
 
@@ -27,10 +29,14 @@ class LanguageModel(nn.Module):
         axis: tensor axis, over which the vocabulary is sharded.
         sequence_parallel: whether hidden states are really sharded; False on a tensor axis of one rank.
         first, last: whether this stage has the embedding, and the head.
+        chunk_loss: computes a chunk of the loss; compiled in compiled runs.
+        device: the run's device, which decides the chunks of the loss.
     """
 
     block: type[nn.Module]
     norm_layer: type[RMSNorm | LayerNorm]
+    chunk_loss: ChunkLoss = staticmethod(chunk_loss)
+    device: Device = CPU
 
     def __init__(
         self,
@@ -90,7 +96,13 @@ class LanguageModel(nn.Module):
             first=head.first,
             vocabulary=self.model.vocab_size,
             sequence_parallel=self.sequence_parallel,
+            chunk=self.loss_chunk(targets.numel()),
+            compute=self.chunk_loss,
         )
+
+    def loss_chunk(self, tokens: int) -> int:
+        """Tokens of one chunk of the loss over this many, b·s/c."""
+        return chunk_tokens(tokens, self._output_embedding().weight.shape[0], self.device)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (b·s/c, v), float32, of the last stage's hidden states; complete on every tensor rank."""

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from modeling.models.build import partition_layers
+from modeling.models.language_model import LanguageModel
 from modeling.planning.memory import activation_bytes, bucket_sizes, microbatches_in_flight
 from modeling.planning.planner import Plan, fits
 from modeling.planning.stage_costs import StageCosts
@@ -42,9 +43,10 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
         microbatches = microbatches_in_flight(profile, rank)
         working = math.ceil(microbatches * sum(stage["kept"] for stage in stages))
         working += max(stage["peak"] for stage in stages)
-        buckets = bucket_sizes(profile, [costs.module(held) for held in layers])
+        modules = [costs.module(held) for held in layers]
+        buckets = bucket_sizes(profile, modules)
         activations = activation_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
-        calls = [_calls(profile, held, last=held is partition[-1]) for held in layers]
+        calls = [_calls(profile, module) for module in modules]
         work = sum(times * flops.get(region, 0) for stage in calls for region, times in stage.items())
         result.append(TracedRank(activations, profile.accumulation_steps * work))
     return result
@@ -64,8 +66,11 @@ def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> P
     )
 
 
-def _calls(profile: Profile, layers: range, *, last: bool) -> dict[str, int]:
+def _calls(profile: Profile, stage: LanguageModel) -> dict[str, int]:
     """Calls of each region per microbatch on a stage."""
-    limit = profile.train.recompute_layers
-    recomputed = 0 if limit is None else min(limit, len(layers))
-    return {"block": len(layers) - recomputed, "recomputed block": recomputed, "loss": int(last)}
+    train, layers = profile.train, len(stage.layers)
+    limit = train.recompute_layers
+    recomputed = 0 if limit is None else min(limit, layers)
+    tokens = train.micro_batch_size * train.sequence_length // profile.parallel.context
+    chunks = math.ceil(tokens / stage.loss_chunk(tokens)) if stage.last else 0
+    return {"block": layers - recomputed, "recomputed block": recomputed, "loss": chunks}

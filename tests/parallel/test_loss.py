@@ -6,9 +6,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.profiler import ProfilerActivity, profile
 
 from parallel import linear_cross_entropy, vocab_parallel_cross_entropy
+from parallel.device import ACCELERATORS, CPU
+from parallel.loss import chunk_loss, chunk_tokens
 from parallel.mesh import Axis
 from tests.parallel.replicated import check, shard
 from tests.pool import mesh
@@ -158,6 +161,46 @@ def test_full_logits_are_never_materialized():
     events = record.profiler.kineto_results.events()
     largest = max(event.nbytes() for event in events if event.name() == "[memory]")
     assert largest <= 256 * vocabulary * 4
+
+
+def test_all_chunks_run_one_graph():
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(
+        chunk_loss, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=count)
+    )
+    x, weight, targets = problem(24, 4, 9)
+    ours, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    options = {"first": FIRST, "vocabulary": 9, "chunk": 8, "compute": compiled}
+    loss = linear_cross_entropy(ours, w, targets, ONE, **options)
+    loss.backward()
+    for mine, theirs in zip((loss.detach(), ours.grad, w.grad), exact(x, weight, targets), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "tokens", "chunk"),
+    [
+        ("h100", 128256, 8192, 2048),
+        ("h200", 128256 // 8, 8192, 2048),
+        ("trn2", 128256 // 4, 8192, 2048),
+        ("trn2", 128256, 8192, 512),  # 1/64 of the memory
+        ("h100", 128256, 6000, 2000),
+        ("h100", 128256, 512, 512),
+    ],
+)
+def test_chunks_suit_the_device(kind, rows, tokens, chunk):
+    assert chunk_tokens(tokens, rows, ACCELERATORS[kind]) == chunk
+
+
+def test_chunks_on_a_cpu_fit_its_caches():
+    assert chunk_tokens(4096, 16384, CPU) == 512  # 32 MiB of logits
+    assert chunk_tokens(100, 128256, CPU) == 50
 
 
 def test_mismatched_shapes_are_rejected():
