@@ -78,7 +78,7 @@ class Device:
         return torch.accelerator.device_count() if accelerator and accelerator.type == self.type else 0
 
     def peak(self, precision: str) -> float | None:
-        """Peak dense FLOP/s of one device in "float32" or "bf16"; None if unknown."""
+        """Peak dense FLOP/s of one device in "float32", "bf16" or "fp8"; None if unknown."""
         return (self.peak_flops or {}).get(precision)
 
     @property
@@ -160,9 +160,16 @@ def _accelerator(
 ACCELERATORS = {
     "trn1": _accelerator(NEURON, 16 * GIB, 820 * GIB / 2, 384 * GIB / 2, 800e9 / 8 / 32, bf16=95e12),
     "trn2": _accelerator(NEURON, 24 * GIB, 2.9e12 / 4, 1.28e12 / 4, 3200e9 / 8 / 64, bf16=166.8e12),
-    "trn3": _accelerator(NEURON, 36 * GIB, 4.9e12 / 4, 2.56e12 / 4, 12800e9 / 8 / 64, bf16=167.8e12),
-    "h100": _accelerator(CUDA, 80 * 10**9, 3.35e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12),
-    "h200": _accelerator(CUDA, 141 * 10**9, 4.8e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12),
+    "trn3": _accelerator(
+        NEURON, 36 * GIB, 4.9e12 / 4, 2.56e12 / 4, 12800e9 / 8 / 64, bf16=167.8e12, fp8=2.517e15 / 4
+    ),
+    "h100": _accelerator(
+        CUDA, 80 * 10**9, 3.35e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
+    ),
+    "h200": _accelerator(
+        CUDA, 141 * 10**9, 4.8e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
+    ),
+    "b200": _accelerator(CUDA, 180 * 10**9, 8e12, 900e9, 400e9 / 8, bf16=2.25e15, fp8=4.5e15),
 }
 # trn2: the first generation that native PyTorch supports
 KINDS = {"cpu": CPU, "cuda": CUDA, "neuron": ACCELERATORS["trn2"]}

@@ -29,6 +29,7 @@ from parallel.initialization import Constant, Normal
 from parallel.layers import ColumnLinear, check_input, column_input_gradient
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis, Mesh
+from parallel.products import EXACT, Products
 
 
 class ReplicatedKVLinear(Function):
@@ -44,9 +45,10 @@ class ReplicatedKVLinear(Function):
         replicas: Axis,
         query_width: int,
         sequence_parallel: bool,
+        products: Products,
     ) -> Tensor:
         ctx.replicas, ctx.query_width = replicas, query_width
-        return ColumnLinear.forward(ctx, x, weight, bias, axis, sequence_parallel)
+        return ColumnLinear.forward(ctx, x, weight, bias, axis, sequence_parallel, products)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -58,9 +60,11 @@ class ReplicatedKVLinear(Function):
         grad_x, full_x = column_input_gradient(ctx, grad, x, weight)
         if needs_gradient(ctx, 1):
             key_value = reduction.wait()
-            grad_weight = torch.cat((query.t() @ full_x, key_value.t() @ full_x))
+            grad_weight = torch.cat(
+                [ctx.products.weight_gradient(part, full_x) for part in (query, key_value)]
+            )
             grad_bias = torch.cat((query.sum(0), key_value.sum(0))) if ctx.bias else None
-        return grad_x.wait() if grad_x else None, grad_weight, grad_bias, None, None, None, None
+        return grad_x.wait() if grad_x else None, grad_weight, grad_bias, *(None,) * 5
 
 
 class GQAQKVColumnParallelLinear(nn.Module):
@@ -74,6 +78,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         mesh: its tensor axis, unfolded to (kv shard, kv replica), has max(1, t/k) replicas.
         bias: whether to add a bias to Q, K and V.
         sequence_parallel: whether the input is (b·s/t, h).
+        products: how matrix products are computed.
 
     Raises:
         ValueError: invalid tensor degree (the message names the nearest valid ones), or a mesh with other replicas.
@@ -89,6 +94,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         *,
         bias: bool = False,
         sequence_parallel: bool = False,
+        products: Products = EXACT,
         initializer: Initializer | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -102,7 +108,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
                 f"GQAQKVColumnParallelLinear: {kv_heads} KV heads over tensor = {degree} need kv_replicas = {replicas}, "
                 f"the mesh has {mesh.kv_replicas}"
             )
-        self.hidden, self.head_dim = hidden, head_dim
+        self.hidden, self.head_dim, self.products = hidden, head_dim, products
         self.axis, self.replicas = mesh.tensor, mesh.kv_replica
         self.sequence_parallel = sequence_parallel and degree > 1
         self.heads = heads // degree
@@ -119,14 +125,12 @@ class GQAQKVColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(b·s, h) or (b·s/t, h) -> (b·s, (n + 2k)·d) with this rank's n and k: its Q heads, then K, then V."""
         check_input(self, x, self.hidden)
-        if self.axis.size == 1:
+        if self.axis.size == 1 and self.products is EXACT:
             return F.linear(x, self.weight, self.bias)
+        inputs, options = (x, self.weight, self.bias, self.axis), (self.sequence_parallel, self.products)
         if self.replicas.size == 1:
-            return ColumnLinear.apply(x, self.weight, self.bias, self.axis, self.sequence_parallel)
-        width = self.heads * self.head_dim
-        return ReplicatedKVLinear.apply(
-            x, self.weight, self.bias, self.axis, self.replicas, width, self.sequence_parallel
-        )
+            return ColumnLinear.apply(*inputs, *options)
+        return ReplicatedKVLinear.apply(*inputs, self.replicas, self.heads * self.head_dim, *options)
 
 
 def _check_degree(heads: int, kv_heads: int, degree: int) -> None:

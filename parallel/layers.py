@@ -29,6 +29,7 @@ from parallel.backward import needs_gradient
 from parallel.initialization import Constant, Normal
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis
+from parallel.products import EXACT, Products
 
 
 class ColumnLinear(Function):
@@ -36,26 +37,33 @@ class ColumnLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: Axis,
+        sequence_parallel: bool,
+        products: Products = EXACT,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.sequence_parallel, ctx.bias = axis, sequence_parallel, bias is not None
+        ctx.products = products
         if sequence_parallel:
             x = collectives.all_gather(x, axis)  # (b·s, h)
-        return F.linear(x, weight, bias)  # (b·s, o/t)
+        return products.forward(x, weight, bias)  # (b·s, o/t)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x, full_x = column_input_gradient(ctx, grad, x, weight)
-        grad_weight = grad.t() @ full_x if full_x is not None else None  # (o/t, h)
+        grad_weight = ctx.products.weight_gradient(grad, full_x) if full_x is not None else None  # (o/t, h)
         grad_bias = grad.sum(0) if ctx.bias and needs_gradient(ctx, 2) else None
-        return grad_x.wait() if grad_x else None, grad_weight, grad_bias, None, None
+        return grad_x.wait() if grad_x else None, grad_weight, grad_bias, None, None, None
 
 
 def column_input_gradient(
     ctx: Any, grad: Tensor, x: Tensor, weight: Tensor
-) -> tuple[collectives.PendingReduceScatter | collectives.PendingAllReduce | None, Tensor | None]:
+) -> tuple[collectives.PendingReduceScatter | collectives.PendingAllReduce | _Reduced | None, Tensor | None]:
     """Start the reduction of dX = Σ dYi Wi, to be awaited after dW, and return it with the full X (b·s, h) for dW.
 
     Returns None for what the backward pass does not need.
@@ -65,21 +73,38 @@ def column_input_gradient(
         x = collectives.depend_on_gradient(x, grad) if ctx.sequence_parallel else x
         full_x = collectives.start_all_gather(x, ctx.axis) if ctx.sequence_parallel else x
     if needs_gradient(ctx, 0):
-        reduce = collectives.PendingReduceScatter if ctx.sequence_parallel else collectives.PendingAllReduce
-        grad_x = reduce(grad @ weight, ctx.axis)
+        grad_x = ctx.products.input_gradient(grad, weight)
+        if ctx.axis.size == 1:
+            grad_x = _Reduced(grad_x)
+        elif ctx.sequence_parallel:
+            grad_x = collectives.PendingReduceScatter(grad_x, ctx.axis)
+        else:
+            grad_x = collectives.PendingAllReduce(grad_x, ctx.axis)
     if full_x is not None and ctx.sequence_parallel:
         full_x = collectives.wait(full_x)
     return grad_x, full_x
+
+
+class _Reduced:
+    """A gradient that no other rank has a part of, in place of a reduction in progress."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def wait(self) -> Tensor:
+        return self.x
 
 
 class RowLinear(Function):
     """X (b·s, i/t) -> Y (b·s, h) or (b·s/t, h), reduced over the axis."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, products: Products = EXACT
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
-        y = F.linear(x, weight)  # (b·s, h), this rank's partial sum
+        ctx.axis, ctx.sequence_parallel, ctx.products = axis, sequence_parallel, products
+        y = products.forward(x, weight)  # (b·s, h), this rank's partial sum
         return collectives.reduce_scatter(y, axis) if sequence_parallel else collectives.all_reduce(y, axis)
 
     @staticmethod
@@ -87,8 +112,9 @@ class RowLinear(Function):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
             grad = collectives.all_gather(grad, ctx.axis)  # (b·s, h)
-        grad_x = grad @ weight if needs_gradient(ctx, 0) else None
-        return grad_x, grad.t() @ x if needs_gradient(ctx, 1) else None, None, None
+        grad_x = ctx.products.input_gradient(grad, weight) if needs_gradient(ctx, 0) else None
+        grad_weight = ctx.products.weight_gradient(grad, x) if needs_gradient(ctx, 1) else None
+        return grad_x, grad_weight, None, None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -101,6 +127,7 @@ class ColumnParallelLinear(nn.Module):
         axis: tensor axis.
         bias: whether to add a bias, split like the rows.
         sequence_parallel: whether the input is (b·s/t, h).
+        products: how matrix products are computed.
         initializer: of the weight, default N(0, 0.02²); biases start at zero.
 
     Raises:
@@ -115,6 +142,7 @@ class ColumnParallelLinear(nn.Module):
         *,
         bias: bool = False,
         sequence_parallel: bool = False,
+        products: Products = EXACT,
         initializer: Initializer | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -123,7 +151,7 @@ class ColumnParallelLinear(nn.Module):
         sizes = {"": out_features} if isinstance(out_features, int) else dict(out_features)
         for name, size in sizes.items():
             check_divisible(self, f"out_features{f'[{name}]' if name else ''}", size, axis)
-        self.in_features, self.axis = in_features, axis
+        self.in_features, self.axis, self.products = in_features, axis, products
         self.sequence_parallel = sequence_parallel and axis.size > 1
         initializer = initializer or Normal(0.02)
         rows = tuple(Section(name, (size, in_features), 0) for name, size in sizes.items())
@@ -135,9 +163,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_input(self, x, self.in_features)
-        if self.axis.size == 1:
+        if self.axis.size == 1 and self.products is EXACT:
             return F.linear(x, self.weight, self.bias)
-        return ColumnLinear.apply(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+        return ColumnLinear.apply(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.products)
 
 
 class RowParallelLinear(nn.Module):
@@ -148,6 +176,7 @@ class RowParallelLinear(nn.Module):
         out_features: h.
         axis: tensor axis.
         sequence_parallel: whether the output is (b·s/t, h).
+        products: how matrix products are computed.
 
     Raises:
         ValueError: the axis does not divide in_features, or the input has the wrong width or dtype.
@@ -161,13 +190,14 @@ class RowParallelLinear(nn.Module):
         *,
         bias: bool = False,
         sequence_parallel: bool = False,
+        products: Products = EXACT,
         initializer: Initializer | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         check_divisible(self, "in_features", in_features, axis)
-        self.in_features, self.axis = in_features, axis
+        self.in_features, self.axis, self.products = in_features, axis, products
         self.sequence_parallel = sequence_parallel and axis.size > 1
         columns = Section("", (out_features, in_features), 1)
         self.weight = parameter(Layout((columns,), axis.size, initializer or Normal(0.02)), dtype, device)
@@ -179,11 +209,12 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_input(self, x, self.in_features // self.axis.size)
-        if self.axis.size == 1:
+        if self.axis.size == 1 and self.products is EXACT:
             return F.linear(x, self.weight, self.bias)
         # Selective activation checkpointing saves the reduction's output, so the product's need not be.
-        with recompute_products() if self.axis.supports_reduction else nullcontext():
-            y = RowLinear.apply(x, self.weight, self.axis, self.sequence_parallel)
+        reduces = self.axis.size > 1 and self.axis.supports_reduction
+        with recompute_products() if reduces else nullcontext():
+            y = RowLinear.apply(x, self.weight, self.axis, self.sequence_parallel, self.products)
         return y if self.bias is None else y + self.bias
 
 

@@ -26,10 +26,11 @@ from profiles.schema import Profile
 Rule = Callable[[Profile], None]  # raises ProfileError
 CPU_PROCESSES = 16
 SEARCH_STEPS = 1024  # how far from an invalid value valid ones are searched, in each direction
-ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200"), "neuron": ("trn1", "trn2", "trn3")}
+ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200", "b200"), "neuron": ("trn1", "trn2", "trn3")}
 # Accelerators that can be planned and converted for but not trained on: the reason, and alternatives.
 TRN1 = "native PyTorch does not train on it, nor does AWS's older stack since SDK 2.30"
 PLANNED_ONLY = {"trn1": (TRN1, ["trn2", "trn3"])}
+FP8 = {"tensorwise": ("h100", "h200", "b200"), "rowwise": ("h100", "h200", "b200"), "mxfp8": ("b200", "trn3")}
 BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron",)}
 # sbatch options that the launcher sets itself, or that have their own profile key.
 LAUNCHER_OPTIONS = {
@@ -89,6 +90,9 @@ def check_start(profile: Profile) -> None:
     cluster = profile.cluster
     if cluster.accelerator in PLANNED_ONLY:
         raise ProfileError("cluster.accelerator", cluster.accelerator, *PLANNED_ONLY[cluster.accelerator])
+    if profile.train.precision == "fp8" and cluster.device == "neuron":
+        reason = f"can only be planned on {cluster.accelerator}: native PyTorch has no MXFP8 product for it"
+        raise ProfileError("train.precision", "fp8", reason, ["bf16"])
     if cluster.launcher == "slurm" and shutil.which("sbatch") is None:
         raise ProfileError("cluster.launcher", "slurm", "sbatch is not on this machine's PATH", ["local"])
     user_functions.check(profile)
@@ -243,6 +247,34 @@ def _recompute(profile: Profile) -> None:
         raise ProfileError("train.recompute_layers", train.recompute_layers, reason, ["null"])
 
 
+def _precision(profile: Profile) -> None:
+    train, cluster, model = profile.train, profile.cluster, profile.model
+    if train.precision != "fp8":
+        return
+    supported = FP8[train.fp8_recipe]
+    if cluster.accelerator not in supported:
+        device = cluster.accelerator or f"a {cluster.device} device of unknown model (cluster.accelerator)"
+        reason = f"with fp8_recipe {train.fp8_recipe} runs on {' and '.join(supported)}, not on {device}"
+        others = [name for name, kinds in FP8.items() if cluster.accelerator in kinds]
+        raise ProfileError(
+            "train.precision", "fp8", reason, ["bf16", *(f"train.fp8_recipe={name}" for name in others)]
+        )
+    of = 32 if train.fp8_recipe == "mxfp8" else 16
+    tensor, d = profile.parallel.tensor, model.head_dim
+    tokens = train.micro_batch_size * train.sequence_length // profile.parallel.context
+    sizes = {
+        "model.hidden_size": model.hidden_size,
+        f"model.intermediate_size over tensor {tensor}": model.intermediate_size // tensor,
+        f"the width of the query heads over tensor {tensor}": model.num_attention_heads // tensor * d,
+        f"the width of the KV heads over tensor {tensor}": max(1, model.num_key_value_heads // tensor) * d,
+        "the tokens of a microbatch on a rank": tokens,
+    }
+    for name, size in sizes.items():
+        if size % of:
+            reason = f"needs multiples of {of} with fp8_recipe {train.fp8_recipe}; {name} is {size}"
+            raise ProfileError("train.precision", "fp8", reason, ["bf16"])
+
+
 def _schedule(profile: Profile) -> None:
     train = profile.train
     if train.steps is not None and train.epochs is not None:
@@ -315,7 +347,7 @@ TOPOLOGY = (
     _microbatches,
     _recompute,
 )
-INDEPENDENT = (_trace, _schedule, _vocabulary, _files, _compile, data_sources.check)
+INDEPENDENT = (_trace, _precision, _schedule, _vocabulary, _files, _compile, data_sources.check)
 # Keys whose nearest valid values are searched, with further keys that may be changed instead.
 SEARCHED: dict[str, tuple[str, ...]] = {
     "parallel.tensor": (),

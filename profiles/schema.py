@@ -195,8 +195,15 @@ class Train(Section):
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
         1234, description="seed of initial weights, data order and dropout"
     )
-    precision: Literal["float32", "bf16"] = Field(
-        "bf16", description="dtype of weights and activations; master weights are float32"
+    precision: Literal["float32", "bf16", "fp8"] = Field(
+        "bf16",
+        description="dtype of weights and activations; master weights are float32. fp8: bf16, but the layers' matrix products "
+        "are in 8 bits",
+    )
+    fp8_recipe: Literal["tensorwise", "rowwise", "mxfp8"] = Field(
+        "rowwise",
+        description="what shares a scale in fp8: a tensor, a row, or 32 values of a row; tensorwise and rowwise: h100 and later; "
+        "mxfp8: b200, and trn3 for planning",
     )
     gradient_dtype: Literal["float32", "bf16"] = Field(
         "float32", description="dtype of gradient accumulation"
@@ -285,7 +292,7 @@ class Cluster(Section):
     nodes: Size = Field(1, description="number of nodes")
     devices_per_node: Size = Field(1, description="devices per node, with one process each")
     device: Literal["cpu", "cuda", "neuron"] = Field(description="device type; never detected automatically")
-    accelerator: Literal["trn1", "trn2", "trn3", "h100", "h200"] | None = Field(
+    accelerator: Literal["trn1", "trn2", "trn3", "h100", "h200", "b200"] | None = Field(
         None, description="accelerator model, which gives memory and speed for planning"
     )
     node_price: Annotated[float, Field(gt=0)] | None = Field(

@@ -117,7 +117,7 @@ def graphs(profile: Profile) -> str:
             "pipeline": [parallel.pipeline_cuts, parallel.schedule],
             "sharding": [parallel.data_sharding, profile.shard_degree] if sharded else None,
             "shape": [train.micro_batch_size, train.sequence_length],
-            "precision": [train.precision, train.gradient_dtype],
+            "precision": [train.precision, train.fp8_recipe, train.gradient_dtype],
             "recompute": [train.recompute, train.recompute_layers],
             "loss": train.loss,
             "document_masks": train.document_masks,

@@ -4,7 +4,8 @@ Two regions of a model are compiled: the transformer block, one graph for all id
 loss, one graph for all chunks. Each makes two programs: training (of a block a forward and a backward graph, of the loss
 one that computes gradients too) and evaluation (one graph). The embedding lookup and the final norm stay eager:
 compiled, the lookup's backward would accumulate in no fixed order on several threads, and a resumed run must be
-bit-identical. The optimizer's update is torch's fused kernel where one exists, elsewhere a program of one graph. A
+bit-identical. The optimizer's update is torch's fused kernel where one exists, elsewhere a program of one graph for each
+length of shard. A
 user-defined loss runs eager.
 
 `CompileStatistics` counts cache misses and hits per program, and logs by name the programs that missed a precompiled

@@ -20,10 +20,11 @@ from parallel.optimizer.adamw import Update
 from parallel.optimizer.fsdp import gather_in_graph, gather_on_use
 from parallel.pipeline.schedules import choose_extra_forwards
 from parallel.pipeline.stages import cut_layers
+from parallel.products import EXACT, Float8, Products
 from profiles.schema import Profile
 
 MODELS: dict[str, type[LanguageModel]] = {"llama": Llama, "qwen3": Qwen3, "olmo2": Olmo2, "gpt": GPT}
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # of weights
 
 
 def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | None = None) -> Mesh:
@@ -68,11 +69,18 @@ def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
         mesh,
         layers,
         sequence_parallel=profile.parallel.sequence_parallel,
+        products=build_products(profile, device),
         dtype=DTYPES[profile.train.precision],
         device=device,
     )
     model.device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
     return model
+
+
+def build_products(profile: Profile, device: torch.device) -> Products:
+    """How the layers multiply matrices; FP8 is emulated on CPUs, which only tests ask for, as profiles.check rejects it."""
+    train = profile.train
+    return Float8(train.fp8_recipe, emulated=device.type == "cpu") if train.precision == "fp8" else EXACT
 
 
 def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.device) -> LanguageModel:

@@ -10,6 +10,7 @@ from parallel.device import CPU, Device
 from parallel.logits import full_logits
 from parallel.loss import ChunkLoss, chunk_loss, chunk_tokens
 from parallel.optimizer.fsdp import Unit
+from parallel.products import EXACT, Products
 from profiles.model import Model
 
 
@@ -24,6 +25,7 @@ class LanguageModel(nn.Module):
         mesh: device mesh.
         layers: layers of this stage; all by default.
         sequence_parallel: shard hidden states over the tensor axis between layers.
+        products: how the layers' matrix products are computed; the head's are exact.
 
     Attributes:
         axis: tensor axis, over which the vocabulary is sharded.
@@ -45,6 +47,7 @@ class LanguageModel(nn.Module):
         layers: range | None = None,
         *,
         sequence_parallel: bool = False,
+        products: Products = EXACT,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
@@ -62,7 +65,9 @@ class LanguageModel(nn.Module):
             self.embedding = VocabParallelEmbedding(*vocabulary, partial_axes=shared, **options)
         if self.first:
             self.add_position_embedding(**options)
-        self.layers = nn.ModuleDict({str(i): self.block(model, mesh, norm, **options) for i in layers})
+        self.layers = nn.ModuleDict(
+            {str(i): self.block(model, mesh, norm, products=products, **options) for i in layers}
+        )
         if self.last:
             self.norm = self.norm_layer(model.hidden_size, mesh.tensor, **norm)
             if not tied:

@@ -23,6 +23,7 @@ from parallel.mesh import Axis, Mesh
 _aten, _c10d, _ours = torch.ops.aten, torch.ops._c10d_functional, torch.ops.trainshed
 _PRODUCTS = {
     _aten.mm: 0,
+    _aten._scaled_mm_v2: 0,
     _aten.bmm: 0,
     _aten.addmm: 1,
     _aten.addmm_: 1,

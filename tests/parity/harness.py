@@ -69,6 +69,7 @@ class Case:
     recompute: str = "none"
     recompute_layers: int | None = None
     precision: str = "float32"
+    fp8_recipe: str = "rowwise"
     documents: bool = False  # whether attention is masked to documents
     in_graph: bool = False  # whether FSDP's collectives are operators of the blocks, as on neuron
     native: bool = False  # whether to use the backend's reductions, as on accelerators
@@ -99,7 +100,8 @@ class Case:
                 },
                 "train": {
                     "steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": micro_batch, "sequence_length": SEQUENCE,
-                    "learning_rate": RATE, "precision": self.precision, "recompute": self.recompute,
+                    "learning_rate": RATE, "precision": self.precision, "fp8_recipe": self.fp8_recipe,
+                    "recompute": self.recompute,
                     "recompute_layers": self.recompute_layers, "document_masks": self.documents,
                 },
                 "cluster": {"device": "cpu", "devices_per_node": self.world, "threads": 1},

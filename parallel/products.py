@@ -1,0 +1,144 @@
+"""Matrix products of linear layers: in the tensors' dtype, or in 8-bit floating point (FP8) with dynamic scales.
+
+A linear layer Y = X Wᵀ has three products, of which both factors are quantized along the dim that is summed over:
+
+    forward           X Wᵀ    e4m3 × e4m3
+    input gradient    dY W    dY × e4m3
+    weight gradient   dYᵀ X   dY × e4m3
+
+    recipe       a scale for                                        format of dY
+    tensorwise   a tensor, its largest value / the format's          e5m2
+    rowwise      a row of a factor, rounded up to a power of two     e4m3
+    mxfp8        32 values of a row, a power of two (OCP MX 1.0)     e4m3
+
+Products are summed in float32 by the tensor cores and returned in the factors' dtype; weights, activations, gradients and what is
+saved for backward stay as they are (arXiv 2209.05433). Layers here are Functions that overlap their products with collectives,
+which torchao's replacement of nn.Linear does not support, so the few lines of scaling are our own.
+
+`emulated` runs the same quantization on any device and multiplies the dequantized factors in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from parallel.activation_checkpointing import save_outputs
+
+RECIPES = ("tensorwise", "rowwise", "mxfp8")
+MULTIPLE = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}  # of each dim of a factor
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MX_BLOCK = 32
+TINY = 1e-12  # smallest magnitude of a scale, for rows of zeros
+
+save_outputs(torch.ops.aten._scaled_mm_v2.default)
+
+
+class Products:
+    """The three products of a linear layer in the dtype of the tensors."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """X (m, k), W (n, k) -> X Wᵀ + bias (m, n)."""
+        return F.linear(x, weight, bias)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """dY (m, n), W (n, k) -> dX (m, k)."""
+        return grad @ weight
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """dY (m, n), X (m, k) -> dW (n, k)."""
+        return grad.t() @ x
+
+
+EXACT = Products()
+
+
+@dataclass(frozen=True)
+class Float8(Products):
+    """The three products in FP8; every dim of the factors must be a multiple of MULTIPLE[recipe].
+
+    Args:
+        recipe: one of RECIPES.
+        emulated: whether to multiply dequantized factors, on devices without FP8 products.
+    """
+
+    recipe: str
+    emulated: bool = False
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = self._product(x, weight, E4M3, fast=True)
+        return y if bias is None else y + bias
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return self._product(grad, weight.t(), self._gradient_format)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return self._product(grad.t(), x.t(), self._gradient_format)
+
+    @property
+    def _gradient_format(self) -> torch.dtype:
+        return E5M2 if self.recipe == "tensorwise" else E4M3
+
+    def _product(self, a: Tensor, b: Tensor, a_format: torch.dtype, fast: bool = False) -> Tensor:
+        """a (m, k), b (n, k) -> a bᵀ (m, n); `fast` sums in fewer bits, which gradients do not allow."""
+        a8, a_scale = quantize(a, self.recipe, a_format)
+        b8, b_scale = quantize(b, self.recipe, E4M3)
+        if self.emulated:
+            return (dequantize(a8, a_scale) @ dequantize(b8, b_scale).t()).to(a.dtype)
+        if self.recipe == "mxfp8":
+            scales = [swizzle(scale.squeeze(-1)).to(torch.float8_e8m0fnu) for scale in (a_scale, b_scale)]
+            kind, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+        else:
+            scales = [a_scale, b_scale.t()]
+            kind = ScalingType.TensorWise if self.recipe == "tensorwise" else ScalingType.RowWise
+            order = SwizzleType.NO_SWIZZLE
+        return F.scaled_mm(
+            *(a8, b8.t(), scales[0], kind, scales[1], kind, order, order),
+            output_dtype=a.dtype,
+            use_fast_accum=fast and self.recipe != "mxfp8",
+        )
+
+
+def quantize(x: Tensor, recipe: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x (m, k) -> values (m, k) in an FP8 dtype, row-major, and float32 scales: (1, 1), (m, 1) or (m, k/32, 1)."""
+    wide, largest = x.float().contiguous(), torch.finfo(dtype).max
+    if recipe == "mxfp8":
+        blocks = wide.unflatten(1, (-1, MX_BLOCK))  # (m, k/32, 32)
+        highest = blocks.abs().amax(2, keepdim=True).clamp_min(TINY)
+        exponent = highest.log2().floor() - math.floor(math.log2(largest))
+        scale = exponent.exp2()  # (m, k/32, 1); values between largest and 2^(e + 1) saturate
+        scaled = (blocks / scale).flatten(1)
+    elif recipe == "rowwise":
+        scale = (wide.abs().amax(1, keepdim=True).clamp_min(TINY) / largest).log2().ceil().exp2()  # (m, 1)
+        scaled = wide / scale
+    else:
+        scale = wide.abs().amax().clamp_min(TINY).view(1, 1) / largest
+        scaled = wide / scale
+    return scaled.clamp(-largest, largest).to(dtype), scale
+
+
+def dequantize(x: Tensor, scale: Tensor) -> Tensor:
+    """Values and scales of `quantize` -> (m, k) float32."""
+    if scale.dim() == 3:
+        return (x.float().unflatten(1, (-1, MX_BLOCK)) * scale).flatten(1)
+    return x.float() * scale
+
+
+def swizzle(scales: Tensor) -> Tensor:
+    """Scales (m, k/32) in the order that tensor cores read: tiles of 128 × 4, of which each stores row r, column c at
+    (r mod 32) · 16 + ⌊r / 32⌋ · 4 + c (cuBLAS, 1D block scaling factors layout).
+
+    Returns:
+        flat, with zeros for the rows and columns that fill the last tiles.
+    """
+    m, k = scales.shape
+    padded = F.pad(scales, (0, -k % 4, 0, -m % 128))
+    tiles = padded.view(
+        -1, 4, 32, padded.shape[1] // 4, 4
+    )  # (row tiles, row / 32, row mod 32, column tiles, column)
+    return tiles.permute(0, 3, 2, 1, 4).flatten()

@@ -1,0 +1,89 @@
+"""FP8 matrix products: accuracy of each recipe, equality of torch's operator with the emulation, and training."""
+
+import pytest
+import torch
+
+from parallel.products import E4M3, RECIPES, Float8, Products, dequantize, quantize, swizzle
+from tests.parity.harness import Case, run, train
+
+EXACT = Products()
+
+
+def factors(dtype=torch.float32):
+    """x (m, k), weight (n, k), gradient (m, n); rows of x and of the gradient span six orders of magnitude."""
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.logspace(-3, 3, 64)[:, None]
+    x, weight, grad = (torch.randn(shape, generator=draw) for shape in ((64, 96), (32, 96), (64, 32)))
+    return [value.to(dtype) for value in (x * rows, weight, grad * rows)]
+
+
+def results(products, x, weight, grad):
+    return [
+        products.forward(x, weight),
+        products.input_gradient(grad, weight),
+        products.weight_gradient(grad, x),
+    ]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_emulated_products_are_near_exact_ones(recipe):
+    for found, exact in zip(
+        results(Float8(recipe, True), *factors()), results(EXACT, *factors()), strict=True
+    ):
+        assert (found - exact).norm() < 0.07 * exact.norm()
+
+
+def test_only_scales_of_rows_keep_small_rows():
+    x, weight, _ = factors()
+    exact = EXACT.forward(x, weight)
+    for recipe in RECIPES:
+        errors = (Float8(recipe, True).forward(x, weight) - exact).norm(dim=1) / exact.norm(dim=1)
+        assert (errors.max() < 0.1) == (recipe != "tensorwise")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_operator_of_torch_equals_the_emulation(recipe):
+    """torch has the operator on CPUs too, where it is slow; so the call that a GPU gets is run here."""
+    inputs = factors(torch.bfloat16)
+    for found, emulated in zip(
+        results(Float8(recipe), *inputs), results(Float8(recipe, True), *inputs), strict=True
+    ):
+        assert torch.equal(found, emulated)
+
+
+def test_mx_scales_are_powers_of_two_for_32_values():
+    x = factors()[0]
+    values, scale = quantize(x, "mxfp8", E4M3)
+    assert scale.shape == (64, 3, 1)
+    assert torch.equal(scale.log2(), scale.log2().round())
+    largest = (x.unflatten(1, (-1, 32)).abs().amax(2, keepdim=True) / scale).flatten()
+    assert largest.ge(256).all()  # uses the format's highest exponent
+    assert largest.lt(512).all()
+    assert (dequantize(values, scale) - x).abs().max() < 0.07 * x.abs().max()
+
+
+def test_mx_scales_are_stored_as_tensor_cores_read_them():
+    scales = torch.arange(200.0 * 6).view(200, 6)
+    stored = swizzle(scales).view(2, 2, 512)  # tiles of 128 x 4
+    for row, column in ((0, 0), (31, 3), (37, 2), (127, 4), (199, 5)):
+        place = (row % 32) * 16 + row % 128 // 32 * 4 + column % 4
+        assert stored[row // 128, column // 4, place] == scales[row, column]
+    assert stored.count_nonzero() == scales.count_nonzero()
+
+
+def test_tensor_parallel_layers_train_in_emulated_fp8(pool):
+    """KV heads on two ranks each; the scales of shards differ from those of the full tensors."""
+    found = run(Case(tensor=4, precision="fp8"), pool).losses
+    assert found == pytest.approx(train(Case(precision="bf16"), steps=range(20)).losses, rel=3e-2)
+
+
+def test_loss_in_emulated_fp8_is_within_a_percent_of_bf16_over_200_steps():
+    def means(case):
+        return torch.tensor(train(case, steps=range(200)).losses).view(10, 20).mean(1)
+
+    expected = means(Case(precision="bf16"))
+    assert expected[-1] < 0.7 * expected[0]
+    for recipe in ("tensorwise", "rowwise"):
+        torch.testing.assert_close(
+            means(Case(precision="fp8", fp8_recipe=recipe)), expected, rtol=0.01, atol=0
+        )
