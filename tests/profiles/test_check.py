@@ -52,6 +52,8 @@ def test_time_limit_is_parsed_like_slurm(time, minutes):
 
 DATA_8 = ("parallel.tensor=1", "cluster.devices_per_node=8", "train.global_batch_size=32")
 EIGHT_LAYERS = ("parallel.pipeline=2", "parallel.tensor=1", "model.num_hidden_layers=8")
+FP8 = ("train.precision=fp8", "model.head_dim=32")
+H100 = (*FP8, "cluster.device=cuda", "cluster.accelerator=h100")
 ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_size=1")
 
 
@@ -67,6 +69,24 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
         (
             ["parallel.tensor=4", "model.intermediate_size=510"],
             *("parallel.tensor", 4, "does not divide model.intermediate_size 510", (2,)),
+        ),
+        (
+            ["train.precision=fp8"],
+            *(
+                "train.precision",
+                "fp8",
+                "fp8_recipe rowwise runs on h100 and h200 and b200, not on a cpu device",
+                ("bf16",),
+            ),
+        ),
+        (
+            [*H100, "train.fp8_recipe=mxfp8"],
+            *("train.precision", "fp8", "fp8_recipe mxfp8 runs on b200 and trn3, not on h100"),
+            ("bf16", "train.fp8_recipe=tensorwise", "train.fp8_recipe=rowwise"),
+        ),
+        (
+            [*H100, "parallel.tensor=1", "cluster.devices_per_node=1", "model.intermediate_size=504"],
+            *("train.precision", "fp8", "needs multiples of 16 with fp8_recipe rowwise", ("bf16",)),
         ),
         (["parallel.kv_replication=2"], "parallel.kv_replication", 2, "makes it 1", (1,)),
         (["parallel.zero1=false"], "parallel.zero1", False, "is now", ("parallel.data_sharding=none",)),
@@ -289,6 +309,12 @@ def test_slurm_needs_sbatch_to_start_but_not_to_plan(monkeypatch, tmp_path):
 def test_planned_only_accelerator_can_be_planned_but_not_started():
     assert not_started("cluster.device=neuron", "cluster.accelerator=trn1").choices == ("trn2", "trn3")
     resolve.check_start(resolve.load("tiny", ["cluster.device=neuron", "cluster.accelerator=trn2"]))
+
+
+def test_fp8_is_accepted_on_gpus_and_planned_on_trn3():
+    accepted(*H100)
+    trn3 = (*FP8, "train.fp8_recipe=mxfp8", "cluster.device=neuron", "cluster.accelerator=trn3")
+    assert not_started(*trn3).key == "train.precision"
 
 
 def test_accelerator_must_match_the_device():

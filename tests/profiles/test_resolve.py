@@ -159,7 +159,7 @@ def test_run_name_replaces_profile_name():
         ("train.betas=[0.9, 1.5]", "train.betas.1", 1.5, "not below 1", ()),
         ("data.sources=[]", "data.sources", [], "too few", ()),
         ("parallel=4", "parallel", 4, "not a section", ()),
-        ("train.precision=fp16", "train.precision", "fp16", "choices", ("float32", "bf16")),
+        ("train.precision=fp16", "train.precision", "fp16", "choices", ("float32", "bf16", "fp8")),
         ("cluster.device=gpu", "cluster.device", "gpu", "choices", ("cpu", "cuda", "neuron")),
         ("checkpoint.resume=latest", "checkpoint.resume", "latest", "whole number", ("newest", "none")),
         ("train.loss=my_loss", "train.loss", "my_loss", "module:function", ()),
@@ -175,7 +175,7 @@ def test_bad_value_is_rejected_with_key_reason_and_choices(override, key, value,
 
 def test_message_is_one_line():
     assert str(refused("tiny", ["train.precision=fp16"])) == (
-        "train.precision = fp16: is not one of the choices; nearest valid: float32, bf16"
+        "train.precision = fp16: is not one of the choices; nearest valid: float32, bf16, fp8"
     )
 
 

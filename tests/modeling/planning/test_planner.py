@@ -134,7 +134,7 @@ def test_cpu_plan_includes_the_process_itself():
 
 def test_gpu_of_unknown_memory_needs_an_accelerator_name():
     overrides = ["cluster.device=cuda", "parallel.tensor=1", "cluster.devices_per_node=1"]
-    with pytest.raises(ProfileError, match=r"cluster\.accelerator.*h100, h200"):
+    with pytest.raises(ProfileError, match=r"cluster\.accelerator.*h100, h200, b200"):
         plan(resolve.load("tiny", overrides))
 
 
