@@ -3,6 +3,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# For Trainium: address of AWS's package index for the Neuron SDK, with which `make` installs the extra `neuron` too.
+NEURON_INDEX ?=
+INDEX = $(if $(NEURON_INDEX),--extra-index-url "$(NEURON_INDEX)")
 # Debian packages that tests need: g++ for torch.compile on a CPU, slurm-wlm and munge for a Slurm cluster of several nodes
 # on this machine, postgresql for a shared Prefect server, chromium for the reports and Prefect's UI.
 SYSTEM_PACKAGES := g++ slurm-wlm munge postgresql chromium
@@ -43,7 +46,7 @@ test-system:
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Trainshed needs Python 3.11 or newer: make PYTHON=...")'
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@$(call install,.)
+	@$(call install,'.$(if $(NEURON_INDEX),[neuron])')
 	@touch $@
 
 .venv/installed-for-tests: .venv/installed
@@ -54,9 +57,9 @@ test-system:
 # minutes, so its log is counted. Modules are compiled when they are first imported: few of what is installed are.
 define install
 echo "installing into .venv, which takes a minute or two the first time"; \
-if command -v uv > /dev/null && uv pip install --python $(BIN)/python -c constraints.txt -e $(1); then exit; fi; \
+if test -z "$(NEURON_INDEX)" && command -v uv > /dev/null && uv pip install --python $(BIN)/python -c constraints.txt -e $(1); then exit; fi; \
 log=.venv/install.log; count() { ls -d .venv/lib/python*/site-packages/*.dist-info | wc -l; }; before=$$(count); \
-$(BIN)/pip install --no-compile --no-input --disable-pip-version-check -c constraints.txt -e $(1) > $$log 2>&1 & pid=$$!; trap "kill $$pid; exit 1" INT TERM; \
+$(BIN)/pip install --no-compile --no-input --disable-pip-version-check -c constraints.txt $(INDEX) -e $(1) > $$log 2>&1 & pid=$$!; trap "kill $$pid; exit 1" INT TERM; \
 while kill -0 $$pid 2> /dev/null; do \
   sleep 1; \
   test -t 1 || continue; \
