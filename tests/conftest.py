@@ -1,9 +1,15 @@
 """Settings of the whole suite: Prefect's home and server, groups for pytest-xdist, the `slow` marker, no silent skips."""
 
 import atexit
+import contextlib
+import fcntl
 import os
 import shutil
+import sqlite3
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -28,7 +34,12 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("trainshed")
 
-SLOW_FIXTURES = {"_cluster", "browser", "command", "pool", "prefect_server", "prefect_ui"}
+CREATE_DATABASE = """
+import asyncio
+from prefect.server.database import provide_database_interface
+asyncio.run(provide_database_interface().create_db())
+"""
+SLOW_FIXTURES = {"_cluster", "browser", "command", "pool", "prefect_database", "prefect_ui"}
 """Fixtures that start servers, clusters or processes: `make test-fast` leaves out the tests that use one."""
 SLOW_FILES = {
     *("benchmarks/test_parallel", "emulation/test_programs", "flows/test_cli", "flows/test_profiles"),
@@ -51,13 +62,53 @@ NO_SKIPS = os.environ.get("TRAINSHED_NO_SKIPS") == "1"
 
 
 @pytest.fixture(scope="session")
-def prefect_server():
-    """Start one Prefect server per worker; yields the URL of its API."""
-    from prefect.settings import PREFECT_API_URL
-    from prefect.testing.utilities import prefect_test_harness
+def prefect_database(tmp_path_factory):
+    """Path of an empty database of Prefect, to be copied into a Prefect home: creating one takes 6 s of CPU."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
+    path = folder / "prefect-database/prefect.db"
+    with (folder / "prefect-database.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            home = path.parent.with_suffix(".partial")
+            environment = {**os.environ, "PREFECT_HOME": str(home)}
+            subprocess.run([sys.executable, "-c", CREATE_DATABASE], env=environment, check=True)
+            with contextlib.closing(sqlite3.connect(home / path.name)) as database:
+                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # so that it is a single file
+            home.rename(path.parent)
+    return path
 
-    with prefect_test_harness(server_startup_timeout=120):
-        yield PREFECT_API_URL.value()
+
+@pytest.fixture(scope="session")
+def prefect_home(prefect_database):
+    """This worker's Prefect home, with a database."""
+    home = Path(os.environ["PREFECT_HOME"])
+    shutil.copy(prefect_database, home)
+    return home
+
+
+@pytest.fixture(scope="session")
+def prefect_server(prefect_database, tmp_path_factory):
+    """Start one Prefect server per worker; yields the URL of its API."""
+    from prefect import context
+    from prefect.logging.handlers import APILogWorker
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from flows.shared_server import Server
+
+    home = tmp_path_factory.mktemp("prefect-server")
+    shutil.copy(prefect_database, home)
+    server = Server(home, home / "server.log")
+    url = server.wait()
+    # The settings of all threads, as Prefect's own test harness sets them.
+    with (
+        temporary_settings({PREFECT_API_URL: url}),
+        context._temporary_global_settings_context(context.get_settings_context()),
+    ):
+        yield url
+        APILogWorker.drain_all(timeout=5)  # before the server stops
+    server.leave()
 
 
 @pytest.fixture
@@ -84,11 +135,10 @@ def pytest_collection_modifyitems(items):
 
 
 class Groups(LoadScopeScheduling):
-    """Sends tests of one group to one worker: all of Slurm's, each one of the documentation, else those of one file."""
+    """Sends tests of one group to one worker: each one of the documentation, else those of one file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        folder = _folder(nodeid)
-        return folder if folder == "slurm" else nodeid if folder == "docs" else nodeid.partition("::")[0]
+        return nodeid if _folder(nodeid) == "docs" else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config, log):

@@ -30,9 +30,10 @@ def browser():
 
 
 @pytest.fixture(scope="session")
-def prefect_ui(tmp_path_factory):
+def prefect_ui(prefect_database, tmp_path_factory):
     """Address of a Prefect server with its UI and an empty database."""
     folder = tmp_path_factory.mktemp("prefect-ui")
+    shutil.copy(prefect_database, folder)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -39,7 +39,7 @@ def pretrain(prefect_server, profile):
 
 
 @pytest.fixture
-def command(tmp_path):
+def command(prefect_home, tmp_path):
     """Start `trainshed` with these arguments; kill its remaining processes after the test."""
     started = []
 

@@ -3,6 +3,7 @@
 import html
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -118,12 +119,16 @@ def test_killed_rank_without_retries_fails_the_run_with_its_cause(command, profi
     assert started.processes() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])  # the first also creates its database
 def test_interrupted_command_leaves_no_process_and_a_resumable_run(
-    command, pretrain, profile, undisturbed, tmp_path, number
+    command, pretrain, profile, prefect_database, undisturbed, tmp_path, number
 ):
     """With a local Prefect server, which has to stop, too, and touches nothing outside of the store."""
     folder = tmp_path / "store/runs/micro"
+    home = tmp_path / "store/prefect-home"
+    if number == signal.SIGTERM:
+        home.mkdir(parents=True)
+        shutil.copy(prefect_database, home)
     started = command("run", str(profile), *settings(*LONGER), PREFECT_HOME="", HOME=str(tmp_path / "home"))
     wait_for_step(folder, INTERRUPTED_AT)
     if number == signal.SIGINT:
@@ -135,7 +140,7 @@ def test_interrupted_command_leaves_no_process_and_a_resumable_run(
     assert "resume from the latest checkpoint" in err
     assert "Traceback" not in err
     assert started.processes() == []
-    assert (tmp_path / "store/prefect-home/prefect.db").is_file()
+    assert (home / "prefect.db").is_file()
     assert not (tmp_path / "home/.prefect").exists()
     done = len(losses(folder))
     assert INTERRUPTED_AT <= done < 240

@@ -1,12 +1,13 @@
 """A real Slurm cluster of several nodes on this machine: munge, a controller and a slurmd per node.
 
-Everything listens on loopback, is kept in one temporary folder and is a child of this process. Requires root and Debian's
-slurm-wlm and munge.
+Everything listens on loopback, is kept in one temporary folder and is a child of this process, so several clusters run side by
+side. Requires root and Debian's slurm-wlm and munge.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import socket
@@ -16,11 +17,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from string import Template
+from typing import IO
 
 import psutil
 
 PROGRAMS = ("setpriv", "munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "srun")
 NODES, CPUS, MEMORY = 4, 2, 4000  # MiB
+CLUSTERS, JOBS = 8, 100  # clusters at a time on this machine, and jobs of each
 WITH_PARENT = ("setpriv", "--pdeathsig", "TERM")  # prefix of commands that must not outlive this process
 NODE = "TRAINSHED_TEST_NODE"  # environment variable of a slurmd and its step daemons
 CONFIGURATION = Template("""
@@ -53,6 +56,7 @@ InactiveLimit=0
 KillWait=5
 Epilog=$folder/epilog
 MinJobAge=300
+FirstJobId=$first_job
 SlurmctldTimeout=30
 SlurmdTimeout=30
 MessageTimeout=20
@@ -78,6 +82,7 @@ class Cluster:
     """Use as a context manager; Slurm's commands find it through SLURM_CONF."""
 
     def __init__(self, nodes: int = NODES) -> None:
+        self._slot, number = _take_slot()
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self._ports = dict(zip(self.nodes, _free_ports(nodes), strict=True))
@@ -100,6 +105,7 @@ class Cluster:
                 host=host,
                 port=_free_ports(1)[0],
                 folder=self.folder,
+                first_job=1 + JOBS * number,
                 nodes="\n".join(lines),
             )
         )
@@ -146,6 +152,7 @@ class Cluster:
         else:
             os.environ["SLURM_CONF"] = self._before
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._slot.close()
 
     def processes(self, node: str | None = None) -> list[psutil.Process]:
         """Processes of the cluster or of one node: step daemons and their tasks."""
@@ -246,6 +253,19 @@ class Cluster:
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
+
+
+def _take_slot() -> tuple[IO[bytes], int]:
+    """A number that no other cluster on this machine has while the file is open: ports of jobs follow from their numbers."""
+    for number in range(CLUSTERS):
+        file = (Path(tempfile.gettempdir()) / f"trainshed-tests-cluster-{number}").open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+        else:
+            return file, number
+    raise RuntimeError(f"{CLUSTERS} clusters are running on this machine")
 
 
 def _free_ports(count: int) -> list[int]:

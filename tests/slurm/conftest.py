@@ -1,6 +1,5 @@
-"""One Slurm cluster for all tests of this folder, repaired before each; a store with a dataset; Prefect workers."""
+"""A Slurm cluster per test worker, repaired before each test; a store with a dataset; Prefect workers."""
 
-import json
 import os
 import signal
 import subprocess
@@ -23,9 +22,11 @@ from tasks.tokenizer import TokenizerStep
 from tasks.training import TrainingStep
 from tests.flows.conftest import command, pretrain, profile  # noqa: F401
 from tests.flows.micro import losses, wait_for_step
+from tests.forked_jobs import forked_jobs
 from tests.slurm.cluster import WITH_PARENT, Cluster, missing
 
 SLURM = ("cluster.launcher=slurm", "cluster.exclusive=false", "cluster.nodes=2", "parallel.tensor=2")
+LOCAL = ("cluster.launcher=local", "cluster.nodes=1")  # instead of Slurm
 STEPS = ("train.steps=200", "checkpoint.every=40", "evaluate.every=0")
 INTERRUPTED_AT = 50
 HOME = Path(__file__).parents[2]
@@ -71,14 +72,7 @@ class Run:
 
     def ranks(self) -> list[psutil.Process]:
         """Training processes by rank."""
-        found = {}
-        for process in psutil.process_iter():
-            try:
-                if str(self.folder) in process.cmdline() and "RANK" in process.environ():
-                    found[int(process.environ()["RANK"])] = process
-            except psutil.Error:
-                continue
-        return [found[rank] for rank in sorted(found)]
+        return ranks(self.folder)
 
     def at_step(self, step: int, act) -> threading.Thread:
         """Call `act` in a thread once training has done `step` steps; the watch of `train` is too slow for short runs."""
@@ -119,17 +113,24 @@ def lab(profile, tmp_path_factory):  # noqa: F811
 
 
 @pytest.fixture(scope="session")
-def undisturbed(_cluster, lab):
-    """Losses of a two-node run without faults."""
-    run = lab.run("undisturbed")
-    run.train()
+def undisturbed(lab):
+    """Losses of a run without faults and without Slurm, on as many ranks."""
+    run = lab.run("undisturbed", *LOCAL, "cluster.devices_per_node=2")
+    with forked_jobs():
+        run.train()
     return run.losses
 
 
-def events(folder: Path) -> list[dict]:
-    """Events of a run."""
-    path = folder / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def ranks(folder: Path) -> list[psutil.Process]:
+    """Training processes of a run by rank."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            if str(folder) in process.cmdline() and "RANK" in process.environ():
+                found[int(process.environ()["RANK"])] = process
+        except psutil.Error:
+            continue
+    return [found[rank] for rank in sorted(found)]
 
 
 def until(true, seconds: float = 60) -> None:

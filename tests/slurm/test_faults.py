@@ -1,6 +1,5 @@
 """Fault tolerance on a real Slurm cluster: after each fault a run ends with the losses of an undisturbed one."""
 
-import json
 import os
 import signal
 import time
@@ -9,12 +8,14 @@ import psutil
 import pytest
 
 from tasks.launchers import JobFailed
-from tests.slurm.conftest import INTERRUPTED_AT, STEPS, alive, until
+from tests.forked_jobs import forked_jobs
+from tests.slurm.conftest import INTERRUPTED_AT, LOCAL, alive, until
 
 
 def test_two_nodes_with_two_ranks_each_train_like_one_rank(cluster, lab):
-    one = lab.run("one", "cluster.launcher=local", "cluster.nodes=1", "parallel.tensor=1", "train.steps=20")
-    one.train()
+    one = lab.run("one", *LOCAL, "parallel.tensor=1", "train.steps=20")
+    with forked_jobs():
+        one.train()
     four = lab.run("four", "cluster.devices_per_node=2", "train.steps=20", "train.micro_batch_size=2")
     four.train()
     assert "on n1 n2" in four.log
@@ -80,10 +81,19 @@ def test_job_saves_and_requeues_before_its_time_limit(cluster, lab, undisturbed)
         ranks = run.ranks()
         for process in ranks:
             process.suspend()
-        cluster.command("scontrol", "update", f"JobId={cluster.jobs()[0][0]}", "TimeLimit=1")
+        ((job, *_),) = cluster.jobs()
+        cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=1")
         until(lambda: "time limit near" in run.log, seconds=90)
         for process in ranks:
             process.resume()
+        until(lambda: "saved; requeued" in run.log)
+
+        def extended() -> bool:
+            """Give the second start its time back; Slurm declines while the first one completes."""
+            cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=10", check=False)
+            return "TimeLimit=00:10:00" in cluster.command("scontrol", "show", "job", job)
+
+        until(extended)
 
     run.at_step(INTERRUPTED_AT, shorten)
     run.train()
@@ -119,7 +129,7 @@ def test_preempted_job_saves_and_resumes_once_nodes_are_free(cluster, lab, undis
     assert run.losses == undisturbed
 
 
-def test_hanging_rank_leaves_the_stacks_of_all_ranks_and_is_retried(cluster, lab, undisturbed):
+def test_hanging_rank_fails_the_attempt_and_leaves_the_stacks_of_all_ranks(cluster, lab):
     run = lab.run("hung", "cluster.hang_seconds=3")
     run.at_step(INTERRUPTED_AT, lambda: run.ranks()[1].suspend())
     begun = time.monotonic()
@@ -130,38 +140,16 @@ def test_hanging_rank_leaves_the_stacks_of_all_ranks_and_is_retried(cluster, lab
         stacks = (run.folder / f"logs/stacks/rank_{rank}.txt").read_text()
         assert f"rank {rank} on n{rank + 1}: no step for" in stacks
         assert "train.py" in stacks
-    run.train()
-    assert run.losses == undisturbed
 
 
 def test_run_resumes_on_another_number_of_nodes(cluster, lab, undisturbed):
     overrides = ("parallel.tensor=1", "train.micro_batch_size=1")
-    run = lab.run("elastic", *overrides, "cluster.nodes=4")
+    run = lab.run("elastic", *overrides, "cluster.nodes=2")
     run.at_step(INTERRUPTED_AT, lambda: os.kill(run.ranks()[0].pid, signal.SIGKILL))
     with pytest.raises(JobFailed):
         run.train()
-    fewer = lab.run("elastic", *overrides, "cluster.nodes=2")
+    fewer = lab.run("elastic", *overrides, "cluster.nodes=1")
     fewer.train()
     assert "resumed from step 40" in fewer.log
     for step, loss in undisturbed.items():
         assert fewer.losses[step] == pytest.approx(loss, rel=1e-5 if step <= 20 else 1e-3)
-
-
-def test_cancelled_run_saves_and_leaves_no_job(cluster, lab):
-    run = lab.run("cancelled")
-    stop: list[float] = []
-
-    def watch():
-        if stop:
-            raise KeyboardInterrupt
-
-    run.at_step(INTERRUPTED_AT, lambda: stop.append(time.monotonic()))
-    with pytest.raises(KeyboardInterrupt):
-        run.train(watch=watch)
-    assert time.monotonic() - stop[0] < 20
-    done = max(run.losses)
-    assert INTERRUPTED_AT <= done < int(STEPS[0].partition("=")[2])
-    assert (run.folder / f"checkpoints/step_{done}/complete.json").exists()
-    until(lambda: cluster.jobs() == [])
-    assert cluster.tasks() == []
-    assert json.loads((run.folder / "logs/train.exit.json").read_text())["exit_code"] != 0

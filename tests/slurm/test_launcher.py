@@ -60,7 +60,7 @@ def launcher_of(*overrides: str):
     return create("slurm", profile.cluster)
 
 
-def job(folder: Path, *arguments: str, nodes: int = 2, processes: int = 2, saves: bool = False) -> Job:
+def job(folder: Path, *arguments: str, nodes: int = 1, processes: int = 2, saves: bool = False) -> Job:
     return Job(
         "work",
         "ranks",
@@ -84,7 +84,7 @@ def wait_for(*paths: Path) -> None:
 def test_ranks_run_on_their_nodes_and_names_are_quoted(place, launcher, cluster):
     (place / "finish").touch()
     argument = HOSTILE + " %j \\"
-    execute(launcher, job(place, argument))
+    execute(launcher, job(place, argument, nodes=2))
     log = (place / "logs/work.log").read_text()
     for rank in range(4):
         assert f"[rank {rank}] rank {rank} of 4 on n{1 + rank // 2} in {place}\n" in log
@@ -130,7 +130,7 @@ def test_saved_script_can_be_submitted_by_hand(place, launcher, cluster):
 def test_failure_has_rank_node_and_last_lines(place, launcher):
     (place / "finish").touch()
     with pytest.raises(JobFailed, match="rank 3 on n2 ended with exit code 1") as failure:
-        execute(launcher, job(place, "fail"))
+        execute(launcher, job(place, "fail", nodes=2))
     assert "ValueError: what went wrong" in failure.value.detail
     assert failure.value.exit_code == 1
 
@@ -144,7 +144,7 @@ def test_another_process_re_attaches_to_the_running_job(place, launcher, cluster
     assert len(cluster.jobs()) == 1
     (place / "finish").touch()
     execute(later, job(place))
-    assert (place / "logs/work.log").read_text().count("rank 0 of 4") == 1
+    assert (place / "logs/work.log").read_text().count("rank 0 of 2") == 1
 
 
 def test_new_job_is_followed_while_an_older_one_is_in_its_epilog(place, launcher, cluster, monkeypatch):
@@ -152,17 +152,17 @@ def test_new_job_is_followed_while_an_older_one_is_in_its_epilog(place, launcher
     (place / "finish").touch()
     with cluster.slow_epilogs():
         with pytest.raises(JobFailed, match="rank 3 on n2"):
-            execute(launcher, job(place, "fail"))
+            execute(launcher, job(place, "fail", nodes=2))
         until(lambda: cluster.jobs("COMPLETING"))
         (place / "finish").unlink()
         replace_program(
             "sbatch", f'{shutil.which("sbatch")} "$@" > /dev/null; exit 1', place.parent, monkeypatch
         )
-        handle = launcher.submit(job(place, "fail"))
+        handle = launcher.submit(job(place, "fail", nodes=2))
         ((older, *_),) = cluster.jobs("COMPLETING")
         assert [number for number, *_ in cluster.jobs("PENDING,RUNNING")] == [handle.identifier] != [older]
         assert json.loads((place / "logs/work.job.json").read_text())["identifier"] == handle.identifier
-        assert launcher_of().find(job(place, "fail")).identifier == handle.identifier
+        assert launcher_of().find(job(place, "fail", nodes=2)).identifier == handle.identifier
     (place / "finish").touch()
     while (status := launcher.poll(handle)).running:
         time.sleep(0.2)
@@ -181,9 +181,9 @@ def replace_program(name: str, body: str, folder: Path, monkeypatch) -> None:
 
 def test_another_job_of_the_same_name_replaces_the_running_one_after_it_saved(place, launcher, cluster):
     first = launcher.submit(job(place, saves=True))
-    wait_for(*(place / f"pid-{rank}" for rank in range(4)))
+    wait_for(*(place / f"pid-{rank}" for rank in range(2)))
     second = launcher_of()
-    other = second.submit(job(place, nodes=1))
+    other = second.submit(job(place, nodes=2))
     assert (place / "saved-0").exists()
     assert not launcher.poll(first).running
     until(lambda: [number for number, *_ in cluster.jobs()] == [other.identifier])
@@ -194,14 +194,17 @@ def test_another_job_of_the_same_name_replaces_the_running_one_after_it_saved(pl
 @pytest.mark.parametrize("code", [0, 71, 143])
 def test_only_interrupted_jobs_are_requeued_at_the_time_limit(place, launcher, cluster, code):
     """Ranks that finish or fail by themselves near the time limit determine the job's exit code."""
-    handle = launcher.submit(job(place, "ends-with", str(code), saves=True))
+    handle = launcher.submit(job(place, "ends-with", str(code), nodes=2, saves=True))
     wait_for(*(place / f"pid-{rank}" for rank in range(4)))
     with cluster.slow_epilogs() if code == 143 else contextlib.nullcontext():
         cluster.command("scancel", "--batch", "--signal=USR1", handle.identifier)
         if code == 143:  # a requeued job shows as COMPLETING until its epilogs have ended
             until(lambda: cluster.jobs("COMPLETING") and (place / "logs/work.exit.json").exists())
             assert launcher.poll(handle).running
-            assert launcher.find(job(place, "ends-with", "143", saves=True)).identifier == handle.identifier
+            assert (
+                launcher.find(job(place, "ends-with", "143", nodes=2, saves=True)).identifier
+                == handle.identifier
+            )
     until(lambda: not launcher.poll(handle).running or cluster.jobs("PENDING"))
     log = (place / "logs/work.log").read_text()
     assert "time limit near" in log
@@ -232,8 +235,8 @@ def test_job_with_begin_option_is_not_released_early(place, cluster):
 
 
 def test_job_without_attempt_file_stops_at_once(place, launcher, cluster):
-    handle = launcher.submit(job(place))
-    wait_for(*(place / f"pid-{rank}" for rank in range(4)))
+    handle = launcher.submit(job(place, nodes=2, processes=1))
+    wait_for(*(place / f"pid-{rank}" for rank in range(2)))
     begun = time.monotonic()
     cluster.command("scancel", "--batch", "--signal=USR2", handle.identifier)
     until(lambda: not cluster.tasks())
@@ -294,7 +297,7 @@ def test_unreadable_record_does_not_stop_the_job(place, launcher, cluster):
 
     def watch():
         asked.append(len(asked))
-        if (place / "pid-3").exists() and not (place / "finish").exists():
+        if (place / "pid-1").exists() and not (place / "finish").exists():
             if asked[-1] % 10 == 5:
                 record.mkdir(exist_ok=True)
             elif asked[-1] % 10 == 0 and record.exists():
@@ -309,7 +312,7 @@ def test_unreadable_record_does_not_stop_the_job(place, launcher, cluster):
 
 def test_job_that_slurm_ends_without_a_record_fails(place, launcher, cluster, monkeypatch):
     monkeypatch.setattr(slurm, "GONE_SECONDS", 1.0)
-    handle = launcher.submit(job(place, nodes=1))
+    handle = launcher.submit(job(place))
     wait_for(place / "pid-0")
     cluster.command("scancel", "--full", "--signal=KILL", handle.identifier)
     while (status := launcher.poll(handle)).running:

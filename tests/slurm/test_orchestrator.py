@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,14 +15,17 @@ import pytest
 from tests.flows.micro import losses, settings, wait_for_step
 from tests.flows.test_up import ask, free_port  # noqa: F401
 from tests.slurm.cluster import WITH_PARENT
-from tests.slurm.conftest import SLURM, register, until, worker
+from tests.slurm.conftest import SLURM, ranks, register, until, worker
 
-LONG = (*SLURM, "train.steps=1500", "checkpoint.every=300", "evaluate.every=0")
+RUN = (*SLURM, "checkpoint.every=100", "evaluate.every=0")
+ENDLESS = "train.steps=100000"  # until it is cancelled
 
 
 @pytest.fixture
-def server(tmp_path, free_port):  # noqa: F811
+def server(tmp_path, free_port, prefect_database):  # noqa: F811
     """A Prefect server that can be killed and restarted: a function that starts it, and its API address."""
+    (tmp_path / "home").mkdir()
+    shutil.copy(prefect_database, tmp_path / "home")
     started = []
     address = f"http://127.0.0.1:{free_port}/api"
 
@@ -65,32 +70,37 @@ def healthy(address: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def deployment(prefect_server):
-    """The deployment `pretrain/tiny`, registered like by `trainshed up`."""
+def deployment(prefect_server, tmp_path_factory):
+    """The worker of the deployment `pretrain/tiny`, registered like by `trainshed up`, and the deployment's id."""
     register(prefect_server, "tiny")
-    return next(each for each in ask(f"{prefect_server}/deployments/filter") if each["tags"] == ["pretrain"])
+    (found,) = (each for each in ask(f"{prefect_server}/deployments/filter") if "pretrain" in each["tags"])
+    with worker(prefect_server, tmp_path_factory.mktemp("worker") / "worker.log") as started:
+        yield started, found["id"]
 
 
 @pytest.fixture
-def deployed(deployment, prefect_server, cluster, profile, tmp_path):
-    """A deployed run that trains on the cluster: its worker, run folder and flow run id."""
-    with worker(prefect_server, tmp_path / "worker.log") as started:
-        parameters = {"profile": str(profile), "overrides": list(LONG), "name": "deployed"}
+def deploy(deployment, prefect_server, cluster, profile, tmp_path):
+    """Start a run on the cluster with these settings; returns its folder and flow run id once it trains."""
+
+    def start(*overrides: str) -> tuple[Path, str]:
+        parameters = {"profile": str(profile), "overrides": [*RUN, *overrides], "name": "deployed"}
         parameters["store"] = str(tmp_path / "store")
         made = ask(
-            f"{prefect_server}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters}
+            f"{prefect_server}/deployments/{deployment[1]}/create_flow_run", {"parameters": parameters}
         )
-        folder = tmp_path / "store/runs/deployed"
-        wait_for_step(folder, 50)
-        yield started, folder, made["id"]
+        wait_for_step(tmp_path / "store/runs/deployed", 20)
+        return tmp_path / "store/runs/deployed", made["id"]
+
+    return start
 
 
-def test_run_cancelled_in_the_ui_saves_and_ends_its_job(deployed, prefect_server, cluster):
-    _, folder, flow_run = deployed
+def test_run_cancelled_in_the_ui_saves_and_ends_its_job(deploy, prefect_server, cluster):
+    folder, flow_run = deploy(ENDLESS)
     ask(f"{prefect_server}/flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLING"}})
     until(lambda: not cluster.jobs(), seconds=40)
     done = max(losses(folder))
     assert (folder / f"checkpoints/step_{done}/complete.json").exists()
+    assert json.loads((folder / "logs/train.exit.json").read_text())["exit_code"] != 0
     until(lambda: not cluster.tasks())
 
     def cancelled() -> bool:
@@ -101,36 +111,43 @@ def test_run_cancelled_in_the_ui_saves_and_ends_its_job(deployed, prefect_server
 
 
 def test_command_reattaches_to_the_job_of_a_killed_worker(
-    deployed, cluster, command, profile, prefect_server, tmp_path
+    deploy, deployment, cluster, command, profile, prefect_server
 ):
-    worker, folder, flow_run = deployed
+    patient = ("train.steps=300", "cluster.hang_seconds=600")
+    folder, flow_run = deploy(*patient)
+    training = ranks(folder)
+    for process in training:  # so that training outlasts the start of the command
+        process.suspend()
     (job,) = cluster.jobs()
-    started = psutil.Process(worker.pid).children(recursive=True)
+    prefect_worker = psutil.Process(deployment[0].pid)
+    started = prefect_worker.children(recursive=True)
     (flow,) = (each for each in started if each.environ().get("PREFECT__FLOW_RUN_ID") == flow_run)
     assert flow.environ()["PREFECT_CLIENT_MAX_RETRIES"] == "7"  # though its worker has none of it
-    for process in [psutil.Process(worker.pid), *started]:
+    for process in [prefect_worker, *started]:
         process.kill()
-    done = max(losses(folder))
     second = command(
-        "run", str(profile), "--name", "deployed", *settings(*LONG), PREFECT_API_URL=prefect_server
+        "run", str(profile), "--name", "deployed", *settings(*RUN, *patient), PREFECT_API_URL=prefect_server
     )
-    until(lambda: max(losses(folder)) > done)
-    assert [each[0] for each in cluster.jobs()][:1] == [job[0]]
+    log = folder.parents[1] / "logs/deployed.log"
+    until(lambda: log.exists() and "re-attached to it" in log.read_text())
+    assert [each[0] for each in cluster.jobs()] == [job[0]]
+    for process in training:
+        process.resume()
     code, out, err = second.result()
     assert code == 0, err
     assert "is already running: re-attached to it" in out
     assert (folder / "logs/train.log").read_text().count("rendezvous at") == 1
-    assert list(losses(folder)) == list(range(1, 1501))
+    assert list(losses(folder)) == list(range(1, 301))
 
 
 def test_run_completes_despite_a_server_outage(cluster, command, profile, server, tmp_path):
     start, address = server
     first = start()
     folder = tmp_path / "store/runs/micro"
-    ran = command("run", str(profile), *settings(*LONG), PREFECT_API_URL=address)
-    wait_for_step(folder, 50)
+    ran = command("run", str(profile), *settings(*RUN, "train.steps=300"), PREFECT_API_URL=address)
+    wait_for_step(folder, 20)
     os.killpg(first.pid, signal.SIGKILL)
-    wait_for_step(folder, 1500)
+    assert max(losses(folder)) < 300
     until(lambda: (folder / "logs/train.exit.json").exists())
     start()
     code, _, err = ran.result()
