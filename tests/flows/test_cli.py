@@ -334,8 +334,7 @@ def test_help_imports_neither_prefect_nor_torch(command):
     "arguments",
     [
         ["plan", "tiny"],
-        ["plan", "tiny", "--json"],
-        ["profiles"],
+        ["profiles", "--json"],
         ["compare", "./store/runs/first"],
     ],
     ids=" ".join,
@@ -356,15 +355,6 @@ def test_a_run_goes_on_though_its_reader_has_left(command, profile, prefect_serv
     started.process.stdout.close()
     assert started.process.wait(timeout=300) == 0
     assert (tmp_path / "store/runs/unread/report.html").exists()
-
-
-def test_a_run_as_json_prints_one_document_and_the_rest_elsewhere(command, profile, prefect_server):
-    code, out, err = command("run", str(profile), "--json", PREFECT_API_URL=prefect_server).result()
-    assert code == 0, err
-    result = json.loads(out)
-    assert result["run"] == "micro"
-    assert {step["how"] for step in result["steps"]} == {"done", "skipped"}
-    assert "tokenizer" in err
 
 
 def test_a_run_in_words_is_clean_and_says_where_everything_is(command, profile, prefect_server, tmp_path):
