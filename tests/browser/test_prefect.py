@@ -165,7 +165,6 @@ def test_deployment_form_offers_profiles_and_explains_fields(prefect_ui, browser
         assert "A shipped profile, or the path of a YAML file" in text
         assert "Keys to override" in text
         assert "name in the store" in text  # beside Prefect's own "Run Name"
-        assert "None" not in text  # a type to choose
         assert page.complaints == []
         assert page.asked == []
 
