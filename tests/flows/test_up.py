@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +26,8 @@ from tests.flows.micro import LONGER, final_state, losses, wait_for_step, write_
 def up(command, free_port, tmp_path):
     """The running command and its API's address, in a folder with modules that would shadow ours."""
     write_shadowing_modules(tmp_path)
-    started = command("up", "--port", str(free_port))
+    # Prefect schedules runs once a minute by default.
+    started = command("up", "--port", str(free_port), PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="5")
     line = started.process.stderr.readline()
     assert line == f"Prefect's UI: http://127.0.0.1:{free_port}\n"
     return started, f"http://127.0.0.1:{free_port}/api"
@@ -38,15 +40,15 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def ask(address: str, body: dict | list | None = None) -> list | dict:
+def ask(address: str, body: dict | list | None = None, method: str = "POST") -> list | dict | None:
     """The answer of Prefect's API; its server on SQLite answers 503 for moments, which its clients ask again too."""
     request = urllib.request.Request(
-        address, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}, method="POST"
+        address, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}, method=method
     )
     for _ in range(30):
         try:
             with urllib.request.urlopen(request) as answer:
-                return json.load(answer)
+                return json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             if error.code != 503:
                 raise
@@ -59,7 +61,9 @@ def only(flow_run: str) -> dict:
     return {"flow_runs": {"id": {"any_": [flow_run]}}}
 
 
-def test_deployment_runs_and_ctrl_c_saves_the_next_run_and_stops_everything(up, profile, tmp_path):
+def test_deployment_runs_and_ctrl_c_saves_the_next_run_and_stops_everything(
+    up, command, free_port, profile, tmp_path
+):
     started, api = up
     found = ask(f"{api}/deployments/filter")
     deployments = {each["name"]: each for each in found if "pretrain" in each["tags"]}
@@ -105,7 +109,9 @@ def test_deployment_runs_and_ctrl_c_saves_the_next_run_and_stops_everything(up, 
     assert float(artifacts["training"]["data"]) == 100
     assert json.loads(artifacts["last-steps"]["data"])[0]["step"] == "6"
 
-    # A second run, interrupted while it trains.
+    # A second `up` finds nothing to do; a second run is interrupted while it trains.
+    code, _, err = command("up", "--port", str(free_port)).result()
+    assert (code, "already running" in err) == (0, True)
     parameters = {"profile": str(profile), "overrides": list(LONGER), "name": "interrupted"}
     ask(f"{api}/deployments/{deployments['tiny']['id']}/create_flow_run", {"parameters": parameters})
     folder = tmp_path / "store/runs/interrupted"
@@ -122,11 +128,51 @@ def test_deployment_runs_and_ctrl_c_saves_the_next_run_and_stops_everything(up, 
     )
 
 
-def test_second_ctrl_c_kills_everything_at_once(up, profile, tmp_path):
-    """Including processes that ignore signals: here suspended ranks."""
+def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_everything(
+    up, profile, tmp_path
+):
+    """After the `up` of the test above, whose database this one shares."""
     started, api = up
-    found = ask(f"{api}/deployments/filter")
-    (deployment,) = (each for each in found if each["name"] == "tiny" and "pretrain" in each["tags"])
+    (automation,) = ask(f"{api}/automations/filter")
+    assert automation["enabled"]
+    assert automation["trigger"]["posture"] == "Proactive"
+    (pool,) = ask(f"{api}/work_pools/filter")
+    assert (pool["name"], pool["concurrency_limit"]) == ("trainshed", 4)
+    deployments = ask(f"{api}/deployments/filter")
+    assert len({(each["flow_id"], each["name"]) for each in deployments}) == len(deployments)
+
+    # A schedule of the continual flow, with a time zone, starts a run on the worker.
+    (nightly,) = (each for each in deployments if "continual" in each["tags"])
+    (schedule,) = nightly["schedules"]
+    assert schedule["schedule"]["timezone"] == "Europe/Berlin"
+    assert not schedule["active"]
+    soon = {
+        "schedule": {"interval": 5, "anchor_date": "2026-01-01T00:00:00Z", "timezone": "Europe/Berlin"},
+        "active": True,
+    }
+    soon["parameters"] = {"profile": str(profile), "name": "nobody"}
+    (made,) = ask(f"{api}/deployments/{nightly['id']}/schedules", [soon])
+    of_nightly = {"deployments": {"id": {"any_": [nightly["id"]]}}}  # tests share the database
+
+    def runs(*states: str) -> list[dict]:
+        deadline = time.monotonic() + 120
+        while not (
+            found := ask(
+                f"{api}/flow_runs/filter", {**of_nightly, "flow_runs": {"state": {"type": {"any_": states}}}}
+            )
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        return found
+
+    runs("PENDING", "RUNNING", "COMPLETED")
+    ask(f"{api}/deployments/{nightly['id']}/schedules/{made['id']}", method="DELETE")  # one run is enough
+    done = runs("COMPLETED")
+    assert done[0]["state_name"] == "NothingYet"
+    assert done[0]["auto_scheduled"]
+
+    # The second Ctrl-C also kills processes that ignore signals: here suspended ranks.
+    (deployment,) = (each for each in deployments if each["name"] == "tiny" and "pretrain" in each["tags"])
     parameters = {"profile": str(profile), "overrides": [*LONGER, "train.steps=10000"], "name": "deployed"}
     ask(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
     wait_for_step(tmp_path / "store/runs/deployed", 50, timeout=300)
@@ -146,8 +192,10 @@ def test_second_ctrl_c_kills_everything_at_once(up, profile, tmp_path):
 
 
 @pytest.fixture
-def plain_server(free_port, tmp_path):
+def plain_server(free_port, prefect_database, tmp_path):
     """API address of an empty Prefect server, started by hand."""
+    (tmp_path / "home").mkdir()
+    shutil.copy(prefect_database, tmp_path / "home")
     with (tmp_path / "server.log").open("wb") as output:
         server = subprocess.Popen(
             [sys.executable, *("-m", "prefect", "server", "start", "--port", str(free_port))],
@@ -199,49 +247,6 @@ def test_taken_port_is_an_error(command, free_port):
         code, _, err = command("up", "--port", str(free_port)).result()
     assert code == 1
     assert f"port {free_port} is taken" in err
-
-
-def test_repeated_up_registers_once_and_a_schedule_starts_runs(command, free_port, profile, tmp_path):
-    """Up, down and up again; then a schedule of the continual flow, with a time zone, starts a run on the worker."""
-    for start in range(2):
-        # Prefect schedules runs once a minute by default.
-        started = command("up", "--port", str(free_port), PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="5")
-        assert started.process.stderr.readline() == f"Prefect's UI: http://127.0.0.1:{free_port}\n"
-        api = f"http://127.0.0.1:{free_port}/api"
-        (automation,) = ask(f"{api}/automations/filter")
-        assert automation["enabled"]
-        assert automation["trigger"]["posture"] == "Proactive"
-        (pool,) = ask(f"{api}/work_pools/filter")
-        assert (pool["name"], pool["concurrency_limit"]) == ("trainshed", 4)
-        deployments = ask(f"{api}/deployments/filter")
-        assert len({(each["flow_id"], each["name"]) for each in deployments}) == len(deployments)
-        if start == 0:
-            code, _, err = command("up", "--port", str(free_port)).result()
-            assert (code, "already running" in err) == (0, True)
-            os.killpg(started.process.pid, signal.SIGINT)
-            assert started.result(timeout=60)[0] == 0
-    (nightly,) = (each for each in deployments if "continual" in each["tags"])
-    (schedule,) = nightly["schedules"]
-    assert schedule["schedule"]["timezone"] == "Europe/Berlin"
-    assert not schedule["active"]
-
-    soon = {
-        "schedule": {"interval": 5, "anchor_date": "2026-01-01T00:00:00Z", "timezone": "Europe/Berlin"},
-        "active": True,
-    }
-    soon["parameters"] = {"profile": str(profile), "name": "nobody"}
-    ask(f"{api}/deployments/{nightly['id']}/schedules", [soon])
-    deadline = time.monotonic() + 120
-    ended = {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
-    ended["deployments"] = {"id": {"any_": [nightly["id"]]}}  # tests share the database
-    while not (done := ask(f"{api}/flow_runs/filter", ended)):
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-    assert done[0]["state_name"] == "NothingYet"
-    assert done[0]["auto_scheduled"]
-    os.killpg(started.process.pid, signal.SIGINT)
-    assert started.result(timeout=120)[0] == 0
-    assert started.processes() == []
 
 
 @pytest.fixture(scope="module")
