@@ -42,6 +42,8 @@ class Device:
     # one device's share of its node's network bandwidth in bytes/s; None: unknown
     network: float | None = None
     monitor: str = "psutil"  # name of its utilization reader (telemetry)
+    # whether it compiles each operator at its first use, so that a step must run compiled programs only
+    compiles_operators: bool = False
     # whether process groups connect at their creation, given the device
     binds_process_groups: bool = False
     # environment variables that launchers set for processes
@@ -138,6 +140,7 @@ NEURON = Device(
     True,
     gathers_in_graph=True,
     attention_kernel="nki",
+    compiles_operators=True,
     monitor="neuron-monitor",
     environment=(
         ("FI_PROVIDER", "efa"),

@@ -2,10 +2,10 @@
 
 Two regions of a model are compiled: the transformer block, one graph for all identical layers, and a chunk of the
 loss, one graph for all chunks. Each makes two programs: training (of a block a forward and a backward graph, of the loss
-one that computes gradients too) and evaluation (one graph). The embedding lookup and the final norm stay eager:
-compiled, the lookup's backward would accumulate in no fixed order on several threads, and a resumed run must be
-bit-identical. The optimizer's update is torch's fused kernel where one exists, elsewhere a program of one graph for each
-length of shard. A
+one that computes gradients too) and evaluation (one graph). A device that compiles each operator at its first use gets
+more: the embedding lookups, the tables of rotary positions and the final norm. Elsewhere these stay eager: compiled, the
+lookup's backward would accumulate in no fixed order on several threads, and a resumed run must be bit-identical. The
+optimizer's update is torch's fused kernel where one exists, elsewhere a program of one graph for each length of shard. A
 user-defined loss runs eager.
 
 `CompileStatistics` counts cache misses and hits per program, and logs by name the programs that missed a precompiled
@@ -29,12 +29,18 @@ from torch.fx import GraphModule
 
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled, Compiler
+from parallel import device as devices
 from parallel.device import has_fused_adamw
 from parallel.optimizer.adamw import Update, update
 from profiles.schema import Profile, Train
 
 CACHE = "cache.tar"
-REGIONS = ("block", "recomputed block", "loss")
+ENDS = {
+    "embedding": "embedding",
+    "positions": "embedding",
+    "norm": "norm",
+}  # region of a model's modules around its layers
+REGIONS = ("embedding", "rotations", "block", "recomputed block", "norm", "loss")
 OPTIMIZER = "optimizer"
 PROGRAMS = (*(f"{region}, {mode}" for region in REGIONS for mode in ("training", "evaluation")), OPTIMIZER)
 SHARD_LENGTHS = 64  # distinct ones of a rank's buckets, at most
@@ -51,11 +57,12 @@ def program_name(region: str) -> str:
     return f"{region}, {'training' if torch.is_grad_enabled() else 'evaluation'}"
 
 
-def compile_regions(model: nn.Module, train: Train, backend: Callable[[str], Backend]) -> None:
+def compile_regions(model: nn.Module, train: Train, kind: str, backend: Callable[[str], Backend]) -> None:
     """Set a stage's regions up to be compiled at their first call.
 
     Args:
         model: a stage with activation checkpointing applied.
+        kind: of device.
         backend: the torch.compile backend for a region; must return the same object for the same region.
     """
     for number, layer in enumerate(model.layers.values()):
@@ -63,6 +70,12 @@ def compile_regions(model: nn.Module, train: Train, backend: Callable[[str], Bac
         region = "recomputed block" if recomputed else "block"
         # Not `layer.compile`, which would trace the layer's hooks too.
         layer.forward = torch.compile(layer.forward, backend=backend(region), **OPTIONS)
+    if devices.KINDS[kind].compiles_operators:
+        ends = [(name, module) for name, module in model.named_children() if name in ENDS]
+        for name, module in ends:
+            module.forward = torch.compile(module.forward, backend=backend(ENDS[name]), **OPTIONS)
+        if hasattr(model, "rotations"):
+            model.rotations = torch.compile(model.rotations, backend=backend("rotations"), **OPTIONS)
     if model.last:
         model.chunk_loss = torch.compile(model.chunk_loss, backend=backend("loss"), **OPTIONS)
 

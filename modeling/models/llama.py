@@ -97,11 +97,13 @@ class Llama(LanguageModel):
                 positions restart with it. None: attention crosses documents.
             samples: (b), dropout keys; unused, Llama has no dropout.
         """
-        if documents is not None:
-            positions = positions - documents  # (b, s/c)
-        cos, sin = cos_sin(positions, self.theta)  # (1 or b, s/c, 1, d)
+        cos, sin = self.rotations(positions, documents)  # (1 or b, s/c, 1, d)
         if self.first:
             x = self.embedding(x)  # (b·s/c, h)
         for layer in self.layers.values():
             x = layer(x, cos, sin, documents)
         return self.norm(x) if self.last else x
+
+    def rotations(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The rotation tables (1 or b, s/c, 1, d) of tokens at these positions in their documents."""
+        return cos_sin(positions if documents is None else positions - documents, self.theta)

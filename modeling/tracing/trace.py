@@ -96,7 +96,7 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
         peaks = [
             graph.peak
             for program in distinct.values()
-            if last or not program.name.startswith("loss")
+            if last or not program.name.startswith(("norm", "loss"))
             for graph in program.graphs
         ]
         stages.append(StageStats((layers.start, layers.stop), saved, max(peaks)))
@@ -145,7 +145,7 @@ def run_stage(
     with fake_world(profile, number, rank) as mesh, fake:
         device = trace_device(profile)
         model = build_stage(profile, mesh, partition_layers(profile)[number], device)
-        compile_regions(model, settings, backend)
+        compile_regions(model, settings, profile.cluster.device, backend)
         if profile.parallel.data_sharding == "fsdp":
             build_optimizer(profile, [model], mesh)
         axis, b = mesh.context, settings.micro_batch_size
@@ -169,7 +169,8 @@ def run_stage(
             if update := compiled_update(profile.cluster.device, backend):
                 for length in sorted(_shard_lengths(profile, mesh, number, device)):
                     shards = (torch.zeros(length, device=device) for _ in range(4))
-                    update(*shards, torch.zeros(4, device=device), torch.zeros(7, device=device))
+                    scalars = tuple(torch.zeros((), device=device) for _ in range(4))
+                    update(*shards, scalars, torch.zeros(7, device=device))
         return saved, model.last
 
 

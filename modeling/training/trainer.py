@@ -83,7 +83,8 @@ class Trainer:
         model = build_stage(self.profile, self.mesh, layers, self.torch_device)
         initialize(model, self.mesh.tensor, self.profile.train.seed)
         if isinstance(self.compile_statistics, CompileStatistics):
-            graph_cache.compile_regions(model, self.profile.train, self.compile_statistics.backend)
+            statistics = self.compile_statistics
+            graph_cache.compile_regions(model, self.profile.train, self.device.type, statistics.backend)
         return model
 
     def _pipeline(self, stages: int) -> Pipeline:
@@ -112,12 +113,12 @@ class Trainer:
         """Summed loss of the last stage's hidden states; in evaluation followed by the summed user metrics."""
         stage = self.stages[max(self.stages)]
         if self.user_loss is None and not (self._evaluating and self._metrics):
-            return stage.loss(x, targets) * scale
+            return _scaled(stage.loss(x, targets), scale)
         logits, targets_flat = stage.logits(x), targets.flatten()
         user_loss = self.user_loss
         loss = user_functions.call(user_loss, logits, targets_flat) if user_loss else stage.loss(x, targets)
         if not self._evaluating:
-            return loss * scale
+            return _scaled(loss, scale)
         metrics = [user_functions.call(f, logits, targets_flat).float() for f in self._metrics.values()]
         return torch.stack([loss.float(), *metrics])
 
@@ -184,10 +185,10 @@ class Trainer:
             return self.pipeline.train(tokens, targets, scale, **extra)
         total = torch.zeros((), device=self.torch_device)
         for x, y, inputs in self._microbatches(tokens, targets, extra):
-            loss = self._loss(self.stages[0](x, self.positions, **inputs), y, scale)
-            loss.backward()
+            loss = self._loss(self.stages[0](x, self.positions, **inputs), y)
+            loss.backward(torch.full_like(loss, scale))
             total += loss.detach()
-        return total
+        return total * scale
 
     def _microbatches(
         self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]
@@ -252,6 +253,10 @@ class Trainer:
         self.mesh.close()
         if self._started and failure[0] is None:
             dist.destroy_process_group()
+
+
+def _scaled(loss: Tensor, scale: float) -> Tensor:
+    return loss if scale == 1 else loss * scale
 
 
 def timeouts_of(profile: Profile) -> Timeouts:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from parallel.device import has_fused_adamw
 
-Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+Scalars = tuple[Tensor, Tensor, Tensor, Tensor]
+Update = Callable[[Tensor, Tensor, Tensor, Tensor, Scalars, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,23 @@ def adamw(
             eps=settings.epsilon, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skip,
         )  # fmt: skip
         return
-    rate = torch.full_like(step, learning_rate)
-    scalars = torch.stack((step, rate, torch.ones_like(step) if divisor is None else divisor, skip))
-    (compiled or update)(weights, gradient, exp_avg, exp_avg_sq, scalars, constants)
+    rate, divisor = (
+        torch.full_like(step, learning_rate),
+        torch.ones_like(step) if divisor is None else divisor,
+    )
+    (compiled or update)(weights, gradient, exp_avg, exp_avg_sq, (step, rate, divisor, skip), constants)
 
 
 def update(
-    weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Tensor, constants: Tensor
+    weights: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    scalars: Scalars,
+    constants: Tensor,
 ) -> None:
-    """The AdamW formula, in place; scalars (4): t, η, divisor, skip; constants (7): see `AdamW.constants`."""
-    step, rate, divisor, skip = scalars.unbind()
+    """The AdamW formula, in place; scalars: t, η, divisor, skip; constants (7): see `AdamW.constants`."""
+    step, rate, divisor, skip = scalars
     new1, old2, new2, log1, log2, epsilon, decay = constants.unbind()
     skip = skip > 0
     gradient = gradient / divisor

@@ -31,6 +31,25 @@ def run_training(run: Path, dataset: Path) -> object:
     return train.main(["--run-folder", str(run), "--dataset", str(dataset)])
 
 
+def run_steps(run: Path, dataset: Path) -> object:
+    """Train; counts from the second step on, when everything has been compiled."""
+    queue_step = train.TrainingRun._queue_step
+
+    def queue(training: train.TrainingRun) -> None:
+        if training.step == 2:
+            usage.take()
+        queue_step(training)
+        if training.step == training.settings.steps:
+            used.update(usage.take())
+
+    used: dict[str, Any] = {}
+    with mock.patch.object(train.TrainingRun, "_queue_step", queue):
+        code = run_training(run, dataset)
+    usage.take()
+    usage.counts.update(used)
+    return code
+
+
 def run_evaluation(run: Path, dataset: Path) -> object:
     output = ["--output", str(run / "evaluation.json")]
     return evaluate.main(["--run-folder", str(run), "--dataset", str(dataset), *output])
@@ -57,6 +76,7 @@ def check_devices(run: Path, dataset: Path) -> object:
 
 CALLS: dict[str, Callable[[Path, Path], object]] = {
     "train": run_training,
+    "steps": run_steps,
     "evaluate": run_evaluation,
     "resume": resume_training,
     "check_device": check_devices,

@@ -64,7 +64,7 @@ def calls(run: Path) -> list[dict]:
 
 def training(run: Path) -> dict[str, dict[str, int]]:
     """What a run's training did on the device."""
-    return next(call["usage"] for call in calls(run) if call["name"] == "train")
+    return next(call["usage"] for call in calls(run) if call["name"] in ("train", "steps"))
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +108,27 @@ def mathematics(settings: tuple[str, ...]) -> tuple[str, ...]:
 def test_losses_are_those_of_the_cpu(name, runs, expected):
     losses = expected[mathematics(TWO_RANKS[name])]
     assert micro.losses(runs[name]) == pytest.approx(losses, rel=1e-5)
+
+
+EAGER_FILES = {
+    "modeling/training/anomalies.py",  # the decision to skip a step, on 50 losses
+    "modeling/training/step.py",  # statistics of a step
+    "modeling/training/trainer.py",  # a batch's rows and columns, the sum of losses
+    "parallel/optimizer/adamw.py",  # the learning rate
+    "parallel/optimizer/buckets.py",  # norms
+    "parallel/optimizer/zero1.py",  # gradient accumulation, the clipping factor
+}
+"""What a compiled step still runs outside compiled programs: no operator of the model or of AdamW's update."""
+
+
+def test_compiled_step_runs_the_model_and_the_update_in_compiled_programs(tmp_path, dataset, expected):
+    settings = ("parallel.tensor=1", "compile.enabled=true", "evaluate.every=0", "checkpoint.every=0")
+    run = start_runs(tmp_path, dataset, {"compiled": {"settings": settings, "calls": ["steps"]}}, 1)[
+        "compiled"
+    ]
+    assert micro.losses(run) == pytest.approx(expected[()], rel=1e-5)
+    eager = training(run)[usage.EAGER]
+    assert {site.partition(":")[0] for site in eager} <= EAGER_FILES
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)

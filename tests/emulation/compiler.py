@@ -1,0 +1,43 @@
+"""The emulated device's compiler, as TorchNeuron registers it: torch.compile's backend "neuron".
+
+A compiled program runs the operators of its captured graphs one by one, and counts as one program on the device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from torch.fx import GraphModule
+
+from tests.emulation.usage import inside_compiled_program
+
+
+def register_compiler() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.registry import register_backend
+    from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
+
+    register_interface_for_device("neuron", DeviceInterface)
+    register_backend(
+        aot_autograd(fw_compiler=_compile, bw_compiler=_compile, keep_inference_input_mutations=True),
+        name="neuron",
+    )
+    package = ModuleType("torch_neuronx")
+    package.__spec__ = ModuleSpec("torch_neuronx", None)
+    package.get_dynamo_metrics = list
+    sys.modules["torch_neuronx"] = package
+
+
+def _compile(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def run(arguments: list[Any]) -> Any:
+        given = list(arguments)
+        arguments.clear()
+        with inside_compiled_program():
+            return graph(*given)
+
+    run._boxed_call = True
+    return run
