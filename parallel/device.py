@@ -42,6 +42,8 @@ class Device:
     # one device's share of its node's network bandwidth in bytes/s; None: unknown
     network: float | None = None
     monitor: str = "psutil"  # name of its utilization reader (telemetry)
+    # whether its fastest kernels may round differently each time they run
+    nondeterministic: bool = False
     # whether it compiles each operator at its first use, so that a step must run compiled programs only
     compiles_operators: bool = False
     # whether process groups connect at their creation, given the device
@@ -59,6 +61,12 @@ class Device:
         device = torch.device(self.type, local_rank)
         torch.accelerator.set_device_index(local_rank)
         return device
+
+    def choose_kernels(self, deterministic: bool) -> None:
+        """Use deterministic kernels only, from now on and in this process, or the fastest ones."""
+        if self.nondeterministic:
+            torch.use_deterministic_algorithms(deterministic)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory, to debug only
 
     def start_process_group(self, device: torch.device, timeout: timedelta | None = None) -> None:
         """Initialize the default process group, which takes tensors of this process's device only, from the environment."""
@@ -126,8 +134,10 @@ CUDA = Device(
     True,
     attention_kernel="cuda-flash",
     monitor="nvml",
+    nondeterministic=True,
     binds_process_groups=True,
     environment=(
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),  # cuBLAS is deterministic with a workspace of fixed size only
         ("TORCH_FR_BUFFER_SIZE", "2000"),  # of each process's last collectives, to debug hangs
         ("PYTORCH_ALLOC_CONF", "expandable_segments:True"),  # less fragmentation
     ),

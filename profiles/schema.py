@@ -218,6 +218,10 @@ class Train(Section):
     document_masks: bool = Field(
         False, description="mask attention across documents and restart positions at each document"
     )
+    deterministic: bool = Field(
+        True,
+        description="cuda: deterministic kernels only, for a bit-identical resume; false: the fastest. Others are deterministic",
+    )
     loss: str | None = Field(
         None,
         pattern=FUNCTION,

@@ -25,6 +25,7 @@ from profiles.schema import Profile, Train
 
 # Keys of `train` that change how the same mathematics is computed or logged, and those that guard it.
 NOT_MATHEMATICS = {
+    "deterministic",
     "micro_batch_size",
     "recompute",
     "recompute_layers",

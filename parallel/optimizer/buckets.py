@@ -29,6 +29,7 @@ class ShardBox(GlobalBox):
     """A box of a global tensor inside this rank's shard of a bucket."""
 
     start: int  # of its first element in the shard, where it is contiguous
+    replicas: int  # number of tensor ranks that hold it
     saved: bool  # whether this rank, among those with a replica of the box, writes it to checkpoints
 
     def view(self, shard: Tensor) -> Tensor:
@@ -242,7 +243,7 @@ class Bucket:
             low, high = max(0, -begin), min(math.prod(box.sizes), self.length - begin)
             for start, offsets, sizes in split_range(box.sizes, low, high):
                 offsets = tuple(a + b for a, b in zip(box.offsets, offsets, strict=True))
-                yield ShardBox(box.name, box.shape, offsets, sizes, begin + start, saved)
+                yield ShardBox(box.name, box.shape, offsets, sizes, begin + start, box.replicas, saved)
 
     def _local_boxes(self) -> Iterator[tuple[int, Box]]:
         """The boxes of all parameters, each with the position of its first element relative to this rank's shard."""

@@ -22,7 +22,11 @@ def create(kind: str, cluster: Cluster | None = None) -> Launcher:
     if kind == "local":
         from tasks.launchers.local import LocalLauncher
 
-        return LocalLauncher()
+        if cluster is None or cluster.device == "cpu":  # which needs no environment, and torch takes a second to import
+            return LocalLauncher()
+        from parallel import device as devices
+
+        return LocalLauncher(dict(devices.resolve(cluster.device).environment))
     if kind == "slurm" and cluster is not None:
         from tasks.launchers.slurm import SlurmLauncher
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -31,7 +32,14 @@ REPLACED_GRACE = 30.0  # seconds that a job has to save which another one replac
 
 
 class LocalLauncher:
-    def __init__(self) -> None:
+    """Starts jobs on this machine.
+
+    Args:
+        environment: variables for jobs; this process's own take precedence.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = dict(environment or {})
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def submit(self, job: Job) -> Handle:
@@ -53,7 +61,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(job, identifier),
+                env={**self._environment, **_environment(job, identifier)},
                 start_new_session=True,
             )
         self._children[identifier] = child
