@@ -1,4 +1,4 @@
-"""Check a machine's devices step by step: `python -m modeling.check_device [--device KIND] [--processes N] [--json]`
+"""Check a machine's devices step by step: `python -m modeling.check_device [--device KIND] [--profile NAME] [--json]`
 
 From a matrix product to training on all devices of the machine, compared with the CPU in float32 or with the vendor's published
 figures. Each check runs in processes of its own, so that a crash or a hang does not affect the others. Run it first on new
@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling import exit_codes
+from modeling import exit_codes, kernel_errors
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import collectives
 from parallel import device as devices
-from parallel.attention import kernels
-from parallel.attention.attention import attention
-from parallel.mesh import Axis, Mesh
+from parallel.mesh import Mesh
+from profiles import resolve
 from profiles.schema import Profile
 
 TIMEOUT = 900  # seconds of a check; the first compilation on an accelerator takes minutes
@@ -53,8 +52,9 @@ class Check:
 
     name: str  # what is checked
     expected: str  # the expected result
-    run: Callable[[str], Result]  # called in each process with the kind of device
+    run: Callable[..., Result]  # called in each process with the kind of device
     all_devices: bool = False  # whether it runs on all devices of the machine; else on one
+    takes_profile: bool = False  # whether it takes the profile whose shapes it checks
 
 
 def check_matrix_products(kind: str) -> Result:
@@ -82,22 +82,19 @@ def check_memory_bandwidth(kind: str) -> Result:
     return Result(f"{rate / 1e9:.3g} GB/s read and written{share}")
 
 
-def check_attention(kind: str) -> Result:
-    """The device's attention kernel, forward and backward, against plain formulas on the CPU."""
+def check_kernels(kind: str, profile: Profile | None = None) -> Result:
+    """Attention, loss and AdamW's update as training calls them, on the shapes of a profile."""
     _, local = _device(kind)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(2, heads, 256, 64, generator=generator) for heads in (8, 2, 2, 8))
-    expected = _attention_and_gradients(q, k, v, grad, kernel="math")
-    kernel = kernels.default_kernel(q.to(local))
-    errors = {}
-    for precision, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
+    profile = profile or _profile(kind, "bf16", 1)
+    results = []
+    for name, errors in kernel_errors.KERNELS.items():
         try:
-            actual = _attention_and_gradients(*(x.to(local, dtype) for x in (q, k, v, grad)), kernel=kernel)
+            result = _within_tolerance(errors(profile, local))
         except (RuntimeError, ValueError) as error:
-            return Result(f"{kernel} in {precision}: {error}", holds=precision == "float32")
-        errors[precision] = max(_relative_norm(x.cpu(), y) for x, y in zip(actual, expected, strict=True))
-    result = _within_tolerance(errors)
-    return Result(f"{kernel}: {result.words}", result.holds)
+            result = Result(str(error), holds=False)
+        results.append(Result(f"{name}: {result.words}", result.holds))
+    words = "; ".join(result.words for result in results)
+    return Result(words, all(result.holds for result in results))
 
 
 def check_training(kind: str) -> Result:
@@ -159,7 +156,7 @@ def check_parallel_training(kind: str) -> Result:
 CHECKS = (
     Check("matrix products", "near the published peak", check_matrix_products),
     Check("memory", "near the published bandwidth", check_memory_bandwidth),
-    Check("attention", "within 1e-5, bf16 2e-2", check_attention),
+    Check("kernels", "within 1e-5, bf16 2e-2", check_kernels, takes_profile=True),
     Check("training, one device", "losses within 1e-5, bf16 2e-2", check_training),
     Check("compiled", "the same losses; again much faster", check_compilation),
     Check("collectives", "correct; near the link's bandwidth", check_collectives, True),
@@ -190,19 +187,6 @@ def _seconds(device: devices.Device, call: Callable[[], object]) -> float:
         device.synchronize()
         times.append(time.perf_counter() - start)
     return min(times[1:])
-
-
-def _attention_and_gradients(*tensors: Tensor, kernel: str) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv in float32, for q, k, v and the gradient of out."""
-    *inputs, grad = tensors
-    inputs = [x.clone().requires_grad_() for x in inputs]
-    out = attention(*inputs, Axis("context"), kernel=kernel)
-    return tuple(x.detach().float() for x in (out, *torch.autograd.grad(out, inputs, grad)))
-
-
-def _relative_norm(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
-    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def _error(actual: list[float], expected: list[float]) -> float:
@@ -259,7 +243,7 @@ def _losses(profile: Profile, graphs: Path | None = None) -> list[float]:
     return losses
 
 
-def run_checks(kind: str, processes: int) -> list[tuple[Check, Result, float]]:
+def run_checks(kind: str, processes: int, profile: str | None = None) -> list[tuple[Check, Result, float]]:
     """Run every check: its result and its seconds."""
     results = []
     for check in CHECKS:
@@ -268,16 +252,17 @@ def run_checks(kind: str, processes: int) -> list[tuple[Check, Result, float]]:
         if sys.stderr.isatty():
             print(f"\r\x1b[2K{check.name} ...", end="\r", file=sys.stderr, flush=True)
         start = time.perf_counter()
-        results.append((check, _run_isolated(check, kind, processes), time.perf_counter() - start))
+        results.append((check, _run_isolated(check, kind, processes, profile), time.perf_counter() - start))
     return results
 
 
-def _run_isolated(check: Check, kind: str, processes: int) -> Result:
+def _run_isolated(check: Check, kind: str, processes: int, profile: str | None = None) -> Result:
     """Run a check in new processes."""
     command = [sys.executable, "-m"]
     if check.all_devices:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     command += ["modeling.check_device", "--device", kind, "--check", check.name]
+    command += ["--profile", profile] if profile else []
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -295,12 +280,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=sorted(devices.KINDS), help=default)
     parser.add_argument("--processes", type=int, help="default: all devices of the machine; 2 on a CPU")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.add_argument(
+        "--profile", help="name or file of a profile, whose shapes the kernels are checked on"
+    )
     parser.add_argument("--check", choices=[check.name for check in CHECKS], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     kind = options.device or devices.detect()
     if options.check:
         check = next(check for check in CHECKS if check.name == options.check)
-        result = check.run(kind)
+        subject = (resolve.load(options.profile),) if options.profile and check.takes_profile else ()
+        result = check.run(kind, *subject)
         if int(os.environ.get("RANK", "0")) == 0:
             print(json.dumps(asdict(result)), flush=True)
         exit_codes.leave(0)
@@ -310,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if processes < 1:
         parser.error(f"argument --device: this machine has no {kind} device")
-    results = run_checks(kind, processes)
+    results = run_checks(kind, processes, options.profile)
     if options.json:
         rows = [{"rung": c.name, "expected": c.expected, **asdict(result)} for c, result, _ in results]
         document = {"device": kind, "processes": processes, "torch": torch.__version__, "rungs": rows}

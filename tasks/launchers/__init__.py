@@ -22,7 +22,9 @@ def create(kind: str, cluster: Cluster | None = None) -> Launcher:
     if kind == "local":
         from tasks.launchers.local import LocalLauncher
 
-        if cluster is None or cluster.device == "cpu":  # which needs no environment, and torch takes a second to import
+        if (
+            cluster is None or cluster.device == "cpu"
+        ):  # which needs no environment, and torch takes a second to import
             return LocalLauncher()
         from parallel import device as devices
 

@@ -342,7 +342,6 @@ def install() -> None:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     from parallel.attention import kernels
-    from tests.emulation.compiler import register_compiler
     from tests.emulation.process_group import register_backend
 
     _setup_privateuseone_for_python_backend(TYPE, backend_module=Module())
@@ -350,5 +349,4 @@ def install() -> None:
     torch.accelerator.set_device_index = lambda index, /: None  # one device a process, whatever its rank
     _register_operators()
     register_backend()
-    register_compiler()
     kernels.register("nki", kernels.MATH)

@@ -23,6 +23,7 @@ from modeling.training import evaluate, train
 from parallel import collectives, device
 from parallel.optimizer import buckets
 from tests.emulation import usage
+from tests.emulation.compiler import register_compiler
 from tests.emulation.device import install
 from tests.modeling import micro
 
@@ -32,7 +33,8 @@ def run_training(run: Path, dataset: Path) -> object:
 
 
 def run_steps(run: Path, dataset: Path) -> object:
-    """Train; counts from the second step on, when everything has been compiled."""
+    """Train with the emulated compiler; counts from the second step on, when everything has been compiled."""
+    register_compiler()
     queue_step = train.TrainingRun._queue_step
 
     def queue(training: train.TrainingRun) -> None:
@@ -67,7 +69,7 @@ def resume_training(run: Path, dataset: Path) -> object:
 def check_devices(run: Path, dataset: Path) -> object:
     """The checks of check_device that do not measure speed; before a process group exists, which they start."""
     words = {}
-    for check in (check_device.check_attention, check_device.check_parallel_training):
+    for check in (check_device.check_kernels, check_device.check_parallel_training):
         result = check("neuron")
         assert result.holds, result.words
         words[check.__name__] = result.words

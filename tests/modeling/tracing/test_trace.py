@@ -61,9 +61,12 @@ def test_user_defined_loss_has_no_graph(tmp_path):
     assert {program.name for program in found.programs} == {"block, evaluation", "block, training"}
 
 
-def test_adamw_update_is_one_graph_a_shard_length_on_devices_without_a_fused_kernel(tmp_path):
+def test_device_that_compiles_each_operator_has_graphs_of_all_of_the_model_and_the_update(tmp_path):
     interleaved = ("parallel.pipeline=2", "parallel.tensor=1", "parallel.schedule=interleaved")
     found = trace(profile(tmp_path, "cluster.device=neuron", *interleaved, "model.num_hidden_layers=4"))
+    regions = ("embedding", "rotations", "block", "norm", "loss")
+    names = {f"{region}, {mode}" for region in regions for mode in ("training", "evaluation")}
+    assert {program.name for program in found.programs} == names | {"optimizer"}
     updates = [program for program in found.programs if program.name == "optimizer"]
     assert all(len(update.graphs) == 1 for update in updates)
     assert len(updates) == 3  # matrices, and the norms of each of two pipeline ranks

@@ -11,7 +11,9 @@ from tests.pool import mesh
 def found_after_drift() -> list[list[str]]:
     """What is found at first, after one bit of a norm changed on rank 1, and of a KV head on rank 3 too."""
     with mesh(tensor=4, kv_replicas=2) as m:
-        built = nn.ModuleDict({"norm": RMSNorm(8, m.tensor), "qkv": GQAQKVColumnParallelLinear(8, 4, 2, 4, m)})
+        built = nn.ModuleDict(
+            {"norm": RMSNorm(8, m.tensor), "qkv": GQAQKVColumnParallelLinear(8, 4, 2, 4, m)}
+        )
         initialize(built, m.tensor, 1)
         optimizer = ZeRO1(built.named_parameters(), m)
         found = [differing_replicas(optimizer.buckets, m)]
