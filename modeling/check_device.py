@@ -1,5 +1,7 @@
 """Check a machine's devices step by step: `python -m modeling.check_device [--device KIND] [--profile NAME] [--json]`
 
+With `--calibrate` it measures speeds instead and writes the planner's table (planning/calibration.py).
+
 From a matrix product to training on all devices of the machine, compared with the CPU in float32 or with the vendor's published
 figures. Each check runs in processes of its own, so that a crash or a hang does not affect the others. Run it first on new
 hardware; `docs/trainium.md` continues on several nodes.
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modeling import exit_codes, kernel_errors
+from modeling.planning import calibration
+from modeling.planning.measure import calibrate, fastest
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import collectives
@@ -164,6 +168,41 @@ CHECKS = (
 )
 
 
+def measure_links(kind: str) -> Result:
+    """Bytes per second that a device sends in gradient exchanges, by level of the network, as JSON."""
+    device, local = _device(kind)
+    dist.init_process_group(device.backend)
+    world = dist.get_world_size()
+    chip = device.chip if world % device.chip == 0 else 1
+    mesh = Mesh(data=world // chip, tensor=chip, supports_reduction=device.supports_reduction)
+    links = {}
+    for level, axis in (("chip", mesh.tensor), ("node", mesh.data)):
+        if axis.size > 1:
+            x = torch.ones(axis.size * ((1 << 20) if kind == "cpu" else (1 << 26)), device=local)
+            shard = x[: x.numel() // axis.size].clone()
+            seconds = fastest(device, lambda x=x, axis=axis: collectives.reduce_scatter(x, axis))
+            seconds += fastest(device, lambda shard=shard, axis=axis: collectives.all_gather(shard, axis))
+            links[level] = 2 * x.nbytes * (axis.size - 1) / axis.size / seconds
+    return Result(json.dumps(links))
+
+
+LINKS = Check("links", "", measure_links, all_devices=True)
+
+
+def write_calibration(kind: str, processes: int) -> Path:
+    """Measure this machine's devices and write their table."""
+    device, local = _device(kind)
+    table = calibrate(device, local, devices.name_of(device), compiled=kind != "cpu")
+    if processes > 1:
+        links = _run_isolated(LINKS, kind, processes)
+        if not links.holds:
+            raise RuntimeError(f"collectives over {processes} devices: {links.words}")
+        table = replace(table, links=json.loads(links.words))
+    path = calibration.path_of(table.accelerator)
+    table.save(path)
+    return path
+
+
 def _within_tolerance(errors: dict[str, float]) -> Result:
     """Whether each relative error is within the tolerance of its precision, float32 for other names."""
     words = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
@@ -283,11 +322,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--profile", help="name or file of a profile, whose shapes the kernels are checked on"
     )
-    parser.add_argument("--check", choices=[check.name for check in CHECKS], help=argparse.SUPPRESS)
+    about = "measure speeds and write the planner's table instead of checking"
+    parser.add_argument("--calibrate", action="store_true", help=about)
+    parser.add_argument("--check", choices=[check.name for check in (*CHECKS, LINKS)], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     kind = options.device or devices.detect()
     if options.check:
-        check = next(check for check in CHECKS if check.name == options.check)
+        check = next(check for check in (*CHECKS, LINKS) if check.name == options.check)
         subject = (resolve.load(options.profile),) if options.profile and check.takes_profile else ()
         result = check.run(kind, *subject)
         if int(os.environ.get("RANK", "0")) == 0:
@@ -299,6 +340,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if processes < 1:
         parser.error(f"argument --device: this machine has no {kind} device")
+    if options.calibrate:
+        print(f"wrote {write_calibration(kind, processes)}; plans started in this folder use it")
+        return 0
     results = run_checks(kind, processes, options.profile)
     if options.json:
         rows = [{"rung": c.name, "expected": c.expected, **asdict(result)} for c, result, _ in results]

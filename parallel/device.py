@@ -37,7 +37,9 @@ class Device:
     memory_bytes: int | None = None  # memory of one device; None: host memory
     # dense matrix FLOP/s of one device by precision; None: unknown
     peak_flops: dict[str, float] | None = None
+    reserve: float = 0.05  # share of the memory that a plan leaves free
     bandwidth: float | None = None  # memory bandwidth of one device in bytes/s; None: unknown
+    chip: int = 1  # devices of one chip, which share its memory
     link: float | None = None  # bandwidth from one device to others in its node in bytes/s; None: unknown
     # one device's share of its node's network bandwidth in bytes/s; None: unknown
     network: float | None = None
@@ -90,6 +92,11 @@ class Device:
     def peak(self, precision: str) -> float | None:
         """Peak dense FLOP/s of one device in "float32", "bf16" or "fp8"; None if unknown."""
         return (self.peak_flops or {}).get(precision)
+
+    @property
+    def chip_link(self) -> float | None:
+        """Bandwidth to the other devices of the chip in bytes/s: what is sent is read from and written to its memory."""
+        return self.bandwidth and self.bandwidth / 2
 
     @property
     def synchronous(self) -> bool:
@@ -162,27 +169,31 @@ NEURON = Device(
 )
 
 
+# Fragmentation: users of trn2 report that an allocation of 2.5 GB failed while 10 GB were free in smaller blocks.
+FRAGMENTED = replace(NEURON, reserve=0.10)
+
+
 def _accelerator(
-    base: Device, memory_bytes: int, bandwidth: float, link: float, network: float, **peak_flops: float
+    base: Device, chip: int, memory_bytes: int, bandwidth: float, link: float, network: float, **peak: float
 ) -> Device:
-    figures = {"memory_bytes": memory_bytes, "bandwidth": bandwidth, "link": link, "network": network}
-    return replace(base, peak_flops=peak_flops, **figures)
+    memory = {"memory_bytes": memory_bytes, "bandwidth": bandwidth}
+    return replace(base, chip=chip, link=link, network=network, peak_flops=peak, **memory)
 
 
 # AWS publishes figures by chip and node: a trn1 chip has two devices, a trn2 or trn3 chip four (logical cores of two).
 ACCELERATORS = {
-    "trn1": _accelerator(NEURON, 16 * GIB, 820 * GIB / 2, 384 * GIB / 2, 800e9 / 8 / 32, bf16=95e12),
-    "trn2": _accelerator(NEURON, 24 * GIB, 2.9e12 / 4, 1.28e12 / 4, 3200e9 / 8 / 64, bf16=166.8e12),
+    "trn1": _accelerator(NEURON, 2, 16 * GIB, 820 * GIB / 2, 384 * GIB / 2, 800e9 / 8 / 32, bf16=95e12),
+    "trn2": _accelerator(FRAGMENTED, 4, 24 * GIB, 2.9e12 / 4, 1.28e12 / 4, 3200e9 / 8 / 64, bf16=166.8e12),
     "trn3": _accelerator(
-        NEURON, 36 * GIB, 4.9e12 / 4, 2.56e12 / 4, 12800e9 / 8 / 64, bf16=167.8e12, fp8=2.517e15 / 4
+        FRAGMENTED, 4, 36 * GIB, 4.9e12 / 4, 2.56e12 / 4, 12800e9 / 8 / 64, bf16=167.8e12, fp8=2.517e15 / 4
     ),
     "h100": _accelerator(
-        CUDA, 80 * 10**9, 3.35e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
+        CUDA, 1, 80 * 10**9, 3.35e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
     ),
     "h200": _accelerator(
-        CUDA, 141 * 10**9, 4.8e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
+        CUDA, 1, 141 * 10**9, 4.8e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
     ),
-    "b200": _accelerator(CUDA, 180 * 10**9, 8e12, 900e9, 400e9 / 8, bf16=2.25e15, fp8=4.5e15),
+    "b200": _accelerator(CUDA, 1, 180 * 10**9, 8e12, 900e9, 400e9 / 8, bf16=2.25e15, fp8=4.5e15),
 }
 # trn2: the first generation that native PyTorch supports
 KINDS = {"cpu": CPU, "cuda": CUDA, "neuron": ACCELERATORS["trn2"]}
@@ -207,6 +218,11 @@ def resolve(kind: str, accelerator: str | None = None) -> Device:
         known = [name for name, device in ACCELERATORS.items() if device.type == kind]
         raise ValueError(f"accelerator {accelerator!r} of device {kind!r} is not one of {', '.join(known)}")
     return ACCELERATORS[accelerator]
+
+
+def name_of(device: Device) -> str:
+    """The accelerator's name, or the device's type if its figures are not known."""
+    return next((name for name, known in ACCELERATORS.items() if known is device), device.type)
 
 
 def detect() -> str:

@@ -30,14 +30,17 @@ trainshed profiles
 overrides one key. `trainshed profiles` lists the shipped profiles:
 
 ```
-profile              parameters    nodes × devices  status
-tiny                 2.74 million  1 × 2 cpu        starts here
+profile                   parameters    nodes × devices  status
+tiny                      2.74 million  1 × 2 cpu        starts here
   Llama with 2.7 million parameters on the Python documentation, two CPU processes on this machine
 …
-llama3-70b           70.6 billion  8 × 64 trn2      submits to Slurm
+llama3-70b                70.6 billion  8 × 64 trn2      submits to Slurm
   Llama 3 70B from scratch on English Wikipedia, on 8 trn2.48xlarge
 …
 ```
+
+Every model has a profile for trn2 under its plain name, and others that end in `-h200` and `-h100`: the same run with
+a layout for that hardware. `--all` adds the runs that were published for trn1, `-trn1`, to plan, convert and compare.
 
 Unknown keys, wrong types and impossible combinations are errors that name the key, its value, the reason and the nearest choices
 with which the profile is valid, one line for each error:

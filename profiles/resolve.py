@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,13 @@ def dump(profile: Profile) -> str:
 
 def names() -> list[str]:
     """Names of the shipped profiles."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+    return sorted(_shipped())
+
+
+@cache
+def _shipped() -> dict[str, Path]:
+    """The shipped profiles' files by name; the folders are families and not part of the name."""
+    return {path.stem: path for path in SHIPPED.rglob("*.yaml")}
 
 
 def _find(name_or_path: str, folder: Path, key: str) -> Path:
@@ -74,9 +81,8 @@ def _find(name_or_path: str, folder: Path, key: str) -> Path:
         siblings = [str(Path(name_or_path).with_name(found.name)) for found in path.parent.glob("*.y*ml")]
         close = difflib.get_close_matches(name_or_path, siblings)
         raise ProfileError(key, name_or_path, "there is no such file", close)
-    path = SHIPPED / f"{name_or_path}.yaml"
-    if name_or_path in names():
-        return path
+    if name_or_path in _shipped():
+        return _shipped()[name_or_path]
     close = difflib.get_close_matches(name_or_path, names())
     raise ProfileError(key, name_or_path, "there is no such profile", close or names())
 

@@ -121,7 +121,11 @@ def parser() -> argparse.ArgumentParser:
     _conversion(_command(commands, "convert", "SOURCE DESTINATION", about, example))
 
     about = "list the profiles that come with Trainshed"
-    _json(_command(commands, "profiles", "", about, "trainshed profiles"))
+    command = _command(commands, "profiles", "", about, "trainshed profiles --all")
+    command.add_argument(
+        "--all", action="store_true", help="also list runs that can be planned but not started anywhere"
+    )
+    _json(command)
 
     about = "compare runs: metrics, profile differences and loss curves"
     example = "trainshed compare first second --output compare.html"

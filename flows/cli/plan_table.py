@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from modeling.planning.planner import MARGIN, Plan, plan, require_fit
+from modeling.planning.planner import Plan, plan, require_fit
 from modeling.planning.recompute import choose_recompute
 from modeling.planning.step_time import is_too_short
 from profiles import resolve
@@ -107,6 +107,7 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
         ("model", f"{model.architecture}, {model.num_hidden_layers} layers of {model.hidden_size:,}, {heads}, "
                   f"vocabulary {model.vocab_size:,}"),
         ("ranks", f"{profile.world_size}, {nodes} of {cluster.devices_per_node} × {device}: {axes}"),
+        ("sharding", _sharding(profile)),
         ("step", f"{train.global_batch_size:,} × {train.sequence_length:,} = {format_count(step_tokens)} tokens, "
                  f"{profile.accumulation_steps:,} microbatches"),
         ("recompute", train.recompute + (f", the first {layers} layers of each stage" if layers else "")),
@@ -118,6 +119,15 @@ def _data_tokens(profile: Profile) -> float | None:
     """Tokens of the training data, from the sizes of files; None if they do not tell."""
     size = text_bytes(profile)
     return size and size / BYTES_PER_TOKEN
+
+
+def _sharding(profile: Profile) -> str:
+    """'fsdp over 16 ranks, 8 replicas': how data and context ranks share states out."""
+    ranks, kind = profile.shard_degree, profile.parallel.data_sharding
+    replicas = profile.data_parallel * profile.parallel.context // ranks
+    if ranks == 1:
+        return "none" if replicas == 1 else f"none, {replicas} replicas"
+    return f"{kind} over {ranks} ranks" + (f", {replicas} replicas" if replicas > 1 else "")
 
 
 def _memory(planned: Plan) -> Table:
@@ -143,7 +153,7 @@ def _memory(planned: Plan) -> Table:
     title = f"of {format_bytes(planned.device_bytes)}"
     table.add_column(title, no_wrap=True, min_width=max(len(title), bar_width + len(" 100%")))
     for number, layers, sizes, total in rows:
-        bar = _bar(total / planned.device_bytes, bar_width)
+        bar = _bar(total / planned.device_bytes, planned.reserve, bar_width)
         style = "bold" if number == planned.fullest and len(planned.stages) > 1 else ""
         table.add_row(str(number), ", ".join(layers), *sizes, bar, style=style)
     return table
@@ -158,10 +168,10 @@ def _selected_stages(planned: Plan) -> list[int]:
     return sorted({0, 1, 2, planned.fullest, emptiest, count - 2, count - 1})
 
 
-def _bar(fraction: float, width: int) -> Text:
+def _bar(fraction: float, reserve: float, width: int) -> Text:
     """A fraction of the device's memory as a bar, coloured by what is left."""
     full = min(width, round(fraction * width))
-    colour = "red" if fraction > MARGIN else "yellow" if fraction > 0.85 else "green"
+    colour = "red" if fraction > 1 - reserve else "yellow" if fraction > 0.85 else "green"
     return Text.assemble(("█" * full, colour), ("░" * (width - full), "dim"), f" {fraction:4.0%}")
 
 
@@ -170,7 +180,7 @@ def _verdict(planned: Plan) -> Text:
     if planned.fits:
         spare = format_bytes(planned.device_bytes - planned.needs)
         return Text(f"fits in {memory} a device, {spare} to spare", "green")
-    return Text(f"does not fit in {memory} a device with the reserve of {1 - MARGIN:.0%}", "red")
+    return Text(f"does not fit in {memory} a device with the reserve of {planned.reserve:.0%}", "red")
 
 
 def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
@@ -185,11 +195,11 @@ def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
     if planned.step_seconds is None:
         unknown = f"unknown for {profile.cluster.device}"
         return [*rows, ("time", "too small to estimate" if is_too_short(profile) else unknown)]
-    speed = f"{planned.tokens_per_second:,.0f} tokens/s, MFU {planned.mfu:.0%}"
+    speed = f"{planned.tokens_per_second:,.0f} tokens/s" + (f", MFU {planned.mfu:.0%}" if planned.mfu else "")
     rows.append(("speed", f"{format_step_time(planned.step_seconds)} a step, {speed}"))
     if planned.days is not None:
         total = f"{in_days(planned.days)}, {planned.node_hours:,.0f} node-hours"
         if planned.price is not None:
             total += f", {planned.price:,.0f} at {profile.cluster.node_price:g} a node-hour"
         rows.append(("total", total))
-    return [*rows, ("assuming", "\n".join(planned.assumptions))]
+    return [*rows, ("assuming", "\n".join((planned.basis, *planned.assumptions)))]

@@ -14,25 +14,34 @@ from rich.text import Text
 from flows.cli.exit_codes import DONE
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
+from profiles.check import PLANNED_ONLY
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.reporting.format import format_count
 
-STARTS, SUBMITS, PLAN_ONLY = "starts here", "submits to Slurm", "plan only"
+STARTS, SUBMITS, ELSEWHERE, PLAN_ONLY = "starts here", "submits to Slurm", "on its cluster", "plan only"
 MEANINGS = {
-    STARTS: "`trainshed run` trains on this machine",
-    SUBMITS: "`trainshed run` submits a job with sbatch",
-    PLAN_ONLY: "`trainshed plan` works, `trainshed run` does not",
+    STARTS: "`trainshed run {name}` trains on this machine",
+    SUBMITS: "`trainshed run {name}` submits a job with sbatch",
+    ELSEWHERE: "`trainshed run {name}` starts on the cluster that the profile names, and is rejected here",
+    PLAN_ONLY: "`trainshed plan {name}` works, `trainshed run {name}` is rejected everywhere",
 }
+EXAMPLE = "llama3-8b"  # in the legend, if it has the status
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the profiles, smallest model first."""
+    """Print the profiles, smallest model first; those that no supported hardware can start only with `--all`."""
     profiles = sorted(map(resolve.load, resolve.names()), key=lambda profile: profile.model.parameters)
+    hidden = [] if options.all else [profile for profile in profiles if _plan_only(profile)]
+    profiles = [profile for profile in profiles if profile not in hidden]
     if options.json:
         print(json.dumps({profile.name: _describe(profile) for profile in profiles}, indent=1))
     else:
         _print(profiles)
+        if hidden:
+            print(
+                f"{len(hidden)} more with --all: published runs on hardware that nothing supported trains on"
+            )
     return DONE
 
 
@@ -57,7 +66,13 @@ def _print(profiles: list[Profile]) -> None:
             console.print(Text(line), soft_wrap=True)
             console.print(Padding(description, (0, 0, 0, 2)))
     console.print()
-    meanings = {status: [MEANINGS[status]] for status in MEANINGS if status in dict(statuses)}
+    meanings = {}
+    for status in MEANINGS:
+        names = [
+            profile.name for profile, (found, _) in zip(profiles, statuses, strict=True) if found == status
+        ]
+        if names:
+            meanings[status] = [MEANINGS[status].format(name=EXAMPLE if EXAMPLE in names else names[0])]
     for status, reason in dict.fromkeys(statuses):
         if reason:
             meanings[status].append(reason)
@@ -84,11 +99,15 @@ def _describe(profile: Profile) -> dict[str, Any]:
     }
 
 
+def _plan_only(profile: Profile) -> bool:
+    return profile.cluster.accelerator in PLANNED_ONLY
+
+
 def _status(profile: Profile) -> tuple[str, str]:
-    """Whether this machine can start the profile, and why not."""
+    """Where the profile starts, and why not here."""
     try:
         resolve.check(profile)
         resolve.check_start(profile)
     except ProfileError as error:
-        return PLAN_ONLY, str(error.with_choices(()))
+        return (PLAN_ONLY if _plan_only(profile) else ELSEWHERE), str(error.with_choices(()))
     return (SUBMITS if profile.cluster.launcher == "slurm" else STARTS), ""

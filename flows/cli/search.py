@@ -16,15 +16,16 @@ from rich.text import Text
 from flows.cli.exit_codes import DONE, REJECTED
 from flows.ui.console import print_stderr
 from flows.ui.summaries import cluster_summary
-from modeling.planning.planner import MARGIN, device_bytes
-from modeling.planning.search import Rejected, Topology, search
+from modeling.planning import calibration
+from modeling.planning.planner import device_bytes, reserved_share
+from modeling.planning.search import Rejected, Topology, explain, search
 from profiles.check import get_value
 from profiles.errors import format_value
 from profiles.schema import Profile
 from tasks.reporting.format import format_bytes, format_step_time
 
 MAX_ROWS = 8  # topologies that are shown
-AXES = ("tensor", "pipeline", "context", "data")
+AXES = {"tensor": "TP", "pipeline": "PP", "context": "CP", "data": "DP"}  # and their columns
 NUMBER = re.compile(r"\b\d+\b")
 
 
@@ -33,6 +34,7 @@ def show_search(profile: Profile, typed: str, overrides: Sequence[str], *, as_js
     found, rejected = search(profile)
     if as_json:
         result = {"topologies": list(map(_describe, found)), "rejected": list(map(asdict, rejected))}
+        result["reasons"] = explain(found, rejected) if found else []
         print(json.dumps(result, indent=1))
     else:
         _print(profile, found, rejected)
@@ -57,6 +59,7 @@ def _describe(topology: Topology) -> dict[str, object]:
         "step_seconds": planned.step_seconds,
         "tokens_per_second": planned.tokens_per_second,
         "mfu": planned.mfu,
+        "basis": planned.basis,
     }
 
 
@@ -70,14 +73,19 @@ def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejec
     if found:
         speed = ("step time", "tokens/s", "MFU") if timed else ("sent per step",)
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for column in ("", *AXES, "recompute", *speed, "memory"):
-            text = column in ("", "recompute")
-            table.add_column(column, justify="left" if text else "right", overflow="fold")
+        for column in ("", *AXES.values(), "sharding", "recompute", *speed, "memory"):
+            text = column in ("", "sharding", "recompute")
+            table.add_column(column, justify="left" if text else "right", no_wrap=True)
         for rank, topology in enumerate(found[:MAX_ROWS], 1):
             table.add_row(str(rank), *_row(topology))
         console.print(table)
+        if timed:
+            console.print(calibration.basis(profile), style="dim")
+        console.print(Text(f"first because {'; '.join(explain(found, rejected))}"))
     if rejected:
-        console.print(f"\nrejected, for {MARGIN:.0%} of {format_bytes(device_bytes(profile))} a device:")
+        console.print(
+            f"\nrejected, for {1 - reserved_share(profile):.0%} of {format_bytes(device_bytes(profile))} a device:"
+        )
     for reason, families in _reasons(rejected):
         console.print(Padding(Text(f"{reason}: {families}"), (0, 0, 0, 2)))
 
@@ -95,11 +103,18 @@ def _row(topology: Topology) -> tuple[str, ...]:
     planned = topology.plan
     speed = (format_bytes(sum(planned.sent.values())),)
     if planned.step_seconds is not None:
-        rate, mfu = f"{planned.tokens_per_second:,.0f}", f"{planned.mfu:.0%}"
+        rate, mfu = f"{planned.tokens_per_second:,.0f}", f"{planned.mfu:.0%}" if planned.mfu else ""
         speed = (format_step_time(planned.step_seconds), rate, mfu)
     degrees = (str(planned.mesh[axis]) for axis in AXES)
     memory = f"{planned.needs / planned.device_bytes:.0%}"
-    return (*degrees, topology.overrides["train.recompute"], *speed, memory)
+    recompute, layers = (topology.overrides.get(f"train.{key}") for key in ("recompute", "recompute_layers"))
+    return (*degrees, _sharding(topology), recompute + (f" {layers}" if layers else ""), *speed, memory)
+
+
+def _sharding(topology: Topology) -> str:
+    """'zero1', 'fsdp' over all data and context ranks, or 'fsdp 16' with replicas beyond."""
+    degree = topology.overrides["parallel.shard_degree"]
+    return topology.overrides["parallel.data_sharding"] + (f" {degree}" if degree else "")
 
 
 def _reasons(rejected: Sequence[Rejected]) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import lru_cache
 
 import torch
 
@@ -49,8 +50,13 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
 def partition_layers(profile: Profile) -> list[range]:
     """The layers of each pipeline stage, balanced to minimise the FLOPs of the slowest."""
     parallel = profile.parallel
-    costs = layer_multiply_adds(profile)
-    return cut_layers(costs, parallel.pipeline, parallel.schedule, parallel.pipeline_cuts)
+    cuts = parallel.pipeline_cuts and tuple(parallel.pipeline_cuts)
+    return [*_cut(tuple(layer_multiply_adds(profile)), parallel.pipeline, parallel.schedule, cuts)]
+
+
+@lru_cache(maxsize=1024)
+def _cut(costs: tuple[int, ...], ranks: int, schedule: str, cuts: tuple[int, ...] | None) -> list[range]:
+    return cut_layers(list(costs), ranks, schedule, cuts and list(cuts))
 
 
 def extra_warmup_forwards(profile: Profile) -> int:

@@ -6,7 +6,9 @@ The only byte count: the plan and the traced plan both go through it; planner.py
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -18,27 +20,74 @@ from parallel.pipeline.schedules import in_flight
 from profiles.schema import Profile
 
 
-def bucket_sizes(profile: Profile, stages: Sequence[nn.Module]) -> list[int]:
-    """Elements of the ZeRO-1 buckets over a rank's stages, padding included, in the order that backward fills them."""
-    settings = profile.train
+class PlannedBucket(NamedTuple):
+    """A bucket of parameters, gradients and states (parallel/optimizer/buckets.py)."""
+
+    size: int  # elements, padding included
+    resident: bool  # whether parameters and gradients stay in memory; with FSDP, those of matrices do not
+    block: bool  # whether it holds a block's matrices, which FSDP gathers for each microbatch
+
+    @classmethod
+    def of(cls, members: Sequence[tuple[str, nn.Parameter]], shards: int, resident: bool) -> PlannedBucket:
+        size = math.ceil(sum(parameter.numel() for _, parameter in members) / shards) * shards
+        return cls(size, resident, members[0][0].startswith("layers."))
+
+
+def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedBucket]:
+    """The optimizer's buckets over a rank's stages (`build_optimizer`)."""
+    settings, shards = profile.train, profile.shard_degree
 
     def decay(name: str, parameter: nn.Parameter) -> float:
         return settings.weight_decay * (settings.norm_weight_decay or parameter.dim() > 1)
 
-    shards = profile.shard_degree
-    parameters = [item for stage in stages for item in stage.named_parameters()]
-    buckets = fill_buckets(parameters, decay)
-    return [math.ceil(sum(p.numel() for _, p in members) / shards) * shards for *_, members in buckets]
+    remaining = [item for stage in stages for item in stage.named_parameters()]
+    buckets = []
+    if profile.parallel.data_sharding == "fsdp":
+        for unit in (unit for stage in stages for unit in stage.sharding_units()):
+            held = [named for named in remaining if unit.holds(*named)]
+            remaining = [named for named in remaining if not unit.holds(*named)]
+            groups = fill_buckets(held, decay, sys.maxsize)
+            buckets += [PlannedBucket.of(members, shards, resident=False) for *_, members in groups]
+    return buckets + [
+        PlannedBucket.of(members, shards, resident=True) for *_, members in fill_buckets(remaining, decay)
+    ]
 
 
-def state_bytes(profile: Profile, buckets: Sequence[int]) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer states in buckets of these sizes."""
-    settings = profile.train
-    states = 8 if settings.precision == "float32" else 12  # float32 parameters are their own master weights
+def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer states between steps."""
+    settings, shards = profile.train, profile.shard_degree
+    resident = sum(bucket.size for bucket in buckets if bucket.resident)
+    sharded = sum(bucket.size for bucket in buckets if not bucket.resident) // shards
+    # float32 parameters that stay in memory are their own master weights.
+    master = 0 if settings.precision == "float32" else 4
     return {
-        "parameters": sum(buckets) * DTYPES[settings.precision].itemsize,
-        "gradients": sum(buckets) * DTYPES[settings.gradient_dtype].itemsize,
-        "optimizer": sum(buckets) // profile.shard_degree * states,
+        "parameters": resident * DTYPES[settings.precision].itemsize,
+        "gradients": (resident + sharded) * DTYPES[settings.gradient_dtype].itemsize,
+        "optimizer": resident // shards * (8 + master) + sharded * 12,
+    }
+
+
+def sent_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, int]:
+    """Bytes that a rank sends in a step to exchange gradients and weights: over its shard group, and to its replicas.
+
+    Gradients are reduce-scattered and weights all-gathered over the shards, with FSDP those of blocks in every microbatch,
+    weights in forward and again in backward. Each shard of the gradients is all-reduced over its replicas.
+    """
+    train, parallel, shards = profile.train, profile.parallel, profile.shard_degree
+    weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
+    elements = sum(bucket.size for bucket in buckets)
+    blocks = sum(bucket.size for bucket in buckets if bucket.block and not bucket.resident)
+    rest, count = elements - blocks, profile.accumulation_steps
+    if parallel.keep_gathered:
+        exchanged = elements * (weight + gradient)
+    else:
+        sharded = sum(bucket.size for bucket in buckets if not bucket.resident)
+        scattered = count * sharded + elements - sharded
+        exchanged = (rest + 2 * count * blocks) * weight + scattered * gradient
+    replicas = profile.data_parallel * parallel.context // shards
+    return {
+        "data": exchanged * (shards - 1) // shards,
+        "replica": 2 * elements * gradient // shards * (replicas - 1) // replicas,
     }
 
 
@@ -77,7 +126,7 @@ def _stage_peak(stage: Sequence[LayerCosts]) -> int:
 
 
 def activation_bytes(
-    profile: Profile, working: int, microbatches: float, hidden_bytes: int, buckets: Sequence[int]
+    profile: Profile, working: int, microbatches: float, hidden_bytes: int, buckets: Sequence[PlannedBucket]
 ) -> int:
     """Peak bytes besides parameters, gradients and optimizer states.
 
@@ -85,10 +134,12 @@ def activation_bytes(
         working: peak bytes of activations and of the layers' working memory.
         microbatches: in flight.
         hidden_bytes: of a microbatch's hidden states between stages.
-        buckets: `bucket_sizes`.
+        buckets: `plan_buckets`.
     """
-    exchanged = _exchanged_bytes(profile, buckets)
-    if len(buckets) > IN_FLIGHT:  # the first buckets are exchanged while backward runs
+    working += _gathered_bytes(profile, [bucket for bucket in buckets if not bucket.resident])
+    sizes = [bucket.size for bucket in buckets if bucket.resident]
+    exchanged = _exchanged_bytes(profile, sizes)
+    if len(sizes) > IN_FLIGHT:  # the first buckets are exchanged while backward runs
         working += exchanged
     peak = max(working, exchanged)
     if profile.parallel.pipeline > 1:
@@ -107,5 +158,21 @@ def _exchanged_bytes(profile: Profile, buckets: Sequence[int]) -> int:
         return 0
     device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
     width = DTYPES[profile.train.gradient_dtype].itemsize
-    share = 1 / profile.shard_degree if device.supports_reduction else 1 + 1 / profile.shard_degree
+    share = 1 / profile.shard_degree + (not device.supports_reduction)
     return math.ceil(sum(sorted(buckets)[-IN_FLIGHT:]) * width * share)
+
+
+def _gathered_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:
+    """Bytes of FSDP's gathered weights and of gradients that are not scattered yet.
+
+    Blocks: the weights of the one that runs and of the next. Embedding and head: their weights, during the whole step.
+    Gradients: of the unit that runs and of the one being scattered. With `keep_gathered` everything during the whole step.
+    """
+    train = profile.train
+    weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
+    sizes = sorted(bucket.size for bucket in buckets)
+    if profile.parallel.keep_gathered:
+        return sum(sizes) * (weight + gradient)
+    blocks = sorted(bucket.size for bucket in buckets if bucket.block)
+    rest = sum(bucket.size for bucket in buckets if not bucket.block)
+    return (rest + sum(blocks[-IN_FLIGHT:])) * weight + sum(sizes[-IN_FLIGHT:]) * gradient

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from modeling.planning.operator_costs import operator_flops, operator_volume
+from modeling.planning.operator_costs import Shape, operator_product, operator_volume, tensor_bytes
 from parallel.attention.kernels import Kernel
 
 
@@ -31,14 +31,16 @@ class Meter(TorchDispatchMode):
     Attributes:
         live: bytes of the tensors that are alive now.
         peak: maximum of `live` so far.
-        flops: of matrix products and attention, recomputation and padding included.
+        products: FLOPs of matrix products and attention by shape, recomputation and padding included.
+        moved: bytes that all other operators read and write.
         sent: bytes that this rank sends, by mesh axis.
     """
 
     def __init__(self, existing: Iterable[Tensor], sizes: Mapping[str, int], kernel: Kernel | None) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self.flops = 0.0
+        self.products: Counter[Shape] = Counter()
+        self.moved = 0
         self.sent: Counter[str] = Counter()
         self._sizes, self._kernel = sizes, kernel
         self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
@@ -53,10 +55,14 @@ class Meter(TorchDispatchMode):
         for result in tree_leaves(results):
             if isinstance(result, Tensor):
                 self._allocate(result)
-        self.flops += operator_flops(function, inputs, results)
+        product = operator_product(function, inputs, results)
         volume = operator_volume(function, inputs, self._sizes)
+        if product:
+            self.products[product[0]] += product[1]
         if volume:
             self.sent[volume[0]] += volume[1]
+        if not (product or volume or function.is_view):
+            self.moved += tensor_bytes([*inputs]) + tensor_bytes(results)
         return results
 
     def _allocate(self, tensor: Tensor) -> None:

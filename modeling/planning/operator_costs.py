@@ -35,24 +35,39 @@ _RINGS = (_ours.ring_attention, _ours.ring_attention_backward)
 _ATTENTION = (_ours.attention, _ours.attention_backward, *_RINGS)
 
 
+Shape = tuple[str, int, int, int]
+"""A product: "matmul", rows, inner and columns; or "attention", queries, keys and head size."""
+
+
 def operator_flops(operator: OpOverload, arguments: Sequence[Any], result: Any) -> int:
     """FLOPs of a call; 0 for operators other than matrix products and attention."""
+    found = operator_product(operator, arguments, result)
+    return found[1] if found else 0
+
+
+def operator_product(operator: OpOverload, arguments: Sequence[Any], result: Any) -> tuple[Shape, int] | None:
+    """Shape and FLOPs of a matrix product or of attention; None for other operators."""
     packet = operator.overloadpacket
     if packet in _PRODUCTS:
-        return 2 * result.numel() * arguments[_PRODUCTS[packet]].shape[-1]
+        inner = arguments[_PRODUCTS[packet]].shape[-1]
+        rows, columns = result.shape[-2:]
+        return ("matmul", rows, inner, columns), 2 * result.numel() * inner
     if packet in _ATTENTION:
         call = _bind(operator, arguments)
-        return _attention_flops(operator, call["q"], call["k"], call["causal"], call.get("size", 1))
+        return _attention(operator, call["q"], call["k"], call["causal"], call.get("size", 1))
     if packet.__name__.startswith("_scaled_dot_product"):  # torch's own kernels
         call = _bind(operator, arguments)
-        return _attention_flops(operator, call["query"], call["key"], call["is_causal"])
-    return 0
+        return _attention(operator, call["query"], call["key"], call["is_causal"])
+    return None
 
 
-def _attention_flops(operator: OpOverload, q: Tensor, k: Tensor, causal: bool, context: int = 1) -> int:
+def _attention(
+    operator: OpOverload, q: Tensor, k: Tensor, causal: bool, context: int = 1
+) -> tuple[Shape, int]:
     b, n, s, d = q.shape
+    keys = k.shape[2] * context
     products = 5 if "backward" in str(operator) else 2
-    return products * 2 * b * n * s * k.shape[2] * context * d // (2 if causal else 1)
+    return ("attention", s, keys, d), products * 2 * b * n * s * keys * d // (2 if causal else 1)
 
 
 def operator_volume(

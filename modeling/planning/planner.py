@@ -25,8 +25,9 @@ from torch import nn
 from modeling.models.build import partition_layers
 from modeling.models.flops import flops_per_token
 from modeling.planning import memory
+from modeling.planning.levels import level
 from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts
-from modeling.planning.step_time import estimate
+from modeling.planning.step_time import estimate, layer_rate
 from parallel import device as devices
 from parallel import parameter_count
 from parallel.activation_checkpointing import MODES
@@ -37,7 +38,6 @@ from profiles.schema import Profile
 
 HOST_BYTES = 350 << 20  # of a process: interpreter and libraries
 COMPILED_BYTES = 100 << 20  # of a process that loads compiled graphs
-MARGIN = 0.95  # share of the device's memory that a plan may use
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class StagePlan:
     parameters: int  # of the model, counted once over the tensor ranks
     bytes: dict[str, int]  # by kind
     flops: float  # of one rank in a step, recomputation and padding included
+    rate: float | None  # FLOP/s that its layers reach; None if unknown
     sent: dict[str, int]  # bytes that one rank sends in a step, by mesh axis
 
     @property
@@ -65,12 +66,17 @@ class Plan:
     stages: tuple[StagePlan, ...]  # by pipeline rank
     host_bytes: int  # memory of a process besides tensors, on devices that share the host's memory; else 0
     device_bytes: int  # memory of one device; on CPUs, a process's share of the host's
-    fits: bool  # whether the fullest rank, `host_bytes` included, leaves 5 % of the memory free
+    reserve: float  # share of that memory that a plan leaves free
+    fits: bool  # whether the fullest rank, `host_bytes` included, leaves the reserve free
     flops_per_token: float  # of training, analytic (modeling/models/flops.py)
     tokens: int | None  # of the run; None if the data determines it
     sent: dict[str, int]  # bytes that the busiest rank sends in a step, by mesh axis
+    levels: dict[
+        str, str
+    ]  # links between the ranks of each axis that communicates: "chip", "node" or "network"
     kv_replication: int  # tensor ranks that hold the same KV head
     bubble: float  # pipeline bubble as a share of the working time
+    basis: str  # what the times are based on (calibration.py)
     # step_seconds, tokens_per_second, mfu, days, node_hours, price: None if the device's speed is unknown or the step is too
     # short to estimate; the last three also if the data determines the run's length, the price also if the profile has none
     step_seconds: float | None
@@ -102,9 +108,9 @@ def host_bytes(profile: Profile) -> int:
     return HOST_BYTES + (COMPILED_BYTES if profile.compile.enabled else 0)
 
 
-def fits(stages: Sequence[StagePlan], host: int, device: int) -> bool:
-    """Whether the fullest stage, and `host` bytes of its process, leave the margin of `device` bytes free."""
-    return max(stage.total for stage in stages) + host <= MARGIN * device
+def fits(stages: Sequence[StagePlan], host: int, device: int, reserve: float) -> bool:
+    """Whether the fullest stage, and `host` bytes of its process, leave the reserve of `device` bytes free."""
+    return max(stage.total for stage in stages) + host <= (1 - reserve) * device
 
 
 def plan(profile: Profile, cache: CostCache | None = None) -> Plan:
@@ -118,7 +124,8 @@ def plan(profile: Profile, cache: CostCache | None = None) -> Plan:
     """
     parallel, settings = profile.parallel, profile.train
     stages = _stages(profile, StageCosts(profile, cache))
-    host, device = host_bytes(profile), device_bytes(profile)
+    host, device, reserve = host_bytes(profile), device_bytes(profile), reserved_share(profile)
+    sent = {axis: max(stage.sent[axis] for stage in stages) for axis in stages[0].sent}
     step_tokens = settings.global_batch_size * settings.sequence_length
     return Plan(
         parameters=sum(stage.parameters for stage in stages),
@@ -131,10 +138,12 @@ def plan(profile: Profile, cache: CostCache | None = None) -> Plan:
         stages=stages,
         host_bytes=host,
         device_bytes=device,
-        fits=fits(stages, host, device),
+        reserve=reserve,
+        fits=fits(stages, host, device, reserve),
         flops_per_token=flops_per_token(profile),
         tokens=step_tokens * settings.steps if settings.steps else None,
-        sent={axis: max(stage.sent[axis] for stage in stages) for axis in stages[0].sent},
+        sent=sent,
+        levels={axis: level(profile, axis) for axis, size in sent.items() if size},
         kv_replication=profile.kv_replication,
         **asdict(estimate(profile, stages, len(stages[0].layers))),
     )
@@ -149,7 +158,7 @@ def require_fit(profile: Profile, planned: Plan) -> None:
     parts = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in kinds.items())
     reason = (
         f"stage {planned.fullest} needs {planned.needs / 2**30:.1f} GiB a device ({parts}), "
-        f"which has {planned.device_bytes / 2**30:.1f} GiB and must keep 5 % free"
+        f"which has {planned.device_bytes / 2**30:.1f} GiB and must keep {planned.reserve:.0%} free"
     )
     choices = lighter(profile, lambda other: other.fits and other.needs < planned.needs)
     if not choices:
@@ -176,6 +185,7 @@ def _savings(profile: Profile) -> Iterator[tuple[str, Sequence[Any]]]:
     train, parallel, model = profile.train, profile.parallel, profile.model
     size = train.micro_batch_size
     yield "train.micro_batch_size", [n for n in range(size - 1, 0, -1) if size % n == 0]
+    yield "parallel.data_sharding", ["fsdp"] if parallel.data_sharding != "fsdp" else []
     yield "train.recompute", MODES[MODES.index(train.recompute) + 1 :]
     degrees = valid_tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
     node = profile.cluster.devices_per_node
@@ -212,7 +222,7 @@ def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
         layers = partition[rank::ranks]
         modules = [costs.module(stage) for stage in layers]
         stages = [costs.layers(stage) for stage in layers]
-        buckets = memory.bucket_sizes(profile, modules)
+        buckets = memory.plan_buckets(profile, modules)
         microbatches = memory.microbatches_in_flight(profile, rank)
         working = memory.eager_working_bytes(stages, microbatches)
         held = memory.state_bytes(profile, buckets) | {
@@ -225,7 +235,8 @@ def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
             parameters=_parameters(profile, modules, rank),
             bytes=held,
             flops=profile.accumulation_steps * sum(layer.flops for stage in stages for layer in stage),
-            sent=_sent(profile, costs, stages, held),
+            rate=layer_rate(profile, [layer for stage in stages for layer in stage]),
+            sent=_sent(profile, costs, stages, buckets),
         )
 
     return tuple(plan_rank(rank) for rank in range(ranks))
@@ -239,24 +250,28 @@ def _parameters(profile: Profile, modules: Sequence[nn.Module], rank: int) -> in
 
 
 def _sent(
-    profile: Profile, costs: StageCosts, stages: Sequence[Sequence[LayerCosts]], held: dict[str, int]
+    profile: Profile,
+    costs: StageCosts,
+    stages: Sequence[Sequence[LayerCosts]],
+    buckets: Sequence[memory.PlannedBucket],
 ) -> dict[str, int]:
     """Bytes that one rank sends in a step, by mesh axis."""
     count, parallel = profile.accumulation_steps, profile.parallel
     layers: Counter[str] = Counter()
     for layer in (layer for stage in stages for layer in stage):
         layers.update(layer.sent)
-    shards, replicas = profile.shard_degree, profile.data_parallel * parallel.context // profile.shard_degree
-    # Gradients are reduce-scattered and weights all-gathered over the shards; each shard is all-reduced over its replicas.
-    exchanged = (held["gradients"] + held["parameters"]) * (shards - 1) // shards
-    exchanged += 2 * held["gradients"] // shards * (replicas - 1) // replicas
     messages = 2 * len(stages) * count * costs.hidden_bytes if parallel.pipeline > 1 else 0
     return {
         "tensor": count * (layers["tensor"] + layers["kv_replica"]),
         "context": count * layers["context"],
         "pipeline": messages,
-        "data": exchanged,
+        **memory.sent_bytes(profile, buckets),
     }
+
+
+def reserved_share(profile: Profile) -> float:
+    """Share of the device's memory that a plan leaves free, for fragmentation and what it does not know."""
+    return devices.resolve(profile.cluster.device, profile.cluster.accelerator).reserve
 
 
 def device_bytes(profile: Profile) -> int:

@@ -16,14 +16,17 @@ from profiles.check import with_value
 from profiles.schema import Profile
 
 
-def choose_recompute(profile: Profile) -> Profile:
+def choose_recompute(profile: Profile, cache: CostCache | None = None) -> Profile:
     """Replace `train.recompute: auto` by a mode and a number of layers; other profiles are returned as they are.
 
     If nothing fits, it is `full` for all layers, which `planner.require_fit` rejects.
+
+    Args:
+        cache: measurements of other plans of the same model, to reuse and extend.
     """
     if profile.train.recompute != "auto":
         return profile
-    cache: CostCache = {}
+    cache = {} if cache is None else cache
 
     def with_layers(mode: str, layers: int | None) -> Profile:
         return with_value(with_value(profile, "train.recompute", mode), "train.recompute_layers", layers)

@@ -1,20 +1,23 @@
-"""Topology search: which parallel degrees a cluster could train a model with, fastest first, and why others cannot.
+"""Topology search: which layouts a cluster could train a model with, fastest first, and why others cannot.
 
 A family is a tensor degree (the valid ones within a node, and powers of two to explain why they are invalid), a
-pipeline degree that divides the remaining ranks, and a context degree where sequences are long. Each family uses the
-least recomputation that fits. Nodes, devices, batch sizes, sequence length and schedule stay as in the profile.
+pipeline degree that divides the remaining ranks, a context degree where sequences are long, and a sharding over the data
+and context ranks: ZeRO-1, FSDP over all of them, or HSDP, which shards over the ranks of a node and replicates beyond. Each
+family uses the least recomputation that fits. Nodes, devices, batch sizes, sequence length and schedule stay as in the
+profile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from modeling.planning.planner import Plan, plan
+from modeling.planning.recompute import choose_recompute
 from modeling.planning.stage_costs import CostCache
-from parallel.activation_checkpointing import MODES
 from parallel.constraints import valid_tensor_degrees
 from profiles.check import check, get_value, with_value
 from profiles.errors import ProfileError
@@ -34,9 +37,9 @@ class Topology:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A family without a usable topology."""
+    """Degrees without a usable topology, whatever the sharding."""
 
-    degrees: dict[str, int]  # of the family
+    degrees: dict[str, int]
     reason: str  # the violated rule, starting with the rejected key and value; or "memory"
     needs: int | None = None  # bytes on the fullest rank with full recomputation, if memory is the reason
 
@@ -49,14 +52,36 @@ def search(profile: Profile) -> tuple[list[Topology], list[Rejected]]:
     cache: CostCache = {}
     topologies: list[Topology] = []
     rejected: list[Rejected] = []
-    for degrees in _families(profile):
-        result = _best(profile, degrees, cache)
-        (topologies if isinstance(result, Topology) else rejected).append(result)
-    topologies.sort(key=lambda topology: topology.plan.step_seconds or sum(topology.plan.sent.values()))
+    for degrees in _degrees(profile):
+        tried = [_best(profile, degrees, sharding, cache) for sharding in _shardings(profile, degrees)]
+        fitting = [each for each in tried if isinstance(each, Topology)]
+        topologies += fitting
+        if not fitting:
+            rejected.append(min((each for each in tried if isinstance(each, Rejected)), key=_needs))
+    topologies.sort(
+        key=lambda found: (found.plan.step_seconds or sum(found.plan.sent.values()), found.plan.needs)
+    )
     return topologies, rejected
 
 
-def _families(profile: Profile) -> Iterator[dict[str, int]]:
+def _needs(rejected: Rejected) -> float:
+    return math.inf if rejected.needs is None else rejected.needs
+
+
+def _shardings(profile: Profile, degrees: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """The ways to share states out among the data and context ranks."""
+    yield {"data_sharding": "zero1", "shard_degree": None, "keep_gathered": False}
+    model = math.prod(degrees.values())
+    ranks = profile.world_size // model * degrees.get("context", 1)
+    if len(degrees) == 1 or ranks == 1:
+        return
+    in_node = profile.cluster.devices_per_node // degrees["tensor"]
+    hybrid = in_node if 1 < in_node < ranks and ranks % in_node == 0 else None
+    for degree in (None, *([hybrid] if hybrid else [])):
+        yield {"data_sharding": "fsdp", "shard_degree": degree, "keep_gathered": False}
+
+
+def _degrees(profile: Profile) -> Iterator[dict[str, int]]:
     model, cluster, world = profile.model, profile.cluster, profile.world_size
     valid = valid_tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
     powers = {2**i for i in range(cluster.devices_per_node.bit_length())}
@@ -71,11 +96,13 @@ def _families(profile: Profile) -> Iterator[dict[str, int]]:
                 yield {"tensor": tensor, "pipeline": pipeline, "context": context}
 
 
-def _best(profile: Profile, degrees: dict[str, int], cache: CostCache) -> Topology | Rejected:
+def _best(
+    profile: Profile, degrees: dict[str, int], sharding: dict[str, Any], cache: CostCache
+) -> Topology | Rejected:
     """The family's topology with the least recomputation that fits; or the violated rule or missing memory."""
     rule, needs = "", None
-    for mode in MODES:
-        overrides = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
+    for mode in ("none", "auto"):
+        overrides = {f"parallel.{key}": value for key, value in (degrees | sharding).items()}
         overrides |= {"train.recompute": mode, **_reset_derived(profile)}
         candidate = profile
         for key, value in overrides.items():
@@ -85,11 +112,64 @@ def _best(profile: Profile, degrees: dict[str, int], cache: CostCache) -> Topolo
         except ProfileError as error:
             rule = rule or str(ProfileError(error.key, error.value, error.reason))
             continue
+        candidate = choose_recompute(candidate, cache)
         planned = plan(candidate, cache)
         if planned.fits:
+            overrides["train.recompute"] = candidate.train.recompute
+            if candidate.train.recompute_layers:
+                overrides["train.recompute_layers"] = candidate.train.recompute_layers
             return Topology(overrides, planned)
         needs = planned.needs
     return Rejected(degrees, rule if needs is None else "memory", needs)
+
+
+def explain(found: Sequence[Topology], rejected: Sequence[Rejected]) -> list[str]:
+    """Why the first topology is the best: what its groups communicate over, and what its neighbours cost, a clause each."""
+    best, *others = found
+    mesh, levels, sharding = best.plan.mesh, best.plan.levels, best.overrides["parallel.data_sharding"]
+    where = {"chip": "on one chip", "node": "inside a node", "network": "across nodes"}
+    reasons = []
+    if mesh["tensor"] > 1:
+        reasons.append(f"tensor {mesh['tensor']} communicates {where[levels['tensor']]}")
+    if mesh["pipeline"] > 1:
+        reasons.append(f"pipeline {mesh['pipeline']} leaves a bubble of {best.plan.bubble:.1%}")
+    if "data" in levels:
+        ranks = best.overrides["parallel.shard_degree"] or mesh["data"] * mesh["context"]
+        kind = {"zero1": "ZeRO-1 shares states out", "fsdp": "FSDP shares weights and states out"}[sharding]
+        reasons.append(f"{kind} over {ranks} ranks {where[levels['data']]}")
+    for smaller in (True, False):
+        side = [
+            other for other in others if (other.plan.mesh["tensor"] - mesh["tensor"]) * (1, -1)[smaller] > 0
+        ]
+        if side:
+            other = side[0]
+            recompute = other.overrides["train.recompute"]
+            because = ""
+            if recompute != best.overrides["train.recompute"]:
+                because = (
+                    ", without recomputation" if recompute == "none" else f", with {recompute} recomputation"
+                )
+            reasons.append(f"tensor {other.plan.mesh['tensor']} is {_slower(other, best)}{because}")
+        elif smaller and mesh["tensor"] > 1 and any(r.reason == "memory" for r in rejected):
+            reasons.append("smaller tensor degrees do not fit")
+    for other in others:
+        if other.plan.mesh == mesh and other.overrides["parallel.data_sharding"] != sharding:
+            gib = f"{other.plan.needs / 2**30:.1f} instead of {best.plan.needs / 2**30:.1f} GiB"
+            name = {"zero1": "ZeRO-1", "fsdp": "FSDP"}[other.overrides["parallel.data_sharding"]]
+            reasons.append(f"{name} with the same degrees is {_slower(other, best)} and needs {gib}")
+            break
+    else:
+        if sharding == "fsdp":
+            reasons.append("with ZeRO-1 the same degrees do not fit")
+    return reasons
+
+
+def _slower(other: Topology, best: Topology) -> str:
+    """'9% slower', 'as fast', or by communication volume where times are unknown."""
+    if other.plan.step_seconds is None or best.plan.step_seconds is None:
+        return "no better in communication volume"
+    percent = round(100 * (other.plan.step_seconds / best.plan.step_seconds - 1))
+    return f"{percent}% slower" if percent else "as fast"
 
 
 def _reset_derived(profile: Profile) -> dict[str, None]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from modeling.models.build import DTYPES, build_mesh, build_model
 from modeling.planning.meter import Meter
-from modeling.planning.operator_costs import axis_sizes
+from modeling.planning.operator_costs import Shape, axis_sizes
 from parallel import Mesh
 from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
@@ -34,8 +34,16 @@ class LayerCosts:
     # forward_peak, backward_peak: maximum bytes alive during each, the layer's input excluded
     forward_peak: int
     backward_peak: int
-    flops: float  # of forward and backward, recomputation and padding included
+    products: Mapping[
+        Shape, int
+    ]  # FLOPs of forward and backward by shape, recomputation and padding included
+    moved: int  # bytes that other operators read and write in both
     sent: Mapping[str, int]  # bytes that the rank sends in both, by mesh axis
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of forward and backward."""
+        return sum(self.products.values())
 
 
 CostCache = dict[tuple[Any, ...], Any]
@@ -118,7 +126,9 @@ class StageCosts:
                 y = stage.loss(y, tokens)
             saved, forward_peak, meter.peak = meter.live, meter.peak, meter.live
             y.backward(torch.empty_like(y))
-        return LayerCosts(saved, forward_peak, meter.peak, meter.flops, dict(meter.sent))
+        return LayerCosts(
+            saved, forward_peak, meter.peak, dict(meter.products), meter.moved, dict(meter.sent)
+        )
 
     def _hidden_states(self) -> Tensor:
         width, dtype = self.profile.model.hidden_size, DTYPES[self.profile.train.precision]

@@ -14,7 +14,7 @@ from typing import Any
 
 from modeling.models.build import partition_layers
 from modeling.models.language_model import LanguageModel
-from modeling.planning.memory import activation_bytes, bucket_sizes, microbatches_in_flight
+from modeling.planning.memory import activation_bytes, microbatches_in_flight, plan_buckets
 from modeling.planning.planner import Plan, fits
 from modeling.planning.stage_costs import StageCosts
 from modeling.planning.step_time import estimate
@@ -44,7 +44,7 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
         working = math.ceil(microbatches * sum(stage["kept"] for stage in stages))
         working += max(stage["peak"] for stage in stages)
         modules = [costs.module(held) for held in layers]
-        buckets = bucket_sizes(profile, modules)
+        buckets = plan_buckets(profile, modules)
         activations = activation_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
         calls = [_calls(profile, module) for module in modules]
         work = sum(times * flops.get(region, 0) for stage in calls for region, times in stage.items())
@@ -61,7 +61,7 @@ def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> P
     return replace(
         planned,
         stages=stages,
-        fits=fits(stages, planned.host_bytes, planned.device_bytes),
+        fits=fits(stages, planned.host_bytes, planned.device_bytes, planned.reserve),
         **asdict(estimate(profile, stages, len(stages[0].layers))),
     )
 

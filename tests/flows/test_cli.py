@@ -127,7 +127,7 @@ def test_the_plan_counts_what_a_process_takes_besides_tensors(capsys):
 def test_on_a_narrow_screen_no_figure_of_the_plan_is_cut(capsys, monkeypatch, cuts):
     monkeypatch.setenv("COLUMNS", "80")
     interleaved = ("parallel.schedule=interleaved", f"parallel.pipeline_cuts={cuts}")
-    assert main(["plan", "llama3-70b", *settings(*interleaved)]) == 0
+    assert main(["plan", "llama3-70b-trn1", *settings("parallel.pipeline=4", *interleaved)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert not any("…" in line for line in lines)
     assert max(map(len, lines)) <= 80
@@ -186,7 +186,7 @@ def test_the_command_that_a_search_prints_plans_its_first_topology(capsys, monke
 def test_a_search_says_each_reason_once_and_what_a_device_has(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     small = ("model.num_hidden_layers=8", "train.global_batch_size=8", "cluster.nodes=1")
-    assert main(["plan", "gpt3-175b", "--search", *settings(*small)]) == 0
+    assert main(["plan", "gpt3-175b-trn1", "--search", *settings(*small)]) == 0
     out = capsys.readouterr().out
     text = " ".join(out.split())
     for reason in ("does not divide it", "ranks does not support", "is more than the model's"):
@@ -209,7 +209,7 @@ def test_what_no_run_can_be_started_of_is_said_by_plan_and_in_the_list(capsys, m
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["profiles", "--json"]) == 0
+    assert main(["profiles", "--all", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     for name, entry in listed.items():
         trn1 = entry["cluster"]["device"] == "trn1"
@@ -218,15 +218,19 @@ def test_what_no_run_can_be_started_of_is_said_by_plan_and_in_the_list(capsys, m
         assert trn1 == ("native PyTorch does not train" in entry["reason"])
     for columns in (80, 120, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert main(["profiles"]) == 0
+        assert main(["profiles", "--all"]) == 0
         out = capsys.readouterr().out
         assert max(map(len, out.splitlines())) <= columns
         text = " ".join(out.split())
         assert all(entry["description"] in text for entry in listed.values())
-        assert "starts here `trainshed run` trains on this machine" in text
-        assert "submits to Slurm `trainshed run` submits a job with sbatch" in text
-        assert re.search("plan only `trainshed plan` works, .*: cluster.accelerator = trn1: native", text)
-    assert main(["plan", "llama2-7b"]) == 0
+        assert "starts here `trainshed run tiny` trains on this machine" in text
+        assert "submits to Slurm `trainshed run llama3-8b` submits a job with sbatch" in text
+        assert re.search("plan only `trainshed plan .*` works, .*: cluster.accelerator = trn1: native", text)
+        assert main(["profiles"]) == 0
+        startable = capsys.readouterr().out
+        assert "trn1 " not in startable
+        assert "15 more with --all" in startable
+    assert main(["plan", "llama2-7b-trn1"]) == 0
     assert "cannot start it here: cluster.accelerator = trn1" in capsys.readouterr().out
     assert main(["plan", "llama3-8b"]) == 0
     assert "cannot start it here" not in capsys.readouterr().out
@@ -271,7 +275,7 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
             "store = filecache::s3://bucket/store: ",
         ),
         (["run", "tiny", "--store", "/dev/null"], "store = /dev/null: cannot be written"),
-        (["run", "llama2-7b"], "cluster.accelerator = trn1: native PyTorch does not train on it"),
+        (["run", "llama2-7b-trn1"], "cluster.accelerator = trn1: native PyTorch does not train on it"),
         (["plan", "tiny", "--set", "model.vocab_size=99999999999999999999999"], "is above 16777216"),
         (["plan", "tiny", "--set", "train.steps=99999999999999999999999"], "is above 2147483647"),
         (

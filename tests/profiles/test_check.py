@@ -220,17 +220,28 @@ def test_impossible_values_are_rejected_with_nearest_valid_choices(overrides, ke
     assert reason in error.reason
 
 
+PIPELINED = ("parallel.tensor=32", "parallel.pipeline=4", "parallel.data_sharding=zero1")
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "choices"),
     [
-        ("llama3-70b", ["cluster.nodes=7"], (4, 8, "parallel.pipeline=7")),
-        ("llama3-70b", ["parallel.pipeline=7"], (7, 14, "parallel.pipeline=4", "parallel.pipeline=8")),
-        ("llama3-70b", ["parallel.context=3"], ("parallel.context=2", "parallel.context=4")),
-        ("llama3-70b", ["train.global_batch_size=6"], (16,)),
-        ("llama3-70b", ["train.global_batch_size=1001", "train.micro_batch_size=2"], (1000, 1008)),
-        ("deepseek-coder-1.3b", ["parallel.pipeline=3"], None),
-        ("llama2-7b", ["train.sequence_length=4095"], None),
-        ("gpt3-175b", ["parallel.schedule=interleaved", "train.global_batch_size=60"], None),
+        ("llama3-70b", [*PIPELINED, "cluster.nodes=7"], (4, 8, "parallel.pipeline=7")),
+        (
+            "llama3-70b",
+            [*PIPELINED, "parallel.pipeline=7"],
+            (7, 14, "parallel.pipeline=4", "parallel.pipeline=8"),
+        ),
+        ("llama3-70b", [*PIPELINED, "parallel.context=3"], ("parallel.context=2", "parallel.context=4")),
+        ("llama3-70b", [*PIPELINED, "train.global_batch_size=6"], (16,)),
+        (
+            "llama3-70b",
+            [*PIPELINED, "train.global_batch_size=1001", "train.micro_batch_size=2"],
+            (1000, 1008),
+        ),
+        ("deepseek-coder-1.3b-trn1", ["parallel.pipeline=3"], None),
+        ("llama2-7b-trn1", ["train.sequence_length=4095"], None),
+        ("gpt3-175b-trn1", ["parallel.schedule=interleaved", "train.global_batch_size=60"], None),
         ("tiny", ["parallel.context=2", "parallel.tensor=1", "train.sequence_length=250"], None),
         ("tiny", [*EIGHT_LAYERS, "parallel.schedule=interleaved", "train.global_batch_size=20"], None),
         ("tiny", ["cluster.devices_per_node=15"], None),

@@ -1,7 +1,8 @@
 """Every shipped profile at full size: parameters, topology and shapes, without a device."""
 
 import math
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from functools import cache
 from typing import get_args
 
@@ -15,7 +16,7 @@ from parallel import Mesh
 from parallel import device as devices
 from parallel.layout import layout_of
 from profiles import resolve
-from profiles.check import ACCELERATORS
+from profiles.check import ACCELERATORS, PLANNED_ONLY
 from profiles.schema import Cluster, Profile
 
 # Exact numbers of parameters; GPT-3's with a vocabulary of 50257, tied.
@@ -33,34 +34,40 @@ PARAMETERS = {
     "gpt3-46b": 45531619328,
     "gpt3-175b": 174604259328,
 }
-# Accelerator and nodes; tensor, pipeline, context, data; KV replicas; sequence and batch; steps.
-RUNS = {
-    "llama2-7b": ("trn1", 4, (8, 1, 1, 16), 1, (4096, 1024), 10000),
-    "llama2-13b": ("trn1", 32, (8, 4, 1, 32), 1, (4096, 1024), 30000),
-    "llama2-70b": ("trn1", 32, (32, 8, 1, 4), 4, (4096, 1024), 30000),
-    "llama3-8b": ("trn2", 1, (16, 1, 1, 4), 2, (8192, 1024), 10000),
-    "llama3-8b-trn1": ("trn1", 4, (32, 1, 1, 4), 4, (8192, 1024), 10000),
-    "llama3-70b": ("trn2", 8, (32, 4, 1, 4), 4, (8192, 1024), 10000),
-    "llama3-70b-trn1": ("trn1", 16, (32, 8, 1, 2), 4, (8192, 1024), 30000),
-    "llama3-70b-cp": ("trn1", 16, (32, 8, 2, 1), 4, (8192, 1024), 30000),
-    "llama3.1-8b": ("trn2", 1, (16, 1, 1, 4), 2, (8192, 1024), 10000),
-    "llama3.1-70b": ("trn2", 8, (32, 4, 1, 4), 4, (8192, 1024), 10000),
-    "llama3.1-70b-trn1": ("trn1", 32, (32, 8, 1, 4), 4, (8192, 1024), 30000),
-    "llama3.1-405b-trn1": ("trn1", 64, (32, 32, 1, 2), 4, (8192, 256), 30000),
-    "gpt3-23b": ("trn1", 4, (8, 4, 1, 4), 1, (2048, 128), 300000),
-    "gpt3-46b": ("trn1", 8, (8, 8, 1, 4), 1, (2048, 256), 300000),
-    "gpt3-175b": ("trn1", 8, (32, 8, 1, 1), 1, (2048, 64), 300000),
-    "deepseek-coder-1.3b": ("trn1", 1, (8, 1, 1, 4), 1, (4096, 256), 1000),
-    "deepseek-coder-6.7b": ("trn1", 1, (8, 1, 1, 4), 1, (4096, 256), 1000),
-    "deepseek-coder-33b": ("trn1", 4, (8, 4, 1, 4), 1, (4096, 256), 1000),
-    "llama3-8b-h200": ("h200", 1, (1, 1, 1, 8), 1, (8192, 1024), 10000),
-    "llama3-70b-h200": ("h200", 8, (4, 4, 1, 4), 1, (8192, 1024), 10000),
+# The published runs: nodes of trn1; tensor, pipeline, context, data; KV replicas; sequence and batch; steps.
+PUBLISHED = {
+    "llama2-7b": (4, (8, 1, 1, 16), 1, (4096, 1024), 10000),
+    "llama2-13b": (32, (8, 4, 1, 32), 1, (4096, 1024), 30000),
+    "llama2-70b": (32, (32, 8, 1, 4), 4, (4096, 1024), 30000),
+    "llama3-8b": (4, (32, 1, 1, 4), 4, (8192, 1024), 10000),
+    "llama3-70b": (16, (32, 8, 1, 2), 4, (8192, 1024), 30000),
+    "llama3-70b-cp": (16, (32, 8, 2, 1), 4, (8192, 1024), 30000),
+    "llama3.1-8b": (4, (32, 1, 1, 4), 4, (8192, 1024), 10000),
+    "llama3.1-70b": (32, (32, 8, 1, 4), 4, (8192, 1024), 30000),
+    "llama3.1-405b": (64, (32, 32, 1, 2), 4, (8192, 256), 30000),
+    "gpt3-23b": (4, (8, 4, 1, 4), 1, (2048, 128), 300000),
+    "gpt3-46b": (8, (8, 8, 1, 4), 1, (2048, 256), 300000),
+    "gpt3-175b": (8, (32, 8, 1, 1), 1, (2048, 64), 300000),
+    "deepseek-coder-1.3b": (1, (8, 1, 1, 4), 1, (4096, 256), 1000),
+    "deepseek-coder-6.7b": (1, (8, 1, 1, 4), 1, (4096, 256), 1000),
+    "deepseek-coder-33b": (4, (8, 4, 1, 4), 1, (4096, 256), 1000),
 }
+NODES = {"trn1": 32, "trn2": 64, "h200": 8, "h100": 8}  # devices of a node
+# On the hardware of today these differ from the published run: the 32k run's length, and the steps that trn2 runs had.
+LONG = {"llama3-70b-cp": (32768, 256)}
+STEPS = {"llama3-70b": 10000, "llama3-70b-cp": 10000, "llama3.1-70b": 10000}
+RUNS = [name for name in resolve.names() if name != "tiny"]
+CACHES: dict[str, dict] = defaultdict(dict)  # of plans, by model and device type
+
+
+def model_of(name: str) -> str:
+    """The name without its hardware."""
+    return re.sub(r"-(trn1|h100|h200)$", "", name)
 
 
 def parameters_of(name: str) -> int:
     """By the longest of the table's names that begins a profile's, 3.1 being as large as 3."""
-    plain = name if name in PARAMETERS or "405b" in name else name.replace("3.1", "3")
+    plain = name if "405b" in name else name.replace("3.1", "3")
     return PARAMETERS[max((known for known in PARAMETERS if plain.startswith(known)), key=len)]
 
 
@@ -82,8 +89,9 @@ def degrees_of(profile: Profile) -> tuple[int, ...]:
     return profile.parallel.pipeline, profile.data_parallel, profile.parallel.context, profile.parallel.tensor
 
 
-def test_every_shipped_profile_is_in_the_table():
-    assert {*RUNS, "tiny"} == set(resolve.names())
+def test_every_model_has_a_profile_for_each_hardware():
+    suffixes = ("", "-trn1", "-h200", "-h100")
+    assert {*RUNS} == {model + suffix for model in PUBLISHED for suffix in suffixes}
 
 
 def test_schema_accelerators_are_those_with_specifications():
@@ -93,28 +101,59 @@ def test_schema_accelerators_are_those_with_specifications():
     assert {name: device.type for name, device in devices.ACCELERATORS.items()} == kinds
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_shipped_settings_match_the_table(name):
-    accelerator, nodes, degrees, kv_replication, batch, steps = RUNS[name]
-    profile = load(name)
-    assert (profile.cluster.accelerator, profile.cluster.nodes) == (accelerator, nodes)
-    assert profile.cluster.devices_per_node == {"trn1": 32, "trn2": 64, "h200": 8}[accelerator]
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_runs_are_as_in_the_table(model):
+    nodes, degrees, kv_replication, batch, steps = PUBLISHED[model]
+    profile = load(f"{model}-trn1")
+    assert (profile.cluster.accelerator, profile.cluster.nodes, profile.cluster.devices_per_node) == (
+        "trn1",
+        nodes,
+        32,
+    )
     pipeline, data, context, tensor = degrees_of(profile)
     assert (tensor, pipeline, context, data) == degrees
     assert profile.kv_replication == kv_replication
+    assert profile.parallel.data_sharding == ("none" if model.startswith("gpt3") else "zero1")
     assert (profile.train.sequence_length, profile.train.global_batch_size) == batch
     assert (profile.train.steps, profile.train.micro_batch_size, profile.train.seed) == (steps, 1, 1234)
 
 
+@pytest.mark.parametrize("name", [name for name in RUNS if not name.endswith("-trn1")])
+def test_other_hardware_changes_the_layout_and_nothing_of_the_run(name):
+    profile, published = load(name), load(f"{model_of(name)}-trn1")
+    layout = ("recompute", "recompute_layers")
+    if name.startswith("llama3-70b-cp"):
+        layout += ("sequence_length", "global_batch_size")
+    assert profile.train.model_dump(exclude={*layout, "steps"}) == published.train.model_dump(
+        exclude={*layout, "steps"}
+    )
+    batch = LONG.get(model_of(name), PUBLISHED[model_of(name)][3])
+    assert (profile.train.sequence_length, profile.train.global_batch_size) == batch
+    assert profile.train.steps == STEPS.get(model_of(name), published.train.steps)
+    assert (profile.data, profile.tokenizer, profile.init) == (
+        published.data,
+        published.tokenizer,
+        published.init,
+    )
+    assert profile.cluster.devices_per_node == NODES[profile.cluster.accelerator]
+    resolve.check(profile)
+    assert profile.cluster.accelerator not in PLANNED_ONLY
+    chip = devices.ACCELERATORS[profile.cluster.accelerator].chip
+    if chip > 1 and profile.model.parameters < 15e9:
+        assert profile.parallel.tensor <= chip
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_parameters_match_the_table_and_the_plan_fits_with_5_percent_margin(name):
-    planned = plan(load(name))
-    assert planned.parameters == load(name).model.parameters == parameters_of(name)
-    assert max(stage.total for stage in planned.stages) <= 0.95 * planned.device_bytes
+def test_parameters_match_the_table_and_the_plan_fits_with_its_reserve(name):
+    profile = load(name)
+    planned = plan(profile, CACHES[f"{profile.model} {profile.cluster.device}"])
+    assert planned.parameters == profile.model.parameters == parameters_of(name)
+    assert max(stage.total for stage in planned.stages) <= (1 - planned.reserve) * planned.device_bytes
     assert planned.fits
+    assert planned.basis == "uncalibrated, published peaks × 0.55"
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*PUBLISHED, *(f"{model}-trn1" for model in PUBLISHED)])
 def test_ranks_hold_their_shares_of_the_whole_model(name):
     profile = load(name)
     model, stages = profile.model, partition_layers(profile)
@@ -144,7 +183,7 @@ def test_ranks_hold_their_shares_of_the_whole_model(name):
         assert held == shapes
 
 
-@pytest.mark.parametrize("name", ["llama3-70b", "llama3-70b-cp", "gpt3-175b"])
+@pytest.mark.parametrize("name", ["llama3-70b-trn1", "llama3-70b-cp", "gpt3-175b-trn1"])
 def test_rank_of_the_full_world_builds_its_stage(name):
     """Under a process group of the run's size, of which one rank is here."""
     profile = load(name)
@@ -156,6 +195,7 @@ def test_rank_of_the_full_world_builds_its_stage(name):
         expected = {"pipeline": pipeline - 1, "data": data - 1, "context": context - 1, "tensor": tensor - 1}
         assert mesh.coordinates() == expected
         assert mesh.tensor.ranks == tuple(range(rank - tensor + 1, rank + 1))
+        assert mesh.dp_shard.size == profile.shard_degree
         node = profile.cluster.devices_per_node
         assert {each // node for each in mesh.tensor.ranks} == {profile.cluster.nodes - 1}  # all on one node
         stage = build(profile, mesh, partition_layers(profile)[-1])

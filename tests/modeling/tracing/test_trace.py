@@ -6,7 +6,7 @@ import torch
 from modeling.compilation.compilers import Inductor
 from modeling.models.build import partition_layers
 from modeling.models.flops import flops_per_token
-from modeling.planning.memory import activation_bytes, bucket_sizes
+from modeling.planning.memory import activation_bytes, plan_buckets
 from modeling.planning.planner import plan
 from modeling.planning.stage_costs import StageCosts
 from modeling.tracing import compile, graph_stats
@@ -166,7 +166,7 @@ def test_traced_costs_replace_the_plans_estimates(tmp_path):
     after = apply_trace(spread, planned, found)
     first, costs = found["stages"][0], StageCosts(spread)
     working = 2 * first["kept"] + first["peak"]  # two microbatches in flight
-    buckets = bucket_sizes(spread, [costs.module(partition_layers(spread)[0])])
+    buckets = plan_buckets(spread, [costs.module(partition_layers(spread)[0])])
     with_buffers = activation_bytes(spread, working, 2, costs.hidden_bytes, buckets)
     assert after.stages[0].bytes["activations"] == with_buffers > working
     assert after.stages[0].bytes["parameters"] == planned.stages[0].bytes["parameters"]

@@ -1,0 +1,103 @@
+"""Measured speeds of an accelerator, in place of the published peak: `calibration/<accelerator>.json` of the working folder.
+
+`python -m modeling.check_device --calibrate` measures and writes the table (measure.py); the planner reads it if it is there:
+
+    products    FLOP/s of matrix products and attention by shape; the nearest shape in log space counts
+    others      bytes/s at which a layer's other operators run, so that the time of a whole layer comes out
+    links       bytes/s that one device sends in collectives, by level (levels.py)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from modeling.planning.operator_costs import Shape
+from parallel import device as devices
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+
+FOLDER = Path("calibration")
+PEAK_SHARE = 0.55  # of the published peak, that layers reach between collectives if nothing was measured
+UNCALIBRATED = f"uncalibrated, published peaks × {PEAK_SHARE}"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Speeds of one device."""
+
+    accelerator: str
+    measured: str  # date
+    torch: str  # version
+    # precision -> [operation, three sizes, FLOP/s]
+    products: Mapping[str, Sequence[tuple[str, int, int, int, float]]]
+    others: Mapping[str, float]  # by precision
+    links: Mapping[str, float] = field(default_factory=dict)
+    path: str = ""  # of the file
+
+    def rate(self, precision: str, shape: Shape) -> float:
+        """FLOP/s of a product: those of the measured one whose sizes are nearest."""
+        operation, *sizes = shape
+        rows = [row for row in self.products[precision] if row[0] == operation]
+
+        def distance(row: Sequence[Any]) -> float:
+            return sum(math.log(a / b) ** 2 for a, b in zip(row[1:4], sizes, strict=True))
+
+        return min(rows, key=distance)[4]
+
+    def seconds(self, precision: str, products: Mapping[Shape, float], moved: float) -> float:
+        """Seconds of products, FLOPs by shape, and of other operators that read and write `moved` bytes."""
+        work = sum(flops / self.rate(precision, shape) for shape, flops in products.items())
+        return work + moved / self.others[precision]
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values = asdict(self)
+        del values["path"]
+        path.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def find(profile: Profile) -> Calibration | None:
+    """The table of the profile's accelerator, if there is one and it has the profile's precision.
+
+    Raises:
+        ProfileError: the file cannot be read.
+    """
+    path = path_of(devices.name_of(devices.resolve(profile.cluster.device, profile.cluster.accelerator)))
+    try:
+        stamp = path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+    table = _load(path.resolve(), stamp)
+    return table if profile.train.precision in table.products else None
+
+
+def path_of(accelerator: str) -> Path:
+    """Where the table of an accelerator is; "cpu" for CPUs."""
+    return FOLDER / f"{accelerator}.json"
+
+
+def basis(profile: Profile) -> str:
+    """What the plan's times are based on, for the plan, the search and the report."""
+    table = find(profile)
+    if table:
+        return f"calibrated: {table.accelerator} measured on {table.measured} with torch {table.torch} ({table.path})"
+    device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
+    return (
+        UNCALIBRATED if device.peak(profile.train.precision) else f"no figures of {device.type}, uncalibrated"
+    )
+
+
+@lru_cache(maxsize=8)
+def _load(path: Path, _: int) -> Calibration:
+    try:
+        values = json.loads(path.read_text())
+        return Calibration(**values, path=str(FOLDER / path.name))
+    except (OSError, ValueError, TypeError) as error:
+        reason = f"is not a calibration table: {error}; write it again with check_device --calibrate"
+        raise ProfileError("calibration", str(path), reason) from error

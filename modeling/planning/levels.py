@@ -1,0 +1,62 @@
+"""Levels of a cluster's network: over which links the ranks of a mesh axis communicate, and how fast.
+
+    chip       ranks on one chip, through its memory: tensor groups
+    node       chips of one node, over NeuronLink or NVLink: groups that shard parameters
+    network    nodes, over EFA or InfiniBand: replicas and pipeline stages
+
+A group with several ranks a node sends between nodes over the links of all of them: a ring enters and leaves each node
+once, so its bandwidth is a device's share of the network times its ranks a node, as far as the links inside the node carry it.
+"""
+
+from __future__ import annotations
+
+from modeling.planning import calibration
+from parallel import device as devices
+from profiles.schema import Profile
+
+# Shares of published bandwidths that large transfers reach; between nodes, what AWS's published throughputs on trn1 suggest.
+SHARES = {"chip": 0.6, "node": 0.6, "network": 0.3}
+
+
+def level(profile: Profile, axis: str) -> str:
+    """ "chip", "node" or "network": the slowest links between the ranks of a group."""
+    stride, size = _span(profile, axis)
+    chip = devices.resolve(profile.cluster.device, profile.cluster.accelerator).chip
+    if size == 1 or chip % (stride * size) == 0:
+        return "chip"
+    return "node" if stride * size <= profile.cluster.devices_per_node else "network"
+
+
+def bandwidth(profile: Profile, axis: str) -> float | None:
+    """Bytes/s that one rank sends to the next of its group; None if the device's bandwidths are unknown."""
+    device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
+    table = calibration.find(profile)
+    measured = table.links if table else {}
+    published = {"chip": device.chip_link, "node": device.link, "network": device.network}
+    speeds = {
+        name: measured.get(name) or (speed and speed * SHARES[name]) for name, speed in published.items()
+    }
+    slowest = level(profile, axis)
+    if device.chip == 1 and slowest == "chip":
+        slowest = "node"
+    if slowest != "network" or speeds["network"] is None:
+        return speeds[slowest]
+    stride, size = _span(profile, axis)
+    ranks_per_node = max(1, min(size, profile.cluster.devices_per_node // stride))
+    return min(speeds["node"] or speeds["network"], speeds["network"] * ranks_per_node)
+
+
+def _span(profile: Profile, axis: str) -> tuple[int, int]:
+    """Distance between neighbouring ranks of an axis, and how many there are."""
+    parallel = profile.parallel
+    model = parallel.tensor * parallel.context
+    shards = (
+        profile.shard_degree
+    )  # "data": the ranks that share states out; "replica": those with equal shares
+    return {
+        "tensor": (1, parallel.tensor),
+        "context": (parallel.tensor, parallel.context),
+        "replica": (parallel.tensor * shards, profile.data_parallel * parallel.context // shards),
+        "data": (parallel.tensor, shards),
+        "pipeline": (model * profile.data_parallel, parallel.pipeline),
+    }[axis]

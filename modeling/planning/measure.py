@@ -1,0 +1,150 @@
+"""Measure the calibration table of this machine's device: `python -m modeling.check_device --calibrate`.
+
+Products and attention run at a grid of shapes. One layer of a small Llama then runs forward and backward; what it takes
+beyond its products is the time of its other operators. Takes seconds on a CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from itertools import product
+from typing import Any
+
+import torch
+
+from modeling.models.build import DTYPES, build_mesh, build_stage
+from modeling.planning.calibration import Calibration
+from modeling.planning.stage_costs import StageCosts
+from parallel.attention.attention import attention
+from parallel.device import Device
+from parallel.mesh import Axis
+from profiles.schema import Profile
+
+# Rows, inner and columns of products; tokens of attention; and the layer's hidden size and tokens.
+ACCELERATOR = ((1024, 8192), (512, 2048, 8192), (1024, 4096, 16384), (4096, 8192))
+HOST = ((256, 2048), (128, 512, 2048), (256, 1024), (512, 1024))
+Sizes = tuple[Sequence[int], Sequence[int], Sequence[int], tuple[int, int]]
+
+
+def calibrate(
+    device: Device, local: torch.device, name: str, sizes: Sizes | None = None, compiled: bool = False
+) -> Calibration:
+    """Measure a device.
+
+    Args:
+        local: this process's device.
+        name: of the accelerator, or the device's type.
+        sizes: of the grid; None: chosen by the device.
+        compiled: measure the layer compiled, as training runs it.
+    """
+    rows, widths, tokens, layer = sizes or (HOST if device.type == "cpu" else ACCELERATOR)
+    products = {
+        precision: [
+            *_products(device, local, dtype, rows, widths),
+            *_attentions(device, local, dtype, tokens),
+        ]
+        for precision, dtype in DTYPES.items()
+    }
+    table = Calibration(
+        name,
+        date.today().isoformat(),
+        torch.__version__.split("+")[0],
+        products,
+        dict.fromkeys(DTYPES, torch.inf),
+    )
+    others = {
+        precision: _others(device, local, table, _profile(device, precision, *layer), compiled)
+        for precision in DTYPES
+    }
+    return Calibration(name, table.measured, table.torch, products, others)
+
+
+def fastest(device: Device, call: Callable[[], Any], calls: int = 3) -> float:
+    """Seconds of the fastest of several calls, after one that warms up."""
+    times = []
+    for _ in range(calls + 1):
+        device.synchronize()
+        start = time.perf_counter()
+        call()
+        device.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _products(
+    device: Device, local: torch.device, dtype: torch.dtype, rows: Sequence[int], widths: Sequence[int]
+) -> Iterator[tuple[str, int, int, int, float]]:
+    for m, k, n in product(rows, widths, widths):
+        a, b = (torch.randn(*shape, device=local).to(dtype) for shape in ((m, k), (k, n)))
+        yield "matmul", m, k, n, 2 * m * k * n / fastest(device, lambda a=a, b=b: a @ b)
+
+
+def _attentions(
+    device: Device, local: torch.device, dtype: torch.dtype, tokens: Sequence[int]
+) -> Iterator[tuple[str, int, int, int, float]]:
+    """Causal attention, forward and backward together."""
+    heads, d = 8, 128 if device.type != "cpu" else 64
+    for s in tokens:
+        q, k, v = (torch.randn(1, heads, s, d, device=local).to(dtype).requires_grad_() for _ in range(3))
+
+        def call(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
+            torch.autograd.grad(attention(q, k, v, Axis("context")), (q, k, v), torch.ones_like(q))
+
+        flops = (
+            7 * 2 * heads * s * s * d / 2
+        )  # as operator_costs counts: 2 products forward, 5 backward, half of each
+        yield "attention", s, s, d, flops / fastest(device, call)
+
+
+def _others(
+    device: Device, local: torch.device, table: Calibration, profile: Profile, compiled: bool
+) -> float:
+    """Bytes per second of a layer's operators besides its products."""
+    costs = StageCosts(profile).layers(range(1, 2))[0]
+    stage = build_stage(profile, build_mesh(profile, rank=0), range(1, 2), local)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.normal_(std=0.02)
+    if compiled:
+        stage.compile()
+    tokens, width = profile.train.sequence_length, profile.model.hidden_size
+    x = torch.randn(tokens, width, device=local).to(DTYPES[profile.train.precision]).requires_grad_()
+    positions = torch.arange(tokens, device=local)
+
+    def call() -> None:
+        y = stage(x, positions, samples=positions[:1])
+        torch.autograd.grad(y, (x, *stage.parameters()), torch.ones_like(y))
+
+    seconds = fastest(device, call)
+    work = table.seconds(profile.train.precision, costs.products, 0)
+    return costs.moved / max(seconds - work, 0.05 * seconds)
+
+
+def _profile(device: Device, precision: str, hidden: int, tokens: int) -> Profile:
+    """Three layers of a Llama on one device, of which the middle one is measured."""
+    return Profile.model_validate(
+        {
+            "name": "calibration",
+            "model": {
+                "hidden_size": hidden,
+                "intermediate_size": hidden * 7 // 2,
+                "num_hidden_layers": 3,
+                "num_attention_heads": hidden // 64,
+                "num_key_value_heads": hidden // 128,
+                "vocab_size": 512,
+                "max_position_embeddings": tokens,
+            },
+            "tokenizer": {"source": "train", "vocabulary_size": 512},
+            "data": {"sources": [{"kind": "python-docs"}]},
+            "train": {
+                "steps": 1,
+                "global_batch_size": 1,
+                "sequence_length": tokens,
+                "learning_rate": 1e-3,
+                "precision": precision,
+            },
+            "cluster": {"device": device.type},
+        }
+    )
