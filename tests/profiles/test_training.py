@@ -16,8 +16,10 @@ from profiles.schema import Profile
 STEPS, SEQUENCE, VOCABULARY = 3, 32, 301  # a vocabulary that no degree divides, as GPT-2's
 TOLERANCE = 1e-5
 # Degrees in proportion: 32 tensor ranks over 8 KV heads are 4 over 2, and 8 ranks are 2.
-TENSOR = {32: 4, 16: 4, 8: 2, 4: 2, 1: 1}
-PROFILES = [name for name in resolve.names() if name != "tiny"]
+TENSOR = {32: 4, 16: 4, 8: 2, 4: 2, 2: 2, 1: 1}
+# The published layouts, and of the sharded ones, which differ by degrees that are small here anyway, one a family.
+SHARDED = ("llama2-7b", "llama3-70b", "gpt3-23b", "deepseek-coder-33b")
+PROFILES = [name for name in resolve.names() if name.endswith("-trn1") or name in SHARDED]
 
 
 def small(name: str) -> Profile:
@@ -41,6 +43,8 @@ def small(name: str) -> Profile:
         "model.max_position_embeddings": 2 * SEQUENCE,
         "model.initializer_range": 0.1,  # so that three steps make a difference
         "parallel.tensor": tensor,
+        "parallel.shard_degree": "null",
+        "train.recompute_layers": "null",
         "parallel.pipeline": pipeline,
         "parallel.kv_replication": max(1, tensor // (heads if groups == 1 else kv_heads)),
         "train.steps": STEPS,
