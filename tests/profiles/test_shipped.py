@@ -183,7 +183,7 @@ def test_ranks_hold_their_shares_of_the_whole_model(name):
         assert held == shapes
 
 
-@pytest.mark.parametrize("name", ["llama3-70b-trn1", "llama3-70b-cp", "gpt3-175b-trn1"])
+@pytest.mark.parametrize("name", ["llama3-70b-trn1", "llama3-70b-cp-trn1", "gpt3-175b-trn1"])
 def test_rank_of_the_full_world_builds_its_stage(name):
     """Under a process group of the run's size, of which one rank is here."""
     profile = load(name)
