@@ -171,7 +171,7 @@ CHECKS = (
 def measure_links(kind: str) -> Result:
     """Bytes per second that a device sends in gradient exchanges, by level of the network, as JSON."""
     device, local = _device(kind)
-    dist.init_process_group(device.backend)
+    device.start_process_group(local)
     world = dist.get_world_size()
     chip = device.chip if world % device.chip == 0 else 1
     mesh = Mesh(data=world // chip, tensor=chip, supports_reduction=device.supports_reduction)

@@ -330,7 +330,7 @@ def test_fp8_is_accepted_on_gpus_and_planned_on_trn3():
 
 def test_accelerator_must_match_the_device():
     assert refused("cluster.accelerator=trn1").choices == ("null",)
-    assert refused("cluster.device=cuda", "cluster.accelerator=trn1").choices == ("h100", "h200")
+    assert refused("cluster.device=cuda", "cluster.accelerator=trn1").choices == ("h100", "h200", "b200")
     accepted("cluster.device=neuron", "cluster.accelerator=trn1")
 
 
