@@ -124,7 +124,7 @@ class _WithGradients(Function):
         ctx: Any, x: Tensor, weight: Tensor, value: Tensor, grad_x: Tensor, grad_weight: Tensor
     ) -> Tensor:
         ctx.save_for_backward(grad_x, grad_weight)
-        return value.view_as(value)
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -43,7 +43,7 @@ FAMILIES = {
         *("model.num_attention_heads=8", "model.num_key_value_heads=1"),
     ),
     "llama3-70b-cp": (
-        *("parallel.tensor=2", "parallel.pipeline=1"),
+        *("parallel.tensor=2", "parallel.context=2"),
         *("model.num_attention_heads=8", "model.num_key_value_heads=1"),
     ),
     "gpt3-175b": ("parallel.tensor=2", "parallel.pipeline=2", "model.num_attention_heads=4"),
