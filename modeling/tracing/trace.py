@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,8 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.perf_counter()
     with ThreadPoolExecutor(1) as beside:  # which waits for its end
         if options.cache:
+            # Modules of torch's compiler import each other, which two threads must not do at the same time.
+            import_module("torch._inductor.compile_fx")
             compiler = compilers.make_compiler(profile)
             compiler.use_cache(options.cache)
             preparing = beside.submit(compiler.prepare)

@@ -133,7 +133,7 @@ def ranks(folder: Path) -> list[psutil.Process]:
     return [found[rank] for rank in sorted(found)]
 
 
-def until(true, seconds: float = 60) -> None:
+def until(true, seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "condition not met in time"

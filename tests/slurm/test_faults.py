@@ -1,6 +1,7 @@
 """Fault tolerance on a real Slurm cluster: after each fault a run ends with the losses of an undisturbed one."""
 
 import os
+import re
 import signal
 import time
 
@@ -74,16 +75,18 @@ def test_stale_attempt_without_its_slurmd_completes_no_checkpoint(cluster, lab, 
 
 
 def test_job_saves_and_requeues_before_its_time_limit(cluster, lab, undisturbed):
-    run = lab.run("limited", "cluster.time=10", "cluster.time_left=60", "cluster.hang_seconds=600")
+    run = lab.run("limited", "cluster.time=10", "cluster.time_left=120", "cluster.hang_seconds=600")
 
     def shorten():
-        # To one minute, all of it time_left. Slurm checks every 30 s, so the ranks are suspended until then.
+        # So that one to two minutes are left. Slurm checks every 30 s, so the ranks are suspended until then.
         ranks = run.ranks()
         for process in ranks:
             process.suspend()
         ((job, *_),) = cluster.jobs()
-        cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=1")
-        until(lambda: "time limit near" in run.log, seconds=90)
+        ran = re.search(r"RunTime=(\d+):(\d+):", cluster.command("scontrol", "show", "job", job))
+        limit = 60 * int(ran[1]) + int(ran[2]) + 2
+        cluster.command("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+        until(lambda: "time limit near" in run.log)
         for process in ranks:
             process.resume()
         until(lambda: "saved; requeued" in run.log)
