@@ -68,7 +68,7 @@ def check_matrix_products(kind: str) -> Result:
     words = []
     for precision, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
         a, b = (torch.randn(size, size, device=local).to(dtype) for _ in range(2))
-        rate = 2 * size**3 / _seconds(device, lambda a=a, b=b: a @ b)
+        rate = 2 * size**3 / fastest(device, lambda a=a, b=b: a @ b)
         peak = device.peak(precision)
         share = f" ({rate / peak:.0%} of peak)" if peak else ""
         words.append(f"{precision} {rate / 1e12:.3g} TFLOP/s{share}")
@@ -81,7 +81,7 @@ def check_memory_bandwidth(kind: str) -> Result:
     size = (1 << 28) if kind == "cpu" else (1 << 32)
     x = torch.zeros(size, dtype=torch.uint8, device=local)
     y = torch.empty_like(x)
-    rate = 2 * size / _seconds(device, lambda: y.copy_(x))
+    rate = 2 * size / fastest(device, lambda: y.copy_(x))
     share = f" ({rate / device.bandwidth:.0%} of the published)" if device.bandwidth else ""
     return Result(f"{rate / 1e9:.3g} GB/s read and written{share}")
 
@@ -141,7 +141,7 @@ def check_collectives(kind: str) -> Result:
         result = call()
         equal = (result == total).all() if name != "all-gather" else result.sum() == total * count
         correct &= bool(equal)
-        rate = share * x.nbytes / _seconds(device, call)
+        rate = share * x.nbytes / fastest(device, call)
         words.append(f"{name} {rate / 1e9:.3g} GB/s")
     return Result(", ".join(words), correct)
 
@@ -214,18 +214,6 @@ def _device(kind: str) -> tuple[devices.Device, torch.device]:
     """The kind of device, and this process's device."""
     device = devices.resolve(kind)
     return device, device.set_current(int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def _seconds(device: devices.Device, call: Callable[[], object]) -> float:
-    """Seconds of the fastest of several calls."""
-    times = []
-    for _ in range(6):  # the first one warms up
-        device.synchronize()
-        start = time.perf_counter()
-        call()
-        device.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
 
 
 def _error(actual: list[float], expected: list[float]) -> float:

@@ -61,7 +61,7 @@ def calibrate(
     return Calibration(name, table.measured, table.torch, products, others)
 
 
-def fastest(device: Device, call: Callable[[], Any], calls: int = 3) -> float:
+def fastest(device: Device, call: Callable[[], Any], calls: int = 5) -> float:
     """Seconds of the fastest of several calls, after one that warms up."""
     times = []
     for _ in range(calls + 1):
