@@ -10,6 +10,7 @@ from parallel import GQAQKVColumnParallelLinear, Mesh, Normal
 from parallel.constraints import kv_replicas, valid_tensor_degrees
 from parallel.gqa import ReplicatedKVLinear
 from parallel.layout import layout_of
+from parallel.products import EXACT
 from tests.parallel.replicated import check, gather, shard
 from tests.parity.harness import Case, train
 from tests.pool import mesh
@@ -105,7 +106,7 @@ def gradients(sequence: bool) -> bool:
         def function(x: Tensor, q: Tensor, kv: Tensor, bias: Tensor) -> Tensor:
             x = shard(x, axis) if sequence else x
             weights, biases = (stack(q, *kv.chunk(2)), stack(*bias.split((4, 2, 2))))
-            y = ReplicatedKVLinear.apply(x, weights, biases, axis, m.kv_replica, 1, sequence)
+            y = ReplicatedKVLinear.apply(x, weights, biases, axis, m.kv_replica, 1, sequence, EXACT)
             return gather(y, axis, 1)
 
         return check(function, (4, 3), (4, 3), (4, 3), (8,))

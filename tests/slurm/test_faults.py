@@ -75,16 +75,16 @@ def test_stale_attempt_without_its_slurmd_completes_no_checkpoint(cluster, lab, 
 
 
 def test_job_saves_and_requeues_before_its_time_limit(cluster, lab, undisturbed):
-    run = lab.run("limited", "cluster.time=10", "cluster.time_left=120", "cluster.hang_seconds=600")
+    run = lab.run("limited", "cluster.time=10", "cluster.time_left=240", "cluster.hang_seconds=600")
 
     def shorten():
-        # So that one to two minutes are left. Slurm checks every 30 s, so the ranks are suspended until then.
+        # So that three to four minutes are left. Slurm checks every 30 s, so the ranks are suspended until then.
         ranks = run.ranks()
         for process in ranks:
             process.suspend()
         ((job, *_),) = cluster.jobs()
         ran = re.search(r"RunTime=(\d+):(\d+):", cluster.command("scontrol", "show", "job", job))
-        limit = 60 * int(ran[1]) + int(ran[2]) + 2
+        limit = 60 * int(ran[1]) + int(ran[2]) + 4
         cluster.command("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
         until(lambda: "time limit near" in run.log)
         for process in ranks:

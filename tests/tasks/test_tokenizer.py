@@ -153,7 +153,7 @@ def test_second_run_reuses_the_artifact(store, texts):
     small = profile("tokenizer.vocabulary_size=700", *texts)
     messages = []
     first = run(small, store, progress=lambda message, fraction: messages.append(message))
-    assert messages == ["reading the training text"]
+    assert messages == ["training a tokenizer of 700 tokens"]
     messages.clear()
     assert run(small, store, progress=lambda message, fraction: messages.append(message)) == first
     assert not messages
