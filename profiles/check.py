@@ -18,7 +18,7 @@ from parallel.constraints import (
     supports_microbatches,
     valid_tensor_degrees,
 )
-from profiles import data_sources, user_functions
+from profiles import data_sources, objectives, user_functions
 from profiles.errors import ProfileError
 from profiles.model import LARGEST
 from profiles.schema import Profile
@@ -95,6 +95,7 @@ def check_start(profile: Profile) -> None:
         raise ProfileError("train.precision", "fp8", reason, ["bf16"])
     if cluster.launcher == "slurm" and shutil.which("sbatch") is None:
         raise ProfileError("cluster.launcher", "slurm", "sbatch is not on this machine's PATH", ["local"])
+    objectives.check_start(profile)
     user_functions.check(profile)
 
 
@@ -347,7 +348,16 @@ TOPOLOGY = (
     _microbatches,
     _recompute,
 )
-INDEPENDENT = (_trace, _precision, _schedule, _vocabulary, _files, _compile, data_sources.check)
+INDEPENDENT = (
+    _trace,
+    _precision,
+    _schedule,
+    _vocabulary,
+    _files,
+    _compile,
+    data_sources.check,
+    objectives.check,
+)
 # Keys whose nearest valid values are searched, with further keys that may be changed instead.
 SEARCHED: dict[str, tuple[str, ...]] = {
     "parallel.tensor": (),

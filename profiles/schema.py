@@ -20,7 +20,9 @@ __all__ = [
     "Data",
     "Evaluate",
     "Init",
+    "Lora",
     "Model",
+    "Objective",
     "Parallel",
     "Profile",
     "Source",
@@ -38,6 +40,10 @@ LINE = r"^[^\x00-\x1f\x7f]+$"
 OPTION = r"^--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?$"
 TIME = r"^(\d+-)?\d+(:\d+){0,2}$"
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+LoraTarget = Literal[
+    *("qkv", "output", "gate_up", "down"),
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),  # Hugging Face's names
+]
 
 
 def _as_text(value: Any) -> Any:
@@ -132,6 +138,57 @@ class Init(Section):
         description="hub repository, folder or s3:// folder of initial weights; null: train from scratch",
     )
     revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
+
+
+class Objective(Section):
+    """What the model is trained for: to continue text, to answer prompts, or to prefer one answer to another."""
+
+    kind: Literal["pretrain", "sft", "dpo", "orpo"] = Field(
+        "pretrain",
+        description="pretrain: continue text; sft: supervised fine-tuning on completions (records with messages, prompt and "
+        "completion, or input and output); dpo, orpo: preference pairs (prompt, chosen, rejected)",
+    )
+    template: str | None = Field(
+        None,
+        min_length=1,
+        description="sft, dpo, orpo: chat template of messages: chatml, llama3 or a Jinja file; null: the tokenizer's",
+    )
+    packing: bool = Field(
+        True,
+        description="sft: pack records into samples of train.sequence_length, with document masks; false: pad each record",
+    )
+    too_long: Literal["truncate", "drop"] = Field(
+        "truncate", description="sft, dpo, orpo: what to do with records longer than train.sequence_length"
+    )
+    maximum_prompt_length: Count | None = Field(
+        None,
+        description="dpo, orpo: tokens that a prompt keeps if its record is too long; null: half of train.sequence_length",
+    )
+    truncation: Literal["keep_start", "keep_end"] = Field(
+        "keep_end", description="dpo, orpo: which end of such a prompt is kept"
+    )
+    beta: float = Field(
+        0.1, gt=0, description="dpo: weight of the KL penalty; orpo: weight of the odds-ratio loss"
+    )
+    loss: Literal["sigmoid", "hinge", "ipo"] = Field("sigmoid", description="dpo: loss of a pair's margin")
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        0.0, description="dpo, sigmoid: probability that a pair's preference is the wrong way round"
+    )
+
+
+class Lora(Section):
+    """LoRA (arXiv 2106.09685): train low-rank updates of some weights and freeze the model."""
+
+    rank: Count | None = Field(
+        None, description="rank of the updates; null: no LoRA, all weights are trained"
+    )
+    alpha: float = Field(16.0, gt=0, description="scale of the updates: alpha / rank")
+    dropout: Fraction = Field(0.0, description="dropout of the updates' input")
+    targets: list[LoraTarget] = Field(
+        ["qkv", "output", "gate_up", "down"],
+        min_length=1,
+        description="layers with updates; qkv and gate_up share the first factor, the names of their parts have one each",
+    )
 
 
 class Parallel(Section):
@@ -359,6 +416,8 @@ class Profile(Section):
     tokenizer: Tokenizer = Field(description="tokenizer")
     data: Data = Field(description="training and validation data")
     init: Init = Field(Init(), description="initial weights")
+    objective: Objective = Field(Objective(), description="what the model is trained for")
+    lora: Lora = Field(Lora(), description="low-rank adapters")
     parallel: Parallel = Field(Parallel(), description="parallelism")
     train: Train = Field(description="training hyperparameters")
     compile: Compile = Field(Compile(), description="graph compilation")

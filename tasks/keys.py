@@ -165,6 +165,10 @@ def run_identity(
     if profile.train.loss:
         train["loss"] = _function(profile.train.loss)
     inputs = {"tokenizer": tokenizer, "dataset": dataset, "weights": weights, "parent": parent}
+    if profile.objective.kind != "pretrain":
+        inputs["objective"] = profile.objective.model_dump(mode="json")
+    if profile.lora.rank:
+        inputs["lora"] = profile.lora.model_dump(mode="json")
     return digest({"model": _model(profile), "train": train, **inputs})
 
 

@@ -54,6 +54,7 @@ DATA_8 = ("parallel.tensor=1", "cluster.devices_per_node=8", "train.global_batch
 EIGHT_LAYERS = ("parallel.pipeline=2", "parallel.tensor=1", "model.num_hidden_layers=8")
 FP8 = ("train.precision=fp8", "model.head_dim=32")
 H100 = (*FP8, "cluster.device=cuda", "cluster.accelerator=h100")
+RECORDS = ("data.sources=[{kind: files, path: pyproject.toml}]",)
 ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_size=1")
 
 
@@ -212,6 +213,16 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             ],
             *("train.sequence_length", 256, "128 learned positions", (128,)),
         ),
+        (["objective.kind=sft"], "data.sources.0.kind", "python-docs", "has no records", ("files", "hub")),
+        (["objective.beta=0.2"], "objective.beta", 0.2, "objective.kind is pretrain", (0.1,)),
+        (
+            [*RECORDS, "objective.kind=dpo", "objective.maximum_prompt_length=300"],
+            *("objective.maximum_prompt_length", 300, "no room for an answer", (128,)),
+        ),
+        (
+            ["lora.rank=8", "lora.targets=[qkv, q_proj]"],
+            *("lora.targets", ["qkv", "q_proj"], "names q_proj twice", (["qkv"],)),
+        ),
     ],
 )
 def test_impossible_values_are_rejected_with_nearest_valid_choices(overrides, key, value, reason, choices):
@@ -326,6 +337,11 @@ def test_fp8_is_accepted_on_gpus_and_planned_on_trn3():
     accepted(*H100)
     trn3 = (*FP8, "train.fp8_recipe=mxfp8", "cluster.device=neuron", "cluster.accelerator=trn3")
     assert not_started(*trn3).key == "train.precision"
+
+
+def test_fine_tuning_is_planned_without_initial_weights_but_not_started():
+    assert not_started(*RECORDS, "objective.kind=dpo").key == "init.from"
+    assert not_started("lora.rank=8").key == "init.from"
 
 
 def test_accelerator_must_match_the_device():

@@ -1,0 +1,98 @@
+"""Rules of `objective` and `lora`: which keys each kind takes, and what fine-tuning needs and does not support."""
+
+from __future__ import annotations
+
+from profiles.errors import ProfileError
+from profiles.schema import Objective, Profile
+
+# Keys of `objective` that only some kinds take, with those kinds.
+KINDS = {
+    "template": ("sft", "dpo", "orpo"),
+    "packing": ("sft",),
+    "too_long": ("sft", "dpo", "orpo"),
+    "maximum_prompt_length": ("dpo", "orpo"),
+    "truncation": ("dpo", "orpo"),
+    "beta": ("dpo", "orpo"),
+    "loss": ("dpo",),
+    "label_smoothing": ("dpo",),
+}
+IMPLEMENTED = ("pretrain",)
+# Targets of `lora` that are parts of another.
+PARTS = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
+PARTS |= {"output": ("o_proj",), "down": ("down_proj",)}
+
+
+def check(profile: Profile) -> None:
+    """Check that the objective and LoRA can be planned. Raises ProfileError for the first rule that is broken."""
+    _objective(profile)
+    _data(profile)
+    _lora(profile)
+
+
+def check_start(profile: Profile) -> None:
+    """Reject what can be planned but not started: missing initial weights, and what is not implemented yet."""
+    if profile.init.from_ is None and (profile.objective.kind == "dpo" or profile.lora.rank):
+        needs = "dpo starts from the model that it must stay close to"
+        if profile.lora.rank:
+            needs = "LoRA trains updates of a trained model's weights"
+        raise ProfileError("init.from", None, f"is missing: {needs}")
+    if profile.objective.kind not in IMPLEMENTED:
+        reason = "can be planned, but training is not implemented yet"
+        raise ProfileError("objective.kind", profile.objective.kind, reason, list(IMPLEMENTED))
+    if profile.lora.rank:
+        reason = "can be planned, but training is not implemented yet"
+        raise ProfileError("lora.rank", profile.lora.rank, reason, ["null"])
+
+
+def _objective(profile: Profile) -> None:
+    objective, defaults = profile.objective, Objective()
+    for name, kinds in KINDS.items():
+        value, default = getattr(objective, name), getattr(defaults, name)
+        if value != default and objective.kind not in kinds:
+            reason = f"has no effect: objective.kind is {objective.kind}"
+            raise ProfileError(f"objective.{name}", value, reason, ["null" if default is None else default])
+    if objective.label_smoothing and objective.loss != "sigmoid":
+        reason = f"is not defined for objective.loss {objective.loss}"
+        raise ProfileError("objective.label_smoothing", objective.label_smoothing, reason, [0.0])
+    s, prompt = profile.train.sequence_length, objective.maximum_prompt_length
+    if prompt is not None and prompt >= s:
+        reason = f"leaves no room for an answer: train.sequence_length is {s}"
+        raise ProfileError("objective.maximum_prompt_length", prompt, reason, [max(1, s // 2)])
+
+
+def _data(profile: Profile) -> None:
+    kind, data = profile.objective.kind, profile.data
+    if kind == "pretrain":
+        return
+    for number, source in enumerate(data.sources):
+        key = f"data.sources.{number}"
+        if source.kind not in ("files", "hub"):
+            reason = f"has no records for objective.kind {kind}"
+            raise ProfileError(f"{key}.kind", source.kind, reason, ["files", "hub"])
+        if source.lines:
+            reason = f"reads plain text; objective.kind {kind} needs records"
+            raise ProfileError(f"{key}.lines", True, reason, [False])
+        if source.weight is not None:
+            reason = f"is not supported with objective.kind {kind}"
+            raise ProfileError(f"{key}.weight", source.weight, reason, ["null"])
+    for name, off in (("shuffle_tokens", None), ("deduplicate", False), ("minimum_length", 0)):
+        if getattr(data, name):
+            reason = f"is not supported with objective.kind {kind}"
+            raise ProfileError(f"data.{name}", getattr(data, name), reason, ["null" if off is None else off])
+    if profile.train.loss is not None and kind in ("dpo", "orpo"):
+        reason = f"conflicts with objective.kind {kind}, which has a loss of its own"
+        raise ProfileError("train.loss", profile.train.loss, reason, ["null"])
+
+
+def _lora(profile: Profile) -> None:
+    lora = profile.lora
+    if not lora.rank:
+        return
+    if profile.model.architecture == "gpt":
+        reason = "does not support model.architecture gpt"
+        raise ProfileError("lora.rank", lora.rank, reason, ["null"])
+    for whole, parts in PARTS.items():
+        if whole in lora.targets and (both := [part for part in parts if part in lora.targets]):
+            reason = f"names {both[0]} twice: {whole} contains it"
+            fitting = [target for target in lora.targets if target not in parts]
+            raise ProfileError("lora.targets", lora.targets, reason, [fitting])
