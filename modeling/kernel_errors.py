@@ -25,18 +25,19 @@ Errors = dict[str, float]  # largest relative norm of a difference, by precision
 
 
 def attention_errors(profile: Profile, device: torch.device) -> Errors:
-    """Output and gradients of attention within a rank, masked by document if the profile's is."""
+    """Output and gradients of attention within a rank, masked by document and by window if the profile's is."""
     model, tensor = profile.model, profile.parallel.tensor
     kv = model.num_key_value_heads * kv_replicas(model.num_key_value_heads, tensor) // tensor
     s = min(profile.train.sequence_length // profile.parallel.context, SEQUENCE)
     heads = (model.num_attention_heads // tensor, kv, kv, model.num_attention_heads // tensor)
     inputs = [_normal(number, 1, n, s, model.head_dim) for number, n in enumerate(heads)]
     documents = torch.arange(s)[None] // max(1, s // 3) if profile.train.document_masks else None
+    window = model.sliding_window and max(1, model.sliding_window * s // profile.train.sequence_length)
 
     def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, kernel: str | None = None) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         masks = None if documents is None else documents.to(q.device)
-        out = attention(*leaves, Axis("context"), documents=masks, kernel=kernel)
+        out = attention(*leaves, Axis("context"), documents=masks, window=window, kernel=kernel)
         return [out, *torch.autograd.grad(out, leaves, grad)]
 
     return _errors(run, inputs, device, run(*inputs, kernel="math"))

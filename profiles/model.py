@@ -1,7 +1,7 @@
 """Model section: the fields of a Hugging Face config.json, under Llama's names for all architectures.
 
 `Model` validates them; `from_config_json` and `to_config_json` convert from and to the config.json of LlamaForCausalLM,
-Qwen3ForCausalLM, Olmo2ForCausalLM and GPT2LMHeadModel.
+MistralForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM and GPT2LMHeadModel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from profiles.errors import ProfileError
 
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
-ROTARY = ("llama", "qwen3", "olmo2")  # architectures with Llama's fields; the others have GPT's
+ROTARY = ("llama", "mistral", "qwen3", "olmo2")  # architectures with Llama's fields; the others have GPT's
+WINDOWED = ("mistral",)  # architectures with a sliding window
 ACTIVATIONS = {**dict.fromkeys(ROTARY, ("silu",)), "gpt": ("gelu", "gelu_new")}
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -60,9 +61,11 @@ RopeScaling = Annotated[LinearRope | Llama3Rope, Field(discriminator="rope_type"
 
 
 class Model(Section):
-    """The model: a Llama, Qwen3, OLMo 2 or GPT architecture."""
+    """The model: a Llama, Mistral, Qwen3, OLMo 2 or GPT architecture."""
 
-    architecture: Literal["llama", "qwen3", "olmo2", "gpt"] = Field("llama", description="model architecture")
+    architecture: Literal["llama", "mistral", "qwen3", "olmo2", "gpt"] = Field(
+        "llama", description="model architecture"
+    )
     hidden_size: Size = Field(description="width of the residual stream")
     intermediate_size: Size = Field(description="width of the MLP")
     num_hidden_layers: Annotated[int, Field(ge=1, le=1024)] = Field(description="number of layers")
@@ -82,6 +85,9 @@ class Model(Section):
     rope_scaling: RopeScaling | None = Field(
         None, description="RoPE scaling for longer contexts (all but gpt)"
     )
+    sliding_window: Count | None = Field(
+        None, description="number of tokens, up to itself, that a token attends to; null: all (mistral)"
+    )
     tie_word_embeddings: bool = Field(
         description="share the embedding with the output projection (default: true for gpt)"
     )
@@ -92,6 +98,10 @@ class Model(Section):
     dropout: float = Field(
         0.0, ge=0, lt=1, description="dropout probability of embeddings, attention and residuals (gpt)"
     )
+
+    def window(self, layer: int) -> int | None:
+        """Number of tokens, up to itself, that a token attends to in this layer; None: all."""
+        return self.sliding_window
 
     @property
     def parameters(self) -> int:
@@ -141,9 +151,14 @@ class Model(Section):
         if self.hidden_act not in ACTIVATIONS[self.architecture]:
             reason = f"is not an activation of {self.architecture}"
             raise ProfileError("hidden_act", self.hidden_act, reason, ACTIVATIONS[self.architecture])
+        if self.sliding_window and self.architecture not in WINDOWED:
+            reason = f"{self.architecture} has no sliding window"
+            raise ProfileError("sliding_window", self.sliding_window, reason, ["null"])
         if self.architecture in ROTARY:
             if self.dropout:
                 raise ProfileError("dropout", self.dropout, f"{self.architecture} has no dropout", [0.0])
+            if self.attention_bias and self.architecture == "mistral":
+                raise ProfileError("attention_bias", True, "mistral has no biases in its attention", [False])
             if self.mlp_bias and self.architecture != "llama":
                 raise ProfileError("mlp_bias", True, f"{self.architecture} has no biases in its MLP", [False])
             if self.head_dim % 2:
@@ -210,6 +225,7 @@ GPT_DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 # Fields that change the model but support one value only, which is transformers' default.
 FIXED = {
     "llama": {"attention_dropout": 0.0},
+    "mistral": {"attention_dropout": 0.0},
     "qwen3": {"attention_dropout": 0.0, "use_sliding_window": False},
     "olmo2": {"attention_dropout": 0.0},
     "gpt": {
@@ -222,10 +238,16 @@ FIXED = {
 GPT_DEFAULTS = {"activation_function": "gelu_new", **dict.fromkeys(GPT_DROPOUTS, 0.1)}
 ROTARY_DEFAULTS = {
     "llama": {"rms_norm_eps": 1e-6},
+    "mistral": {"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen3": {"rms_norm_eps": 1e-6, "head_dim": 128},
     "olmo2": {"rms_norm_eps": 1e-5},
 }
-CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "olmo2": "Olmo2ForCausalLM"}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+}
 
 
 def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,6 +265,8 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
         config = ROTARY_DEFAULTS[architecture] | dict(config)
         values |= {name: config[name] for name in LLAMA_FIELDS if config.get(name) is not None}
         values["norm_eps"] = config["rms_norm_eps"]
+        if architecture in WINDOWED:
+            values["sliding_window"] = config["sliding_window"]
         return values | _rope(config)
     config = GPT_DEFAULTS | dict(config)
     values |= {ours: config[theirs] for ours, theirs in GPT_FIELDS.items() if config.get(theirs) is not None}
@@ -276,6 +300,8 @@ def to_config_json(model: Model) -> dict[str, Any]:
         fields = {name: getattr(model, name) for name in LLAMA_FIELDS}
         scaling = model.rope_scaling and model.rope_scaling.model_dump()
         fields |= {"rms_norm_eps": model.norm_eps, "rope_scaling": scaling}
+        if kind in WINDOWED:
+            fields["sliding_window"] = model.sliding_window
         return {"architectures": [CLASSES[kind]], "model_type": kind, **fields, **FIXED[kind]}
     fields = {theirs: getattr(model, ours) for ours, theirs in GPT_FIELDS.items()}
     dropouts = dict.fromkeys(GPT_DROPOUTS, model.dropout)

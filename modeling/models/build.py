@@ -12,6 +12,7 @@ from modeling.models.flops import layer_multiply_adds
 from modeling.models.gpt import GPT
 from modeling.models.language_model import LanguageModel
 from modeling.models.llama import Llama
+from modeling.models.mistral import Mistral
 from modeling.models.olmo2 import Olmo2
 from modeling.models.qwen3 import Qwen3
 from parallel import Mesh, ZeRO1
@@ -24,7 +25,13 @@ from parallel.pipeline.stages import cut_layers
 from parallel.products import EXACT, Float8, Products
 from profiles.schema import Profile
 
-MODELS: dict[str, type[LanguageModel]] = {"llama": Llama, "qwen3": Qwen3, "olmo2": Olmo2, "gpt": GPT}
+MODELS: dict[str, type[LanguageModel]] = {
+    "llama": Llama,
+    "mistral": Mistral,
+    "qwen3": Qwen3,
+    "olmo2": Olmo2,
+    "gpt": GPT,
+}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # of weights
 
 

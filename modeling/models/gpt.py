@@ -77,7 +77,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, model: Model, mesh: Mesh, norm: dict[str, object], **options: object) -> None:
+    def __init__(
+        self, model: Model, mesh: Mesh, layer: int, norm: dict[str, object], **options: object
+    ) -> None:
         super().__init__()
         self.dropout = model.dropout
         residual = Normal(model.initializer_range / math.sqrt(2 * model.num_hidden_layers))

@@ -66,7 +66,7 @@ class LanguageModel(nn.Module):
         if self.first:
             self.add_position_embedding(**options)
         self.layers = nn.ModuleDict(
-            {str(i): self.block(model, mesh, norm, products=products, **options) for i in layers}
+            {str(i): self.block(model, mesh, i, norm, products=products, **options) for i in layers}
         )
         if self.last:
             self.norm = self.norm_layer(model.hidden_size, mesh.tensor, **norm)

@@ -23,9 +23,9 @@ from profiles.model import Model
 
 
 class Attention(nn.Module):
-    def __init__(self, model: Model, mesh: Mesh, **options: object) -> None:
+    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: object) -> None:
         super().__init__()
-        self.d = model.head_dim
+        self.d, self.window = model.head_dim, model.window(layer)
         self.context = mesh.context
         h, n, k = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
         options["bias"] = model.attention_bias
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         qk = rotate(qk, cos, sin).transpose(1, 2)  # (b, (n + k)/t, s/c, d)
         q, k = qk[:, :heads], qk[:, heads:]  # (b, n/t, s/c, d), (b, k/t, s/c, d)
         v = qkv[:, :, heads + kv_heads :].transpose(1, 2)  # (b, k/t, s/c, d)
-        y = attention(q, k, v, self.context, documents=documents)  # (b, n/t, s/c, d)
+        y = attention(q, k, v, self.context, documents=documents, window=self.window)  # (b, n/t, s/c, d)
         return self.output(y.transpose(1, 2).reshape(-1, heads * self.d))  # (b·s/c, h)
 
     def normalize(self, qk: Tensor) -> Tensor:
@@ -64,10 +64,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     attention_layer: type[Attention] = Attention
 
-    def __init__(self, model: Model, mesh: Mesh, norm: dict[str, object], **options: object) -> None:
+    def __init__(
+        self, model: Model, mesh: Mesh, layer: int, norm: dict[str, object], **options: object
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(model.hidden_size, mesh.tensor, **norm)
-        self.attention = self.attention_layer(model, mesh, **options)
+        self.attention = self.attention_layer(model, mesh, layer, **options)
         self.mlp_norm = RMSNorm(model.hidden_size, mesh.tensor, **norm)
         self.mlp = MLP(model, mesh, **options)
 

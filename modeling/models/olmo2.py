@@ -18,8 +18,8 @@ from profiles.model import Model
 
 
 class Attention(llama.Attention):
-    def __init__(self, model: Model, mesh: Mesh, **options: object) -> None:
-        super().__init__(model, mesh, **options)
+    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: object) -> None:
+        super().__init__(model, mesh, layer, **options)
         norm = {"epsilon": model.norm_eps, **{name: options[name] for name in ("dtype", "device")}}
         self.q_norm = ProjectionNorm(model.num_attention_heads, self.d, mesh, **norm)
         self.k_norm = ProjectionNorm(model.num_key_value_heads, self.d, mesh, mesh.kv_replicas, **norm)

@@ -16,8 +16,8 @@ from profiles.model import Model
 
 
 class Attention(llama.Attention):
-    def __init__(self, model: Model, mesh: Mesh, **options: object) -> None:
-        super().__init__(model, mesh, **options)
+    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: object) -> None:
+        super().__init__(model, mesh, layer, **options)
         placed = {name: options[name] for name in ("dtype", "device")}
         self.qk_norm = HeadNorm(model.head_dim, mesh.tensor, epsilon=model.norm_eps, **placed)
 

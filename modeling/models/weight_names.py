@@ -97,7 +97,7 @@ GPT = {
     "head.weight": HuggingFaceTensor("lm_head.weight"),
 }
 
-MAPS = {"llama": LLAMA, "qwen3": QWEN3, "olmo2": OLMO2, "gpt": GPT}
+MAPS = {"llama": LLAMA, "mistral": LLAMA, "qwen3": QWEN3, "olmo2": OLMO2, "gpt": GPT}
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 
 

@@ -1,7 +1,7 @@
 """FLOPs and communication volume of one operator, of a meta-device run (meter.py) or a traced graph (graph_stats.py) alike.
 
 FLOPs    2 per multiply-add of matrix products and attention. Attention has 2 products in forward and 5 in backward (scores
-         again, dV, dP, dQ, dK); causal attention counts half of each
+         again, dV, dP, dQ, dK); causal attention counts half of each, and of a sliding window the keys within it
 volume   bytes that one rank sends, collectives as rings over n ranks: (n-1)/n of a gathered, scattered or exchanged tensor,
          twice that for an all-reduce; ring attention sends K and V n-1 times, in backward n-2 times, and their float32
          gradients n-1 times
@@ -17,6 +17,7 @@ import torch.distributed._functional_collectives  # registers the meta implement
 from torch import Tensor
 from torch._ops import OpOverload
 
+from modeling.models.flops import visible_keys
 from parallel.attention import attention, ring  # noqa: F401  registers their operators
 from parallel.mesh import Axis, Mesh
 
@@ -54,7 +55,7 @@ def operator_product(operator: OpOverload, arguments: Sequence[Any], result: Any
         return ("matmul", rows, inner, columns), 2 * result.numel() * inner
     if packet in _ATTENTION:
         call = _bind(operator, arguments)
-        return _attention(operator, call["q"], call["k"], call["causal"], call.get("size", 1))
+        return _attention(operator, call["q"], call["k"], call["causal"], call.get("size", 1), call["window"])
     if packet.__name__.startswith("_scaled_dot_product"):  # torch's own kernels
         call = _bind(operator, arguments)
         return _attention(operator, call["query"], call["key"], call["is_causal"])
@@ -62,12 +63,13 @@ def operator_product(operator: OpOverload, arguments: Sequence[Any], result: Any
 
 
 def _attention(
-    operator: OpOverload, q: Tensor, k: Tensor, causal: bool, context: int = 1
+    operator: OpOverload, q: Tensor, k: Tensor, causal: bool, context: int = 1, window: int | None = None
 ) -> tuple[Shape, int]:
     b, n, s, d = q.shape
     keys = k.shape[2] * context
     products = 5 if "backward" in str(operator) else 2
-    return ("attention", s, keys, d), products * 2 * b * n * s * keys * d // (2 if causal else 1)
+    seen = visible_keys(keys, window) if causal else keys  # by a query, on average
+    return ("attention", s, keys, d), int(products * 2 * b * n * s * seen * d)
 
 
 def operator_volume(

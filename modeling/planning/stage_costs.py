@@ -1,7 +1,7 @@
 """Costs of a pipeline stage's layers as a rank sees them: memory, FLOPs and communication of one microbatch.
 
-A stage is a first layer (with the embedding), identical middle layers, and a last layer (with the final norm and the
-loss). Each kind is built once on the meta device and run forward and backward under a `Meter`.
+A stage is a first layer (with the embedding), middle layers, identical but for their attention's window, and a last layer (with
+the final norm and the loss). Each kind is built once on the meta device and run forward and backward under a `Meter`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StageCosts:
         train, end = self.profile.train, self.profile.model.num_hidden_layers - 1
         recomputed = len(layers) if train.recompute_layers is None else train.recompute_layers
         return [
-            self._layer(layer == 0, layer == end, train.recompute if i < recomputed else "none")
+            self._layer(layer, layer == end, train.recompute if i < recomputed else "none")
             for i, layer in enumerate(layers)
         ]
 
@@ -97,13 +97,11 @@ class StageCosts:
         parallel = self.profile.parallel
         return (parallel.tensor, parallel.context, parallel.sequence_parallel, parallel.pipeline > 1)
 
-    def _layer(self, first: bool, last: bool, mode: str) -> LayerCosts:
-        train = self.profile.train
+    def _layer(self, layer: int, last: bool, mode: str) -> LayerCosts:
+        train, window = self.profile.train, self.profile.model.window(layer)
         shape = (train.micro_batch_size, train.sequence_length // self.profile.parallel.context)
-        key = (*self._degrees, *shape, first, last, mode)
+        key = (*self._degrees, *shape, layer == 0, last, window, mode)
         if key not in self._cache:
-            count = self.profile.model.num_hidden_layers
-            layer = 0 if first else count - 1 if last else 1
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)
             self._cache[key] = self._measure(stage, mode)
         return self._cache[key]

@@ -1,11 +1,11 @@
-"""Grouped-query attention of a layer: softmax(scale · q kᵀ) v, full or causal, optionally within documents.
+"""Grouped-query attention of a layer: softmax(scale · q kᵀ) v, full or causal, optionally within documents or a sliding window.
 
 A context axis of several ranks uses ring attention (ring.py); a single rank uses the device's kernel. Kernels that support
 tiling (CPU) run as one opaque operator, which compiles under `fullgraph=True` and runs the same code eager and compiled. Other
 devices use torch's `scaled_dot_product_attention`, which each backend maps to its fastest kernel.
 
-Documents on those devices: FlexAttention where it exists (cuda, flex.py), else the device's kernel called with bounds, in the
-graph (neuron). No device repeats KV heads or holds an s × s mask for them.
+Documents, windows and sinks (sinks.py) on those devices: FlexAttention where it exists (cuda, flex.py), else the device's kernel
+called with bounds, in the graph (neuron). No device repeats KV heads or holds an s × s mask for them.
 
 Time relative to scaled_dot_product_attention with repeated KV heads, forward and backward on a CPU with bf16 matrix products
 (b 4, n 8, k 2, s 512, d 32, one thread): 0.63 in float32, 0.59 in bf16.
@@ -23,6 +23,7 @@ from torch.autograd import Function
 from parallel.activation_checkpointing import save_outputs
 from parallel.attention import kernels, tiles
 from parallel.attention.ring import ring_attention
+from parallel.attention.sinks import merge_sinks, sink_gradient
 from parallel.mesh import Axis
 
 
@@ -35,6 +36,8 @@ def attention(
     causal: bool = True,
     scale: float | None = None,
     documents: Tensor | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
     """Grouped-query attention: query head i reads KV head i // (n / k).
@@ -46,30 +49,34 @@ def attention(
         causal: whether tokens attend only to themselves and earlier tokens.
         scale: of the scores; None: 1 / √d.
         documents: (b, s) integers, each token's document index; tokens attend only within their document.
+        window: number of keys, up to its own position, that a query of causal attention sees; None: all.
+        sinks: (n) scores that join each query head's softmax without a value (sinks.py).
         kernel: name of a kernel (kernels.py); None: the device's default.
 
     Returns:
         (b, n, s, d); its `transpose(1, 2)` is contiguous if the operator below computed it.
 
     Raises:
-        ValueError: mismatched shapes or dtypes, or an unknown kernel.
+        ValueError: mismatched shapes or dtypes, a window without `causal`, or an unknown kernel.
     """
     name = kernel or kernels.default_kernel(q)
     found = kernels.find_kernel(name)
-    uses_flex = documents is not None and found is not None and found.uses_flex
+    plain = documents is None and window is None and sinks is None
+    uses_flex = not plain and found is not None and found.uses_flex
+    masks = {"causal": causal, "scale": scale, "documents": documents, "window": window, "sinks": sinks}
     if axis is not None and axis.size > 1 and not uses_flex:
-        return ring_attention(q, k, v, axis, causal=causal, scale=scale, documents=documents, kernel=kernel)
-    tiles.check_inputs("attention", q, k, v, documents)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return ring_attention(q, k, v, axis, **masks, kernel=kernel)
+    tiles.check_inputs("attention", q, k, v, causal, documents, window, sinks)
+    masks["scale"] = scale = q.shape[-1] ** -0.5 if scale is None else scale
     if uses_flex:
-        from parallel.attention.flex import document_attention  # imports slowly
+        from parallel.attention.flex import masked_attention  # imports slowly
 
-        return document_attention(q, k, v, documents, axis, causal=causal, scale=scale)
+        return masked_attention(q, k, v, axis, **masks)
     if kernel is None and (found is None or not found.supports_tiling):
-        if documents is None:
+        if plain:
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
-        return _InGraph.apply(q, k, v, documents, causal, scale, name if found else "math")
-    return _attention(q, k, v, documents, causal, scale, name)[0]
+        return _InGraph.apply(q, k, v, documents, sinks, causal, scale, window, name if found else "math")
+    return _attention(q, k, v, documents, sinks, causal, scale, window, name)[0]
 
 
 class _InGraph(Function):
@@ -82,29 +89,41 @@ class _InGraph(Function):
         k: Tensor,
         v: Tensor,
         documents: Tensor | None,
+        sinks: Tensor | None,
         causal: bool,
         scale: float,
+        window: int | None,
         kernel: str,
     ) -> Tensor:
-        ctx.settings = causal, scale, kernel
-        out, lse = _forward(q, k, v, documents, *ctx.settings)
-        ctx.save_for_backward(q, k, v, out, lse, documents)
+        ctx.settings = causal, scale, window, kernel
+        out, lse = _forward(q, k, v, documents, sinks, *ctx.settings)
+        ctx.save_for_backward(q, k, v, out, lse, documents, sinks)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, documents = ctx.saved_tensors
-        return *_gradients(grad, q, k, v, out, lse, documents, *ctx.settings), None, None, None, None
+        *inputs, out, lse, documents, sinks = ctx.saved_tensors
+        gradients = _gradients(grad, *inputs, out, lse, documents, *ctx.settings)
+        return *gradients, None, sink_gradient(grad, out, lse, sinks), *(None,) * 4
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, causal: bool, scale: float, kernel: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _empty(q, k, v, documents, causal, scale, kernel)
-    document_pair = None if documents is None else (documents, documents)
+    out, lse = _empty(q)
+    pair = None if documents is None else (documents, documents)
     block_kernel = kernels.get_kernel(kernel)
-    for rows, tile_out, tile_lse in tiles.forward(block_kernel, q, k, v, causal, scale, document_pair):
+    for rows, tile_out, tile_lse in tiles.forward(block_kernel, q, k, v, causal, scale, pair, window):
         out[:, :, rows], lse[:, :, rows] = tile_out, tile_lse
+    merge_sinks(out, lse, sinks)
     return out, lse
 
 
@@ -129,13 +148,14 @@ def _gradients(
     documents: Tensor | None,
     causal: bool,
     scale: float,
+    window: int | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    document_pair = None if documents is None else (documents, documents)
+    pair = None if documents is None else (documents, documents)
     dq = q.new_empty(out.transpose(1, 2).shape).transpose(1, 2)
     dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))  # sums over tiles
     for rows, keys, (tile_dq, tile_dk, tile_dv) in tiles.backward(
-        kernels.get_kernel(kernel), grad, q, k, v, out, lse, causal, scale, document_pair
+        kernels.get_kernel(kernel), grad, q, k, v, out, lse, causal, scale, pair, window
     ):
         dq[:, :, rows] = tile_dq
         dk[:, :, keys] += tile_dk
@@ -152,13 +172,14 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any) -> tu
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, documents, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, documents)
+    q, k, v, documents, sinks, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, documents, sinks)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, documents = ctx.saved_tensors
-    return *_backward(grad, q, k, v, out, lse, documents, *ctx.settings), None, None, None, None
+    *inputs, out, lse, documents, sinks = ctx.saved_tensors
+    gradients = _backward(grad, *inputs, out, lse, documents, *ctx.settings)
+    return *gradients, None, sink_gradient(grad, out, lse, sinks), *(None,) * 4
 
 
 _attention.register_autograd(_differentiate, setup_context=_setup_context)

@@ -1,9 +1,9 @@
-"""Attention within documents as FlexAttention (torch.nn.attention.flex_attention), which torch.compile turns into one kernel.
+"""Attention with documents, a window or sinks as FlexAttention (torch.nn.attention.flex_attention), compiled into one kernel.
 
 For devices whose flash attention takes no mask. The mask is a formula of positions and document indices, so no s × s tensor
-exists: the kernel visits only the blocks of 128 × 128 scores that the documents of their rows and columns can share, and
-applies the formula in those that are not wholly visible. KV heads are not repeated. All shapes are static and nothing is read
-on the host, whatever the number of documents.
+exists: the kernel visits only the blocks of 128 × 128 scores that the window and the documents of their rows and columns can
+share, and applies the formula in those that are not wholly visible. KV heads are not repeated. All shapes are static and nothing
+is read on the host, whatever the number of documents. Sinks (sinks.py) scale the result by the kernel's log-sum-exp.
 
 Over a context axis K and V are all-gathered instead of sent around a ring (arXiv 2407.21783, section 3.3.2): each block of a
 ring would need a mask of its own. Bytes that a rank sends, with B the bytes of its K and V: B(c-1) in forward, as many in
@@ -21,7 +21,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from parallel import collectives
 from parallel.activation_checkpointing import save_outputs
@@ -33,20 +33,33 @@ BLOCK = 128  # rows and columns of a block of scores
 save_outputs(torch.ops.higher_order.flex_attention)
 
 
-def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, axis: Axis | None, *, causal: bool, scale: float
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: Axis | None,
+    *,
+    causal: bool,
+    scale: float,
+    documents: Tensor | None,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention within documents; arguments and result as for `attention.attention`."""
+    """Attention with documents, a window or sinks; arguments and result as for `attention.attention`."""
     positions = all_positions = torch.arange(q.shape[2], device=q.device)
     all_documents = documents
     if axis is not None and axis.size > 1:
         k, v = (collectives.gather(x.movedim(2, 0), axis).movedim(0, 2) for x in (k, v))  # (b, k, s, d)
-        all_documents = collectives.all_gather(documents.t(), axis).t()  # (b, s)
         all_positions = _positions_by_rank(k.shape[2], axis.size, q.device)  # (s)
         positions = collectives.local_shard(all_positions, axis)  # (s/c)
-    mask = _block_mask(documents, all_documents, positions, all_positions, causal)
-    grouped = k.shape[1] != q.shape[1]
-    return _operator(q)(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+        if documents is not None:
+            all_documents = collectives.all_gather(documents.t(), axis).t()  # (b, s)
+    options = {"scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
+    options["block_mask"] = _block_mask(documents, all_documents, positions, all_positions, causal, window)
+    if sinks is None:
+        return _operator(q)(q, k, v, **options)
+    out, extra = _operator(q)(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    return (out * torch.sigmoid(extra.lse - sinks[:, None])[..., None]).to(q.dtype)
 
 
 def _operator(q: Tensor) -> Callable[..., Tensor]:
@@ -68,9 +81,14 @@ def _positions_by_rank(sequence: int, size: int, device: torch.device) -> Tensor
 
 
 def _block_mask(
-    documents: Tensor, keys: Tensor, positions: Tensor, key_positions: Tensor, causal: bool
+    documents: Tensor | None,
+    keys: Tensor | None,
+    positions: Tensor,
+    key_positions: Tensor,
+    causal: bool,
+    window: int | None,
 ) -> BlockMask:
-    """Which keys each query sees: those of its document, up to its own position if causal.
+    """Which keys each query sees: those of its document, up to its own position if causal, and within the window.
 
     Args:
         documents, keys: (b, s/c) and (b, s), document indices of queries and keys.
@@ -78,24 +96,35 @@ def _block_mask(
     """
 
     def visible(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = documents[b, query] == keys[b, key]
-        return same & (key_positions[key] <= positions[query]) if causal else same
+        distance = positions[query] - key_positions[key]
+        seen = distance >= 0 if causal else distance == distance
+        if window is not None:
+            seen = seen & (distance < window)
+        return seen if documents is None else seen & (documents[b, query] == keys[b, key])
 
-    (low, high), (key_low, key_high) = _ranges(documents), _ranges(keys)  # (b, blocks)
-    low, high = low[:, :, None], high[:, :, None]
-    key_low, key_high = key_low[:, None], key_high[:, None]
-    some = (low <= key_high) & (key_low <= high)  # (b, query blocks, key blocks)
-    every = (low == high) & (key_low == key_high) & (low == key_low)
+    (first, last), (key_first, key_last) = (
+        _ranges(positions[None]),
+        _ranges(key_positions[None]),
+    )  # (1, blocks)
+    # Between the positions of a block's queries and keys, (1, query blocks, key blocks).
+    nearest, farthest = first[:, :, None] - key_last[:, None], last[:, :, None] - key_first[:, None]
+    some = every = torch.ones_like(nearest, dtype=torch.bool)
     if causal:
-        (first, last), (key_first, key_last) = _ranges(positions[None]), _ranges(key_positions[None])
-        some = some & (key_first[:, None] <= last[:, :, None])
-        every = every & (key_last[:, None] <= first[:, :, None])
+        some, every = farthest >= 0, nearest >= 0
+    if window is not None:
+        some, every = some & (nearest < window), every & (farthest < window)
+    if documents is not None:
+        (low, high), (key_low, key_high) = _ranges(documents), _ranges(keys)  # (b, blocks)
+        low, high = low[:, :, None], high[:, :, None]
+        key_low, key_high = key_low[:, None], key_high[:, None]
+        some = some & (low <= key_high) & (key_low <= high)
+        every = every & (low == high) & (key_low == key_high) & (low == key_low)
     return BlockMask.from_kv_blocks(
         *_numbered(some & ~every),
         *_numbered(every),
         BLOCK_SIZE=BLOCK,
         mask_mod=visible,
-        seq_lengths=(documents.shape[1], keys.shape[1]),
+        seq_lengths=(len(positions), len(key_positions)),
     )
 
 

@@ -31,8 +31,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class Block:
     """Input of a kernel: queries, keys, values and which keys each query sees.
 
-    With `mask` (b, 1, s, t), those where it is True; with `causal`, those up to its own position, aligning the last query with
-    the last key (s <= t); otherwise all. `mask` and `causal` are mutually exclusive.
+    With `mask` (b or 1, 1, s, t), those where it is True; with `causal`, those up to its own position, aligning the last query
+    with the last key (s <= t); otherwise all. `mask` and `causal` are mutually exclusive.
 
     Attributes:
         bounds: in place of a mask, for kernels that take bounds: the first key that each query sees and one past its last,
@@ -70,10 +70,10 @@ class Kernel(ABC):
     supports_tiling = False
     """Whether calls on a few rows are cheap and reading masks on the host costs no synchronization."""
     takes_bounds = False
-    """Whether documents are given as `Block.bounds` instead of a mask; their tokens must then be contiguous and their indices
-    ascend, as in packed samples."""
+    """Whether documents and windows are given as `Block.bounds` instead of a mask; a document's tokens must then be contiguous
+    and their indices ascend, as in packed samples."""
     uses_flex = False
-    """Whether attention within documents runs as FlexAttention instead (flex.py)."""
+    """Whether attention with documents, a window or sinks runs as FlexAttention instead (flex.py)."""
 
     @abstractmethod
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
@@ -94,6 +94,9 @@ class Kernel(ABC):
 
 class Math(Kernel):
     """The formulas in plain operators, on any device and in any dtype; materializes all scores of a block."""
+
+    def tile_rows(self, q: Tensor, causal: bool, backward: bool) -> int:
+        return min(q.shape[2], 512)
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q, k, v = block.q, block.k, block.v
@@ -221,7 +224,7 @@ class CudaFlash(Kernel):
 
     @staticmethod
     def _bias(block: Block) -> Tensor | None:
-        return None if block.mask is None else block.bias(8).expand(-1, block.q.shape[1], -1, -1)
+        return None if block.mask is None else block.bias(8).expand(*block.q.shape[:2], -1, -1)
 
 
 MATH = Math()

@@ -15,6 +15,9 @@ Backward runs around the ring in reverse, from the last keys of forward, which a
 send/recv, of keys and values and then of their dk and dv in float32, overlaps a block. Bytes that a rank sends, with B the bytes
 of its K and V (KV heads not repeated): forward B(c-1); backward B(c-2), and the elements of B(c-1) in float32.
 
+A sliding window hides parts of these blocks, or all of them; they are then computed by pairs of chunks, and only those that the
+window reaches. Keys and values move around the whole ring all the same.
+
 The computed half depends on the rank, and graphs must not: forward and backward are opaque operators that take the axis's
 registered name, the same on every rank.
 """
@@ -22,7 +25,7 @@ registered name, the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +33,7 @@ from torch import Tensor
 from parallel import collectives, mesh
 from parallel.activation_checkpointing import save_outputs
 from parallel.attention import kernels, tiles
+from parallel.attention.sinks import merge_sinks, sink_gradient
 from parallel.mesh import Axis
 
 
@@ -55,6 +59,8 @@ def ring_attention(
     causal: bool = True,
     scale: float | None = None,
     documents: Tensor | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
     """Grouped-query attention over a sequence sharded in zigzag order over the axis.
@@ -66,6 +72,8 @@ def ring_attention(
         causal: whether tokens attend only to themselves and earlier tokens.
         scale: of the scores; None: 1 / √d.
         documents: (b, s/c) integers, each token's document index; tokens attend only within their document.
+        window: number of keys, up to its own position, that a query of causal attention sees; None: all.
+        sinks: (n) scores that join each query head's softmax without a value (sinks.py).
         kernel: name of a kernel (kernels.py); None: the device's default.
 
     Returns:
@@ -76,7 +84,7 @@ def ring_attention(
             an unknown kernel.
         RuntimeError: the kernel is not registered.
     """
-    tiles.check_inputs("ring_attention", q, k, v, documents)
+    tiles.check_inputs("ring_attention", q, k, v, causal, documents, window, sinks)
     if axis.size > 1:
         _check_divisible(
             "ring_attention: dim 2 (sequence, over all ranks)", q.shape[2] * axis.size, 2 * axis.size
@@ -86,7 +94,7 @@ def ring_attention(
     if documents is not None:
         documents = collectives.all_gather(documents, axis).unflatten(0, (axis.size, -1))  # (c, b, s/c)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _ring(q, k, v, documents, axis.name, axis.size, causal, scale, name)[0]
+    return _ring(q, k, v, documents, sinks, axis.name, axis.size, causal, scale, window, name)[0]
 
 
 def _check_divisible(name: str, sequence: int, chunks: int) -> None:
@@ -98,18 +106,38 @@ def _check_divisible(name: str, sequence: int, chunks: int) -> None:
         )
 
 
-def _steps(axis: Axis, length: int, causal: bool) -> Iterator[tuple[int, slice, slice, bool]]:
-    """For each step: the rank that the keys come from, the rows and keys to compute, and whether causally."""
+class _Area(NamedTuple):
+    """Queries of this rank and keys of another that see each other; `causal` and `distance` as in tiles.py."""
+
+    rows: slice
+    keys: slice
+    causal: bool
+    distance: int = 0
+
+
+def _steps(axis: Axis, length: int, causal: bool, window: int | None) -> Iterator[tuple[int, list[_Area]]]:
+    """For each step: the rank that the keys come from, and the areas to compute; of a rank's own keys, squares first."""
     everything, first, second = slice(None), slice(0, length // 2), slice(length // 2, None)
-    yield axis.rank, everything, everything, causal
-    for step in range(1, axis.size):
+    for step in range(axis.size):
         source = (axis.rank - step) % axis.size
-        if not causal:
-            yield source, everything, everything, False
+        if window is not None and axis.size > 1:
+            yield source, [*_areas_in_window(axis, source, length // 2, window)]
+        elif step == 0 or not causal:
+            yield source, [_Area(everything, everything, causal)]
         elif source < axis.rank:
-            yield source, everything, first, False
+            yield source, [_Area(everything, first, False)]
         else:
-            yield source, second, everything, False
+            yield source, [_Area(second, everything, False)]
+
+
+def _areas_in_window(axis: Axis, source: int, chunk: int, window: int) -> Iterator[_Area]:
+    """Pairs of a chunk of queries and one of the same or earlier keys, some of which are in the window."""
+    halves = slice(0, chunk), slice(chunk, None)
+    queries, keys = ((rank, 2 * axis.size - 1 - rank) for rank in (axis.rank, source))  # numbers of chunks
+    pairs = [(i, j, (queries[i] - keys[j]) * chunk) for i in (0, 1) for j in (0, 1)]
+    for i, j, distance in sorted(pairs, key=lambda pair: pair[2]):
+        if 0 <= distance < window + chunk - 1:
+            yield _Area(halves[i], halves[j], distance == 0, distance)
 
 
 def _document_pair(
@@ -124,10 +152,12 @@ def _ring(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
+    sinks: Tensor | None,
     axis: str,
     size: int,
     causal: bool,
     scale: float,
+    window: int | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the last received keys and values (2, b, k, s/c, d), those of the next rank; empty on a single rank."""
@@ -137,20 +167,22 @@ def _ring(
     out = q.new_empty(b, s, n, d, dtype=wide).transpose(1, 2)
     lse = q.new_empty(b, n, s, dtype=wide)
     kv = torch.stack((k, v))  # (2, b, k, s/c, d)
-    for step, (source, rows, keys, square) in enumerate(_steps(ring, s, causal)):
+    for step, (source, areas) in enumerate(_steps(ring, s, causal, window)):
         if step + 1 < size:
             incoming = collectives.start_ring_send_recv(kv, ring)
-        pair = _document_pair(documents, ring.rank, rows, source, keys)
-        rows_out, rows_lse = out[:, :, rows], lse[:, :, rows]
-        for tile, tile_out, tile_lse in tiles.forward(
-            block, q[:, :, rows], *kv[:, :, :, keys].unbind(), square, scale, pair
-        ):
-            if step == 0:  # own keys, so every query sees at least one
-                rows_out[:, :, tile], rows_lse[:, :, tile] = tile_out, tile_lse
-            else:
-                _merge(rows_out[:, :, tile], rows_lse[:, :, tile], tile_out, tile_lse)
+        for rows, keys, square, distance in areas:
+            pair = _document_pair(documents, ring.rank, rows, source, keys)
+            rows_out, rows_lse = out[:, :, rows], lse[:, :, rows]
+            for tile, tile_out, tile_lse in tiles.forward(
+                block, q[:, :, rows], *kv[:, :, :, keys].unbind(), square, scale, pair, window, distance
+            ):
+                if step == 0 and rows == keys:  # own keys, so every query sees at least one
+                    rows_out[:, :, tile], rows_lse[:, :, tile] = tile_out, tile_lse
+                else:
+                    _merge(rows_out[:, :, tile], rows_lse[:, :, tile], tile_out, tile_lse)
         if step + 1 < size:
             kv = collectives.wait(incoming)
+    merge_sinks(out, lse, sinks)
     return out.to(q.dtype), lse, kv if size > 1 else kv.new_empty(0)
 
 
@@ -162,7 +194,9 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
 
 @_ring.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, documents: Any, axis: Any, size: int, *_: Any) -> tuple[Tensor, ...]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, documents: Any, sinks: Any, axis: Any, size: int, *_: Any
+) -> tuple[Tensor, ...]:
     b, n, s, d = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     last = k.new_empty(2, *k.shape) if size > 1 else k.new_empty(0)
@@ -183,27 +217,30 @@ def _backward(
     size: int,
     causal: bool,
     scale: float,
+    window: int | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     ring, block = mesh.registered_axis(axis, size), kernels.get_kernel(kernel)
     dq = torch.zeros_like(out, dtype=lse.dtype)
 
-    def block_backward(k: Tensor, v: Tensor, source: int, rows: slice, keys: slice, square: bool) -> Tensor:
+    def block_backward(k: Tensor, v: Tensor, source: int, areas: list[_Area]) -> Tensor:
         """Add a block's share to dq and return its dk and dv (2, b, k, s/c, d) in float32."""
-        pair = _document_pair(documents, ring.rank, rows, source, keys)
-        queries = (x[:, :, rows] for x in (grad, q))
-        final = (x[:, :, rows] for x in (out, lse))
         dkv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
-        rows_dq, (dk, dv) = dq[:, :, rows], dkv[:, :, :, keys].unbind()
-        for tile, columns, (tile_dq, tile_dk, tile_dv) in tiles.backward(
-            block, *queries, k[:, :, keys], v[:, :, keys], *final, square, scale, pair
-        ):
-            rows_dq[:, :, tile] += tile_dq
-            dk[:, :, columns] += tile_dk
-            dv[:, :, columns] += tile_dv
+        for rows, keys, square, distance in areas:
+            pair = _document_pair(documents, ring.rank, rows, source, keys)
+            queries = (x[:, :, rows] for x in (grad, q))
+            final = (x[:, :, rows] for x in (out, lse))
+            rows_dq, (dk, dv) = dq[:, :, rows], dkv[:, :, :, keys].unbind()
+            for tile, columns, (tile_dq, tile_dk, tile_dv) in tiles.backward(
+                *(block, *queries, k[:, :, keys], v[:, :, keys], *final),
+                *(square, scale, pair, window, distance),
+            ):
+                rows_dq[:, :, tile] += tile_dq
+                dk[:, :, columns] += tile_dk
+                dv[:, :, columns] += tile_dv
         return dkv
 
-    first, *others = _steps(ring, q.shape[2], causal)
+    first, *others = _steps(ring, q.shape[2], causal, window)
     arriving: Tensor | None = None
     for remaining, step in zip(range(size - 2, -1, -1), reversed(others), strict=True):
         if remaining:
@@ -229,14 +266,15 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, documents, *ctx.settings = inputs
+    q, k, v, documents, sinks, *ctx.settings = inputs
     out, lse, last = output
-    ctx.save_for_backward(q, k, v, last, out, lse, documents)
+    ctx.save_for_backward(q, k, v, last, out, lse, documents, sinks)
 
 
 def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    dq, dkv = _backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return dq, *dkv.unbind(), *(None,) * (1 + len(ctx.settings))
+    *saved, out, lse, documents, sinks = ctx.saved_tensors
+    dq, dkv = _backward(grad, *saved, out, lse, documents, *ctx.settings)
+    return dq, *dkv.unbind(), None, sink_gradient(grad, out, lse, sinks), *(None,) * len(ctx.settings)
 
 
 _ring.register_autograd(_differentiate, setup_context=_setup_context)

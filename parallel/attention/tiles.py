@@ -1,9 +1,12 @@
 """Tiled attention: ranges of query rows, each with only the keys that it can see.
 
 A causal sequence in r tiles computes (r + 1) / 2r of the score matrix. With documents, tiles skip the keys before their first
-and after their last document, so packed sequences cost what their documents cost; within a tile the mask is exact, whatever the
-order of the documents. `forward` and `backward` yield the results of the tiles: attention.py writes them, ring.py merges and
-sums them.
+and after their last document, so packed sequences cost what their documents cost; with a sliding window they skip the keys that
+it has left behind. Within a tile the mask is exact, whatever the order of the documents. `forward` and `backward` yield the
+results of the tiles: attention.py writes them, ring.py merges and sums them.
+
+With a window of w, the query at position i sees keys after i - w. `distance` is the position of the first query relative to the
+first key: 0 where they are the same tokens, more where the keys are earlier ones (ring.py).
 
 Shapes: q (b, n, s, d), k and v (b, k, t, d), documents (b, s) and (b, t).
 """
@@ -17,8 +20,8 @@ from torch import Tensor
 
 from parallel.attention.kernels import Block, Gradients, Kernel
 
-DOCUMENT_ROWS = 512
-"""Maximum rows of a tile with a document mask: longer tiles span more documents and so more masked keys."""
+MASKED_ROWS = 512
+"""Maximum rows of a tile with a mask: longer tiles span more documents and windows, and so more masked keys."""
 
 Documents = tuple[Tensor, Tensor]
 
@@ -31,14 +34,18 @@ def forward(
     causal: bool,
     scale: float,
     documents: Documents | None = None,
+    window: int | None = None,
+    distance: int = 0,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield rows, out (b, n, rows, d) and lse (b, n, rows) of each tile; skips rows known to see no key.
 
     Args:
         causal: q and k belong to the same tokens, s = t, and each sees itself and earlier ones.
         documents: of the queries and of the keys.
+        window: number of keys up to its own position that a query sees; the keys are earlier ones, or `causal`.
+        distance: position of the first query relative to the first key; read with a window only.
     """
-    for rows, _, block in _tiles(kernel, q, k, v, causal, scale, documents, backward=False):
+    for rows, _, block in _tiles(kernel, q, k, v, causal, scale, documents, window, distance, backward=False):
         yield rows, *kernel.forward(block)
 
 
@@ -53,9 +60,12 @@ def backward(
     causal: bool,
     scale: float,
     documents: Documents | None = None,
+    window: int | None = None,
+    distance: int = 0,
 ) -> Iterator[tuple[slice, slice, Gradients]]:
     """Yield rows, keys and (dq of the rows, dk and dv of the keys) of each tile; the caller sums dk and dv over tiles."""
-    for rows, keys, block in _tiles(kernel, q, k, v, causal, scale, documents, backward=True):
+    tiles = _tiles(kernel, q, k, v, causal, scale, documents, window, distance, backward=True)
+    for rows, keys, block in tiles:
         yield rows, keys, kernel.backward(block, grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
 
 
@@ -67,34 +77,43 @@ def _tiles(
     causal: bool,
     scale: float,
     documents: Documents | None,
+    window: int | None,
+    distance: int,
     backward: bool,
 ) -> Iterator[tuple[slice, slice, Block]]:
     s, t = q.shape[2], k.shape[2]
     length = kernel.tile_rows(q, causal, backward)
-    if documents is not None and not kernel.takes_bounds:
-        length = min(length, max(64, s // 8) if kernel.supports_tiling else s, DOCUMENT_ROWS)
+    if not kernel.takes_bounds and (documents is not None or window is not None):
+        length = min(length, max(64, s // 8) if kernel.supports_tiling else s, MASKED_ROWS)
     if length < s:
         k, v = k.contiguous(), v.contiguous()  # every tile reads them
     for start in range(0, s, length):
         rows = slice(start, min(start + length, s))
-        keys = slice(0, rows.stop if causal else t)
+        keys = slice(
+            0 if window is None else max(0, start + distance - window + 1), rows.stop if causal else t
+        )
+        if keys.start >= t:
+            return  # the window has left the keys behind
+        # Whether the last query does not see the first key.
+        windowed = window is not None and rows.stop + distance - window > keys.start
         mask = bounds = None
-        if documents is not None and kernel.takes_bounds:
-            bounds = document_bounds(documents[0][:, rows], documents[1][:, keys], causal)
-        elif documents is not None:
-            query_documents, key_documents = documents[0][:, rows], documents[1][:, keys]
-            if kernel.supports_tiling:
-                visible = _keys_in_range(query_documents, key_documents)
+        if documents is not None or windowed:
+            pair = documents and (documents[0][:, rows], documents[1][:, keys])
+            if pair and kernel.supports_tiling:
+                visible = _keys_in_range(*pair)
                 if len(visible) == 0:
                     continue
-                keys = slice(int(visible[0]), rows.stop if causal else int(visible[-1]) + 1)
-                key_documents = documents[1][:, keys]
-            mask = document_mask(query_documents, key_documents, causal)
-        yield (
-            rows,
-            keys,
-            Block(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, causal and mask is None, scale, bounds),
-        )
+                first, last = keys.start + int(visible[0]), keys.start + int(visible[-1])
+                keys = slice(first, rows.stop if causal else last + 1)
+                pair = pair[0], documents[1][:, keys]
+            queries, columns = q[:, :, rows], k[:, :, keys]
+            shift = rows.start + distance - keys.start
+            if kernel.takes_bounds:
+                bounds = visible_bounds(queries, columns, pair, causal, window, shift)
+            else:
+                mask = visible_mask(queries, columns, pair, causal, window, shift)
+        native = causal and mask is None and bounds is None
+        yield rows, keys, Block(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, native, scale, bounds)
 
 
 def _keys_in_range(query_documents: Tensor, key_documents: Tensor) -> Tensor:
@@ -103,23 +122,55 @@ def _keys_in_range(query_documents: Tensor, key_documents: Tensor) -> Tensor:
     return ((key_documents >= low) & (key_documents <= high)).any(0).nonzero()
 
 
-def document_mask(query_documents: Tensor, key_documents: Tensor, causal: bool) -> Tensor:
-    """Mask (b, 1, s, t), True where documents (b, s) and (b, t) agree; `causal` aligns the last query with the last key."""
-    same = query_documents[:, None, :, None] == key_documents[:, None, None, :]
-    return same.tril(key_documents.shape[1] - query_documents.shape[1]) if causal else same
+def visible_mask(
+    q: Tensor, k: Tensor, documents: Documents | None, causal: bool, window: int | None, shift: int
+) -> Tensor:
+    """Mask (b or 1, 1, s, t), True where a query sees a key.
 
-
-def document_bounds(query_documents: Tensor, key_documents: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """First key that each query sees and one past its last, (b, s) each, where indices ascend; equal if it sees none."""
-    s, t = query_documents.shape[1], key_documents.shape[1]
-    keys, queries = key_documents.contiguous(), query_documents.contiguous()
-    low, high = torch.searchsorted(keys, queries), torch.searchsorted(keys, queries, right=True)
+    Args:
+        documents: of queries and keys, (b, s) and (b, t), which must agree.
+        shift: position of the first query relative to the first key.
+    """
+    if documents is None:
+        mask = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    else:
+        mask = documents[0][:, None, :, None] == documents[1][:, None, None, :]
     if causal:
-        high = high.minimum(torch.arange(t - s + 1, t + 1, device=high.device))
+        mask = mask.tril(shift)
+    return mask if window is None else mask.triu(shift - window + 1)
+
+
+def visible_bounds(
+    q: Tensor, k: Tensor, documents: Documents | None, causal: bool, window: int | None, shift: int
+) -> tuple[Tensor, Tensor]:
+    """First key that each query sees and one past its last, (b, s) each; equal if it sees none.
+
+    Arguments as for `visible_mask`; the documents' indices ascend.
+    """
+    b, s, t = q.shape[0], q.shape[2], k.shape[2]
+    if documents is None:
+        low, high = (torch.full((b, s), bound, device=q.device) for bound in (0, t))
+    else:
+        queries, keys = (x.contiguous() for x in documents)
+        low, high = torch.searchsorted(keys, queries), torch.searchsorted(keys, queries, right=True)
+    end = torch.arange(shift + 1, shift + s + 1, device=q.device)  # one past each query's own position
+    if causal:
+        high = high.minimum(end)
+    if window is not None:
+        low = low.maximum(end - window).minimum(high)
     return low, high
 
 
-def check_inputs(function: str, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> None:
+def check_inputs(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    documents: Tensor | None,
+    window: int | None,
+    sinks: Tensor | None,
+) -> None:
     """Check the shapes and dtypes of attention's inputs.
 
     Raises:
@@ -152,3 +203,10 @@ def check_inputs(function: str, q: Tensor, k: Tensor, v: Tensor, documents: Tens
                 f"{function}: documents are {documents.dtype} of shape {tuple(documents.shape)}; "
                 f"expected integers of shape {expected}, one for each token"
             )
+    if window is not None and (window < 1 or not causal):
+        reason = "it must be at least 1" if causal else "only causal attention has a window"
+        raise ValueError(f"{function}: window is {window}; {reason}")
+    if sinks is not None and sinks.shape != (n,):
+        raise ValueError(
+            f"{function}: sinks have shape {tuple(sinks.shape)}, expected ({n},), one for each query head"
+        )

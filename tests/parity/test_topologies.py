@@ -23,10 +23,13 @@ CASES = {
     "tensor 4, data 2": Case(tensor=4, data=2),
     "tensor 2, data 2, tied": Case("llama tied", tensor=2, data=2),
     "context 2": Case(context=2),
-    "context 4": Case(context=4),
+    "context 4, sliding window": Case("mistral", context=4),
     "context 2, gpt": Case("gpt", context=2),
     "context 2, documents": Case(context=2, documents=True),
-    "tensor 2, documents": Case(tensor=2, documents=True),
+    "context 2, tensor 4, KV replicated, documents, sliding window": Case(
+        "mistral", context=2, tensor=4, documents=True
+    ),
+    "tensor 2, documents, sliding window": Case("mistral", tensor=2, documents=True),
     "pipeline 2, tensor 2, documents": Case(pipeline=2, tensor=2, documents=True),
     "context 2, documents, gpt": Case("gpt", context=2, documents=True),
     "pipeline 2": Case(pipeline=2),

@@ -45,6 +45,8 @@ MODELS = [
     {**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     {**LLAMA, "rope_scaling": LLAMA3},
     {**LLAMA, "head_dim": 32},
+    {**LLAMA, "architecture": "mistral", "sliding_window": 256},
+    {**LLAMA, "architecture": "mistral"},
     GPT,
     {**GPT, "tie_word_embeddings": False, "hidden_act": "gelu_new"},
 ]
@@ -88,7 +90,8 @@ def test_norm_eps_aliases(name):
         (LLAMA, {"head_dim": 9}, "head_dim = 9: RoPE rotates pairs, so it must be even; nearest valid: 8, 10"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act = gelu: is not an activation of llama; nearest valid: silu"),
         (LLAMA, {"dropout": 0.1}, "dropout = 0.1: llama has no dropout; nearest valid: 0.0"),
-        (LLAMA, {"architecture": "bert"}, "is not one of the choices; nearest valid: llama, qwen3, olmo2, gpt"),
+        (LLAMA, {"sliding_window": 8}, "sliding_window = 8: llama has no sliding window; nearest valid: null"),
+        (LLAMA, {"architecture": "bert"}, "is not one of the choices; nearest valid: llama, mistral, qwen3, olmo2, gpt"),
         (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "nearest valid: linear, llama3"),
         (LLAMA, {"rope_scaling": {"factor": 2.0}}, "model.rope_scaling = a section: has no rope_type"),
         (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": 5.0}}, "rope_scaling.high_freq_factor = 4.0: is not above"),
@@ -119,7 +122,7 @@ def test_config_json_agrees_with_transformers(values, tmp_path):
         built = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
     h, f, v = model.hidden_size, model.intermediate_size, model.vocab_size
-    if model.architecture == "llama":
+    if model.architecture != "gpt":
         assert shapes["model.layers.1.self_attn.k_proj.weight"] == (
             model.num_key_value_heads * model.head_dim,
             h,
@@ -131,6 +134,7 @@ def test_config_json_agrees_with_transformers(values, tmp_path):
         assert rope["rope_theta"] == model.rope_theta
         scaling = model.rope_scaling.model_dump() if model.rope_scaling else {"rope_type": "default"}
         assert scaling.items() <= rope.items()
+        assert getattr(config, "sliding_window", None) == model.sliding_window
     else:
         assert shapes["transformer.h.1.mlp.c_fc.weight"] == (h, f)
         assert shapes["transformer.wpe.weight"] == (model.max_position_embeddings, h)

@@ -18,7 +18,7 @@ TOLERANCE = 1e-5
 # Degrees in proportion: 32 tensor ranks over 8 KV heads are 4 over 2, and 8 ranks are 2.
 TENSOR = {32: 4, 16: 4, 8: 2, 4: 2, 2: 2, 1: 1}
 # The published layouts, and of the sharded ones, which differ by degrees that are small here anyway, one a family.
-SHARDED = ("llama2-7b", "llama3-70b", "gpt3-23b", "deepseek-coder-33b")
+SHARDED = ("llama2-7b", "llama3-70b", "gpt3-23b", "deepseek-coder-33b", "mistral-7b", "qwen3-8b", "olmo2-7b")
 PROFILES = [name for name in resolve.names() if name.endswith("-trn1") or name in SHARDED]
 
 
@@ -63,6 +63,8 @@ def small(name: str) -> Profile:
         "cluster.accelerator": "null",
         "cluster.threads": 1,
     }
+    if model.sliding_window:
+        overrides["model.sliding_window"] = SEQUENCE // 2
     if model.rope_scaling is not None and model.rope_scaling.rope_type == "llama3":
         overrides["model.rope_scaling.original_max_position_embeddings"] = SEQUENCE // 2
     profile = resolve.load(name, [f"{key}={value}" for key, value in overrides.items()])

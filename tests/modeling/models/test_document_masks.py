@@ -5,12 +5,13 @@ import torch
 
 from modeling.models.gpt import GPT
 from modeling.models.llama import Llama
+from modeling.models.mistral import Mistral
 from parallel import Mesh, initialize
 from tests.modeling.data.datasets import write_dataset
 from tests.parity.harness import MODELS, Case
 
 
-@pytest.mark.parametrize(("name", "kind"), [("llama", Llama), ("gpt", GPT)])
+@pytest.mark.parametrize(("name", "kind"), [("llama", Llama), ("mistral", Mistral), ("gpt", GPT)])
 def test_packed_documents_match_documents_computed_alone(name, kind):
     model = Case(name).profile().model.model_copy(update=MODELS[name])
     network = kind(model, Mesh(1, 1, 1, 1, 1), dtype=torch.float64)

@@ -1,9 +1,11 @@
-"""Llama, Qwen3 and OLMo 2 against transformers' classes."""
+"""Llama, Mistral, Qwen3 and OLMo 2 against transformers' classes."""
 
 import pytest
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Qwen3Config,
@@ -62,7 +64,8 @@ def test_logits_loss_and_gradients_match_transformers(fields):
     assert_match(LlamaForCausalLM, LlamaConfig(**{**SIZES, **fields}))
 
 
-QK_NORMS = {
+FAMILIES = {
+    "mistral": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=7)),  # of 24 tokens
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=24)),
     "qwen3, tied, biases": (
         Qwen3ForCausalLM,
@@ -76,6 +79,6 @@ QK_NORMS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "config"), QK_NORMS.values(), ids=QK_NORMS.keys())
-def test_families_with_qk_norms_match_transformers(kind, config):
+@pytest.mark.parametrize(("kind", "config"), FAMILIES.values(), ids=FAMILIES.keys())
+def test_families_match_transformers(kind, config):
     assert_match(kind, config)

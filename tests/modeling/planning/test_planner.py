@@ -79,6 +79,19 @@ def test_communication_volume_follows_from_the_degrees():
     )
 
 
+def test_flops_count_the_keys_in_a_sliding_window():
+    full, windowed = (
+        plan(resolve.load("llama3-8b", [*change, "parallel.context=2"]))
+        for change in ((), ("model.architecture=mistral", "model.sliding_window=1024"))
+    )
+    s, w, width, layers = 8192, 1024, 4096, 32
+    hidden = (
+        12 * layers * width * (s / 2 - (w - w**2 / (2 * s)))
+    )  # keys that are not seen: 2 products, 3 times
+    assert full.flops_per_token - windowed.flops_per_token == pytest.approx(hidden)
+    assert full.step_seconds > windowed.step_seconds
+
+
 def test_recomputation_trades_memory_for_time():
     plans = [
         plan(resolve.load("llama3-70b-trn1", [f"train.recompute={mode}"]))

@@ -7,15 +7,20 @@ import torch
 from parallel.attention.ring import zigzag_positions
 
 
-def dense(q, k, v, causal=True, documents=None, scale=None):
-    """softmax(scale · q kᵀ) v of q (b, n, s, d) and k, v (b, k, s, d), materializing all scores."""
+def dense(q, k, v, sinks=None, causal=True, documents=None, scale=None, window=None):
+    """softmax(scale · q kᵀ) v of q (b, n, s, d) and k, v (b, k, s, d), materializing all scores; sinks (n) have no value."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))  # (b, n, s, d)
     s = q.shape[2]
     seen = torch.ones(s, s, dtype=torch.bool).tril() if causal else torch.ones(s, s, dtype=torch.bool)
+    if window is not None:
+        seen = seen.triu(1 - window)
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
     scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
+    return scores.softmax(-1)[..., :s] @ v
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Case:
     documents: tuple[int, ...] | None = None  # lengths, rotated by one for each sequence of the batch
     dtype: torch.dtype = torch.float32
     scale: float | None = None
+    window: int | None = None
+    sinks: bool = False
     seed: int = 0
 
     def tensors(self):
@@ -43,6 +50,15 @@ class Case:
             for heads in (self.n, self.k, self.k, self.n)
         ]
 
+    def sink_scores(self):
+        """Sinks (n), or nothing, as a list."""
+        draw = torch.Generator().manual_seed(self.seed + 1)
+        return [torch.randn(self.n, generator=draw, dtype=torch.float64).to(self.dtype)] if self.sinks else []
+
+    def options(self):
+        """Arguments of attention besides tensors."""
+        return {"causal": self.causal, "scale": self.scale, "window": self.window}
+
     def document_indices(self):
         """Document index of each token (b, s), or None."""
         if self.documents is None:
@@ -52,10 +68,10 @@ class Case:
         return torch.stack(rows)
 
     def expected(self):
-        """out, dq, dk, dv in float64."""
-        q, k, v, grad = (x.double() for x in self.tensors())
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        out = dense(*inputs, self.causal, self.document_indices(), self.scale)
+        """out, dq, dk, dv and dsinks, if there are any, in float64."""
+        *inputs, grad = (x.double() for x in self.tensors())
+        inputs = [x.double().requires_grad_() for x in (*inputs, *self.sink_scores())]
+        out = dense(*inputs, documents=self.document_indices(), **self.options())
         return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
     def tolerance(self):

@@ -1,4 +1,4 @@
-"""Attention on one rank: kernels against the dense formula in float64, documents, compilation and rejected inputs."""
+"""Attention on one rank: kernels against the dense formula in float64, masks, sinks, compilation, rejected inputs."""
 
 import dataclasses
 
@@ -18,17 +18,12 @@ HEADS = [(4, 4), (6, 2), (5, 1)]  # multi-head, grouped-query, multi-query
 
 
 def results(case, kernel=None, attend=attention):
-    """out, dq, dk, dv."""
-    q, k, v, grad = case.tensors()
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = attend(
-        *inputs,
-        causal=case.causal,
-        scale=case.scale,
-        documents=case.document_indices(),
-        **({"kernel": kernel} if kernel else {}),
-    )
-    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+    """out, dq, dk, dv and dsinks, if there are any."""
+    *inputs, grad = case.tensors()
+    inputs, sinks = [x.requires_grad_() for x in inputs], [x.requires_grad_() for x in case.sink_scores()]
+    options = {**case.options(), "documents": case.document_indices(), "sinks": sinks[0] if sinks else None}
+    out = attend(*inputs, **options, **({"kernel": kernel} if kernel else {}))
+    return [out.detach(), *torch.autograd.grad(out, inputs + sinks, grad)]
 
 
 def errors(case, **options):
@@ -39,16 +34,17 @@ def errors(case, **options):
 @pytest.mark.parametrize(("n", "k"), HEADS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_matches_dense_formula(kernel, n, k, dtype):
-    for causal in (True, False):
+    for causal, window in ((True, None), (False, None), (True, 90)):
         for documents in (None, (70, 1, 130, 99)):
-            case = Case(b=2, n=n, k=k, s=300, causal=causal, documents=documents, dtype=dtype, scale=0.4)
-            assert max(errors(case, kernel=kernel)) < case.tolerance()
+            shape = {"b": 2, "n": n, "k": k, "s": 300, "dtype": dtype, "scale": 0.4}
+            case = Case(**shape, causal=causal, window=window, sinks=window is not None, documents=documents)
+            assert max(errors(case, kernel=kernel)) < case.tolerance(), case
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("documents", [None, (1500, 61, 487)])
-def test_long_sequences_without_row_tiles_match_dense_formula(dtype, documents):
-    case = Case(n=2, k=1, s=2048, d=8, dtype=dtype, documents=documents)
+@pytest.mark.parametrize(("documents", "window"), [(None, None), ((1500, 61, 487), None), (None, 700)])
+def test_long_sequences_without_row_tiles_match_dense_formula(dtype, documents, window):
+    case = Case(n=2, k=1, s=2048, d=8, dtype=dtype, documents=documents, window=window)
     assert max(errors(case)) < case.tolerance()
 
 
@@ -62,6 +58,8 @@ def test_long_sequences_without_row_tiles_match_dense_formula(dtype, documents):
         d=st.sampled_from([4, 8, 24]),
         causal=st.booleans(),
         documents=st.lists(st.integers(1, 90), min_size=1, max_size=6).map(tuple),
+        window=st.none() | st.integers(1, 300),
+        sinks=st.booleans(),
         seed=st.integers(0, 99),
     ),
     st.integers(1, 4),
@@ -74,6 +72,7 @@ def test_any_shape_matches_dense_formula(case, group, split, kernel):
         n=case.k * group,
         s=sum(case.documents),
         documents=case.documents if split else None,
+        window=case.window if case.causal else None,
     )
     expected, found = case.expected(), results(case, kernel)
     scale = max(x.norm() for x in expected)  # with documents of one token dq and dk are 0
@@ -96,6 +95,14 @@ def test_documents_may_be_unordered_and_noncontiguous(kernel):
             torch.testing.assert_close(out[row : row + 1, :, members], alone)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 100])
+def test_flex_attention_without_documents_matches_dense_formula(window):
+    case = Case(b=2, s=300, window=window, sinks=True)
+    out = attention(*case.tensors()[:3], window=window, sinks=case.sink_scores()[0], kernel="cuda-flash")
+    assert error(out, case.expected()[0].detach()) < case.tolerance()
+
+
 def test_ignoring_a_document_boundary_exceeds_tolerance():
     case = Case(s=96, documents=(40, 56))
     ignored = dataclasses.replace(case, documents=(96,))
@@ -104,12 +111,12 @@ def test_ignoring_a_document_boundary_exceeds_tolerance():
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("documents", [None, (3, 1, 5)])
-def test_gradcheck(kernel, documents):
-    case = Case(n=2, k=1, s=9, d=3, dtype=torch.float64, documents=documents)
-    inputs = [x.requires_grad_() for x in case.tensors()[:3]]
-    numbers = case.document_indices()
-    assert torch.autograd.gradcheck(lambda *x: attention(*x, documents=numbers, kernel=kernel), inputs)
+@pytest.mark.parametrize(("documents", "window"), [(None, None), ((3, 1, 5), None), (None, 4)])
+def test_gradcheck(kernel, documents, window):
+    case = Case(n=2, k=1, s=9, d=3, dtype=torch.float64, documents=documents, window=window, sinks=True)
+    inputs = [x.requires_grad_() for x in (*case.tensors()[:3], *case.sink_scores())]
+    options = {"documents": case.document_indices(), "window": window, "kernel": kernel}
+    assert torch.autograd.gradcheck(lambda *x: attention(*x[:3], sinks=x[3], **options), inputs)
 
 
 def test_causal_attention_ignores_later_tokens():
@@ -121,9 +128,9 @@ def test_causal_attention_ignores_later_tokens():
     assert not torch.equal(before[:, :, 400:], after[:, :, 400:])
 
 
-@pytest.mark.parametrize("documents", [None, (70, 130)])
-def test_compiles_to_one_graph_with_identical_bits(documents):
-    case = Case(b=2, s=200, documents=documents)
+@pytest.mark.parametrize("masks", [{}, {"documents": (70, 130), "window": 60, "sinks": True}])
+def test_compiles_to_one_graph_with_identical_bits(masks):
+    case = Case(b=2, s=200, **masks)
 
     def layer(*inputs, **options):
         return attention(*(x * 2 for x in inputs), **options) + 1
@@ -152,8 +159,12 @@ class Bounds(kernels.Math):
         return super().backward(self._masked(block), grad, out, lse)
 
 
+MASKS = {"documents": {"documents": (300, 1, 130, 169)}, "window": {"window": 200, "sinks": True}}
+
+
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("registered", [None, Bounds()], ids=["math", "bounds"])
-def test_documents_on_devices_without_opaque_operators(monkeypatch, registered):
+def test_masks_on_devices_without_opaque_operators(monkeypatch, registered, masks):
     """One graph of plain operators, whose masks are those of tiles or bounds; the sequence has two tiles."""
     monkeypatch.setattr(kernels, "default_kernel", lambda _: "nki")
     if registered:
@@ -164,12 +175,15 @@ def test_documents_on_devices_without_opaque_operators(monkeypatch, registered):
         graphs.append(graph)
         return graph
 
-    case = Case(b=2, s=600, documents=(300, 1, 130, 169))
+    case = Case(b=2, s=600, **masks)
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     compiled = torch.compile(lambda *x, **options: attention(*x, **options), fullgraph=True, backend=backend)
     assert max(errors(case, attend=compiled)) < case.tolerance()
     shapes = [
-        node.meta["val"].shape for graph in graphs for node in graph.graph.nodes if node.name.startswith("eq")
+        node.meta["val"].shape
+        for graph in graphs
+        for node in graph.graph.nodes
+        if node.name.startswith(("eq", "tril", "logical_and"))
     ]
     assert all(shape[-2] <= 512 for shape in shapes)
     assert bool(shapes) != bool(registered)
@@ -179,10 +193,10 @@ def test_documents_on_devices_without_opaque_operators(monkeypatch, registered):
 @pytest.mark.parametrize("operator", ["attention", "attention_backward"])
 def test_operators_pass_opcheck(operator):
     q, k, v, grad = Case(b=2, s=64).tensors()
-    settings = (None, True, 0.3, "cpu-flash")
-    inputs = (q, k, v, *settings)
+    settings = (True, 0.3, None, "cpu-flash")
+    inputs = (q, k, v, None, None, *settings)
     if operator == "attention_backward":
-        inputs = (grad, q, k, v, *torch.ops.trainshed.attention(*inputs), *settings)
+        inputs = (grad, q, k, v, *torch.ops.trainshed.attention(*inputs), None, *settings)
     torch.library.opcheck(
         getattr(torch.ops.trainshed, operator).default, inputs, test_utils=("test_schema", "test_faketensor")
     )
@@ -262,6 +276,10 @@ def test_invalid_inputs_are_rejected_with_valid_values():
         attention(q, k.bfloat16(), v)
     with pytest.raises(ValueError, match=r"dim 3 \(head size\) is 4 in k and v, 8 in q"):
         attention(q, k[..., :4], v[..., :4])
+    with pytest.raises(ValueError, match=r"window is 8; only causal attention has a window"):
+        attention(q, k, v, causal=False, window=8)
+    with pytest.raises(ValueError, match=r"sinks have shape \(2,\), expected \(6,\)"):
+        attention(q, k, v, sinks=torch.zeros(2))
     with pytest.raises(ValueError, match=r"dim 2 \(sequence\) is 16 in k and v, 32 in q"):
         attention(q, k[:, :, :16], v[:, :, :16])
     with pytest.raises(ValueError, match=r"v has shape"):

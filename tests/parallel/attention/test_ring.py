@@ -22,15 +22,20 @@ SIZES = [1, 2, 4, 8]
 
 
 def ring(case, axis, attend=ring_attention, kernel=None):
-    """This rank's shards of out, dq, dk, dv."""
+    """This rank's shards of out, dq, dk and dv, and its part of the sum dsinks if there are sinks."""
     *inputs, grad = (zigzag_split(x, axis.size, axis.rank, 2) for x in case.tensors())
-    inputs = [x.requires_grad_() for x in inputs]
+    inputs, sinks = [x.requires_grad_() for x in inputs], [x.requires_grad_() for x in case.sink_scores()]
     documents = case.document_indices()
     if documents is not None:
         documents = zigzag_split(documents, axis.size, axis.rank, 1)
-    options = {"causal": case.causal, "scale": case.scale, "documents": documents, "kernel": kernel}
+    options = {
+        **case.options(),
+        "documents": documents,
+        "sinks": sinks[0] if sinks else None,
+        "kernel": kernel,
+    }
     out = attend(*inputs, axis, **options)
-    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+    return [out.detach(), *torch.autograd.grad(out, inputs + sinks, grad)]
 
 
 def rings(cases, kernel=None, tensor=1):
@@ -40,12 +45,15 @@ def rings(cases, kernel=None, tensor=1):
 
 
 def merged(parts):
-    """Merge each rank's out, dq, dk, dv into those of the full sequence."""
-    return [zigzag_merge(list(shards), 2) for shards in zip(*parts, strict=True)]
+    """Merge each rank's out, dq, dk, dv into those of the full sequence, and sum dsinks."""
+    return [
+        zigzag_merge(list(shards), 2) if shards[0].dim() == 4 else sum(shards)
+        for shards in zip(*parts, strict=True)
+    ]
 
 
 def worst(parts, case):
-    """The largest relative error of the four."""
+    """The largest relative error of them."""
     return max(error(*pair) for pair in zip(merged(parts), case.expected(), strict=True))
 
 
@@ -60,12 +68,18 @@ def test_matches_dense_formula(pool, size):
         for lengths in (None, documents)
         for dtype in (torch.float64, torch.float32, torch.bfloat16)
     ]
+    cases += [  # windows within a chunk of the ring and over several
+        Case(b=2, n=6, k=2, s=s, documents=lengths, window=window, sinks=sinks, dtype=dtype)
+        for window, sinks in ((3, False), (8, True), (21, True), (None, True))
+        for lengths in (None, documents)
+        for dtype in (torch.float64, torch.bfloat16)
+    ]
     for case, parts in zip(cases, zip(*pool.run(rings, size, cases=cases), strict=True), strict=True):
         assert worst(parts, case) < case.tolerance(), case
 
 
 def test_math_kernel_matches_dense_formula(pool):
-    cases = [Case(s=64, documents=lengths) for lengths in (None, (30, 34))]
+    cases = [Case(s=64, documents=lengths, window=w) for lengths in (None, (30, 34)) for w in (None, 20)]
     for case, *parts in zip(cases, *pool.run(rings, 4, cases=cases, kernel="math"), strict=True):
         assert worst(parts, case) < case.tolerance()
 
@@ -96,7 +110,8 @@ def shapes(draw, size):
     lengths = tuple(stop - start for start, stop in pairwise(edges)) if cuts else None
     n, b, d = k * draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.sampled_from([3, 8, 16]))
     causal, seed = draw(st.booleans()), draw(st.integers(0, 99))
-    return Case(b, n, k, s, d, causal, lengths, torch.float64, seed=seed)
+    window, sinks = draw(st.none() | st.integers(1, 2 * s)) if causal else None, draw(st.booleans())
+    return Case(b, n, k, s, d, causal, lengths, torch.float64, window=window, sinks=sinks, seed=seed)
 
 
 @settings(max_examples=8)
@@ -232,7 +247,7 @@ def test_sends_unrepeated_kv_heads_and_overlaps_compute(pool, dtype):
         ]
 
 
-def count_scores(s):
+def count_scores(s, window):
     """Number of scores that this rank computes in forward."""
     scores = []
 
@@ -244,15 +259,18 @@ def count_scores(s):
 
     kernels.register("counted", Counted())
     with mesh(context=torch.distributed.get_world_size()) as made:
-        ring(Case(s=s), made.context, kernel="counted")
+        ring(Case(s=s, window=window), made.context, kernel="counted")
     return sum(scores)
 
 
 def test_causal_work_is_balanced_and_skips_masked_blocks(pool):
     s = 64
-    done = pool.run(count_scores, 4, s=s)
+    done = pool.run(count_scores, 4, s=s, window=None)
     assert len(set(done)) == 1
     assert sum(done) == s * (s + 1) // 2
+    chunk = s // 8
+    done = pool.run(count_scores, 4, s=s, window=2)  # a query and the one before: two chunks at most
+    assert sum(done) <= 8 * chunk**2 + 7 * chunk**2
 
 
 def compile_graphs(documents, dtype):
@@ -310,9 +328,9 @@ def flex_graphs(case):
         return ring(case, made.context, compiled, "cuda-flash"), texts
 
 
-def test_documents_by_flex_attention_match_dense_formula(pool):
-    """Documents that cross chunks, blocks of 128 and ranks; no KV head is repeated, and ranks share a graph."""
-    case = Case(b=2, n=4, k=2, s=1200, documents=(70, 1, 430, 99, 600))
+def test_masks_by_flex_attention_match_dense_formula(pool):
+    """Documents and windows that cross chunks, blocks of 128 and ranks; no KV head is repeated, and ranks share a graph."""
+    case = Case(b=2, n=4, k=2, s=1200, documents=(70, 1, 430, 99, 600), window=200, sinks=True)
     (part, texts), (other, other_texts) = pool.run(flex_graphs, 2, case=case)
     assert worst([part, other], case) < case.tolerance()
     assert texts == other_texts

@@ -1,0 +1,13 @@
+"""Mistral 7B (arXiv 2310.06825): Llama whose tokens attend within a sliding window.
+
+The query at position i sees the keys at i - w + 1 to i, in every layer; over L layers a token so depends on the last L·w.
+Shapes as in `llama.py`.
+"""
+
+from __future__ import annotations
+
+from modeling.models import llama
+
+
+class Mistral(llama.Llama):
+    """Mistral, or one pipeline stage of it; arguments as for `LanguageModel`. `Model.window` gives each layer its window."""

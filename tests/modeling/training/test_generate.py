@@ -1,0 +1,47 @@
+"""Generated samples against transformers: the likeliest tokens are those of its greedy `generate`, with its cache of keys."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from modeling.models.weight_names import huggingface_tensor
+from modeling.training import generate
+from modeling.training.trainer import Trainer
+from profiles.model import to_config_json
+from tests.modeling.models.huggingface import boxes
+from tests.parity.harness import Case, batch
+
+
+class Prompts:
+    """In place of the validation split."""
+
+    windows = 3
+
+    @staticmethod
+    def batch(first, count):
+        return batch(0)[first : first + count].numpy()
+
+
+@pytest.mark.parametrize("family", ["mistral"])
+def test_greedy_samples_equal_transformers(monkeypatch, family):
+    monkeypatch.setattr(generate, "TOP_K", 1)
+    trainer = Trainer(Case(family).profile())
+    try:
+        samples = generate.generate_samples(trainer, Prompts)
+    finally:
+        trainer.mesh.close()
+    (stage,) = trainer.stages.values()
+    fields = to_config_json(stage.model)
+    config = AutoConfig.for_model(**fields, eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    weights = {}
+    for parameter, box in boxes(stage):
+        where = huggingface_tensor(stage.model.architecture, box.name)
+        weights[where.name] = where.write(box.view(parameter.detach()))
+    theirs.load_state_dict(weights)
+    prompts = torch.tensor([sample["prompt"] for sample in samples])
+    new = len(samples[0]["text"])
+    options = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": new, "do_sample": False}
+    expected = theirs.generate(prompts, **options)[:, prompts.shape[1] :]
+    assert expected.shape == (3, 16)
+    assert [sample["text"] for sample in samples] == expected.tolist()
