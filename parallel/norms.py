@@ -78,6 +78,13 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x, self.weight, self.epsilon)
 
 
+class CenteredNorm(RMSNorm):
+    """(x - mean) / sqrt(var + ε) · w, LayerNorm without a bias, over the last dim. Arguments as for RMSNorm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, None, self.epsilon)
+
+
 class LayerNorm(RMSNorm):
     """(x - mean) / sqrt(var + ε) · w + b (arXiv 1607.06450), over the last dim. Arguments as for RMSNorm."""
 

@@ -57,7 +57,21 @@ class Llama3Rope(Section):
         return self
 
 
-RopeScaling = Annotated[LinearRope | Llama3Rope, Field(discriminator="rope_type")]
+class YarnRope(Section):
+    """YaRN RoPE scaling (arXiv 2309.00071): low frequencies are divided, queries and keys multiplied."""
+
+    rope_type: Literal["yarn"] = Field(description="kind of scaling")
+    factor: float = Field(ge=1, description="divides low frequencies")
+    beta_fast: float = Field(32.0, gt=0, description="pairs that turn more often are unchanged")
+    beta_slow: float = Field(1.0, gt=0, description="pairs that turn less often are divided by the factor")
+    truncate: bool = Field(True, description="round the bounds between these pairs to whole ones")
+    attention_factor: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="multiplies queries and keys; null: 0.1 · ln(factor) + 1"
+    )
+    original_max_position_embeddings: Count = Field(description="context length of pretraining")
+
+
+RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="rope_type")]
 
 
 class Model(Section):
@@ -285,11 +299,14 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    kinds = {"linear": LinearRope, "llama3": Llama3Rope}
+    kinds = {"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
     if kind == "default":
         return {"rope_theta": float(theta), "rope_scaling": None}
     if kind not in kinds:
         raise ProfileError("rope_scaling.rope_type", kind, "is not supported", ["default", *kinds])
+    for name in ("mscale", "mscale_all_dim"):
+        if scaling.get(name) is not None:
+            raise ProfileError(f"rope_scaling.{name}", scaling[name], "is not supported", ["null"])
     fields = {name: value for name, value in scaling.items() if name in kinds[kind].model_fields}
     return {"rope_theta": float(theta), "rope_scaling": {"rope_type": kind, **fields}}
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.models.language_model import LanguageModel
-from modeling.models.rope import cos_sin, inverse_frequencies, rotate
+from modeling.models.rope import attention_factor, cos_sin, inverse_frequencies, rotate
 from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear
 from parallel.attention.attention import attention
 from profiles.model import Model
@@ -108,4 +108,5 @@ class Llama(LanguageModel):
 
     def rotations(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         """The rotation tables (1 or b, s/c, 1, d) of tokens at these positions in their documents."""
-        return cos_sin(positions if documents is None else positions - documents, self.theta)
+        offsets = positions if documents is None else positions - documents
+        return cos_sin(offsets, self.theta, attention_factor(self.model))

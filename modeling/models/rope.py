@@ -1,8 +1,9 @@
 """Rotary position embedding (RoPE, arXiv 2104.09864), in the half-split order of Hugging Face's Llama.
 
-Pair i of a head, (x_i, x_{i + d/2}), is rotated by the angle position · θ_i, with θ_i = base^(-2i/d). Two scalings of
+Pair i of a head, (x_i, x_{i + d/2}), is rotated by the angle position · θ_i, with θ_i = base^(-2i/d). Scalings of
 θ extend the context: "linear" divides every θ by a factor (arXiv 2306.15595); "llama3" divides the low frequencies,
-keeps the high ones and interpolates between (Llama 3.1).
+keeps the high ones and interpolates between (Llama 3.1); so does "yarn", by the number of turns within the original context, and
+multiplies queries and keys by a factor (arXiv 2309.00071).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from profiles.model import Model
+from profiles.model import Model, YarnRope
 
 
 def inverse_frequencies(model: Model) -> Tensor:
@@ -26,6 +27,8 @@ def inverse_frequencies(model: Model) -> Tensor:
         return theta
     if scaling.rope_type == "linear":
         return theta / scaling.factor
+    if scaling.rope_type == "yarn":
+        return _yarn(theta, model.rope_theta, scaling)
     # llama3: by wavelength, relative to the context length of the original training
     wavelength = 2 * math.pi / theta
     original = scaling.original_max_position_embeddings
@@ -36,13 +39,45 @@ def inverse_frequencies(model: Model) -> Tensor:
     return theta * (smooth + (1 - smooth) / scaling.factor)
 
 
-def cos_sin(positions: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotation tables [cos, cos] and [-sin, sin], (1 or b, s, 1, d) float32, for positions (s) or (b, s)."""
+def _yarn(theta: Tensor, base: float, scaling: YarnRope) -> Tensor:
+    d, original = 2 * len(theta), scaling.original_max_position_embeddings
+
+    def pair(turns: float) -> float:
+        """The index i whose pair makes this many turns within the original context."""
+        return d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d - 1)
+    ramp = (torch.arange(d // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
+    smooth = 1 - ramp.clamp(0, 1)  # 0: low frequency, divided by the factor; 1: high frequency, kept
+    return theta / scaling.factor * (1 - smooth) + theta * smooth
+
+
+def attention_factor(model: Model) -> float:
+    """What queries and keys are multiplied by when they are rotated."""
+    scaling = model.rope_scaling
+    if scaling is None or scaling.rope_type != "yarn":
+        return 1.0
+    return (
+        0.1 * math.log(scaling.factor) + 1 if scaling.attention_factor is None else scaling.attention_factor
+    )
+
+
+def cos_sin(positions: Tensor, theta: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Rotation tables [cos, cos] and [-sin, sin], (1 or b, s, 1, d) float32, for positions (s) or (b, s).
+
+    Args:
+        factor: `attention_factor`, which the tables are multiplied by.
+    """
     angles = positions.to(theta.device, torch.float32)[..., None] * theta  # (..., s, d/2)
     angles = angles.unflatten(-2, (-1, 1))  # (..., s, 1, d/2)
     if angles.dim() == 3:
         angles = angles[None]  # (1, s, 1, d/2)
     cos, sin = angles.cos(), angles.sin()
+    if factor != 1:
+        cos, sin = cos * factor, sin * factor
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
@@ -55,7 +90,7 @@ class _Rotate(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None  # the transpose of a rotation is its inverse
+        return _rotate(grad, cos, -sin), None, None  # the transpose of a rotation turns back
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -39,11 +39,20 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
 MODELS = [
     LLAMA,
     {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     {**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     {**LLAMA, "rope_scaling": LLAMA3},
+    {**LLAMA, "rope_scaling": YARN},
     {**LLAMA, "head_dim": 32},
     {**LLAMA, "architecture": "mistral", "sliding_window": 256},
     {**LLAMA, "architecture": "mistral"},
@@ -92,7 +101,7 @@ def test_norm_eps_aliases(name):
         (LLAMA, {"dropout": 0.1}, "dropout = 0.1: llama has no dropout; nearest valid: 0.0"),
         (LLAMA, {"sliding_window": 8}, "sliding_window = 8: llama has no sliding window; nearest valid: null"),
         (LLAMA, {"architecture": "bert"}, "is not one of the choices; nearest valid: llama, mistral, qwen3, olmo2, gpt"),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "nearest valid: linear, llama3"),
+        (LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "nearest valid: linear, llama3, yarn"),
         (LLAMA, {"rope_scaling": {"factor": 2.0}}, "model.rope_scaling = a section: has no rope_type"),
         (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": 5.0}}, "rope_scaling.high_freq_factor = 4.0: is not above"),
         (LLAMA, {"rope_scaling": {"rope_type": "linear"}}, "model.rope_scaling.factor: is missing"),
@@ -133,7 +142,7 @@ def test_config_json_agrees_with_transformers(values, tmp_path):
         rope = config.rope_parameters
         assert rope["rope_theta"] == model.rope_theta
         scaling = model.rope_scaling.model_dump() if model.rope_scaling else {"rope_type": "default"}
-        assert scaling.items() <= rope.items()
+        assert {key: value for key, value in scaling.items() if value is not None}.items() <= rope.items()
         assert getattr(config, "sliding_window", None) == model.sliding_window
     else:
         assert shapes["transformer.h.1.mlp.c_fc.weight"] == (h, f)

@@ -21,6 +21,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 256,
+}
 CASES = {
     "multi-head": {"num_key_value_heads": 4},
     "grouped-query": {"num_key_value_heads": 2},
@@ -31,6 +39,8 @@ CASES = {
     "rope base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     "linear rope": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
     "llama3 rope": {"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}},
+    "yarn rope": {"rope_parameters": {**YARN, "rope_theta": 10000.0}},
+    "yarn rope, whole pairs": {"rope_parameters": {**YARN, "truncate": True, "rope_theta": 150000.0}},
     "as llama 3.1": {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}, "num_key_value_heads": 1},
     "as deepseek-coder": {
         "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
