@@ -14,6 +14,7 @@ Differentiable pairs, forward | backward (Megatron-LM, arXiv 1909.08053; sequenc
     reduce          all-reduce                            | identity
     gather          all-gather (p, ...) -> (n·p, ...)     | reduce-scatter
     scatter_reduce  reduce-scatter (n·p, ...) -> (p, ...) | all-gather
+    exchange        all-to-all (n·p, ...) -> (n·p, ...)   | all-to-all
 """
 
 from __future__ import annotations
@@ -89,6 +90,11 @@ def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """Send shard i of x (n·p, ...) to rank i; the result (n·p, ...) holds what each rank sent. Read it after `wait`."""
     sizes = [x.shape[0] // axis.size] * axis.size
     return _ops.all_to_all_single(x.contiguous(), sizes, sizes, axis.name)
+
+
+def start_uneven_all_to_all(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
+    """Send the next `send[i]` rows of x to rank i; the result holds `receive[i]` rows from each. Read it after `wait`."""
+    return _ops.all_to_all_single(x.contiguous(), receive, send, axis.name)
 
 
 def start_ring_send_recv(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
@@ -215,8 +221,17 @@ def differentiable(forward: Collective, backward: Collective) -> Collective:
     return lambda x, axis: x if axis.size == 1 else Conjugate.apply(x, axis)
 
 
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Shard i of x (n·p, ...) goes to rank i; the result holds what each rank sent. Raises ValueError as `reduce_scatter`."""
+    if axis.size == 1:
+        return x
+    _check_divisible("all_to_all", x, axis)
+    return wait(start_all_to_all(x, axis))
+
+
 # The pairs of the module docstring.
 copy = differentiable(lambda x, axis: x.view_as(x), all_reduce)
 reduce = differentiable(all_reduce, lambda grad, axis: grad)
 gather = differentiable(all_gather, reduce_scatter)
 scatter_reduce = differentiable(reduce_scatter, all_gather)
+exchange = differentiable(all_to_all, all_to_all)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -14,6 +15,17 @@ def valid_tensor_degrees(heads: int, kv_heads: int) -> list[int]:
 def kv_replicas(kv_heads: int, tensor: int) -> int:
     """Number of tensor ranks that hold the same KV head: m = max(1, t/k)."""
     return max(1, tensor // kv_heads)
+
+
+def expert_shard_degree(shard_degree: int, expert: int, replicas: int) -> int:
+    """Ranks that share out the states of the same experts: no more nodes than `shard_degree` of the other parameters spans.
+
+    Args:
+        shard_degree: ranks that share out the states of other parameters.
+        expert: degree of the expert axis.
+        replicas: data × context.
+    """
+    return math.gcd(max(1, shard_degree // expert), replicas // expert)
 
 
 def minimum_stages_per_rank(schedule: str, ranks: int) -> int:

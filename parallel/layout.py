@@ -88,6 +88,11 @@ class Layout:
     # layers that see a rank's own tokens under sequence parallelism, "embedding" for a weight shared by the first and the
     # last pipeline stage
     partial_axes: tuple[str, ...] = ()
+    # number of ranks of the expert axis, each of which holds other experts' tensors; None: not a parameter of experts, or all
+    # of them are on every rank
+    expert_ranks: int | None = None
+    # updated by this step against the sign of the gradient, which is no part of the gradient norm; None: by AdamW
+    sign_step: float | None = None
 
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the local parameter, the same on every rank."""
@@ -128,7 +133,7 @@ class Layout:
         return self.degree if section.dim is None else section.replicas
 
     def global_numel(self) -> int:
-        """Number of elements of its global tensors."""
+        """Number of elements of its global tensors, without those of experts on other ranks."""
         return sum(math.prod(section.shape) for section in self.sections)
 
 
@@ -161,4 +166,5 @@ def layout_of(parameter: nn.Parameter) -> Layout:
 
 def parameter_count(model: nn.Module) -> int:
     """Number of parameters of a model or pipeline stage, counting each global element once."""
-    return sum(layout_of(p).global_numel() for p in model.parameters())
+    layouts = map(layout_of, model.parameters())
+    return sum(layout.global_numel() * (layout.expert_ranks or 1) for layout in layouts)

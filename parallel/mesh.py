@@ -7,6 +7,10 @@ the tensor axis unfolds to (kv shard, kv replica): with m replicas, tensor rank 
 
     dp_shard      `shard_degree` neighbours of data × context, over which optimizer states (ZeRO-1), parameters (FSDP) are sharded
     dp_replicate  the ranks of data × context that hold the same shard
+    expert        `expert` neighbours of data × context, among which the experts of each layer are divided
+    expert_shard, expert_replicate
+                  the ranks that hold the same experts: those that share out their states, and those that hold the same shard;
+                  with one expert rank they are dp_shard and dp_replicate
     embedding     the first and the last pipeline stage, which may share a weight
     world         all ranks
 
@@ -31,6 +35,8 @@ from torch._C._distributed_c10d import _register_process_group as register
 from torch._C._distributed_c10d import _resolve_process_group as resolve
 from torch._C._distributed_c10d import _unregister_process_group as unregister
 
+from parallel.constraints import expert_shard_degree
+
 AXES = ("pipeline", "data", "context", "tensor")
 
 
@@ -49,8 +55,8 @@ class Axis:
 
 
 class Mesh:
-    """Axes `pipeline`, `data`, `context`, `tensor`, `kv_replica`, `dp_shard`, `dp_replicate`, `embedding` and
-    `world` of one rank.
+    """Axes `pipeline`, `data`, `context`, `tensor`, `kv_replica`, `dp_shard`, `dp_replicate`, `expert`, `expert_shard`,
+    `expert_replicate`, `embedding` and `world` of one rank.
 
     On ranks of the middle pipeline stages, `embedding` has size 1.
 
@@ -58,6 +64,7 @@ class Mesh:
         pipeline, data, context, tensor: degrees; their product is the world size.
         kv_replicas: number of neighbouring tensor ranks that hold the same KV head; divides `tensor`.
         shard_degree: size of `dp_shard`; divides data × context. None: all of it.
+        expert: size of `expert`; divides data × context.
         rank: rank to plan for: the mesh then has ranks and sizes but no process groups (for planning, conversion and tests);
             None: this process's, with groups if torch.distributed is initialized.
         supports_reduction: see `Device.supports_reduction`.
@@ -79,6 +86,7 @@ class Mesh:
         rank: int | None = None,
         supports_reduction: bool = False,
         timeout: timedelta | None = None,
+        expert: int = 1,
     ) -> None:
         self.shape = dict(zip(AXES, (pipeline, data, context, tensor), strict=True))
         for name, size in self.shape.items():
@@ -92,6 +100,9 @@ class Mesh:
             raise ValueError(
                 f"mesh: shard_degree = {shard_degree} does not divide data × context = {replicas}"
             )
+        self.expert_degree = expert
+        if expert < 1 or replicas % expert:
+            raise ValueError(f"mesh: expert = {expert} does not divide data × context = {replicas}")
         self.size = math.prod(self.shape.values())
         self.kv_replicas = kv_replicas
         planned = rank is not None or not dist.is_initialized()
@@ -106,6 +117,9 @@ class Mesh:
         self._registered: list[str] = []
         for name, groups in self._groups().items():
             setattr(self, name, self._axis(name, groups, planned, supports_reduction, timeout))
+        if expert == 1:
+            self.expert = Axis("expert", ranks=(self.rank,))
+            self.expert_shard, self.expert_replicate = self.dp_shard, self.dp_replicate
         self.host = None if planned or self.size == 1 else _host_group(timeout)
         if self.host is not None:
             # A rank that closed the mesh before another has connected would break that rank's connection.
@@ -118,6 +132,9 @@ class Mesh:
     kv_replica: Axis
     dp_shard: Axis
     dp_replicate: Axis
+    expert: Axis
+    expert_shard: Axis
+    expert_replicate: Axis
     embedding: Axis
     world: Axis
     host: dist.ProcessGroup | None  # of all ranks, for what is on the host; None without other ranks
@@ -131,9 +148,22 @@ class Mesh:
         shards = grid.view(grid.shape[0], -1, self.shard_degree, grid.shape[-1])
         groups["dp_shard"] = list(_lines(shards, [2]))
         groups["dp_replicate"] = list(_lines(shards, [1]))
+        if self.expert_degree > 1:
+            groups |= self._expert_groups(grid)
         groups["embedding"] = list(_lines(grid[[0, -1]], [0])) if self.shape["pipeline"] > 1 else []
         groups["world"] = [tuple(range(self.size))]
         return groups
+
+    def _expert_groups(self, grid: torch.Tensor) -> dict[str, list[tuple[int, ...]]]:
+        """Global ranks of every group of the axes of experts."""
+        replicas = self.shape["data"] * self.shape["context"]
+        shards = expert_shard_degree(self.shard_degree, self.expert_degree, replicas)
+        ranks = grid.view(grid.shape[0], -1, shards, self.expert_degree, grid.shape[-1])
+        return {
+            "expert": list(_lines(ranks, [3])),
+            "expert_shard": list(_lines(ranks, [2])),
+            "expert_replicate": list(_lines(ranks, [1])),
+        }
 
     def _axis(
         self,

@@ -20,7 +20,7 @@ from parallel.constraints import (
 )
 from profiles import data_sources, objectives, user_functions
 from profiles.errors import ProfileError
-from profiles.model import LARGEST
+from profiles.model import LARGEST, neighbours
 from profiles.schema import Profile
 
 Rule = Callable[[Profile], None]  # raises ProfileError
@@ -153,8 +153,9 @@ def _tensor(profile: Profile) -> None:
         else:
             reason = f"neither divides {kv_heads} KV heads nor is a multiple of them"
         raise ProfileError("parallel.tensor", tensor, reason)
-    if model.intermediate_size % tensor:
-        reason = f"does not divide model.intermediate_size {model.intermediate_size}"
+    if model.expert_width % tensor:
+        width = "intermediate_size" if model.moe_intermediate_size is None else "moe_intermediate_size"
+        reason = f"does not divide model.{width} {model.expert_width}"
         raise ProfileError("parallel.tensor", tensor, reason)
     given, derived = profile.parallel.kv_replication, profile.kv_replication
     if given not in (None, derived):
@@ -231,6 +232,36 @@ def _sharding(profile: Profile) -> None:
     if parallel.keep_gathered and profile.cluster.device == "neuron" and profile.compile.enabled:
         reason = "is not supported on neuron, where compiled blocks gather their weights in each microbatch"
         raise ProfileError("parallel.keep_gathered", True, reason, [False])
+
+
+def _experts(profile: Profile) -> None:
+    model, parallel, train = profile.model, profile.parallel, profile.train
+    degree, experts = parallel.expert, model.num_experts
+    if experts is None:
+        reason = f"has no effect: {model.architecture} has no experts"
+        if degree > 1:
+            raise ProfileError("parallel.expert", degree, reason, [1])
+        if train.capacity_factor is not None:
+            raise ProfileError("train.capacity_factor", train.capacity_factor, reason, ["null"])
+        return
+    ranks = profile.data_parallel * parallel.context
+    valid = [n for n in range(1, experts + 1) if experts % n == 0 and ranks % n == 0]
+    if degree not in valid:
+        reason = f"does not divide {experts} experts"
+        if ranks % degree:
+            reason = f"does not divide data × context = {ranks} ranks"
+        raise ProfileError("parallel.expert", degree, reason, neighbours(degree, valid))
+    if parallel.schedule == "zero_bubble" and parallel.pipeline > 1:
+        reason = "splits the backward pass, which would count the load of experts twice"
+        raise ProfileError("parallel.schedule", "zero_bubble", reason, ["1f1b", "interleaved"])
+    if train.precision == "fp8":
+        raise ProfileError("train.precision", "fp8", "does not support experts", ["bf16"])
+    if train.capacity_factor is not None and parallel.context > 1:
+        reason = "counts the tokens of whole samples, which parallel.context divides"
+        raise ProfileError("train.capacity_factor", train.capacity_factor, reason, ["null"])
+    if train.capacity_factor is None and profile.cluster.device == "neuron":
+        reason = "is missing: without it shapes depend on the data, and neuron compiles static ones only"
+        raise ProfileError("train.capacity_factor", None, reason, [1.25])
 
 
 def _batch(profile: Profile) -> None:
@@ -344,6 +375,7 @@ TOPOLOGY = (
     _context,
     _data_parallel,
     _sharding,
+    _experts,
     _batch,
     _microbatches,
     _recompute,

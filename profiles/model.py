@@ -1,7 +1,7 @@
 """Model section: the fields of a Hugging Face config.json, under Llama's names for all architectures.
 
 `Model` validates them; `from_config_json` and `to_config_json` convert from and to the config.json of LlamaForCausalLM,
-MistralForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM and GPT2LMHeadModel.
+MistralForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM and GPT2LMHeadModel.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from profiles.errors import ProfileError
 
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
-ROTARY = ("llama", "mistral", "qwen3", "olmo2")  # architectures with Llama's fields; the others have GPT's
-WINDOWED = ("mistral",)  # architectures with a sliding window
+EXPERTS = ("mixtral", "qwen3_moe")  # architectures whose MLPs are mixtures of experts
+ROTARY = ("llama", "mistral", "qwen3", "olmo2", *EXPERTS)  # architectures with Llama's fields; the others have GPT's
+WINDOWED = ("mistral", "mixtral")  # architectures with a sliding window
 ACTIVATIONS = {**dict.fromkeys(ROTARY, ("silu",)), "gpt": ("gelu", "gelu_new")}
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -75,13 +76,13 @@ RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator=
 
 
 class Model(Section):
-    """The model: a Llama, Mistral, Qwen3, OLMo 2 or GPT architecture."""
+    """The model: a Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE or GPT architecture."""
 
-    architecture: Literal["llama", "mistral", "qwen3", "olmo2", "gpt"] = Field(
+    architecture: Literal["llama", "mistral", "qwen3", "olmo2", "mixtral", "qwen3_moe", "gpt"] = Field(
         "llama", description="model architecture"
     )
     hidden_size: Size = Field(description="width of the residual stream")
-    intermediate_size: Size = Field(description="width of the MLP")
+    intermediate_size: Size = Field(description="width of the MLP; for mixtral, of an expert")
     num_hidden_layers: Annotated[int, Field(ge=1, le=1024)] = Field(description="number of layers")
     num_attention_heads: Size = Field(description="number of query heads")
     num_key_value_heads: Size = Field(description="number of KV heads (default: as many as query heads)")
@@ -109,6 +110,16 @@ class Model(Section):
     mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt)")
     hidden_act: str = Field(description="MLP activation function (default: gelu for gpt, else silu)")
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
+    num_experts: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description="experts of a layer (mixtral, qwen3_moe); alias: num_local_experts"
+    )
+    num_experts_per_tok: Count | None = Field(None, description="experts that a token goes to")
+    moe_intermediate_size: Size | None = Field(
+        None, description="width of an expert, where it is not intermediate_size (qwen3_moe)"
+    )
+    norm_topk_prob: bool = Field(
+        True, description="divide the weights of a token's experts by their sum (always, for mixtral)"
+    )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="dropout probability of embeddings, attention and residuals (gpt)"
     )
@@ -118,15 +129,32 @@ class Model(Section):
         return self.sliding_window
 
     @property
+    def expert_width(self) -> int:
+        """Width of an expert, or of the MLP of a model without experts."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+    @property
     def parameters(self) -> int:
         """Parameter count from the formula, for listings; the planner counts them from the layers."""
-        h, f, gpt = self.hidden_size, self.intermediate_size, self.architecture == "gpt"
+        return self._parameters(self.num_experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token is multiplied with: those of its own experts only."""
+        return self._parameters(self.num_experts_per_tok)
+
+    def _parameters(self, experts: int | None) -> int:
+        """Parameters of a model with this many experts in a layer."""
+        h, f, gpt = self.hidden_size, self.expert_width, self.architecture == "gpt"
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         norm = 2 * h if gpt else h
-        qk_norms = {"qwen3": 2 * self.head_dim, "olmo2": q + kv}.get(self.architecture, 0)
+        head_norms = 2 * self.head_dim
+        qk_norms = {"qwen3": head_norms, "qwen3_moe": head_norms, "olmo2": q + kv}.get(self.architecture, 0)
         attention = h * (q + 2 * kv) + q * h + self.attention_bias * (q + 2 * kv + h)
         wide = 1 if gpt else 2  # gate and up
         mlp = (wide + 1) * h * f + self.mlp_bias * (wide * f + h)
+        if experts is not None:
+            mlp = experts * mlp + h * (self.num_experts or 0)  # and the router
         ends = self.vocab_size * h * (1 if self.tie_word_embeddings else 2) + norm
         positions = self.max_position_embeddings * h if gpt else 0
         return self.num_hidden_layers * (attention + mlp + 2 * norm + qk_norms) + ends + positions
@@ -168,6 +196,7 @@ class Model(Section):
         if self.sliding_window and self.architecture not in WINDOWED:
             reason = f"{self.architecture} has no sliding window"
             raise ProfileError("sliding_window", self.sliding_window, reason, ["null"])
+        self._check_experts()
         if self.architecture in ROTARY:
             if self.dropout:
                 raise ProfileError("dropout", self.dropout, f"{self.architecture} has no dropout", [0.0])
@@ -192,6 +221,36 @@ class Model(Section):
             raise ProfileError("rope_scaling", self.rope_scaling.rope_type, "gpt has no RoPE", ["null"])
         return self
 
+    def _check_experts(self) -> None:
+        kind, experts, chosen = self.architecture, self.num_experts, self.num_experts_per_tok
+        fields = {
+            "num_experts": experts,
+            "num_experts_per_tok": chosen,
+            "moe_intermediate_size": self.moe_intermediate_size,
+        }
+        if kind not in EXPERTS:
+            for name, value in fields.items():
+                if value is not None:
+                    raise ProfileError(name, value, f"{kind} has no experts", ["null"])
+            return
+        if experts is None or chosen is None:
+            name = "num_experts" if experts is None else "num_experts_per_tok"
+            raise ProfileError(name, None, f"is missing; {kind} has experts", [8 if experts is None else 2])
+        if chosen > experts:
+            reason = f"is more than num_experts {experts}"
+            raise ProfileError("num_experts_per_tok", chosen, reason, [experts])
+        if kind == "mixtral":
+            if self.moe_intermediate_size is not None:
+                reason = "mixtral's experts have the width intermediate_size"
+                raise ProfileError("moe_intermediate_size", self.moe_intermediate_size, reason, ["null"])
+            if self.attention_bias:
+                raise ProfileError("attention_bias", True, "mixtral has no biases", [False])
+            if not self.norm_topk_prob:
+                raise ProfileError("norm_topk_prob", False, "mixtral's weights sum to 1", [True])
+        elif self.moe_intermediate_size is None:
+            reason = f"is missing; it is the width of {kind}'s experts"
+            raise ProfileError("moe_intermediate_size", None, reason, [self.intermediate_size])
+
 
 _DERIVED = (
     "num_key_value_heads",
@@ -210,7 +269,8 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ProfileError(
             given[1], values[given[1]], f"is an alias of {given[0]}, which is set too; set one", given[:1]
         )
-    return {"norm_eps" if name in NORM_EPS_ALIASES else name: value for name, value in values.items()}
+    aliases = {**dict.fromkeys(NORM_EPS_ALIASES, "norm_eps"), "num_local_experts": "num_experts"}
+    return {aliases.get(name, name): value for name, value in values.items()}
 
 
 def neighbours(value: int, valid: list[int]) -> list[int]:
@@ -242,6 +302,13 @@ FIXED = {
     "mistral": {"attention_dropout": 0.0},
     "qwen3": {"attention_dropout": 0.0, "use_sliding_window": False},
     "olmo2": {"attention_dropout": 0.0},
+    "mixtral": {"attention_dropout": 0.0, "router_jitter_noise": 0.0},
+    "qwen3_moe": {
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    },
     "gpt": {
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
@@ -255,12 +322,36 @@ ROTARY_DEFAULTS = {
     "mistral": {"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen3": {"rms_norm_eps": 1e-6, "head_dim": 128},
     "olmo2": {"rms_norm_eps": 1e-5},
+    "mixtral": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {
+        "rms_norm_eps": 1e-6,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    },
+}
+# Fields of the experts: our name: name in config.json.
+EXPERT_FIELDS = {
+    "mixtral": {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"},
+    "qwen3_moe": {
+        name: name
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    },
 }
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 
@@ -276,8 +367,9 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ProfileError(name, config[name], f"is not supported for {architecture}", [value])
     values: dict[str, Any] = {"architecture": architecture}
     if architecture in ROTARY:
-        config = ROTARY_DEFAULTS[architecture] | dict(config)
+        config = ROTARY_DEFAULTS[architecture] | _canonical_experts(config)
         values |= {name: config[name] for name in LLAMA_FIELDS if config.get(name) is not None}
+        values |= {name: config[name] for name in EXPERT_FIELDS.get(architecture, ())}
         values["norm_eps"] = config["rms_norm_eps"]
         if architecture in WINDOWED:
             values["sliding_window"] = config["sliding_window"]
@@ -292,6 +384,11 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
             "embd_pdrop", config["embd_pdrop"], "attn_pdrop and resid_pdrop must be equal to it"
         )
     return values | {"dropout": float(dropouts.pop())}
+
+
+def _canonical_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the number of experts under one name: transformers has two."""
+    return {{"num_local_experts": "num_experts"}.get(name, name): value for name, value in config.items()}
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,6 +416,7 @@ def to_config_json(model: Model) -> dict[str, Any]:
         fields |= {"rms_norm_eps": model.norm_eps, "rope_scaling": scaling}
         if kind in WINDOWED:
             fields["sliding_window"] = model.sliding_window
+        fields |= {theirs: getattr(model, ours) for ours, theirs in EXPERT_FIELDS.get(kind, {}).items()}
         return {"architectures": [CLASSES[kind]], "model_type": kind, **fields, **FIXED[kind]}
     fields = {theirs: getattr(model, ours) for ours, theirs in GPT_FIELDS.items()}
     dropouts = dict.fromkeys(GPT_DROPOUTS, model.dropout)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from parallel.constraints import kv_replicas
+from parallel.constraints import expert_shard_degree, kv_replicas
 from profiles.model import Count, Model, Section, Size
 
 __all__ = [
@@ -197,6 +197,10 @@ class Parallel(Section):
     tensor: Size = Field(1, description="tensor-parallel degree")
     pipeline: Size = Field(1, description="pipeline-parallel degree: ranks per pipeline")
     context: Size = Field(1, description="context-parallel degree: ranks that share a sequence")
+    expert: Size = Field(
+        1,
+        description="expert-parallel degree: data and context ranks that the experts of a layer are divided among",
+    )
     kv_replication: Count | None = Field(
         None, description="tensor ranks per KV head; derived, and checked if set"
     )
@@ -274,6 +278,18 @@ class Train(Section):
     )
     document_masks: bool = Field(
         False, description="mask attention across documents and restart positions at each document"
+    )
+    balance: Literal["sequence", "global", "batch", "none"] = Field(
+        "sequence",
+        description="experts: what the balance loss takes its statistics of: a sample; all tokens of a step, counted by one more "
+        "forward pass; or a microbatch of a rank, as Hugging Face, which depends on its size and on the topology",
+    )
+    balance_coefficient: Rate = Field(0.001, description="experts: coefficient of the balance loss")
+    router_z_coefficient: Rate = Field(0.0, description="experts: coefficient of the router's z-loss")
+    capacity_factor: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="experts: tokens of a sample that an expert takes, relative to an equal share; it drops the rest. null: no "
+        "limit, nothing is dropped",
     )
     deterministic: bool = Field(
         True,
@@ -446,6 +462,12 @@ class Profile(Section):
         if self.parallel.data_sharding == "none":
             return 1
         return self.parallel.shard_degree or self.data_parallel * self.parallel.context
+
+    @property
+    def expert_shard_degree(self) -> int:
+        """Ranks that states of the same experts are sharded over."""
+        replicas = self.data_parallel * self.parallel.context
+        return expert_shard_degree(self.shard_degree, self.parallel.expert, replicas)
 
     @property
     def kv_replication(self) -> int:

@@ -13,11 +13,15 @@ from modeling.models.gpt import GPT
 from modeling.models.language_model import LanguageModel
 from modeling.models.llama import Llama
 from modeling.models.mistral import Mistral
+from modeling.models.mixtral import Mixtral
 from modeling.models.olmo2 import Olmo2
 from modeling.models.qwen3 import Qwen3
+from modeling.models.qwen3_moe import Qwen3Moe
 from parallel import Mesh, ZeRO1
 from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
+from parallel.experts.balance import Balance
+from parallel.experts.layer import ExpertOptions, MixtureOfExperts
 from parallel.optimizer.adamw import Update
 from parallel.optimizer.fsdp import gather_in_graph, gather_on_use
 from parallel.pipeline.schedules import choose_extra_forwards
@@ -30,6 +34,8 @@ MODELS: dict[str, type[LanguageModel]] = {
     "mistral": Mistral,
     "qwen3": Qwen3,
     "olmo2": Olmo2,
+    "mixtral": Mixtral,
+    "qwen3_moe": Qwen3Moe,
     "gpt": GPT,
 }
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # of weights
@@ -51,6 +57,7 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
         rank=rank,
         supports_reduction=reduces,
         timeout=timeout,
+        expert=parallel.expert,
     )
 
 
@@ -87,7 +94,27 @@ def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
         device=device,
     )
     model.device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
+    for layer in expert_layers(model):
+        layer.options = build_expert_options(profile)
     return model
+
+
+def expert_layers(model: LanguageModel) -> list[MixtureOfExperts]:
+    """The mixtures of experts of a stage, in order."""
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def build_expert_options(profile: Profile) -> ExpertOptions:
+    """How the run trains experts."""
+    train = profile.train
+    balance = Balance(
+        train.balance,
+        train.balance_coefficient,
+        train.router_z_coefficient,
+        samples=train.global_batch_size,
+        layers=profile.model.num_hidden_layers,
+    )
+    return ExpertOptions(balance, train.capacity_factor)
 
 
 def build_products(profile: Profile, device: torch.device) -> Products:

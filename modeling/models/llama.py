@@ -71,7 +71,11 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(model.hidden_size, mesh.tensor, **norm)
         self.attention = self.attention_layer(model, mesh, layer, **options)
         self.mlp_norm = RMSNorm(model.hidden_size, mesh.tensor, **norm)
-        self.mlp = MLP(model, mesh, **options)
+        self.mlp = self.build_mlp(model, mesh, **options)
+
+    def build_mlp(self, model: Model, mesh: Mesh, **options: object) -> nn.Module:
+        """The layer after attention; families with experts build them here."""
+        return MLP(model, mesh, **options)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, documents)

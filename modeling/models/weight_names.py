@@ -76,6 +76,29 @@ OLMO2 = {
     "layers.{}.mlp_norm.weight": HuggingFaceTensor("model.layers.{}.post_feedforward_layernorm.weight"),
 }
 
+
+def _experts(router: str, experts: str, gate: str, up: str, down: str) -> dict[str, HuggingFaceTensor]:
+    """The weights of a mixture of experts in place of an MLP, one tensor for each expert's projection."""
+    return {
+        **{name: entry for name, entry in LLAMA.items() if ".mlp." not in name},
+        "layers.{}.mlp.router.weight": HuggingFaceTensor(f"model.layers.{{}}.{router}.weight"),
+        "layers.{}.mlp.gate_up.{}.gate.weight": HuggingFaceTensor(
+            f"model.layers.{{}}.{experts}.{{}}.{gate}.weight"
+        ),
+        "layers.{}.mlp.gate_up.{}.up.weight": HuggingFaceTensor(
+            f"model.layers.{{}}.{experts}.{{}}.{up}.weight"
+        ),
+        "layers.{}.mlp.down.{}.weight": HuggingFaceTensor(f"model.layers.{{}}.{experts}.{{}}.{down}.weight"),
+    }
+
+
+MIXTRAL = _experts("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
+
+QWEN3_MOE = {
+    **_experts("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    **{name: entry for name, entry in QWEN3.items() if ".qk_norm." in name},
+}
+
 GPT = {
     "embedding.weight": HuggingFaceTensor("transformer.wte.weight"),
     "positions.weight": HuggingFaceTensor("transformer.wpe.weight"),
@@ -97,14 +120,21 @@ GPT = {
     "head.weight": HuggingFaceTensor("lm_head.weight"),
 }
 
-MAPS = {"llama": LLAMA, "mistral": LLAMA, "qwen3": QWEN3, "olmo2": OLMO2, "gpt": GPT}
-_LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
+MAPS = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen3": QWEN3,
+    "olmo2": OLMO2,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+    "gpt": GPT,
+}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert
 
 
 def huggingface_tensor(architecture: str, name: str) -> HuggingFaceTensor:
     """The Hugging Face tensor that holds our tensor `name`. Raises ValueError if the architecture has no such tensor."""
-    layer = _LAYER.search(name)
-    entry = MAPS[architecture].get(_LAYER.sub("{}", name))
+    entry = MAPS[architecture].get(_NUMBER.sub("{}", name))
     if entry is None:
         raise ValueError(f"{name}: {architecture} has no tensor of this name")
-    return replace(entry, name=entry.name.format(layer.group())) if layer else entry
+    return replace(entry, name=entry.name.format(*_NUMBER.findall(name)))

@@ -56,6 +56,7 @@ def _span(profile: Profile, axis: str) -> tuple[int, int]:
     return {
         "tensor": (1, parallel.tensor),
         "context": (parallel.tensor, parallel.context),
+        "expert": (parallel.tensor, parallel.expert),
         "replica": (parallel.tensor * shards, profile.data_parallel * parallel.context // shards),
         "data": (parallel.tensor, shards),
         "pipeline": (model * profile.data_parallel, parallel.pipeline),

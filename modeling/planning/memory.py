@@ -15,6 +15,7 @@ from torch import nn
 from modeling.models.build import DTYPES, extra_warmup_forwards, partition_layers
 from modeling.planning.stage_costs import LayerCosts
 from parallel import device as devices
+from parallel.layout import layout_of
 from parallel.optimizer.zero1 import IN_FLIGHT, fill_buckets
 from parallel.pipeline.schedules import in_flight
 from profiles.schema import Profile
@@ -26,16 +27,25 @@ class PlannedBucket(NamedTuple):
     size: int  # elements, padding included
     resident: bool  # whether parameters and gradients stay in memory; with FSDP, those of matrices do not
     block: bool  # whether it holds a block's matrices, which FSDP gathers for each microbatch
+    shards: int  # ranks that share out its states
+    replicas: int  # ranks that hold the same shard
+    experts: bool  # whether it holds experts that other ranks do not have
 
     @classmethod
-    def of(cls, members: Sequence[tuple[str, nn.Parameter]], shards: int, resident: bool) -> PlannedBucket:
+    def of(
+        cls, profile: Profile, members: Sequence[tuple[str, nn.Parameter]], resident: bool
+    ) -> PlannedBucket:
+        holders, shards = profile.data_parallel * profile.parallel.context, profile.shard_degree
+        experts = layout_of(members[0][1]).expert_ranks is not None
+        if experts:
+            holders, shards = holders // profile.parallel.expert, profile.expert_shard_degree
         size = math.ceil(sum(parameter.numel() for _, parameter in members) / shards) * shards
-        return cls(size, resident, members[0][0].startswith("layers."))
+        return cls(size, resident, members[0][0].startswith("layers."), shards, holders // shards, experts)
 
 
 def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedBucket]:
     """The optimizer's buckets over a rank's stages (`build_optimizer`)."""
-    settings, shards = profile.train, profile.shard_degree
+    settings = profile.train
 
     def decay(name: str, parameter: nn.Parameter) -> float:
         return settings.weight_decay * (settings.norm_weight_decay or parameter.dim() > 1)
@@ -47,23 +57,24 @@ def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedB
             held = [named for named in remaining if unit.holds(*named)]
             remaining = [named for named in remaining if not unit.holds(*named)]
             groups = fill_buckets(held, decay, sys.maxsize)
-            buckets += [PlannedBucket.of(members, shards, resident=False) for *_, members in groups]
+            buckets += [PlannedBucket.of(profile, members, resident=False) for *_, members in groups]
     return buckets + [
-        PlannedBucket.of(members, shards, resident=True) for *_, members in fill_buckets(remaining, decay)
+        PlannedBucket.of(profile, members, resident=True) for *_, members in fill_buckets(remaining, decay)
     ]
 
 
 def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states between steps."""
-    settings, shards = profile.train, profile.shard_degree
+    settings = profile.train
     resident = sum(bucket.size for bucket in buckets if bucket.resident)
-    sharded = sum(bucket.size for bucket in buckets if not bucket.resident) // shards
+    states = sum(bucket.size // bucket.shards for bucket in buckets if bucket.resident)
+    sharded = sum(bucket.size // bucket.shards for bucket in buckets if not bucket.resident)
     # float32 parameters that stay in memory are their own master weights.
     master = 0 if settings.precision == "float32" else 4
     return {
         "parameters": resident * DTYPES[settings.precision].itemsize,
         "gradients": (resident + sharded) * DTYPES[settings.gradient_dtype].itemsize,
-        "optimizer": resident // shards * (8 + master) + sharded * 12,
+        "optimizer": states * (8 + master) + sharded * 12,
     }
 
 
@@ -73,22 +84,20 @@ def sent_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, 
     Gradients are reduce-scattered and weights all-gathered over the shards, with FSDP those of blocks in every microbatch,
     weights in forward and again in backward. Each shard of the gradients is all-reduced over its replicas.
     """
-    train, parallel, shards = profile.train, profile.parallel, profile.shard_degree
+    train, keeps = profile.train, profile.parallel.keep_gathered
     weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
-    elements = sum(bucket.size for bucket in buckets)
-    blocks = sum(bucket.size for bucket in buckets if bucket.block and not bucket.resident)
-    rest, count = elements - blocks, profile.accumulation_steps
-    if parallel.keep_gathered:
-        exchanged = elements * (weight + gradient)
-    else:
-        sharded = sum(bucket.size for bucket in buckets if not bucket.resident)
-        scattered = count * sharded + elements - sharded
-        exchanged = (rest + 2 * count * blocks) * weight + scattered * gradient
-    replicas = profile.data_parallel * parallel.context // shards
-    return {
-        "data": exchanged * (shards - 1) // shards,
-        "replica": 2 * elements * gradient // shards * (replicas - 1) // replicas,
-    }
+    sent = {"data": 0, "replica": 0}
+    for bucket in buckets:
+        gathered = scattered = 1  # times a step
+        if not bucket.resident and not keeps:
+            scattered = profile.accumulation_steps
+            gathered = 2 * scattered if bucket.block else 1
+        exchanged = bucket.size * (gathered * weight + scattered * gradient)
+        sent["data"] += exchanged * (bucket.shards - 1) // bucket.shards
+        sent["replica"] += (
+            2 * bucket.size * gradient // bucket.shards * (bucket.replicas - 1) // bucket.replicas
+        )
+    return sent
 
 
 def microbatches_in_flight(profile: Profile, rank: int) -> float:
@@ -137,9 +146,9 @@ def activation_bytes(
         buckets: `plan_buckets`.
     """
     working += _gathered_bytes(profile, [bucket for bucket in buckets if not bucket.resident])
-    sizes = [bucket.size for bucket in buckets if bucket.resident]
-    exchanged = _exchanged_bytes(profile, sizes)
-    if len(sizes) > IN_FLIGHT:  # the first buckets are exchanged while backward runs
+    resident = [bucket for bucket in buckets if bucket.resident]
+    exchanged = _exchanged_bytes(profile, resident)
+    if len(resident) > IN_FLIGHT:  # the first buckets are exchanged while backward runs
         working += exchanged
     peak = max(working, exchanged)
     if profile.parallel.pipeline > 1:
@@ -152,14 +161,17 @@ def activation_bytes(
     return peak + 3 * 8 * profile.train.sequence_length // profile.parallel.context * samples
 
 
-def _exchanged_bytes(profile: Profile, buckets: Sequence[int]) -> int:
+def _exchanged_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:
     """Bytes of the gradient buckets being reduced over data × context at a time."""
     if profile.data_parallel * profile.parallel.context == 1:
         return 0
     device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
     width = DTYPES[profile.train.gradient_dtype].itemsize
-    share = 1 / profile.shard_degree + (not device.supports_reduction)
-    return math.ceil(sum(sorted(buckets)[-IN_FLIGHT:]) * width * share)
+    whole = not device.supports_reduction
+    sizes = sorted(
+        bucket.size * (1 / bucket.shards + whole) for bucket in buckets if bucket.shards * bucket.replicas > 1
+    )
+    return math.ceil(sum(sizes[-IN_FLIGHT:]) * width)
 
 
 def _gathered_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from modeling.planning.operator_costs import Shape, operator_product, operator_volume, tensor_bytes
 from parallel.attention.kernels import Kernel
+from parallel.experts import grouped
 
 
 class Meter(TorchDispatchMode):
@@ -51,6 +52,10 @@ class Meter(TorchDispatchMode):
         if packet is torch.ops.trainshed.attention_backward and self._kernel is not None:
             scratch = self._kernel.scratch_bytes(inputs[1], inputs[2], causal=True)
             self.peak = max(self.peak, self.live + scratch)
+        if packet in (torch.ops.trainshed.experts, torch.ops.trainshed.experts_backward):
+            backward = packet is torch.ops.trainshed.experts_backward
+            x, indices, gate_up = inputs[backward], inputs[2 + backward], inputs[3 + backward]
+            self.peak = max(self.peak, self.live + grouped.scratch_bytes(x, indices, gate_up, backward))
         results = function(*inputs, **(named or {}))
         for result in tree_leaves(results):
             if isinstance(result, Tensor):

@@ -4,7 +4,9 @@ FLOPs    2 per multiply-add of matrix products and attention. Attention has 2 pr
          again, dV, dP, dQ, dK); causal attention counts half of each, and of a sliding window the keys within it
 volume   bytes that one rank sends, collectives as rings over n ranks: (n-1)/n of a gathered, scattered or exchanged tensor,
          twice that for an all-reduce; ring attention sends K and V n-1 times, in backward n-2 times, and their float32
-         gradients n-1 times
+         gradients n-1 times; experts exchange the rows of T·k choices twice in forward and three times in backward
+
+Of experts, a rank computes as many rows as it has choices: the load is taken to be balanced.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch._ops import OpOverload
 
 from modeling.models.flops import visible_keys
 from parallel.attention import attention, ring  # noqa: F401  registers their operators
+from parallel.experts import grouped  # noqa: F401  registers its operators
 from parallel.mesh import Axis, Mesh
 
 _aten, _c10d, _ours = torch.ops.aten, torch.ops._c10d_functional, torch.ops.trainshed
@@ -33,6 +36,7 @@ _PRODUCTS = {
 _GATHERS = (_c10d.all_gather_into_tensor, _c10d.all_gather_into_tensor_out)
 _COLLECTIVES = (*_GATHERS, _c10d.reduce_scatter_tensor, _c10d.all_reduce, _c10d.all_to_all_single)
 _RINGS = (_ours.ring_attention, _ours.ring_attention_backward)
+_EXPERTS = (_ours.experts, _ours.experts_backward)
 _ATTENTION = (_ours.attention, _ours.attention_backward, *_RINGS)
 
 
@@ -56,10 +60,22 @@ def operator_product(operator: OpOverload, arguments: Sequence[Any], result: Any
     if packet in _ATTENTION:
         call = _bind(operator, arguments)
         return _attention(operator, call["q"], call["k"], call["causal"], call.get("size", 1), call["window"])
+    if packet in _EXPERTS:
+        return _experts(operator, _bind(operator, arguments))
     if packet.__name__.startswith("_scaled_dot_product"):  # torch's own kernels
         call = _bind(operator, arguments)
         return _attention(operator, call["query"], call["key"], call["is_causal"])
     return None
+
+
+def _experts(operator: OpOverload, call: Mapping[str, Any]) -> tuple[Shape, int]:
+    rows, gate_up = call["indices"].numel(), call["gate_up"]  # (E/n, 2f, h)
+    products = 1
+    if "backward" in str(operator):
+        products = 2 if call["size"] == 1 else 2 + 2 / 3  # [gate, up] once more
+    wide, hidden = gate_up.shape[1:]
+    shape = ("matmul", max(1, rows // len(gate_up)), hidden, wide)
+    return shape, int(products * 3 * rows * wide * hidden)
 
 
 def _attention(
@@ -88,6 +104,11 @@ def operator_volume(
         if packet in _GATHERS:
             return axis, size * (n - 1)  # the input is one shard
         return axis, -(-(2 if packet is _c10d.all_reduce else 1) * size * (n - 1) // n)
+    if packet in _EXPERTS:
+        call = _bind(operator, arguments)
+        rows = call["indices"].numel() * call["x"].shape[1] * call["x"].element_size()
+        exchanges = 2 if packet is _ours.experts else 3
+        return call["axis"], exchanges * rows * (call["size"] - 1) // call["size"]
     if packet in _RINGS:
         call = _bind(operator, arguments)
         axis, n, k, v = (call[name] for name in ("axis", "size", "k", "v"))

@@ -62,6 +62,7 @@ class Plan:
     """Resources that a run needs."""
 
     parameters: int  # of the model
+    active_parameters: int  # that a token is multiplied with: fewer only in a model with experts
     mesh: dict[str, int]  # size of each mesh axis
     stages: tuple[StagePlan, ...]  # by pipeline rank
     host_bytes: int  # memory of a process besides tensors, on devices that share the host's memory; else 0
@@ -127,13 +128,17 @@ def plan(profile: Profile, cache: CostCache | None = None) -> Plan:
     host, device, reserve = host_bytes(profile), device_bytes(profile), reserved_share(profile)
     sent = {axis: max(stage.sent[axis] for stage in stages) for axis in stages[0].sent}
     step_tokens = settings.global_batch_size * settings.sequence_length
+    parameters = sum(stage.parameters for stage in stages)
+    model = profile.model
     return Plan(
-        parameters=sum(stage.parameters for stage in stages),
+        parameters=parameters,
+        active_parameters=parameters - (model.parameters - model.active_parameters),
         mesh={
             "pipeline": parallel.pipeline,
             "data": profile.data_parallel,
             "context": parallel.context,
             "tensor": parallel.tensor,
+            **({"expert": parallel.expert} if parallel.expert > 1 else {}),
         },
         stages=stages,
         host_bytes=host,
@@ -264,6 +269,7 @@ def _sent(
     return {
         "tensor": count * (layers["tensor"] + layers["kv_replica"]),
         "context": count * layers["context"],
+        "expert": count * layers["expert"],
         "pipeline": messages,
         **memory.sent_bytes(profile, buckets),
     }

@@ -95,7 +95,13 @@ class StageCosts:
     def _degrees(self) -> tuple[Any, ...]:
         """The part of the topology that shapes a layer; pipelines matter for an embedding shared by both ends."""
         parallel = self.profile.parallel
-        return (parallel.tensor, parallel.context, parallel.sequence_parallel, parallel.pipeline > 1)
+        return (
+            parallel.tensor,
+            parallel.context,
+            parallel.expert,
+            parallel.sequence_parallel,
+            parallel.pipeline > 1,
+        )
 
     def _layer(self, layer: int, last: bool, mode: str) -> LayerCosts:
         train, window = self.profile.train, self.profile.model.window(layer)

@@ -1,6 +1,6 @@
 """Step time: estimated from each rank's FLOPs, its communication volume and the speeds of the device and its links.
 
-    work      of a rank: FLOPs / rate + bytes of tensor and context communication / bandwidth
+    work      of a rank: FLOPs / rate + bytes of tensor, context and expert communication / bandwidth
     step      slowest rank's work · (1 + bubble) + what is left of the exchange of gradients and weights
 
 `rate` is measured by shape or 0.55 of the published peak (calibration.py), the bandwidth that of the slowest links of a
@@ -87,7 +87,7 @@ def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int)
     def seconds(rank: RankCosts, *axes: str) -> float:
         return sum(rank.sent[axis] / speeds[axis] for axis in axes if rank.sent.get(axis))
 
-    works = [rank.flops / rank.rate + seconds(rank, "tensor", "context") for rank in ranks]
+    works = [rank.flops / rank.rate + seconds(rank, "tensor", "context", "expert") for rank in ranks]
     hidden = 0.0  # share of the work beside which weights and gradients are exchanged
     if parallel.data_sharding == "fsdp":
         hidden = 1 / profile.accumulation_steps if parallel.keep_gathered else 1.0

@@ -26,6 +26,7 @@ from parallel import device as devices
 from parallel import initialize
 from parallel.attention.ring import zigzag_positions
 from parallel.collectives import all_reduce
+from parallel.experts.layer import MixtureOfExperts
 from parallel.loss import IGNORE_INDEX
 from parallel.random import sample_keys
 from profiles.schema import Profile
@@ -47,6 +48,7 @@ class Trainer:
 
     Attributes:
         stages: this rank's stages by number; a model without pipeline is stage 0.
+        experts: this rank's mixtures of experts by number of their layer.
         first, last: whether this rank has the first stage, the last stage.
         positions: (s/c) positions of this context rank in a sample.
         user_loss: the user's `train.loss`; None for cross-entropy.
@@ -75,6 +77,12 @@ class Trainer:
         metrics = profile.evaluate.metrics
         self._metrics = {name.partition(":")[2]: user_functions.load(name) for name in metrics}
         self._evaluating = False
+        self.experts = {
+            int(layer): block.mlp
+            for stage in self.stages.values()
+            for layer, block in stage.layers.items()
+            if isinstance(block.mlp, MixtureOfExperts)
+        }
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
         s, context = profile.train.sequence_length, self.mesh.context
         self.positions = zigzag_positions(s, context.size, context.rank).to(self.torch_device)  # (s/c)
@@ -176,6 +184,8 @@ class Trainer:
         """
         settings = self.profile.train
         tokens, targets, masks = self._shard(samples, documents)
+        if self.experts and settings.balance == "global":
+            self._count_choices(tokens, targets, masks)
         extra = masks
         if self.profile.model.dropout:
             step_samples = settings.micro_batch_size * self.profile.accumulation_steps
@@ -190,6 +200,29 @@ class Trainer:
             loss.backward(torch.full_like(loss, scale))
             total += loss.detach()
         return total * scale
+
+    @torch.no_grad()
+    def _count_choices(self, tokens: Tensor | None, targets: Tensor | None, masks: dict[str, Tensor]) -> None:
+        """Set each layer's shares of the step's choices by expert, for a balance loss over the whole step."""
+        model = self.profile.model
+        for layer in self.experts.values():
+            layer.load.zero_()
+            layer.counting = True
+        try:
+            if self.pipeline:
+                self.pipeline.evaluate(tokens, targets, **masks)
+            else:
+                for x, _, inputs in self._microbatches(tokens, targets, masks):
+                    self.stages[0](x, self.positions, **inputs)
+        finally:
+            for layer in self.experts.values():
+                layer.counting = False
+        counts = torch.zeros(model.num_hidden_layers, model.num_experts, device=self.torch_device)
+        for number, layer in self.experts.items():
+            counts[number] = layer.load
+        counts = self.sum(counts)
+        for number, layer in self.experts.items():
+            layer.load.copy_(counts[number] / counts[number].sum())
 
     def _microbatches(
         self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]

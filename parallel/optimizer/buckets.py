@@ -1,9 +1,9 @@
 """Buckets: parameters end to end in flat memory, so that one collective and one kernel serve many of them.
 
-A bucket holds parameters of one dtype, weight decay and set of partial axes. The parameters become views of `values`, their
-summed gradients are views of `gradients`. With d ranks in `dp_shard` the flat memory is padded to d equal shards: rank r owns
-elements [r·n/d, (r+1)·n/d), and keeps float32 master weights and Adam's moments of these only. Shard boundaries may fall inside a
-parameter.
+A bucket holds parameters of one dtype, weight decay, update rule and set of partial axes, of experts or of the rest. The
+parameters become views of `values`, their summed gradients are views of `gradients`. With d ranks in `dp_shard`, for experts
+in `expert_shard`, the flat memory is padded to d equal shards: rank r owns elements [r·n/d, (r+1)·n/d), and keeps float32
+master weights and Adam's moments of these only. Shard boundaries may fall inside a parameter.
 
 A resident bucket (ZeRO-1) always has its flat memory. Another one (FSDP) has the memory of `values` from `start_gather` to
 `release`, that of `gradients` while it has unreduced ones, and its own memory for the shard of the summed gradients.
@@ -56,7 +56,7 @@ class Bucket:
 
     Args:
         named_parameters: moved into the bucket, of which they become views.
-        mesh: its `dp_shard` axis shards the bucket.
+        mesh: its `dp_shard` axis, for experts `expert_shard`, shards the bucket.
         weight_decay: of all of them.
         partial: axes over which their gradients are partial sums (`Layout.partial_axes`).
         gradient_dtype: of the summed gradients.
@@ -79,8 +79,13 @@ class Bucket:
         resident: bool = True,
     ) -> None:
         self.mesh, self.weight_decay, self.resident = mesh, weight_decay, resident
-        self.gradient_dtype = gradient_dtype
-        self.axis = mesh.dp_shard
+        layout = layout_of(named_parameters[0][1])
+        self.sign_step = layout.sign_step
+        # A sign must not depend on rounding.
+        self.gradient_dtype = gradient_dtype if layout.sign_step is None else torch.float32
+        experts = layout.expert_ranks is not None
+        self.axis = mesh.expert_shard if experts else mesh.dp_shard
+        self.replicate = mesh.expert_replicate if experts else mesh.dp_replicate  # ranks with the same shard
         self.partial: list[Axis] = [getattr(mesh, name) for name in partial]
         self.slots: list[Slot] = []
         numel = 0
@@ -103,10 +108,10 @@ class Bucket:
         self.exp_avg_sq = torch.zeros_like(self.master)
         self.gradients: Tensor | None = None
         if resident:
-            self.gradients = torch.zeros(padded, dtype=gradient_dtype, device=first.device)
+            self.gradients = torch.zeros(padded, dtype=self.gradient_dtype, device=first.device)
             self.gradient_shard = self.local_shard(self.gradients)
         else:
-            self.gradient_shard = torch.zeros(self.length, dtype=gradient_dtype, device=first.device)
+            self.gradient_shard = torch.zeros(self.length, dtype=self.gradient_dtype, device=first.device)
         self.segments = self._segments()
         self.transient = False  # whether to release the values when a microbatch's gradients are complete
         self.in_graph = False  # whether a graph gathers the values and reduces the gradients
@@ -221,7 +226,7 @@ class Bucket:
         segments: list[tuple[int, int, float]] = []
         for start, box in self._local_boxes():
             low, high = max(start, 0), min(start + math.prod(box.sizes), self.length)
-            weight = 1 / (box.replicas * self.mesh.dp_replicate.size * shared)
+            weight = 1 / (box.replicas * self.replicate.size * shared)
             if low < high:
                 if segments and segments[-1][1:] == (low, weight):
                     low = segments.pop()[0]
@@ -236,7 +241,7 @@ class Bucket:
 
     def boxes(self) -> Iterator[ShardBox]:
         """The boxes of global tensors in this rank's shard, without padding."""
-        first_copy = self.mesh.dp_replicate.rank == 0
+        first_copy = self.replicate.rank == 0
         first_stage = all(axis.rank == 0 for axis in self.partial if axis.name == "embedding")
         for begin, box in self._local_boxes():
             saved = first_copy and first_stage and box.replica == 0

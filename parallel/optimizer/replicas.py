@@ -1,8 +1,8 @@
 """Whether the copies of the same weights on several ranks still have the same bits.
 
 Norms on all tensor ranks, KV heads on some of them, an embedding on the first and last pipeline stage and everything over
-`dp_replicate` are updated on each rank from equal sums by equal arithmetic. If a device computes differently, its copies drift
-apart without any error. A checkpoint has one copy of each, so a resumed run starts from equal ones.
+`dp_replicate` (of experts: `expert_replicate`) are updated on each rank from equal sums by equal arithmetic. If a device computes
+differently, its copies drift apart without any error. A checkpoint has one copy of each, so a resumed run starts from equal ones.
 
 Cost: one pass over the replicated shards, and 4 bytes sent for each of their boxes.
 """
@@ -31,7 +31,8 @@ def differing_replicas(buckets: Sequence[Bucket], mesh: Mesh) -> list[str]:
 
 
 def _axes(mesh: Mesh) -> list[Axis]:
-    axes = {axis.name: axis for axis in (mesh.tensor, mesh.kv_replica, mesh.embedding, mesh.dp_replicate)}
+    replicated = (mesh.tensor, mesh.kv_replica, mesh.embedding, mesh.dp_replicate, mesh.expert_replicate)
+    axes = {axis.name: axis for axis in replicated}
     return [axis for axis in axes.values() if axis.size > 1]
 
 
@@ -43,7 +44,8 @@ def _differing(buckets: Sequence[Bucket], mesh: Mesh, axis: Axis) -> list[str]:
                 "tensor": box.replicas == mesh.tensor.size,
                 "kv_replica": 1 < box.replicas < mesh.tensor.size,
                 "embedding": axis in bucket.partial,
-                "dp_replicate": True,
+                "dp_replicate": bucket.replicate is mesh.dp_replicate,
+                "expert_replicate": bucket.replicate is mesh.expert_replicate,
             }
             if replicated[axis.name]:
                 names.append(box.name)

@@ -54,7 +54,8 @@ class ZeRO1:
 
     Args:
         named_parameters: with layouts (`parallel.parameter`); their memory moves into buckets.
-        mesh: its `dp_shard` axis shards the states; over its other axes partial gradients and the norm are summed.
+        mesh: its `dp_shard` axis shards the states, `expert_shard` those of experts; over its other axes partial gradients and
+            the norm are summed.
         betas, epsilon, weight_decay: of AdamW; `step` takes the learning rate.
         decays: which parameters get weight decay.
         clip: maximum global gradient norm; None disables clipping.
@@ -154,8 +155,8 @@ class ZeRO1:
         started, gradients = None, bucket.take_gradients()
         if bucket.axis.size > 1:
             started = collectives.PendingReduceScatter(gradients, bucket.axis)
-        elif bucket.resident and self.mesh.dp_replicate.size > 1:
-            started = collectives.PendingAllReduce(gradients, self.mesh.dp_replicate)
+        elif bucket.resident and bucket.replicate.size > 1:
+            started = collectives.PendingAllReduce(gradients, bucket.replicate)
         self._reducing.append((bucket, gradients, started))
 
     def _finish_reduce(self) -> None:
@@ -165,7 +166,7 @@ class ZeRO1:
             return  # the shard is in place
         total = gradients if started is None else started.wait()
         if bucket.resident and bucket.axis.size > 1:
-            total = collectives.all_reduce(total, self.mesh.dp_replicate)
+            total = collectives.all_reduce(total, bucket.replicate)
         bucket.add_sum(total)
 
     @torch.no_grad()
@@ -185,7 +186,7 @@ class ZeRO1:
             self._finish_reduce()
         # Not during backward: the last stage would wait for the first, which waits for the last stage's gradients.
         for bucket in self.buckets:
-            replicas = () if bucket.resident else (self.mesh.dp_replicate,)
+            replicas = () if bucket.resident else (bucket.replicate,)
             for axis in (*replicas, *bucket.partial):
                 if axis.size > 1:
                     bucket.gradient_shard.copy_(collectives.all_reduce(bucket.gradient_shard, axis))
@@ -198,7 +199,8 @@ class ZeRO1:
             skip: 0-dim on the device; unless it is 0, no rank changes anything either.
         """
         self.reduce()
-        norm = self._global_norm(bucket.gradient_shard for bucket in self.buckets)
+        adamw_buckets = [bucket for bucket in self.buckets if bucket.sign_step is None]
+        norm = self._global_norm((bucket, bucket.gradient_shard) for bucket in adamw_buckets)
         skipped = norm.isfinite().logical_not()
         skipped = (skipped if skip is None else skipped | skip.bool()).float()
         divisor = None if self.clip is None else ((norm + 1e-6) / self.clip).clamp(min=1)
@@ -227,6 +229,9 @@ class ZeRO1:
 
     def _update(self, bucket: Bucket, learning_rate: float, divisor: Tensor | None, skip: Tensor) -> None:
         gradient = bucket.gradient_shard.to(torch.float32)
+        if bucket.sign_step is not None:
+            bucket.master.sub_(gradient.sign() * (1 - skip), alpha=bucket.sign_step)
+            return
         adamw(
             bucket.master,
             gradient,
@@ -245,11 +250,11 @@ class ZeRO1:
     @torch.no_grad()
     def parameter_norm(self) -> Tensor:
         """Global norm of the weights, each counted once; 0-dim float32 on the device."""
-        return self._global_norm(bucket.master for bucket in self.buckets)
+        return self._global_norm((bucket, bucket.master) for bucket in self.buckets)
 
-    def _global_norm(self, shards: Iterable[Tensor]) -> Tensor:
+    def _global_norm(self, shards: Iterable[tuple[Bucket, Tensor]]) -> Tensor:
         """Norm over all ranks of this rank's shard of each bucket; NaN if any element is NaN."""
-        terms = [bucket.square_norm(shard) for bucket, shard in zip(self.buckets, shards, strict=True)]
+        terms = [bucket.square_norm(shard) for bucket, shard in shards]
         return collectives.all_reduce(torch.stack(terms).sum(), self.mesh.world).sqrt()
 
     def state_boxes(self) -> Iterator[tuple[ShardBox, dict[str, Tensor]]]:
@@ -274,7 +279,7 @@ def fill_buckets(
     weight_decay: Callable[[str, nn.Parameter], float],
     size: int = BUCKET_SIZE,
 ) -> list[tuple[float, tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
-    """Group parameters of equal dtype, weight decay and partial axes into buckets.
+    """Group parameters of equal dtype, weight decay, partial axes and update rule, of experts or of the rest, into buckets.
 
     Args:
         weight_decay: of a parameter.
@@ -286,9 +291,13 @@ def fill_buckets(
     kinds: dict[tuple, list[list[tuple[str, nn.Parameter]]]] = {}
     # Backward computes the last parameters' gradients first, so buckets are filled from the end.
     for name, parameter in reversed(list(named_parameters)):
-        kind = (parameter.dtype, weight_decay(name, parameter), layout_of(parameter).partial_axes)
+        layout = layout_of(parameter)
+        decay, rule = weight_decay(name, parameter), (layout.expert_ranks, layout.sign_step)
+        kind = (parameter.dtype, decay, layout.partial_axes, rule)
         buckets = kinds.setdefault(kind, [[]])
         if sum(p.numel() for _, p in buckets[-1]) >= size:
             buckets.append([])
         buckets[-1].append((name, parameter))
-    return [(decay, partial, bucket) for (_, decay, partial), buckets in kinds.items() for bucket in buckets]
+    return [
+        (decay, partial, bucket) for (_, decay, partial, _), buckets in kinds.items() for bucket in buckets
+    ]

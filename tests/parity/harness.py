@@ -46,6 +46,11 @@ MODELS = {
     "mistral": {**LLAMA, "architecture": "mistral", "sliding_window": 9},
     "qwen3": {**LLAMA, "architecture": "qwen3", "head_dim": 16},
     "olmo2": {**LLAMA, "architecture": "olmo2"},
+    "mixtral": {**LLAMA, "architecture": "mixtral", "intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        **LLAMA, "architecture": "qwen3_moe", "head_dim": 16, "moe_intermediate_size": 16, "num_experts": 8,
+        "num_experts_per_tok": 3, "norm_topk_prob": False,
+    },
     "gpt": GPT,
     "gpt 4 layers": {**GPT, "num_hidden_layers": 4},
     "gpt dropout": {**GPT, "dropout": 0.1},
@@ -64,6 +69,7 @@ class Case:
     pipeline: int = 1
     context: int = 1
     data: int = 1
+    expert: int = 1
     sequence_parallel: bool = True
     sharding: str = "zero1"
     shard_degree: int | None = None
@@ -73,6 +79,8 @@ class Case:
     recompute_layers: int | None = None
     precision: str = "float32"
     fp8_recipe: str = "rowwise"
+    balance: str = "sequence"
+    capacity: float | None = None  # of the experts
     documents: bool = False  # whether attention is masked to documents
     in_graph: bool = False  # whether FSDP's collectives are operators of the blocks, as on neuron
     native: bool = False  # whether to use the backend's reductions, as on accelerators
@@ -84,7 +92,8 @@ class Case:
     @property
     def reference(self) -> Case:
         """The same mathematics on one process."""
-        return Case(self.model, documents=self.documents, precision=self.precision)
+        same = ("model", "documents", "precision", "balance", "capacity")
+        return Case(**{name: getattr(self, name) for name in same})
 
     def profile(self) -> Profile:
         """The profile: two microbatches per step and pipeline rank."""
@@ -96,7 +105,7 @@ class Case:
                 "tokenizer": {"source": "train"},
                 "data": {"sources": [{"kind": "python-docs"}]},
                 "parallel": {
-                    "tensor": self.tensor, "pipeline": self.pipeline, "context": self.context,
+                    "tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "expert": self.expert,
                     "sequence_parallel": self.sequence_parallel, "schedule": self.schedule,
                     "data_sharding": self.sharding, "shard_degree": self.shard_degree,
                     "keep_gathered": self.keep_gathered,
@@ -106,6 +115,8 @@ class Case:
                     "learning_rate": RATE, "precision": self.precision, "fp8_recipe": self.fp8_recipe,
                     "recompute": self.recompute,
                     "recompute_layers": self.recompute_layers, "document_masks": self.documents,
+                    "balance": self.balance, "balance_coefficient": 0.1, "router_z_coefficient": 0.01,
+                    "capacity_factor": self.capacity,
                 },
                 "cluster": {"device": "cpu", "devices_per_node": self.world, "threads": 1},
             }

@@ -76,6 +76,23 @@ CASES = {
     "full activation checkpointing, pipeline 2": Case(pipeline=2, recompute="full"),
     "full activation checkpointing, context 2, gpt": Case("gpt", context=2, recompute="full"),
     "selective activation checkpointing, context 2": Case(context=2, recompute="selective"),
+    "expert 2, as many data ranks": Case("mixtral", data=2, expert=2),
+    "expert 4 of data 2, context 2": Case(
+        "mixtral", data=2, context=2, expert=4, native=True, documents=True
+    ),
+    "expert 2, tensor 2, half of the data ranks": Case(
+        "qwen3_moe", data=4, tensor=2, expert=2, recompute="selective"
+    ),
+    "expert 2, pipeline 2, full activation checkpointing": Case(
+        "mixtral", data=2, pipeline=2, expert=2, balance="global", recompute="full"
+    ),
+    "expert 2, fsdp 4": Case("mixtral", data=4, expert=2, sharding="fsdp"),
+    "expert 4, hsdp 2 x 4, capacity": Case(
+        "mixtral", data=8, expert=4, sharding="fsdp", shard_degree=4, capacity=1.0
+    ),
+    "experts, tensor 2, no sequence parallelism, no sharding": Case(
+        "mixtral", data=2, tensor=2, sequence_parallel=False, sharding="none", expert=2
+    ),
     "dropout, tensor 2": Case("gpt dropout", tensor=2, recompute="selective"),
     "dropout, tensor 2, no sequence parallelism": Case("gpt dropout", tensor=2, sequence_parallel=False),
     "dropout, context 2": Case("gpt dropout", context=2),

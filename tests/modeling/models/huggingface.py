@@ -27,9 +27,33 @@ def boxes(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, Box]]:
 def to_our_names(
     architecture: str, names: list[str], tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Hugging Face tensors under our names."""
+    """Hugging Face tensors, as in a model or in its files, under our names."""
+    tensors = as_stored(architecture, tensors)
     stored = {name: weight_names.huggingface_tensor(architecture, name) for name in names}
     return {name: where.read(tensors[where.name]) for name, where in stored.items()}
+
+
+def as_stored(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's tensors as its files hold them: each expert apart, which transformers fuses in memory."""
+    layer = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}.get(architecture)
+    gate, up, down = (
+        ("w1", "w3", "w2") if architecture == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    )
+    stored = {}
+    for name, tensor in tensors.items():
+        prefix, expert, projection = name.rpartition(".mlp.experts.")
+        if not expert:
+            stored[name.replace(".mlp.", f".{layer}.") if layer else name] = tensor
+            continue
+        for number, own in enumerate(tensor):
+            parts = (
+                {down: own}
+                if "gate_up" not in projection
+                else dict(zip((gate, up), own.chunk(2), strict=True))
+            )
+            for part, weight in parts.items():
+                stored[f"{prefix}.{layer}.experts.{number}.{part}.weight"] = weight
+    return stored
 
 
 def build_pair(

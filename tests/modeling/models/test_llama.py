@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen3 and OLMo 2 against transformers' classes."""
+"""Llama, Mistral, Qwen3, OLMo 2, Mixtral and Qwen3-MoE against transformers' classes."""
 
 import pytest
 from transformers import (
@@ -6,10 +6,14 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tests.modeling.models.huggingface import assert_match
@@ -91,4 +95,31 @@ FAMILIES = {
 
 @pytest.mark.parametrize(("kind", "config"), FAMILIES.values(), ids=FAMILIES.keys())
 def test_families_match_transformers(kind, config):
+    assert_match(kind, config)
+
+
+EXPERTS = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2)),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **SIZES,
+            head_dim=24,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+        ),
+    ),
+    "qwen3_moe, weights not normalized, tied": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, tie_word_embeddings=True
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "config"), EXPERTS.values(), ids=EXPERTS.keys())
+def test_families_with_experts_match_transformers(kind, config):
     assert_match(kind, config)

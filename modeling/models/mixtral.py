@@ -1,0 +1,34 @@
+"""Mixtral (arXiv 2401.04088): Llama with a mixture of experts in place of each MLP.
+
+    x = x + attention(norm(x));  x = x + Σ over the token's k experts of weight · expert(norm(x))
+    weights = softmax of the k largest of the E router logits;   expert(x) = down(silu(gate(x)) · up(x))
+
+Shapes as in `llama.py`, and e experts over the ranks of the expert axis.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from modeling.models import llama
+from parallel import Mesh
+from parallel.experts.layer import MixtureOfExperts
+from parallel.experts.router import Routing
+from profiles.model import Model
+
+
+class Block(llama.Block):
+    def build_mlp(self, model: Model, mesh: Mesh, **options: object) -> MixtureOfExperts:
+        del options["products"]  # the experts' are exact
+        routing = Routing(model.num_experts, model.num_experts_per_tok, normalize=model.norm_topk_prob)
+        return MixtureOfExperts(model.hidden_size, model.expert_width, routing, mesh, **options)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, documents)
+        return x + self.mlp(self.mlp_norm(x), cos.shape[1])  # s/c tokens of a sample
+
+
+class Mixtral(llama.Llama):
+    """Mixtral, or one pipeline stage of it; arguments as for `LanguageModel`."""
+
+    block = Block

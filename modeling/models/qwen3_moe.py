@@ -1,0 +1,20 @@
+"""Qwen3-MoE (arXiv 2505.09388): Qwen3 with a mixture of many narrow experts in place of each MLP.
+
+As `mixtral.py`, with the query and key norms of `qwen3.py`; the weights of a token's experts are the softmax over all experts,
+divided by their sum or not. Shapes as in `llama.py`.
+"""
+
+from __future__ import annotations
+
+from modeling.models import mixtral, qwen3
+from modeling.models.llama import Llama
+
+
+class Block(mixtral.Block):
+    attention_layer = qwen3.Attention
+
+
+class Qwen3Moe(Llama):
+    """Qwen3-MoE, or one pipeline stage of it; arguments as for `LanguageModel`."""
+
+    block = Block

@@ -1,0 +1,146 @@
+"""Balance of the experts' load: losses whose gradients reach the router, and what a step counts.
+
+With f_i = E/(k·N) · (tokens of N that chose expert i), P_i the mean over the N tokens of expert i's normalized score:
+
+    L = Σ_i f_i P_i        1 if balanced (Switch Transformer, arXiv 2101.03961)
+
+    kind       N: the tokens that f and P are statistics of
+    sequence   a sample, also where context ranks share it: the same at any microbatch size and topology (arXiv 2412.19437)
+    global     all of a step's tokens, whose choices a pass before the step counts (arXiv 2501.11873)
+    batch      a microbatch of one rank, and L times k, averaged over layers: for one layer Hugging Face's loss. It depends on
+               the microbatch size and on the topology
+    none       none
+
+z-loss: mean over tokens of log²Σexp(logits) (ST-MoE, arXiv 2202.08906). Losses are summed over layers and averaged over the
+step's samples; f has no gradient.
+
+Statistics leave the graph as the gradient of a tensor that nothing reads, the `tally`: so recomputation does not count twice,
+evaluation does not count at all, microbatches add up, and compiled graphs have no side effects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from parallel import collectives
+from parallel.mesh import Axis
+
+KINDS = ("sequence", "global", "batch", "none")
+EXTRA = 3  # entries of a tally after the loads of the experts: choices dropped, balance loss, z-loss
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How a run balances its experts.
+
+    Attributes:
+        kind: one of KINDS.
+        coefficient: of the balance loss.
+        z_coefficient: of the z-loss.
+        samples: of a step over all ranks, over which losses are averaged.
+        layers: of the model, for `batch`.
+    """
+
+    kind: str = "none"
+    coefficient: float = 0.0
+    z_coefficient: float = 0.0
+    samples: int = 1
+    layers: int = 1
+
+
+def count_choices(indices: Tensor, experts: int, length: int) -> Tensor:
+    """Tokens that chose each expert, (b, E) float32 of choices (b·length, k)."""
+    choices = indices.view(-1, length * indices.shape[1])  # (b, length·k)
+    counts = torch.zeros(len(choices), experts, device=indices.device)
+    return counts.scatter_add(1, choices, torch.ones_like(choices, dtype=torch.float32))
+
+
+def losses(
+    balance: Balance, logits: Tensor, scores: Tensor, counts: Tensor, load: Tensor, k: int, context: Axis
+) -> Tensor:
+    """This rank's terms of the balance loss and the z-loss (2), without coefficients, summed over its samples.
+
+    Args:
+        logits, scores: (b·s/c, E) of the router, float32.
+        counts: `count_choices`, (b, E).
+        load: share of all choices of the step, (E), for `global`.
+        k: experts of a token.
+        context: axis that shares out the samples.
+    """
+    samples, experts = counts.shape
+    length = len(logits) // samples  # s/c
+    whole = length * context.size  # s
+    z = logits.logsumexp(-1).square().sum() / whole
+    if balance.kind not in ("sequence", "global", "batch"):
+        return torch.stack((torch.zeros_like(z), z))
+    normalized = scores / scores.sum(-1, keepdim=True)
+    if balance.kind == "batch":
+        counted, tokens, share = counts.sum(0, keepdim=True), len(logits), k / balance.layers
+    elif balance.kind == "sequence":
+        counted, tokens, share = collectives.all_reduce(counts, context), whole, 1.0
+    else:
+        counted, tokens, share = load[None] * k, 1, 1.0
+    f = counted.detach() * (experts / (k * tokens))  # (b or 1, E)
+    means = normalized.view(samples, length, experts).sum(1) / whole  # (b, E), this rank's part of P
+    return torch.stack(((f * means).sum() * share, z))
+
+
+class _Record(Function):
+    """The weights (T, k) as they are; backward adds the gradients of the losses, and counts.
+
+    Args of `apply`: weights; losses (2) as from `losses`; tally (E + EXTRA), whose gradient becomes the statistics; bias (E) or
+    None, whose gradient becomes the excess load; statistics (E + EXTRA); gradient of the losses, and of the bias.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weights: Tensor,
+        losses: Tensor,
+        tally: Tensor,
+        bias: Tensor | None,
+        statistics: Tensor,
+        loss_gradient: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(statistics, loss_gradient)
+        ctx.bias = bias is not None
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        statistics, loss_gradient = ctx.saved_tensors
+        loads = statistics[:-EXTRA]
+        excess = loads - loads.mean() if ctx.bias else None
+        return grad, loss_gradient, statistics, excess, None, None
+
+
+def record(
+    balance: Balance,
+    weights: Tensor,
+    losses: Tensor,
+    tally: Tensor,
+    bias: Tensor | None,
+    loads: Tensor,
+    dropped: Tensor,
+    tensor: int,
+) -> Tensor:
+    """Attach losses and statistics to the weights (T, k) of the chosen experts.
+
+    Args:
+        losses: this rank's terms, summed over samples (`losses`).
+        tally: (E + EXTRA), requires a gradient.
+        bias: of the selection, (E); None without one.
+        loads: tokens that chose each expert, (E).
+        dropped: choices that found no place, 0-dim.
+        tensor: number of tensor ranks, each of which contributes an equal part of the gradient.
+    """
+    per_step = losses / balance.samples
+    statistics = torch.cat((loads, dropped.view(1).float(), per_step.detach()))
+    coefficients = (balance.coefficient, balance.z_coefficient)
+    gradient = torch.stack([losses.new_full((), c / (balance.samples * tensor)) for c in coefficients])
+    return _Record.apply(weights, losses, tally, bias, statistics, gradient)

@@ -1,0 +1,276 @@
+"""Dropless experts as one operator: rows sorted by expert, sent to the ranks that hold the experts, multiplied in groups.
+
+With T tokens of this rank, k experts a token, E experts over n ranks, and act the activation of [gate, up]:
+
+    sort the T·k rows by expert -> all-to-all -> out = down(act(gate_up(row))) -> all-to-all -> y = Σ_k weight · out
+
+How many rows a rank receives depends on the data, and graphs must not: forward and backward are opaque operators with static
+shapes, which take the axis's registered name. On one expert rank forward saves [gate, up] of its T·k rows. On several, whose
+number of rows is dynamic, backward sends the rows again together with their gradients, and multiplies by gate_up again: 2
+products more than 9. Elements that a rank sends, with r = T·k·h: r(n-1)/n for each exchange of rows, two in forward and three
+in backward.
+
+Products of all experts are one kernel on GPUs in bf16, and elsewhere one product for each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel import collectives, mesh
+from parallel.activation_checkpointing import save_outputs
+from parallel.experts.activations import ACTIVATIONS
+from parallel.mesh import Axis
+
+
+def routed_experts(
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    axis: Axis,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """Weighted sum of the outputs of each token's experts.
+
+    Args:
+        x: (T, h).
+        weights: (T, k), in any float dtype.
+        indices: (T, k) numbers of experts among all n·E/n.
+        gate_up: (E/n, 2f, h), of this rank's experts.
+        down: (E/n, h, f).
+        axis: expert axis of n ranks, which hold consecutive experts.
+        gate_up_bias: (E/n, 2f).
+        down_bias: (E/n, h).
+        activation: one of `ACTIVATIONS`.
+
+    Returns:
+        (T, h).
+    """
+    biases = (gate_up_bias, down_bias)
+    return _experts(x, weights, indices, gate_up, down, *biases, axis.name, axis.size, activation)[0]
+
+
+def scratch_bytes(x: Tensor, indices: Tensor, gate_up: Tensor, backward: bool) -> int:
+    """Bytes that a call allocates besides its results, if the load is balanced."""
+    rows, f, h = indices.numel(), gate_up.shape[1] // 2, x.shape[1]
+    # forward: rows, [gate, up], their activation, outputs. backward: rows and gradients, as they are, sent, and scaled;
+    # [gate, up], the activation, and the gradients of both
+    return rows * (6 * h + 6 * f if backward else 3 * h + 3 * f) * x.element_size()
+
+
+class _Exchange:
+    """Moves rows between the order of this rank's tokens and that of the experts of this rank.
+
+    Args:
+        indices: (T, k).
+        local: number of experts of a rank.
+        received: (n, local) rows that each rank sends here for each expert, if known.
+    """
+
+    def __init__(self, indices: Tensor, local: int, axis: Axis, received: Tensor | None = None) -> None:
+        self.axis, self.k = axis, indices.shape[1]
+        flat = indices.flatten()
+        self.order = torch.argsort(flat, stable=True)  # (T·k)
+        sent = torch.zeros(local * axis.size, dtype=torch.int64, device=flat.device)
+        sent.scatter_add_(0, flat, torch.ones_like(flat))  # (E)
+        if axis.size == 1:
+            self.received = sent[None]
+        else:
+            if received is None:
+                received = collectives.wait(collectives.start_all_to_all(sent, axis)).view(axis.size, local)
+            self.received = received
+            # The one synchronization with the host: the sizes of the exchange.
+            both = torch.stack((sent.view(axis.size, local).sum(1), received.sum(1))).tolist()
+            self.send, self.receive = both
+            experts = torch.arange(local, device=flat.device).repeat(axis.size)
+            owners = experts.repeat_interleave(received.flatten(), output_size=sum(self.receive))
+            self.regroup = torch.argsort(owners, stable=True)  # received rows, by rank, to rows by expert
+        self.counts = self.received.sum(0)  # (local) rows of each expert
+        self.offsets = self.counts.cumsum(0).to(torch.int32)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """First row of each expert and one past its last, on the host."""
+        return pairwise((0, *self.offsets.tolist()))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """A token's row for each of its experts: (T, ...) -> (T·k, ...), sorted by expert."""
+        return x[self.order // self.k]
+
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """Rows sorted by expert (T·k, ...) -> rows of this rank's experts, grouped by expert."""
+        if self.axis.size == 1:
+            return rows
+        arrived = collectives.start_uneven_all_to_all(rows, self.send, self.receive, self.axis)
+        return collectives.wait(arrived)[self.regroup]
+
+    def to_tokens(self, rows: Tensor) -> Tensor:
+        """The reverse, back in the order of the tokens: -> (T, k, ...)."""
+        if self.axis.size > 1:
+            ungrouped = torch.empty_like(rows)
+            ungrouped[self.regroup] = rows
+            sent = collectives.start_uneven_all_to_all(ungrouped, self.receive, self.send, self.axis)
+            rows = collectives.wait(sent)
+        result = torch.empty_like(rows)
+        result[self.order] = rows
+        return result.unflatten(0, (-1, self.k))
+
+    def of_rows(self, of_experts: Tensor) -> Tensor:
+        """A row's entry of a tensor (local, ...) by expert."""
+        return of_experts.repeat_interleave(self.counts, 0)
+
+
+def _has_kernel(*factors: Tensor) -> bool:
+    """Whether torch has a kernel for a grouped product: on GPUs, in bf16, and with rows of a multiple of 16 bytes."""
+    wide = all(size % 8 == 0 for factor in factors for size in factor.shape[1:])
+    return factors[0].is_cuda and factors[0].dtype == torch.bfloat16 and wide
+
+
+def _product(rows: Tensor, weight: Tensor, exchange: _Exchange, bias: Tensor | None = None) -> Tensor:
+    """Rows (m, a), weight (experts, b, a) -> (m, b), by group."""
+    if _has_kernel(rows, weight):
+        result = F.grouped_mm(rows, weight.transpose(1, 2), offs=exchange.offsets)
+    else:
+        result = rows.new_empty(len(rows), weight.shape[1])
+        for expert, (start, stop) in enumerate(exchange.ranges()):
+            torch.mm(rows[start:stop], weight[expert].t(), out=result[start:stop])
+    return result if bias is None else result + exchange.of_rows(bias)
+
+
+def _weight_gradient(grad: Tensor, rows: Tensor, exchange: _Exchange) -> Tensor:
+    """Gradient (m, b), rows (m, a) -> (experts, b, a), zero for experts without rows."""
+    if _has_kernel(grad, rows):
+        return F.grouped_mm(grad.t(), rows, offs=exchange.offsets)
+    result = rows.new_empty(len(exchange.counts), grad.shape[1], rows.shape[1])
+    for expert, (start, stop) in enumerate(exchange.ranges()):
+        torch.mm(grad[start:stop].t(), rows[start:stop], out=result[expert])
+    return result
+
+
+def _bias_gradient(grad: Tensor, exchange: _Exchange) -> Tensor:
+    owners = exchange.of_rows(torch.arange(len(exchange.counts), device=grad.device))
+    result = torch.zeros(len(exchange.counts), grad.shape[1], device=grad.device)
+    return result.index_add_(0, owners, grad.float()).to(grad.dtype)
+
+
+@torch.library.custom_op("trainshed::experts", mutates_args=())
+def _experts(
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    axis: str,
+    size: int,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y; [gate, up] of the rows, empty on several expert ranks; and the rows received, (n, E/n)."""
+    exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size))
+    rows = exchange.to_experts(exchange.gather(x))  # (m, h)
+    hidden = _product(rows, gate_up, exchange, gate_up_bias)  # (m, 2f)
+    out = _product(ACTIVATIONS[activation].forward(hidden), down, exchange, down_bias)  # (m, h)
+    y = (exchange.to_tokens(out) * weights[..., None]).sum(1).to(x.dtype)  # (T, h)
+    return y, hidden if size == 1 else hidden.new_empty(0), exchange.received
+
+
+@_experts.register_fake
+def _(
+    x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, _: Any, __: Any, axis: Any,
+    size: int, *___: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    rows = indices.numel() if size == 1 else 0
+    hidden = x.new_empty(rows, gate_up.shape[1]) if size == 1 else x.new_empty(0)
+    return torch.empty_like(x), hidden, indices.new_empty(size, len(gate_up))
+
+
+@torch.library.custom_op("trainshed::experts_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    hidden: Tensor,
+    received: Tensor,
+    axis: str,
+    size: int,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weights, gate_up, down and both biases; empty without biases."""
+    exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size), received)
+    rows, grads, scales = exchange.gather(x), exchange.gather(grad), weights.flatten()[exchange.order]
+    if size > 1:
+        rows, grads = exchange.to_experts(torch.cat((rows, grads), 1)).chunk(2, 1)
+        rows, grads, scales = rows.contiguous(), grads.contiguous(), exchange.to_experts(scales)
+        hidden = _product(rows, gate_up, exchange, gate_up_bias)
+    scales = scales[:, None]  # (m, 1)
+    act = ACTIVATIONS[activation].forward(hidden)  # (m, f)
+    grad_act = _product(grads, down.transpose(1, 2), exchange)  # (m, f), not scaled
+    # The gradient of a weight, <grad, out>, without computing out again.
+    grad_scales = (grad_act * act).sum(1, dtype=torch.float32)  # (m)
+    if down_bias is not None:
+        grad_scales = grad_scales + (grads * exchange.of_rows(down_bias)).sum(1, dtype=torch.float32)
+    scaled = (grads * scales).to(x.dtype)  # (m, h)
+    grad_down = _weight_gradient(scaled, act, exchange)
+    grad_hidden = ACTIVATIONS[activation].backward((grad_act * scales).to(x.dtype), hidden)  # (m, 2f)
+    grad_gate_up = _weight_gradient(grad_hidden, rows, exchange)
+    grad_rows = _product(grad_hidden, gate_up.transpose(1, 2), exchange)  # (m, h)
+    grad_x = exchange.to_tokens(grad_rows).sum(1)
+    grad_weights = exchange.to_tokens(grad_scales)
+    empty = x.new_empty(0)
+    return (
+        grad_x,
+        grad_weights.to(weights.dtype),
+        grad_gate_up,
+        grad_down,
+        empty if gate_up_bias is None else _bias_gradient(grad_hidden, exchange),
+        empty.clone() if down_bias is None else _bias_gradient(scaled, exchange),
+    )
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    biases = (x.new_empty(0) if b is None else torch.empty_like(b) for b in (gate_up_bias, down_bias))
+    return (*(torch.empty_like(each) for each in (x, weights, gate_up, down)), *biases)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, axis, size, activation = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.settings, ctx.biases = (axis, size, activation), [bias is not None for bias in tensors[5:]]
+
+
+def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    grads = _backward(grad.contiguous(), *ctx.saved_tensors, *ctx.settings)
+    x, weights, gate_up, down, *biases = grads
+    biases = (bias if given else None for bias, given in zip(biases, ctx.biases, strict=True))
+    return x, weights, None, gate_up, down, *biases, None, None, None
+
+
+_experts.register_autograd(_differentiate, setup_context=_setup_context)
+save_outputs(torch.ops.trainshed.experts.default)

@@ -1,0 +1,172 @@
+"""Mixture of experts in place of an MLP: y = Σ over a token's k experts of weight · down(act(gate x, up x)).
+
+Experts are divided among the ranks of the expert axis, consecutive ones on a rank; tensor ranks split each expert like an
+MLP, gate and up by rows, down by columns. Tokens are gathered over the tensor axis first, and outputs reduced last, so that
+every tensor rank routes the same tokens:
+
+    gather or copy (tensor) -> router -> experts, through the expert axis -> reduce or reduce-scatter (tensor)
+
+Global tensors are single experts ("mlp.gate_up.3.gate.weight"), so checkpoints load at any expert degree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel import collectives
+from parallel.experts import balance as balancing
+from parallel.experts.balance import EXTRA, Balance
+from parallel.experts.grouped import routed_experts
+from parallel.experts.router import Router, Routing
+from parallel.experts.slots import assign_slots, capacity, slotted_experts
+from parallel.initialization import Constant, Normal
+from parallel.layers import check_divisible
+from parallel.layout import Initializer, Layout, Section, parameter
+from parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """How a run trains experts, whatever the family."""
+
+    balance: Balance = field(default_factory=Balance)
+    capacity_factor: float | None = None  # None: dropless
+
+
+class ExpertLinear(nn.Module):
+    """The weights of one projection of all experts on this rank, and their biases; `layer` multiplies.
+
+    Args:
+        sections: for each expert (sections of its weight, of its bias), by global name within this module.
+    """
+
+    def __init__(
+        self,
+        weights: tuple[Section, ...],
+        biases: tuple[Section, ...],
+        mesh: Mesh,
+        initializer: Initializer,
+        partial_bias: bool,
+        placed: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        ranks = mesh.expert.size if mesh.expert.size > 1 else None
+        degree = mesh.tensor.size
+        self.weight = parameter(Layout(weights, degree, initializer, (), ranks), **placed)
+        self.bias = None
+        if biases:
+            partial = ("tensor",) if partial_bias and degree > 1 else ()
+            self.bias = parameter(Layout(biases, degree, Constant(0.0), partial, ranks), **placed)
+
+
+class MixtureOfExperts(nn.Module):
+    """Router and experts.
+
+    Args:
+        hidden: h.
+        width: f, of one expert.
+        routing: of the family.
+        mesh: its expert axis divides the experts.
+        bias: whether the experts' projections have biases.
+        activation: one of `activations.ACTIVATIONS`.
+        sequence_parallel: whether input and output are (b·s/(c·t), h).
+
+    Attributes:
+        options: how the run trains the experts.
+        counting: whether forward passes only add their choices to `load`, for `global` balance.
+
+    Raises:
+        ValueError: the expert axis does not divide the experts, or the tensor axis an expert's width.
+    """
+
+    options = ExpertOptions()
+    counting = False
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        routing: Routing,
+        mesh: Mesh,
+        *,
+        bias: bool = False,
+        activation: str = "silu",
+        sequence_parallel: bool = False,
+        initializer: Initializer | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_divisible(self, "experts", routing.experts, mesh.expert)
+        check_divisible(self, "width", width, mesh.tensor)
+        self.mesh, self.routing, self.activation = mesh, routing, activation
+        self.sequence_parallel = sequence_parallel and mesh.tensor.size > 1
+        initializer, placed = initializer or Normal(0.02), {"dtype": dtype, "device": device}
+        self.router = Router(hidden, routing, mesh.tensor, initializer=initializer, **placed)
+        count = routing.experts // mesh.expert.size
+        local = range(mesh.expert.rank * count, (mesh.expert.rank + 1) * count)
+        halves = [f"{expert}.{half}" for expert in local for half in ("gate", "up")]
+        self.gate_up = ExpertLinear(
+            tuple(Section(name, (width, hidden), 0) for name in halves),
+            tuple(Section(name, (width,), 0) for name in halves if bias),
+            *(mesh, initializer, False, placed),
+        )
+        self.down = ExpertLinear(
+            tuple(Section(str(expert), (hidden, width), 1) for expert in local),
+            tuple(Section(str(expert), (hidden,), None) for expert in local if bias),
+            *(mesh, initializer, True, placed),
+        )
+        # Its gradient is what a step counts (balance.py); `load` is for balance over the whole step.
+        tally = torch.zeros(routing.experts + EXTRA, device=device, requires_grad=True)
+        self.register_buffer("tally", tally, persistent=False)
+        self.register_buffer("load", torch.zeros(routing.experts, device=device), persistent=False)
+
+    def forward(self, x: Tensor, length: int) -> Tensor:
+        """x (b·s/c, h), or (b·s/(c·t), h) with sequence parallelism, to the same shape.
+
+        Args:
+            length: tokens of each sample on this context rank, s/c.
+        """
+        axis = self.mesh.tensor
+        x = (collectives.gather if self.sequence_parallel else collectives.copy)(x, axis)  # (b·s/c, h)
+        y = self._experts(x, length)  # (b·s/c, h), a partial sum over the tensor axis
+        return (collectives.scatter_reduce if self.sequence_parallel else collectives.reduce)(y, axis)
+
+    def _experts(self, x: Tensor, length: int) -> Tensor:
+        experts, k = self.routing.experts, self.routing.top_k
+        weights, indices, logits, scores = self.router(x)
+        counts = balancing.count_choices(indices, experts, length)  # (b, E)
+        kept = None
+        if self.options.capacity_factor is not None:
+            places = capacity(self.options.capacity_factor, length, k, experts)
+            slot, kept = assign_slots(indices, experts, length, places)
+        if self.counting:
+            self.load.add_(counts.sum(0))
+        elif torch.is_grad_enabled():
+            weights = self._record(weights, logits, scores, counts, kept)
+        # (E/n, 2f/t, h) and (E/n, h, f/t)
+        gate_up = self.gate_up.weight.view(-1, 2 * self.down.weight.shape[1], x.shape[1])
+        down = self.down.weight.view(len(gate_up), x.shape[1], -1)
+        options: dict[str, Any] = {"activation": self.activation}
+        if self.gate_up.bias is not None and self.down.bias is not None:
+            options["gate_up_bias"] = self.gate_up.bias.view(len(gate_up), -1)
+            # Every tensor rank adds its part of the bias, as the outputs are summed.
+            options["down_bias"] = self.down.bias.view(len(gate_up), -1) / self.mesh.tensor.size
+        if kept is None:
+            return routed_experts(x, weights, indices, gate_up, down, self.mesh.expert, **options)
+        slots = experts * len(counts) * places
+        return slotted_experts(x, weights, slot, kept, slots, gate_up, down, self.mesh.expert, **options)
+
+    def _record(
+        self, weights: Tensor, logits: Tensor, scores: Tensor, counts: Tensor, kept: Tensor | None
+    ) -> Tensor:
+        balance, mesh = self.options.balance, self.mesh
+        found = balancing.losses(balance, logits, scores, counts, self.load, self.routing.top_k, mesh.context)
+        loads = counts.sum(0)
+        dropped = loads.new_zeros(()) if kept is None else kept.logical_not().sum()
+        bias = self.router.selection_bias
+        return balancing.record(balance, weights, found, self.tally, bias, loads, dropped, mesh.tensor.size)

@@ -1,0 +1,78 @@
+"""Experts with a capacity: each takes at most C tokens of a sample, and drops the rest; all shapes are static.
+
+With s tokens in a sample, C = ⌈factor · s·k / E⌉. Earlier tokens come first, so what is dropped is a function of the sample: the
+same under any microbatch size, data and expert degree. A dropped choice adds nothing to its token's sum; its weight is not shared
+out among the others.
+
+A table of E·b·C slots holds the tokens; its shards by expert go to the ranks that hold them by all-to-all, and come back the same
+way. Unused slots are zeros. Elements that a rank sends: E·b·C·h(n-1)/n, twice in forward and twice in backward.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from parallel import collectives
+from parallel.experts.activations import ACTIVATIONS
+from parallel.mesh import Axis
+
+
+def capacity(factor: float, length: int, k: int, experts: int) -> int:
+    """C, of samples of `length` tokens; at most `length`."""
+    return min(length, math.ceil(factor * length * k / experts))
+
+
+def assign_slots(indices: Tensor, experts: int, length: int, places: int) -> tuple[Tensor, Tensor]:
+    """The slot of each choice and which choices have one.
+
+    Args:
+        indices: (b·length, k) chosen experts.
+        places: C.
+
+    Returns:
+        slot (b·length, k) in a table of E·b·C, of expert-major order; kept (b·length, k).
+    """
+    tokens, k = indices.shape
+    b = tokens // length
+    choices = indices.view(b, length * k)  # (b, s·k), in order of tokens
+    chosen = torch.nn.functional.one_hot(choices, experts)  # (b, s·k, E)
+    before = (chosen.cumsum(1) * chosen).sum(-1) - 1  # (b, s·k) earlier choices of the same expert
+    sample = torch.arange(b, device=indices.device)[:, None]
+    slot = (choices * b + sample) * places + before
+    return slot.view(tokens, k), (before < places).view(tokens, k)
+
+
+def slotted_experts(
+    x: Tensor,
+    weights: Tensor,
+    slot: Tensor,
+    kept: Tensor,
+    slots: int,
+    gate_up: Tensor,
+    down: Tensor,
+    axis: Axis,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """As `grouped.routed_experts`, with `assign_slots`' slots of a table of `slots` in place of indices."""
+    tokens, k = slot.shape
+    flat = slot.where(kept, slots).flatten()  # (T·k); one more slot takes what is dropped
+    numbers = torch.arange(tokens, device=x.device).repeat_interleave(k)
+    source = numbers.new_full((slots + 1,), tokens).scatter(0, flat, numbers)[:-1]  # token in each slot
+    padded = torch.cat((x, x.new_zeros(1, x.shape[1])))
+    table = collectives.exchange(padded[source], axis)  # (n·E/n·b·C, h), by rank
+    local = len(gate_up)
+    rows = table.view(axis.size, local, -1, x.shape[1]).transpose(0, 1).flatten(1, 2)  # (E/n, n·b·C, h)
+    hidden = torch.bmm(rows, gate_up.transpose(1, 2))  # (E/n, n·b·C, 2f)
+    hidden = hidden if gate_up_bias is None else hidden + gate_up_bias[:, None]
+    out = torch.bmm(ACTIVATIONS[activation].forward(hidden), down.transpose(1, 2))  # (E/n, n·b·C, h)
+    out = out if down_bias is None else out + down_bias[:, None]
+    back = out.unflatten(1, (axis.size, -1)).transpose(0, 1).reshape(table.shape)
+    results = torch.cat((collectives.exchange(back, axis), x.new_zeros(1, x.shape[1])))  # (E·b·C + 1, h)
+    scaled = results[flat].view(tokens, k, -1) * weights[..., None]
+    return scaled.sum(1).to(x.dtype)
