@@ -15,7 +15,13 @@ from profiles.errors import ProfileError
 
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 EXPERTS = ("mixtral", "qwen3_moe")  # architectures whose MLPs are mixtures of experts
-ROTARY = ("llama", "mistral", "qwen3", "olmo2", *EXPERTS)  # architectures with Llama's fields; the others have GPT's
+ROTARY = (
+    "llama",
+    "mistral",
+    "qwen3",
+    "olmo2",
+    *EXPERTS,
+)  # architectures with Llama's fields; the others have GPT's
 WINDOWED = ("mistral", "mixtral")  # architectures with a sliding window
 ACTIVATIONS = {**dict.fromkeys(ROTARY, ("silu",)), "gpt": ("gelu", "gelu_new")}
 

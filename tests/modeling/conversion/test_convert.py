@@ -19,10 +19,14 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from modeling.conversion import convert as convert_module
@@ -49,6 +53,10 @@ MODELS = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=5)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA, head_dim=16)),
     "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**LLAMA)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**LLAMA, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    ),
     "gpt": lambda: GPT2LMHeadModel(GPT2Config(**GPT)),
     "gpt, untied": lambda: GPT2LMHeadModel(GPT2Config(**GPT, tie_word_embeddings=False)),
 }
