@@ -95,7 +95,6 @@ def test_documents_may_be_unordered_and_noncontiguous(kernel):
             torch.testing.assert_close(out[row : row + 1, :, members], alone)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("window", [None, 100])
 def test_flex_attention_without_documents_matches_dense_formula(window):
     case = Case(b=2, s=300, window=window, sinks=True)
