@@ -1,7 +1,6 @@
 """Model section: the fields of a Hugging Face config.json, under Llama's names for all architectures.
 
-`Model` validates them; `from_config_json` and `to_config_json` convert from and to the config.json of LlamaForCausalLM,
-MistralForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM and GPT2LMHeadModel.
+`Model` validates them; huggingface_config.py converts from and to each architecture's config.json.
 """
 
 from __future__ import annotations
@@ -11,18 +10,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from profiles import dbrx
 from profiles.errors import ProfileError
 
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
-EXPERTS = ("mixtral", "qwen3_moe")  # architectures whose MLPs are mixtures of experts
-ROTARY = (
-    "llama",
-    "mistral",
-    "qwen3",
-    "olmo2",
-    *EXPERTS,
-)  # architectures with Llama's fields; the others have GPT's
-WINDOWED = ("mistral", "mixtral")  # architectures with a sliding window
+EXPERTS = ("mixtral", "qwen3_moe", "dbrx", "gpt_oss")  # architectures whose MLPs are mixtures of experts
+# Architectures with Llama's fields; the others have GPT's.
+ROTARY = ("llama", "mistral", "qwen3", "olmo2", *EXPERTS)
+WINDOWED = ("mistral", "mixtral", "gpt_oss")  # architectures with a sliding window
+OPTIONAL = (  # fields of some architectures only
+    ("sliding_window", WINDOWED, "sliding window"),
+    ("full_attention_every", ("gpt_oss",), "layers of different windows"),
+    ("clip_qkv", ("dbrx",), "clipped heads"),
+)
 ACTIVATIONS = {**dict.fromkeys(ROTARY, ("silu",)), "gpt": ("gelu", "gelu_new")}
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -82,13 +82,15 @@ RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator=
 
 
 class Model(Section):
-    """The model: a Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE or GPT architecture."""
+    """The model: a Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS or GPT architecture."""
 
-    architecture: Literal["llama", "mistral", "qwen3", "olmo2", "mixtral", "qwen3_moe", "gpt"] = Field(
-        "llama", description="model architecture"
-    )
+    architecture: Literal[
+        "llama", "mistral", "qwen3", "olmo2", "mixtral", "qwen3_moe", "dbrx", "gpt_oss", "gpt"
+    ] = Field("llama", description="model architecture")
     hidden_size: Size = Field(description="width of the residual stream")
-    intermediate_size: Size = Field(description="width of the MLP; for mixtral, of an expert")
+    intermediate_size: Size = Field(
+        description="width of the MLP; of an expert, for mixtral, dbrx and gpt_oss"
+    )
     num_hidden_layers: Annotated[int, Field(ge=1, le=1024)] = Field(description="number of layers")
     num_attention_heads: Size = Field(description="number of query heads")
     num_key_value_heads: Size = Field(description="number of KV heads (default: as many as query heads)")
@@ -107,7 +109,14 @@ class Model(Section):
         None, description="RoPE scaling for longer contexts (all but gpt)"
     )
     sliding_window: Count | None = Field(
-        None, description="number of tokens, up to itself, that a token attends to; null: all (mistral)"
+        None,
+        description="number of tokens, up to itself, that a token attends to; null: all (mistral, gpt_oss)",
+    )
+    full_attention_every: Count | None = Field(
+        None, description="one layer in so many attends to all earlier tokens, the last of them (gpt_oss)"
+    )
+    clip_qkv: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="bound of queries, keys and values; null: none (dbrx)"
     )
     tie_word_embeddings: bool = Field(
         description="share the embedding with the output projection (default: true for gpt)"
@@ -117,14 +126,15 @@ class Model(Section):
     hidden_act: str = Field(description="MLP activation function (default: gelu for gpt, else silu)")
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
     num_experts: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None, description="experts of a layer (mixtral, qwen3_moe); alias: num_local_experts"
+        None, description="experts of a layer (mixtral, qwen3_moe, dbrx, gpt_oss); alias: num_local_experts"
     )
     num_experts_per_tok: Count | None = Field(None, description="experts that a token goes to")
     moe_intermediate_size: Size | None = Field(
         None, description="width of an expert, where it is not intermediate_size (qwen3_moe)"
     )
     norm_topk_prob: bool = Field(
-        True, description="divide the weights of a token's experts by their sum (always, for mixtral)"
+        True,
+        description="divide the weights of a token's experts by their sum (always, for mixtral and gpt_oss)",
     )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="dropout probability of embeddings, attention and residuals (gpt)"
@@ -132,7 +142,8 @@ class Model(Section):
 
     def window(self, layer: int) -> int | None:
         """Number of tokens, up to itself, that a token attends to in this layer; None: all."""
-        return self.sliding_window
+        every = self.full_attention_every
+        return None if every and (layer + 1) % every == 0 else self.sliding_window
 
     @property
     def expert_width(self) -> int:
@@ -157,13 +168,15 @@ class Model(Section):
         head_norms = 2 * self.head_dim
         qk_norms = {"qwen3": head_norms, "qwen3_moe": head_norms, "olmo2": q + kv}.get(self.architecture, 0)
         attention = h * (q + 2 * kv) + q * h + self.attention_bias * (q + 2 * kv + h)
+        sinks = self.num_attention_heads if self.architecture == "gpt_oss" else 0
         wide = 1 if gpt else 2  # gate and up
-        mlp = (wide + 1) * h * f + self.mlp_bias * (wide * f + h)
+        expert_bias = self.architecture == "gpt_oss"
+        mlp = (wide + 1) * h * f + (self.mlp_bias or expert_bias) * (wide * f + h)
         if experts is not None:
-            mlp = experts * mlp + h * (self.num_experts or 0)  # and the router
+            mlp = experts * mlp + (h + expert_bias) * (self.num_experts or 0)  # and the router
         ends = self.vocab_size * h * (1 if self.tie_word_embeddings else 2) + norm
         positions = self.max_position_embeddings * h if gpt else 0
-        return self.num_hidden_layers * (attention + mlp + 2 * norm + qk_norms) + ends + positions
+        return self.num_hidden_layers * (attention + sinks + mlp + 2 * norm + qk_norms) + ends + positions
 
     @model_validator(mode="before")
     @classmethod
@@ -184,7 +197,8 @@ class Model(Section):
                         "hidden_size", hidden, reason, [n for n in (below, below + heads) if n]
                     )
                 values["head_dim"] = hidden // heads
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        values.setdefault("attention_bias", values.get("architecture") in ("gpt", "gpt_oss"))
+        for name in ("tie_word_embeddings", "mlp_bias"):
             values.setdefault(name, gpt)
         values.setdefault("hidden_act", ACTIVATIONS["gpt" if gpt else "llama"][0])
         return values
@@ -199,15 +213,27 @@ class Model(Section):
         if self.hidden_act not in ACTIVATIONS[self.architecture]:
             reason = f"is not an activation of {self.architecture}"
             raise ProfileError("hidden_act", self.hidden_act, reason, ACTIVATIONS[self.architecture])
-        if self.sliding_window and self.architecture not in WINDOWED:
-            reason = f"{self.architecture} has no sliding window"
-            raise ProfileError("sliding_window", self.sliding_window, reason, ["null"])
+        for name, families, meaning in OPTIONAL:
+            if getattr(self, name) is not None and self.architecture not in families:
+                reason = f"{self.architecture} has no {meaning}"
+                raise ProfileError(name, getattr(self, name), reason, ["null"])
+        if self.full_attention_every is not None and self.sliding_window is None:
+            reason = "is set, but no sliding_window that the other layers attend within"
+            raise ProfileError("full_attention_every", self.full_attention_every, reason, ["null"])
         self._check_experts()
         if self.architecture in ROTARY:
             if self.dropout:
                 raise ProfileError("dropout", self.dropout, f"{self.architecture} has no dropout", [0.0])
-            if self.attention_bias and self.architecture == "mistral":
-                raise ProfileError("attention_bias", True, "mistral has no biases in its attention", [False])
+            if self.attention_bias and self.architecture in ("mistral", "dbrx"):
+                reason = f"{self.architecture} has no biases in its attention"
+                raise ProfileError("attention_bias", True, reason, [False])
+            if self.architecture == "dbrx":
+                for name, value in (("norm_eps", dbrx.NORM_EPS), ("tie_word_embeddings", False)):
+                    if (found := getattr(self, name)) != value:
+                        raise ProfileError(name, found, "is not supported for dbrx", [value])
+                if self.rope_scaling:
+                    reason = "is not supported for dbrx"
+                    raise ProfileError("rope_scaling", self.rope_scaling.rope_type, reason, ["null"])
             if self.mlp_bias and self.architecture != "llama":
                 raise ProfileError("mlp_bias", True, f"{self.architecture} has no biases in its MLP", [False])
             if self.head_dim % 2:
@@ -245,14 +271,14 @@ class Model(Section):
         if chosen > experts:
             reason = f"is more than num_experts {experts}"
             raise ProfileError("num_experts_per_tok", chosen, reason, [experts])
-        if kind == "mixtral":
+        if kind != "qwen3_moe":
             if self.moe_intermediate_size is not None:
-                reason = "mixtral's experts have the width intermediate_size"
+                reason = f"{kind}'s experts have the width intermediate_size"
                 raise ProfileError("moe_intermediate_size", self.moe_intermediate_size, reason, ["null"])
-            if self.attention_bias:
+            if self.attention_bias and kind == "mixtral":
                 raise ProfileError("attention_bias", True, "mixtral has no biases", [False])
-            if not self.norm_topk_prob:
-                raise ProfileError("norm_topk_prob", False, "mixtral's weights sum to 1", [True])
+            if not self.norm_topk_prob and kind != "dbrx":
+                raise ProfileError("norm_topk_prob", False, f"{kind}'s weights sum to 1", [True])
         elif self.moe_intermediate_size is None:
             reason = f"is missing; it is the width of {kind}'s experts"
             raise ProfileError("moe_intermediate_size", None, reason, [self.intermediate_size])
@@ -282,148 +308,3 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
 def neighbours(value: int, valid: list[int]) -> list[int]:
     """The nearest valid values below and above an invalid one, if there are any."""
     return [n for n in valid if 0 < n < value][-1:] + [n for n in valid if n > value][:1]
-
-
-LLAMA_FIELDS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "vocab_size", "max_position_embeddings", "rope_theta", "rope_scaling"),
-    *("tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act", "initializer_range"),
-)
-GPT_FIELDS = {  # our name: name in GPT-2's config.json
-    "hidden_size": "n_embd",
-    "intermediate_size": "n_inner",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-    "hidden_act": "activation_function",
-    "norm_eps": "layer_norm_epsilon",
-    "vocab_size": "vocab_size",
-    "initializer_range": "initializer_range",
-    "tie_word_embeddings": "tie_word_embeddings",
-}
-GPT_DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
-# Fields that change the model but support one value only, which is transformers' default.
-FIXED = {
-    "llama": {"attention_dropout": 0.0},
-    "mistral": {"attention_dropout": 0.0},
-    "qwen3": {"attention_dropout": 0.0, "use_sliding_window": False},
-    "olmo2": {"attention_dropout": 0.0},
-    "mixtral": {"attention_dropout": 0.0, "router_jitter_noise": 0.0},
-    "qwen3_moe": {
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "mlp_only_layers": [],
-        "decoder_sparse_step": 1,
-    },
-    "gpt": {
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-    },
-}
-# Defaults of transformers for fields that a config.json omits.
-GPT_DEFAULTS = {"activation_function": "gelu_new", **dict.fromkeys(GPT_DROPOUTS, 0.1)}
-ROTARY_DEFAULTS = {
-    "llama": {"rms_norm_eps": 1e-6},
-    "mistral": {"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen3": {"rms_norm_eps": 1e-6, "head_dim": 128},
-    "olmo2": {"rms_norm_eps": 1e-5},
-    "mixtral": {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "sliding_window": None,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "qwen3_moe": {
-        "rms_norm_eps": 1e-6,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": False,
-    },
-}
-# Fields of the experts: our name: name in config.json.
-EXPERT_FIELDS = {
-    "mixtral": {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"},
-    "qwen3_moe": {
-        name: name
-        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-    },
-}
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-
-
-def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`Model` fields from a Hugging Face config.json. Raises ProfileError for an unsupported architecture or feature."""
-    kind = config.get("model_type")
-    architectures = {**{name: name for name in ROTARY}, "gpt2": "gpt"}
-    if kind not in architectures:
-        raise ProfileError("model_type", kind, "is not a supported architecture", architectures)
-    architecture = architectures[kind]
-    for name, value in FIXED[architecture].items():
-        if config.get(name, value) != value:
-            raise ProfileError(name, config[name], f"is not supported for {architecture}", [value])
-    values: dict[str, Any] = {"architecture": architecture}
-    if architecture in ROTARY:
-        config = ROTARY_DEFAULTS[architecture] | _canonical_experts(config)
-        values |= {name: config[name] for name in LLAMA_FIELDS if config.get(name) is not None}
-        values |= {name: config[name] for name in EXPERT_FIELDS.get(architecture, ())}
-        values["norm_eps"] = config["rms_norm_eps"]
-        if architecture in WINDOWED:
-            values["sliding_window"] = config["sliding_window"]
-        return values | _rope(config)
-    config = GPT_DEFAULTS | dict(config)
-    values |= {ours: config[theirs] for ours, theirs in GPT_FIELDS.items() if config.get(theirs) is not None}
-    if "hidden_size" in values:
-        values.setdefault("intermediate_size", 4 * values["hidden_size"])
-    dropouts = {config[name] for name in GPT_DROPOUTS}
-    if len(dropouts) > 1:
-        raise ProfileError(
-            "embd_pdrop", config["embd_pdrop"], "attn_pdrop and resid_pdrop must be equal to it"
-        )
-    return values | {"dropout": float(dropouts.pop())}
-
-
-def _canonical_experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the number of experts under one name: transformers has two."""
-    return {{"num_local_experts": "num_experts"}.get(name, name): value for name, value in config.items()}
-
-
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling, from rope_parameters (transformers 5) or from separate fields (transformers 4)."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
-    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    kinds = {"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
-    if kind == "default":
-        return {"rope_theta": float(theta), "rope_scaling": None}
-    if kind not in kinds:
-        raise ProfileError("rope_scaling.rope_type", kind, "is not supported", ["default", *kinds])
-    for name in ("mscale", "mscale_all_dim"):
-        if scaling.get(name) is not None:
-            raise ProfileError(f"rope_scaling.{name}", scaling[name], "is not supported", ["null"])
-    fields = {name: value for name, value in scaling.items() if name in kinds[kind].model_fields}
-    return {"rope_theta": float(theta), "rope_scaling": {"rope_type": kind, **fields}}
-
-
-def to_config_json(model: Model) -> dict[str, Any]:
-    """The config.json of a model, readable by transformers 4 and 5."""
-    if (kind := model.architecture) in ROTARY:
-        fields = {name: getattr(model, name) for name in LLAMA_FIELDS}
-        scaling = model.rope_scaling and model.rope_scaling.model_dump()
-        fields |= {"rms_norm_eps": model.norm_eps, "rope_scaling": scaling}
-        if kind in WINDOWED:
-            fields["sliding_window"] = model.sliding_window
-        fields |= {theirs: getattr(model, ours) for ours, theirs in EXPERT_FIELDS.get(kind, {}).items()}
-        return {"architectures": [CLASSES[kind]], "model_type": kind, **fields, **FIXED[kind]}
-    fields = {theirs: getattr(model, ours) for ours, theirs in GPT_FIELDS.items()}
-    dropouts = dict.fromkeys(GPT_DROPOUTS, model.dropout)
-    return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **fields, **dropouts, **FIXED["gpt"]}

@@ -15,7 +15,8 @@ from typing import Any
 from modeling.conversion import formats
 from modeling.models.build import partition_layers
 from profiles.errors import ProfileError
-from profiles.model import Model, to_config_json
+from profiles.huggingface_config import to_config_json
+from profiles.model import Model
 from profiles.schema import Profile
 from tasks import keys
 from tasks.reporting.format import format_bytes

@@ -124,7 +124,7 @@ def load_initial_weights(module: nn.Module, model: Model) -> None:
     """Load the initial weights into a module whose parameters have Hugging Face's names."""
     parameters = dict(module.named_parameters())
     for name, weight in initial_weights(model).items():
-        parameters.pop(huggingface_tensor("llama", name).name).copy_(weight)
+        parameters.pop(huggingface_tensor(model, name).name).copy_(weight)
     assert not parameters, f"parameters without initial weights: {', '.join(parameters)}"
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError
-from profiles.model import Model, from_config_json
+from profiles.huggingface_config import from_config_json
+from profiles.model import Model
 
 if TYPE_CHECKING:
     from modeling.conversion.nxd_layout import NxDLayout

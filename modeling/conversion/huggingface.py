@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from modeling.conversion.torch_files import LazyTensor, stamp
 from modeling.conversion.weights import Part, Weights, global_shapes
 from modeling.models import weight_names
 from modeling.models.weight_names import HuggingFaceTensor
-from profiles.model import Model, to_config_json
+from profiles.huggingface_config import to_config_json
+from profiles.model import Model
 
 SHARD_BYTES = 5 * 10**9
 SINGLE = ("model.safetensors", "pytorch_model.bin", "checkpoint.pt")
@@ -64,25 +65,40 @@ def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> W
         found |= stored
     parts: dict[str, list[Part]] = {}
     used = set()
-    for name, shape in global_shapes(model).items():
-        mapped = weight_names.huggingface_tensor(model.architecture, name)
+    shapes = global_shapes(model)
+    for their_name, sources in _sources(model, shapes).items():
         # A base model saved without its head has names without this prefix.
-        key = mapped.name if mapped.name in found else mapped.name.partition(".")[2]
+        key = their_name if their_name in found else their_name.partition(".")[2]
         if key not in found:
             continue
         used.add(key)
-        tensor = found[key]
-        read_shape = tuple(mapped.read(torch.empty(tensor.shape, device="meta")).shape)
-        if read_shape != shape:
-            reason = f"gives {name} the shape {read_shape}; the model has {shape}"
-            raise ValueError(f"{key}: shape {tensor.shape} {reason}")
-        parts[name] = [Part((0,) * len(shape), shape, tensor.dtype, partial(_open_mapped, mapped, tensor))]
+        tensor, expected = found[key], _stored_shape(sources, shapes)
+        if tensor.shape != expected:
+            raise ValueError(f"{key}: shape {tensor.shape}; the model has {expected}")
+        for name, mapped in sources:
+            whole, open_ = (0,) * len(shapes[name]), partial(_open_mapped, mapped, tensor)
+            parts[name] = [Part(whole, shapes[name], tensor.dtype, open_)]
     rest = [name for name in found.keys() - used if not name.endswith(BUFFERS)]
     if model.tie_word_embeddings:  # stored again under its second name
         rest = [name for name in rest if name != "lm_head.weight"]
     for name in rest:
         parts[name] = [Part((), (), found[name].dtype, found[name].open)]  # for Weights to reject by name
     return Weights(model, parts, dtype)
+
+
+def _sources(model: Model, names: Iterable[str]) -> dict[str, Sources]:
+    """For each Hugging Face tensor our tensors that make it up."""
+    sources: dict[str, Sources] = {}
+    for name in names:
+        mapped = weight_names.huggingface_tensor(model, name)
+        sources.setdefault(mapped.name, []).append((name, mapped))
+    return sources
+
+
+def _stored_shape(sources: Sources, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Shape of the Hugging Face tensor that these make up."""
+    reached = [mapped.stored_shape(shapes[name]) for name, mapped in sources]
+    return tuple(map(max, zip(*reached, strict=True)))
 
 
 def _open_mapped(mapped: HuggingFaceTensor, tensor: LazyTensor) -> Tensor:
@@ -118,34 +134,35 @@ def _tensor(path: Path, name: str) -> Tensor:
 
 def entries(weights: Weights) -> Iterator[Entry]:
     """The Hugging Face tensors of a model, each assembled from ours when it is written."""
-    architecture = weights.model.architecture
-    sources: dict[str, Sources] = {}
-    for name in weights.shapes:
-        mapped = weight_names.huggingface_tensor(architecture, name)
-        sources.setdefault(mapped.name, []).append((name, mapped))
-    for key, parts in sources.items():
-        name, mapped = parts[0]
-        shape = mapped.write(torch.empty(weights.shapes[name], device="meta")).shape
-        shape = (*shape[:-1], shape[-1] * mapped.parts)
-        yield Entry(key, shape, weights.dtype_of(name), partial(_rows, weights, parts))
+    for key, sources in _sources(weights.model, weights.shapes).items():
+        shape = _stored_shape(sources, weights.shapes)
+        yield Entry(key, shape, weights.dtype_of(sources[0][0]), partial(_rows, weights, sources, shape))
 
 
-def _rows(weights: Weights, parts: Sources, low: int, high: int) -> Iterator[Tensor]:
-    """Rows [low, high) of the Hugging Face tensor that consists of our tensors `parts`, side by side."""
-    name, mapped = parts[0]
-    if mapped.parts == 1 and not mapped.transposed:
-        shape = weights.shapes[name]
-        yield from weights.blocks(name, (low, *[0] * (len(shape) - 1)), (high - low, *shape[1:]))
+def _rows(
+    weights: Weights, sources: Sources, stored: tuple[int, ...], low: int, high: int
+) -> Iterator[Tensor]:
+    """Rows [low, high) of the Hugging Face tensor of shape `stored` that our tensors make up."""
+    name, mapped = sources[0]
+    if not mapped.index and not mapped.transposed:
+        yield from weights.blocks(name, (low, *[0] * (len(stored) - 1)), (high - low, *stored[1:]))
         return
-    columns = []
-    for name, mapped in parts:
-        shape = list(weights.shapes[name])
-        offsets = [0] * len(shape)
-        if mapped.transposed:
-            offsets[1], shape[1] = low, high - low
-        columns.append(mapped.write(weights.read(name, tuple(offsets), tuple(shape))))
-    tensor = torch.cat(columns, -1)
-    yield tensor if tensor.dim() > 1 else tensor[low:high]
+    result = torch.empty(high - low, *stored[1:], dtype=weights.dtype_of(name))
+    for name, mapped in sources:
+        offsets, sizes = [0] * len(weights.shapes[name]), [*weights.shapes[name]]
+        rows, *columns = mapped.index or (slice(None),)
+        if isinstance(rows, int):
+            if low <= rows < high:
+                block = weights.read(name, tuple(offsets), tuple(sizes))
+                result[(rows - low, *columns)] = mapped.write(block)
+            continue
+        first, dim = rows.start or 0, 1 if mapped.transposed else 0  # its rows are this dim of ours
+        start, stop = max(low, first), min(high, first + sizes[dim])
+        if start < stop:
+            offsets[dim], sizes[dim] = start - first, stop - start
+            block = weights.read(name, tuple(offsets), tuple(sizes))
+            result[(slice(start - low, stop - low), *columns)] = mapped.write(block)
+    yield result
 
 
 def files(weights: Weights) -> list[SafetensorsFile]:

@@ -8,8 +8,10 @@ from functools import lru_cache
 
 import torch
 
+from modeling.models.dbrx import Dbrx
 from modeling.models.flops import layer_multiply_adds
 from modeling.models.gpt import GPT
+from modeling.models.gpt_oss import GptOss
 from modeling.models.language_model import LanguageModel
 from modeling.models.llama import Llama
 from modeling.models.mistral import Mistral
@@ -36,6 +38,8 @@ MODELS: dict[str, type[LanguageModel]] = {
     "olmo2": Olmo2,
     "mixtral": Mixtral,
     "qwen3_moe": Qwen3Moe,
+    "dbrx": Dbrx,
+    "gpt_oss": GptOss,
     "gpt": GPT,
 }
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # of weights

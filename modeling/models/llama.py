@@ -30,18 +30,24 @@ class Attention(nn.Module):
         h, n, k = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
         options["bias"] = model.attention_bias
         self.qkv = GQAQKVColumnParallelLinear(h, n, k, self.d, mesh, **options)
+        self.register_parameter("sinks", None)  # only some families have them
         self.output = RowParallelLinear(n * self.d, h, mesh.tensor, **options)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
         heads, kv_heads = self.qkv.heads, self.qkv.kv_heads  # on this rank: n/t and k/t
-        qkv = self.qkv(x)  # (b·s/c, (n + 2k)/t·d)
+        qkv = self.project(x)  # (b·s/c, (n + 2k)/t·d)
         qkv = qkv.view(-1, cos.shape[1], heads + 2 * kv_heads, self.d)  # (b, s/c, (n + 2k)/t, d)
         qk = self.normalize(qkv[:, :, : heads + kv_heads])
         qk = rotate(qk, cos, sin).transpose(1, 2)  # (b, (n + k)/t, s/c, d)
         q, k = qk[:, :heads], qk[:, heads:]  # (b, n/t, s/c, d), (b, k/t, s/c, d)
         v = qkv[:, :, heads + kv_heads :].transpose(1, 2)  # (b, k/t, s/c, d)
-        y = attention(q, k, v, self.context, documents=documents, window=self.window)  # (b, n/t, s/c, d)
+        masks = {"documents": documents, "window": self.window, "sinks": self.sinks}
+        y = attention(q, k, v, self.context, **masks)  # (b, n/t, s/c, d)
         return self.output(y.transpose(1, 2).reshape(-1, heads * self.d))  # (b·s/c, h)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Hidden states to heads, (b·s/c, (n + 2k)/t·d): queries, keys, values; families that clip them do it here."""
+        return self.qkv(x)
 
     def normalize(self, qk: Tensor) -> Tensor:
         """Query and key heads (b, s/c, (n + k)/t, d) before they are rotated; families with QK-norms normalize them here."""
@@ -63,14 +69,15 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     attention_layer: type[Attention] = Attention
+    norm_layer: type[RMSNorm] = RMSNorm
 
     def __init__(
         self, model: Model, mesh: Mesh, layer: int, norm: dict[str, object], **options: object
     ) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(model.hidden_size, mesh.tensor, **norm)
+        self.attention_norm = self.norm_layer(model.hidden_size, mesh.tensor, **norm)
         self.attention = self.attention_layer(model, mesh, layer, **options)
-        self.mlp_norm = RMSNorm(model.hidden_size, mesh.tensor, **norm)
+        self.mlp_norm = self.norm_layer(model.hidden_size, mesh.tensor, **norm)
         self.mlp = self.build_mlp(model, mesh, **options)
 
     def build_mlp(self, model: Model, mesh: Mesh, **options: object) -> nn.Module:

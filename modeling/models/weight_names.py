@@ -1,15 +1,22 @@
 """Weight names: which Hugging Face tensor holds each of our tensors, one map per architecture, read in both directions.
 
-Most tensors only differ in name. GPT-2 stores its matrices as (in, out) where ours are (out, in), and q, k and v side
-by side in one tensor.
+Most tensors only differ in name. Others are parts of a larger one: GPT-2 has q, k and v side by side, DBRX one below the other,
+and both DBRX and GPT-OSS all experts in one tensor. Some are stored as (in, out) where ours are (out, in).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+
+from profiles.model import Model
+
+Index = tuple[int | slice, ...]
+Place = Callable[[Model, Sequence[int]], Index]
+"""Where a tensor lies in a larger one, from the model and the numbers in our tensor's name: of its layer, and of its expert."""
 
 
 @dataclass(frozen=True)
@@ -18,25 +25,48 @@ class HuggingFaceTensor:
 
     name: str  # of the Hugging Face tensor
     transposed: bool = False  # whether it is stored as (in, out)
-    # part, parts: ours is this one of `parts` equal parts along its last dim
-    part: int = 0
-    parts: int = 1
+    place: Place | None = None
+    index: Index = ()  # of our tensor, if it is a part; slices have a start and a stop, or neither
 
     def read(self, stored: Tensor) -> Tensor:
         """Our tensor as a view of the stored one."""
-        tensor = stored.tensor_split(self.parts, -1)[self.part]
+        tensor = stored[self.index] if self.index else stored
         return tensor.t() if self.transposed else tensor
 
     def write(self, tensor: Tensor) -> Tensor:
-        """Our tensor in the stored orientation: one of `parts` parts of the stored tensor."""
+        """Our tensor in the stored orientation."""
         return tensor.t() if self.transposed else tensor
 
+    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the stored tensor as far as our tensor, of this shape, reaches."""
+        own = [*shape][::-1] if self.transposed else [*shape]
+        if not self.index:
+            return tuple(own)
+        kept = iter(own)
+        sizes = []
+        for at in (
+            *self.index,
+            *[slice(None)] * (len(own) - sum(isinstance(at, slice) for at in self.index)),
+        ):
+            size = at + 1 if isinstance(at, int) else next(kept)
+            sizes.append(size if isinstance(at, int) or at.stop is None else at.stop)
+        return tuple(sizes)
 
-def _attention(part: int) -> dict[str, HuggingFaceTensor]:
-    letter, prefix = "qkv"[part], "transformer.h.{}.attn.c_attn"
+
+def _rows_of(part: int, model: Model) -> slice:
+    """Rows of q, k or v in one matrix of them all."""
+    q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    ends = (0, q, q + kv, q + 2 * kv)
+    return slice(ends[part], ends[part + 1])
+
+
+def _gpt_attention(part: int) -> dict[str, HuggingFaceTensor]:
+    ours, theirs = f"layers.{{}}.attention.qkv.{'qkv'[part]}", "transformer.h.{}.attn.c_attn"
     return {
-        f"layers.{{}}.attention.qkv.{letter}.weight": HuggingFaceTensor(f"{prefix}.weight", True, part, 3),
-        f"layers.{{}}.attention.qkv.{letter}.bias": HuggingFaceTensor(f"{prefix}.bias", False, part, 3),
+        f"{ours}.weight": HuggingFaceTensor(
+            f"{theirs}.weight", True, lambda model, _: (slice(None), _rows_of(part, model))
+        ),
+        f"{ours}.bias": HuggingFaceTensor(f"{theirs}.bias", False, lambda model, _: (_rows_of(part, model),)),
     }
 
 
@@ -104,9 +134,9 @@ GPT = {
     "positions.weight": HuggingFaceTensor("transformer.wpe.weight"),
     "layers.{}.attention_norm.weight": HuggingFaceTensor("transformer.h.{}.ln_1.weight"),
     "layers.{}.attention_norm.bias": HuggingFaceTensor("transformer.h.{}.ln_1.bias"),
-    **_attention(0),
-    **_attention(1),
-    **_attention(2),
+    **_gpt_attention(0),
+    **_gpt_attention(1),
+    **_gpt_attention(2),
     "layers.{}.attention.output.weight": HuggingFaceTensor("transformer.h.{}.attn.c_proj.weight", True),
     "layers.{}.attention.output.bias": HuggingFaceTensor("transformer.h.{}.attn.c_proj.bias"),
     "layers.{}.mlp_norm.weight": HuggingFaceTensor("transformer.h.{}.ln_2.weight"),
@@ -120,6 +150,69 @@ GPT = {
     "head.weight": HuggingFaceTensor("lm_head.weight"),
 }
 
+
+def _expert_rows(model: Model, numbers: Sequence[int]) -> Index:
+    """Rows of an expert among those of all."""
+    return (slice(numbers[1] * model.expert_width, (numbers[1] + 1) * model.expert_width),)
+
+
+_DBRX = "transformer.blocks.{}"
+DBRX = {
+    "embedding.weight": HuggingFaceTensor("transformer.wte.weight"),
+    "layers.{}.attention_norm.weight": HuggingFaceTensor(f"{_DBRX}.norm_attn_norm.norm_1.weight"),
+    **{
+        f"layers.{{}}.attention.qkv.{letter}.weight": HuggingFaceTensor(
+            f"{_DBRX}.norm_attn_norm.attn.Wqkv.weight",
+            place=lambda model, _, part=part: (_rows_of(part, model),),
+        )
+        for part, letter in enumerate("qkv")
+    },
+    "layers.{}.attention.output.weight": HuggingFaceTensor(f"{_DBRX}.norm_attn_norm.attn.out_proj.weight"),
+    "layers.{}.mlp_norm.weight": HuggingFaceTensor(f"{_DBRX}.norm_attn_norm.norm_2.weight"),
+    "layers.{}.mlp.router.weight": HuggingFaceTensor(f"{_DBRX}.ffn.router.layer.weight"),
+    "layers.{}.mlp.gate_up.{}.gate.weight": HuggingFaceTensor(
+        f"{_DBRX}.ffn.experts.mlp.w1", place=_expert_rows
+    ),
+    "layers.{}.mlp.gate_up.{}.up.weight": HuggingFaceTensor(
+        f"{_DBRX}.ffn.experts.mlp.v1", place=_expert_rows
+    ),
+    "layers.{}.mlp.down.{}.weight": HuggingFaceTensor(f"{_DBRX}.ffn.experts.mlp.w2", True, _expert_rows),
+    "norm.weight": HuggingFaceTensor("transformer.norm_f.weight"),
+    "head.weight": HuggingFaceTensor("lm_head.weight"),
+}
+
+
+def _interleaved(half: int, dims: int) -> Place:
+    """Every second column of an expert: gate in the even ones, up in the odd ones."""
+
+    def place(model: Model, numbers: Sequence[int]) -> Index:
+        columns = slice(half, 2 * model.expert_width, 2)
+        return (numbers[1], *[slice(None)] * (dims - 1), columns)
+
+    return place
+
+
+_GPT_OSS = "model.layers.{}.mlp.experts"
+GPT_OSS = {
+    **{name: entry for name, entry in LLAMA.items() if ".mlp." not in name},
+    "layers.{}.attention.sinks": HuggingFaceTensor("model.layers.{}.self_attn.sinks"),
+    "layers.{}.mlp.router.weight": HuggingFaceTensor("model.layers.{}.mlp.router.weight"),
+    "layers.{}.mlp.router.bias": HuggingFaceTensor("model.layers.{}.mlp.router.bias"),
+    **{
+        f"layers.{{}}.mlp.gate_up.{{}}.{name}.{kind}": HuggingFaceTensor(
+            f"{_GPT_OSS}.{stored}", dims == 2, _interleaved(half, dims)
+        )
+        for half, name in enumerate(("gate", "up"))
+        for kind, stored, dims in (("weight", "gate_up_proj", 2), ("bias", "gate_up_proj_bias", 1))
+    },
+    "layers.{}.mlp.down.{}.weight": HuggingFaceTensor(
+        f"{_GPT_OSS}.down_proj", True, lambda _, numbers: (numbers[1],)
+    ),
+    "layers.{}.mlp.down.{}.bias": HuggingFaceTensor(
+        f"{_GPT_OSS}.down_proj_bias", False, lambda _, numbers: (numbers[1],)
+    ),
+}
+
 MAPS = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -127,14 +220,18 @@ MAPS = {
     "olmo2": OLMO2,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
+    "dbrx": DBRX,
+    "gpt_oss": GPT_OSS,
     "gpt": GPT,
 }
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert
 
 
-def huggingface_tensor(architecture: str, name: str) -> HuggingFaceTensor:
+def huggingface_tensor(model: Model, name: str) -> HuggingFaceTensor:
     """The Hugging Face tensor that holds our tensor `name`. Raises ValueError if the architecture has no such tensor."""
-    entry = MAPS[architecture].get(_NUMBER.sub("{}", name))
+    entry = MAPS[model.architecture].get(_NUMBER.sub("{}", name))
     if entry is None:
-        raise ValueError(f"{name}: {architecture} has no tensor of this name")
-    return replace(entry, name=entry.name.format(*_NUMBER.findall(name)))
+        raise ValueError(f"{name}: {model.architecture} has no tensor of this name")
+    numbers = [int(number) for number in _NUMBER.findall(name)]
+    index = entry.place(model, numbers) if entry.place else ()
+    return replace(entry, name=entry.name.format(*numbers), index=index)

@@ -46,6 +46,14 @@ MODELS = {
     "mistral": {**LLAMA, "architecture": "mistral", "sliding_window": 9},
     "qwen3": {**LLAMA, "architecture": "qwen3", "head_dim": 16},
     "olmo2": {**LLAMA, "architecture": "olmo2"},
+    "dbrx": {
+        **LLAMA, "architecture": "dbrx", "intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "clip_qkv": 0.5,
+    },
+    "gpt_oss": {
+        **LLAMA, "architecture": "gpt_oss", "intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+        "sliding_window": 9, "full_attention_every": 2,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
     "mixtral": {**LLAMA, "architecture": "mixtral", "intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {
         **LLAMA, "architecture": "qwen3_moe", "head_dim": 16, "moe_intermediate_size": 16, "num_experts": 8,

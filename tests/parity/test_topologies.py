@@ -86,6 +86,11 @@ CASES = {
     "expert 2, pipeline 2, full activation checkpointing": Case(
         "mixtral", data=2, pipeline=2, expert=2, balance="global", recompute="full"
     ),
+    "tensor 4, KV replicated, dbrx": Case("dbrx", tensor=4),
+    "expert 2, tensor 2, context 2, documents, gpt_oss": Case(
+        "gpt_oss", tensor=2, context=2, expert=2, documents=True
+    ),
+    "pipeline 2, gpt_oss": Case("gpt_oss", pipeline=2),
     "expert 2, fsdp 4": Case("mixtral", data=4, expert=2, sharding="fsdp"),
     "expert 4, hsdp 2 x 4, capacity": Case(
         "mixtral", data=8, expert=4, sharding="fsdp", shard_degree=4, capacity=1.0

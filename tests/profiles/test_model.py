@@ -1,6 +1,7 @@
 """Model section: validation, and config.json in both directions against transformers."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.model import Model, from_config_json, to_config_json
+from profiles.huggingface_config import from_config_json, to_config_json
+from profiles.model import Model
 
 LLAMA = {
     "hidden_size": 64,
@@ -47,6 +49,7 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 32,
 }
+EXPERTS = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2}
 MODELS = [
     LLAMA,
     {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -56,6 +59,10 @@ MODELS = [
     {**LLAMA, "head_dim": 32},
     {**LLAMA, "architecture": "mistral", "sliding_window": 256},
     {**LLAMA, "architecture": "mistral"},
+    {**EXPERTS, "architecture": "dbrx", "norm_eps": 1e-5, "clip_qkv": 8.0},
+    {**EXPERTS, "architecture": "dbrx", "norm_eps": 1e-5, "norm_topk_prob": False},
+    {**EXPERTS, "architecture": "gpt_oss", "sliding_window": 128, "full_attention_every": 2},
+    {**EXPERTS, "architecture": "gpt_oss", "sliding_window": 128, "rope_scaling": YARN},
     GPT,
     {**GPT, "tie_word_embeddings": False, "hidden_act": "gelu_new"},
 ]
@@ -100,6 +107,9 @@ def test_norm_eps_aliases(name):
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act = gelu: is not an activation of llama; nearest valid: silu"),
         (LLAMA, {"dropout": 0.1}, "dropout = 0.1: llama has no dropout; nearest valid: 0.0"),
         (LLAMA, {"sliding_window": 8}, "sliding_window = 8: llama has no sliding window; nearest valid: null"),
+        (LLAMA, {"clip_qkv": 8.0}, "clip_qkv = 8.0: llama has no clipped heads; nearest valid: null"),
+        (EXPERTS, {"architecture": "gpt_oss", "full_attention_every": 2}, "is set, but no sliding_window"),
+        (EXPERTS, {"architecture": "dbrx"}, "norm_eps = 1e-06: is not supported for dbrx; nearest valid: 1e-05"),
         (LLAMA, {"architecture": "bert"}, "is not one of the choices; nearest valid: llama, mistral, qwen3, olmo2, gpt"),
         (LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "nearest valid: linear, llama3, yarn"),
         (LLAMA, {"rope_scaling": {"factor": 2.0}}, "model.rope_scaling = a section: has no rope_type"),
@@ -131,7 +141,10 @@ def test_config_json_agrees_with_transformers(values, tmp_path):
         built = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
     h, f, v = model.hidden_size, model.intermediate_size, model.vocab_size
-    if model.architecture != "gpt":
+    assert sum(map(math.prod, shapes.values())) == model.parameters
+    if model.num_experts is not None:
+        assert getattr(config, "sliding_window", None) == model.sliding_window
+    elif model.architecture != "gpt":
         assert shapes["model.layers.1.self_attn.k_proj.weight"] == (
             model.num_key_value_heads * model.head_dim,
             h,
@@ -167,6 +180,15 @@ def test_omitted_config_fields_get_transformers_defaults():
     ("config", "message"),
     [
         ({"model_type": "mamba"}, "model_type = mamba: is not a supported architecture"),
+        ({"model_type": "dbrx", "emb_pdrop": 0.1}, "emb_pdrop = 0.1: is not supported for dbrx"),
+        (
+            {
+                "model_type": "gpt_oss",
+                "num_hidden_layers": 2,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            "layer_types = full_attention, sliding_attention: is not a repetition of sliding_attention",
+        ),
         ({"model_type": "llama", "attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = dynamic"),
         ({"model_type": "gpt2", "attn_pdrop": 0.2}, "attn_pdrop and resid_pdrop must be equal"),

@@ -13,8 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DbrxConfig,
+    DbrxForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -53,6 +57,19 @@ MODELS = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=5)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA, head_dim=16)),
     "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**LLAMA)),
+    "dbrx": lambda: DbrxForCausalLM(
+        DbrxConfig(
+            d_model=32,
+            n_heads=4,
+            n_layers=2,
+            vocab_size=101,
+            attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+            ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        )
+    ),
+    "gpt_oss": lambda: GptOssForCausalLM(
+        GptOssConfig(**LLAMA, head_dim=8, num_local_experts=4, num_experts_per_tok=2)
+    ),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**LLAMA, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)

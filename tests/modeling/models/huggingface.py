@@ -9,7 +9,8 @@ from modeling.models import weight_names
 from modeling.models.build import MODELS
 from parallel import Mesh
 from parallel.layout import Box, layout_of
-from profiles.model import Model, from_config_json
+from profiles.huggingface_config import from_config_json
+from profiles.model import Model
 
 TOKENS = 24
 TOLERANCE = 1e-5
@@ -24,18 +25,18 @@ def boxes(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, Box]]:
     ]
 
 
-def to_our_names(
-    architecture: str, names: list[str], tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def to_our_names(model: Model, names: list[str], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Hugging Face tensors, as in a model or in its files, under our names."""
-    tensors = as_stored(architecture, tensors)
-    stored = {name: weight_names.huggingface_tensor(architecture, name) for name in names}
+    tensors = as_stored(model.architecture, tensors)
+    stored = {name: weight_names.huggingface_tensor(model, name) for name in names}
     return {name: where.read(tensors[where.name]) for name, where in stored.items()}
 
 
 def as_stored(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A model's tensors as its files hold them: each expert apart, which transformers fuses in memory."""
     layer = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}.get(architecture)
+    if layer is None:
+        return tensors
     gate, up, down = (
         ("w1", "w3", "w2") if architecture == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     )
@@ -43,7 +44,7 @@ def as_stored(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str, 
     for name, tensor in tensors.items():
         prefix, expert, projection = name.rpartition(".mlp.experts.")
         if not expert:
-            stored[name.replace(".mlp.", f".{layer}.") if layer else name] = tensor
+            stored[name.replace(".mlp.", f".{layer}.")] = tensor
             continue
         for number, own in enumerate(tensor):
             parts = (
@@ -71,7 +72,7 @@ def build_pair(
     description = Model(**from_config_json(config.to_dict()))
     ours = MODELS[description.architecture](description, Mesh())
     names = [box.name for _, box in boxes(ours)]
-    weights = to_our_names(description.architecture, names, theirs.state_dict())
+    weights = to_our_names(description, names, theirs.state_dict())
     with torch.no_grad():
         for parameter, box in boxes(ours):
             box.view(parameter).copy_(weights[box.name])
@@ -97,7 +98,7 @@ def assert_match(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
     expected.loss.backward()
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     names = [box.name for _, box in boxes(ours)]
-    gradients = to_our_names(description.architecture, names, gradients)
+    gradients = to_our_names(description, names, gradients)
     for parameter, box in boxes(ours):
         difference = (box.view(parameter.grad) - gradients[box.name]).norm()
         # A key bias shifts all scores of a query equally, so without rotation its exact gradient is zero.

@@ -1,7 +1,11 @@
-"""Llama, Mistral, Qwen3, OLMo 2, Mixtral and Qwen3-MoE against transformers' classes."""
+"""Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX and GPT-OSS against transformers' classes."""
 
 import pytest
 from transformers import (
+    DbrxConfig,
+    DbrxForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -98,7 +102,29 @@ def test_families_match_transformers(kind, config):
     assert_match(kind, config)
 
 
+DBRX = {
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": 64,
+    "vocab_size": 101,
+    "initializer_range": 0.1,
+    "attn_config": {"clip_qkv": 0.7, "kv_n_heads": 2, "rope_theta": 10000.0},
+    "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 5, "moe_top_k": 2},
+}
 EXPERTS = {
+    "dbrx": (DbrxForCausalLM, DbrxConfig(**DBRX)),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig(
+            **SIZES,
+            head_dim=16,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            sliding_window=7,
+            attn_implementation="eager",
+        ),
+    ),
     "mixtral": (MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2)),
     "qwen3_moe": (
         Qwen3MoeForCausalLM,

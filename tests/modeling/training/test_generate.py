@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from modeling.models.weight_names import huggingface_tensor
 from modeling.training import generate
 from modeling.training.trainer import Trainer
-from profiles.model import to_config_json
+from profiles.huggingface_config import to_config_json
 from tests.modeling.models.huggingface import boxes
 from tests.parity.harness import Case, batch
 
@@ -22,7 +22,7 @@ class Prompts:
         return batch(0)[first : first + count].numpy()
 
 
-@pytest.mark.parametrize("family", ["mistral"])
+@pytest.mark.parametrize("family", ["mistral", "dbrx", "gpt_oss"])
 def test_greedy_samples_equal_transformers(monkeypatch, family):
     monkeypatch.setattr(generate, "TOP_K", 1)
     trainer = Trainer(Case(family).profile())
@@ -34,11 +34,10 @@ def test_greedy_samples_equal_transformers(monkeypatch, family):
     fields = to_config_json(stage.model)
     config = AutoConfig.for_model(**fields, eos_token_id=None, bos_token_id=None, pad_token_id=0)
     theirs = AutoModelForCausalLM.from_config(config).eval()
-    weights = {}
+    weights = theirs.state_dict()
     for parameter, box in boxes(stage):
-        where = huggingface_tensor(stage.model.architecture, box.name)
-        weights[where.name] = where.write(box.view(parameter.detach()))
-    theirs.load_state_dict(weights)
+        where = huggingface_tensor(stage.model, box.name)
+        where.read(weights[where.name]).copy_(box.view(parameter.detach()))
     prompts = torch.tensor([sample["prompt"] for sample in samples])
     new = len(samples[0]["text"])
     options = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": new, "do_sample": False}
