@@ -1,4 +1,4 @@
-"""Validation rules between a profile's sections, and of the local files it names; needs no device.
+"""Validation rules between a profile's sections, and, for a run that starts, of the local files it names; needs no device.
 
 `check` runs the rules in order. A choice is offered only if the profile with it satisfies the other rules too; where none
 follows from a rule itself, the nearest valid values are found by trying those around the invalid one.
@@ -86,17 +86,28 @@ def with_value(profile: Profile, key: str, value: Any) -> Profile:
 
 
 def check_start(profile: Profile) -> None:
-    """Check that a run can be started from this machine, which planning does not need. Raises ProfileError."""
+    """Check that a run can be started from this machine, with the files that it names, which planning does not need.
+
+    Raises:
+        ProfileError: every reason why it cannot.
+    """
+    errors = [broken[1] for rule in START if (broken := _broken(profile, [rule]))]
+    if errors:
+        raise errors[0].along_with(errors[1:])
+
+
+def _trainable(profile: Profile) -> None:
     cluster = profile.cluster
     if cluster.accelerator in PLANNED_ONLY:
         raise ProfileError("cluster.accelerator", cluster.accelerator, *PLANNED_ONLY[cluster.accelerator])
     if profile.train.precision == "fp8" and cluster.device == "neuron":
         reason = f"can only be planned on {cluster.accelerator}: native PyTorch has no MXFP8 product for it"
         raise ProfileError("train.precision", "fp8", reason, ["bf16"])
-    if cluster.launcher == "slurm" and shutil.which("sbatch") is None:
+
+
+def _launcher(profile: Profile) -> None:
+    if profile.cluster.launcher == "slurm" and shutil.which("sbatch") is None:
         raise ProfileError("cluster.launcher", "slurm", "sbatch is not on this machine's PATH", ["local"])
-    objectives.check_start(profile)
-    user_functions.check(profile)
 
 
 def _cluster(profile: Profile) -> None:
@@ -337,9 +348,12 @@ def _vocabulary(profile: Profile) -> None:
         raise ProfileError("tokenizer.vocabulary_size", size, reason, [embeddings])
 
 
-def _files(profile: Profile) -> None:
+def _tokenizer_folder(profile: Profile) -> None:
     if profile.tokenizer.source != "train":
         _folder_or_repository("tokenizer.source", profile.tokenizer.source)
+
+
+def _initial_weights(profile: Profile) -> None:
     if profile.init.from_ is not None:
         _folder_or_repository("init.from", profile.init.from_)
 
@@ -385,10 +399,19 @@ INDEPENDENT = (
     _precision,
     _schedule,
     _vocabulary,
-    _files,
     _compile,
     data_sources.check,
     objectives.check,
+)
+# Rules of a run that starts: hardware, launcher, and files on this machine.
+START = (
+    _trainable,
+    _launcher,
+    objectives.check_start,
+    _tokenizer_folder,
+    _initial_weights,
+    data_sources.check_files,
+    user_functions.check,
 )
 # Keys whose nearest valid values are searched, with further keys that may be changed instead.
 SEARCHED: dict[str, tuple[str, ...]] = {

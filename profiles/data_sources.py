@@ -41,6 +41,13 @@ def check(profile: Profile) -> None:
         raise ProfileError("data.sources.0.use", "validation", reason, ["split", "train"])
 
 
+def check_files(profile: Profile) -> None:
+    """Check that local files of every source exist; buckets and the hub are checked when they are read. Raises ProfileError."""
+    for number, source in enumerate(profile.data.sources):
+        if source.path is not None and "://" not in source.path:
+            _check_local_path(source, f"data.sources.{number}.path")
+
+
 def _check_source(source: Source, key: str) -> None:
     for name, kinds in KINDS.items():
         value = getattr(source, name)
@@ -56,12 +63,9 @@ def _check_source(source: Source, key: str) -> None:
         raise ProfileError(f"{key}.repository", source.repository, "is not of the form org/name")
     if source.anonymous and not source.path.startswith("s3://"):
         raise ProfileError(f"{key}.anonymous", True, "only applies to s3:// paths", [False])
-    if source.path is not None and "://" not in source.path:
-        _check_local_path(source, f"{key}.path")
 
 
 def _check_local_path(source: Source, key: str) -> None:
-    """Check that a local path exists; buckets and the hub are checked when they are read."""
     path = str(Path(source.path).expanduser())
     is_prefix = source.kind == "megatron" and Path(f"{path}.idx").is_file()
     if not is_prefix and not Path(path).exists() and not glob.glob(path, recursive=True):

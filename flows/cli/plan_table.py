@@ -116,8 +116,11 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
 
 
 def _data_tokens(profile: Profile) -> float | None:
-    """Tokens of the training data, from the sizes of files; None if they do not tell."""
-    size = text_bytes(profile)
+    """Tokens of the training data, from the sizes of files; None if they do not tell or are not on this machine."""
+    try:
+        size = text_bytes(profile)
+    except ProfileError:
+        return None
     return size and size / BYTES_PER_TOKEN
 
 

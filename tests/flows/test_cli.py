@@ -28,10 +28,6 @@ COMMANDS = ("run", "plan", "up", "convert", "profiles", "compare", "tensorboard"
         ("parallel.tensor=3", ("parallel.tensor = 3", "does not divide 4 query heads", "nearest valid: ")),
         ("train.global_batch_size=6", ("train.global_batch_size = 6", "micro_batch_size 4", "4, 8")),
         (
-            "data.sources.0.path=/no/such/file.txt",
-            ("data.sources.0.path = /no/such/file.txt", "there is no such file"),
-        ),
-        (
             "tokenizer.vocabulary_size=999",
             ("tokenizer.vocabulary_size = 999", "larger than model.vocab_size", "300"),
         ),
@@ -49,6 +45,16 @@ def test_a_bad_profile_is_refused_in_one_line_before_any_work(
     assert err.count("\n") == 1
     assert all(part in err for part in expected), err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_data_stops_a_run_and_is_a_note_of_its_plan(capsys, monkeypatch, tmp_path, profile):
+    monkeypatch.chdir(tmp_path)
+    missing = ["--set", "data.sources.0.path=/no/such/file.txt"]
+    expected = "data.sources.0.path = /no/such/file.txt: there is no such file or folder"
+    assert main(["run", str(profile), *missing]) == 2
+    assert expected in capsys.readouterr().err
+    assert main(["plan", str(profile), *missing]) == 0
+    assert expected in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_unknown_profile_is_refused_with_those_there_are(capsys):
