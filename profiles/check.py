@@ -328,11 +328,15 @@ def _schedule(profile: Profile) -> None:
         raise ProfileError("train.epochs", train.epochs, reason, ["null"])
     if train.steps is None and train.epochs is None:
         raise ProfileError("train.steps", None, "is missing; set train.steps or train.epochs")
-    if train.steps is not None and train.warmup_steps + train.constant_steps > train.steps:
-        key = "warmup_steps" if train.warmup_steps > train.steps else "constant_steps"
-        reason = f"warmup_steps + constant_steps exceed train.steps {train.steps}"
-        fitting = train.steps - (train.warmup_steps if key == "constant_steps" else 0)
-        raise ProfileError(f"train.{key}", getattr(train, key), reason, [fitting])
+    left = train.steps
+    for key in ("warmup_steps", "constant_steps", "minimum_steps") if left is not None else ():
+        if (length := getattr(train, key)) > left:
+            reason = f"exceeds the {left} steps that train.steps {train.steps} leaves for it"
+            raise ProfileError(f"train.{key}", length, reason, [left])
+        left -= length
+    if train.minimum_steps and train.schedule == "constant":
+        reason = "has no effect: train.schedule is constant"
+        raise ProfileError("train.minimum_steps", train.minimum_steps, reason, [0])
     lowest, peak = train.minimum_learning_rate, train.learning_rate
     if lowest > peak:
         raise ProfileError("train.minimum_learning_rate", lowest, f"is above learning_rate {peak}", [peak])

@@ -243,6 +243,9 @@ class Train(Section):
     minimum_learning_rate: Rate = Field(0.0, description="learning rate at the last step")
     warmup_steps: Natural = Field(0, description="linear warm-up steps")
     constant_steps: Natural = Field(0, description="steps at the peak after warm-up")
+    minimum_steps: Natural = Field(
+        0, description="steps at the minimum at the end, after the decay (NeMo's constant_steps)"
+    )
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape of the decay")
     weight_decay: Rate = Field(0.1, description="decoupled weight decay of AdamW")
     norm_weight_decay: bool = Field(False, description="apply weight decay to norm weights and biases too")

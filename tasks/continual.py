@@ -23,6 +23,11 @@ from tasks.store.artifacts import Artifact
 from tasks.store.inventory import STANDING
 from tasks.store.store import Store
 
+PHASES = (
+    "warmup_steps",
+    "constant_steps",
+    "minimum_steps",
+)  # of the learning rate's schedule, in order of priority
 log = logging.getLogger(__name__)
 
 
@@ -103,14 +108,18 @@ def with_steps(profile: Profile, new: Artifact) -> Profile:
     train = profile.train
     if train.epochs is None:
         return profile
-    free = train.model_copy(update={"warmup_steps": 0, "constant_steps": 0})
+    free = train.model_copy(update=dict.fromkeys(PHASES, 0))
     steps = steps_of_epochs(profile.model_copy(update={"train": free}), new).train.steps
-    warmup = min(train.warmup_steps, steps)
-    fitting = {"warmup_steps": warmup, "constant_steps": min(train.constant_steps, steps - warmup)}
-    for name, fits in fitting.items():
-        if fits < (wanted := getattr(train, name)):
-            log.info("train.%s: cut from %d to %d: the new data makes %d steps", name, wanted, fits, steps)
-    fitting |= {"steps": steps, "epochs": None}
+    fitting: dict[str, int | None] = {"steps": steps, "epochs": None}
+    left = steps
+    for name in PHASES:
+        wanted = getattr(train, name)
+        fitting[name] = min(wanted, left)
+        left -= fitting[name]
+        if fitting[name] < wanted:
+            log.info(
+                "train.%s: cut from %d to %d: the new data makes %d steps", name, wanted, fitting[name], steps
+            )
     return profile.model_copy(update={"train": train.model_copy(update=fitting)})
 
 

@@ -42,6 +42,7 @@ SCHEDULE = {
     "minimum_learning_rate",
     "warmup_steps",
     "constant_steps",
+    "minimum_steps",
     "schedule",
 }
 # Keys of `train` that a position in the data counts in.

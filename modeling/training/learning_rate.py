@@ -1,4 +1,4 @@
-"""Learning rate schedule: linear warm-up, optional plateau, then decay to the minimum at the last step."""
+"""Learning rate schedule: linear warm-up, optional plateau, then decay to the minimum, by default at the last step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from profiles.schema import Train
 def learning_rate(train: Train, step: int) -> float:
     """Learning rate of optimizer step `step`, counted from 1.
 
-    With w warm-up steps, c constant steps and n steps in total: lr · step / w up to step w; lr up to step w + c; then a half
-    cosine or a line from lr to the minimum over the remaining n - w - c steps.
+    With w warm-up steps, c constant steps, m steps at the minimum and n steps in total: lr · step / w up to step w; lr up to
+    step w + c; then a half cosine or a line from lr to the minimum, which it has from step n - m on.
     """
     peak, minimum = train.learning_rate, train.minimum_learning_rate
     if step <= train.warmup_steps:
         return peak * step / train.warmup_steps
     decayed = step - train.warmup_steps - train.constant_steps
-    decay_steps = train.steps - train.warmup_steps - train.constant_steps
+    decay_steps = train.steps - train.warmup_steps - train.constant_steps - train.minimum_steps
     if train.schedule == "constant" or decayed <= 0:
         return peak
     progress = min(1.0, decayed / max(1, decay_steps))

@@ -184,6 +184,7 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
         (["train.recompute_layers=2"], "train.recompute_layers", 2, "train.recompute is none", ("null",)),
         (["train.warmup_steps=301"], "train.warmup_steps", 301, "train.steps 300", (300,)),
         (["train.constant_steps=290"], "train.constant_steps", 290, "train.steps 300", (270,)),
+        (["train.minimum_steps=290"], "train.minimum_steps", 290, "train.steps 300", (270,)),
         (
             ["train.minimum_learning_rate=1.0"],
             *("train.minimum_learning_rate", 1.0, "above learning_rate 0.003", (0.003,)),
@@ -328,7 +329,8 @@ def test_missing_files_stop_a_run_but_not_its_plan():
     )
     missing = {found.key: found.reason for found in (error, *error.others)}
     assert missing.keys() == {"tokenizer.source", "init.from", "data.sources.0.path"}
-    assert "no such folder" in missing["init.from"] and "no such file" in missing["data.sources.0.path"]
+    assert "no such folder" in missing["init.from"]
+    assert "no such file" in missing["data.sources.0.path"]
     assert "org/name" in not_started("tokenizer.source=gpt2").reason
     assert "no file matches" in not_started("data.sources.0={kind: files, path: './none-*.txt'}").reason
 
