@@ -51,13 +51,15 @@ def fold(keys: Tensor, index: int | Tensor) -> Tensor:
     return _mix64(keys ^ _mix64(index.to(torch.int64)))
 
 
-def dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
+def dropout(x: Tensor, keys: Tensor, rate: float, columns: Tensor | None = None) -> Tensor:
     """Zero elements of x (..., n) with probability `rate`, scale the others by 1 / (1 - rate).
 
     Args:
         keys: (...), one for each row of x.
+        columns: (n), global indices of x's columns; None: 0 to n - 1.
     """
-    columns = torch.arange(x.shape[-1], device=x.device)
+    if columns is None:
+        columns = torch.arange(x.shape[-1], device=x.device)
     return (x * (1 / (1 - rate))).where(dropout_mask(keys, columns, rate), 0)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -125,6 +126,9 @@ class Model(Section):
     mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt)")
     hidden_act: str = Field(description="MLP activation function (default: gelu for gpt, else silu)")
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
+    scaled_initialization: bool = Field(
+        description="divide initializer_range by √(2 · layers) for projections onto the residual stream (default: true for gpt)"
+    )
     num_experts: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         None, description="experts of a layer (mixtral, qwen3_moe, dbrx, gpt_oss); alias: num_local_experts"
     )
@@ -139,6 +143,23 @@ class Model(Section):
     dropout: float = Field(
         0.0, ge=0, lt=1, description="dropout probability of embeddings, attention and residuals (gpt)"
     )
+    mlp_dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="dropout probability of the MLP's activations, Megatron's ffn_dropout (gpt)",
+    )
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training drops anything."""
+        return bool(self.dropout or self.mlp_dropout)
+
+    @property
+    def residual_initializer_range(self) -> float:
+        """Standard deviation of initial weights of projections onto the residual stream."""
+        scale = math.sqrt(2 * self.num_hidden_layers) if self.scaled_initialization else 1.0
+        return self.initializer_range / scale
 
     def window(self, layer: int) -> int | None:
         """Number of tokens, up to itself, that a token attends to in this layer; None: all."""
@@ -198,7 +219,7 @@ class Model(Section):
                     )
                 values["head_dim"] = hidden // heads
         values.setdefault("attention_bias", values.get("architecture") in ("gpt", "gpt_oss"))
-        for name in ("tie_word_embeddings", "mlp_bias"):
+        for name in ("tie_word_embeddings", "mlp_bias", "scaled_initialization"):
             values.setdefault(name, gpt)
         values.setdefault("hidden_act", ACTIVATIONS["gpt" if gpt else "llama"][0])
         return values
@@ -222,8 +243,9 @@ class Model(Section):
             raise ProfileError("full_attention_every", self.full_attention_every, reason, ["null"])
         self._check_experts()
         if self.architecture in ROTARY:
-            if self.dropout:
-                raise ProfileError("dropout", self.dropout, f"{self.architecture} has no dropout", [0.0])
+            for name in ("dropout", "mlp_dropout"):
+                if rate := getattr(self, name):
+                    raise ProfileError(name, rate, f"{self.architecture} has no dropout", [0.0])
             if self.attention_bias and self.architecture in ("mistral", "dbrx"):
                 reason = f"{self.architecture} has no biases in its attention"
                 raise ProfileError("attention_bias", True, reason, [False])
@@ -291,6 +313,7 @@ _DERIVED = (
     "attention_bias",
     "mlp_bias",
     "hidden_act",
+    "scaled_initialization",
 )
 
 

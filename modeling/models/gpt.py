@@ -5,16 +5,13 @@
     logits = head(norm(x))
 
 with LayerNorm, learned positions, multi-head attention with dropout of its probabilities, mlp(x) = down(gelu(up(x))),
-biases throughout, and mostly a head tied to the embedding. Projections onto the residual stream are initialized
-smaller by √(2 · layers).
+biases throughout, and mostly a head tied to the embedding. Megatron's GPT also has dropout of gelu(up(x)).
 
 Shapes as in llama.py: b batch, s sequence, h hidden, f MLP width, n heads, d head size, v vocabulary, t tensor
 degree, c context degree. Hidden states between layers are (b·s/c, h), or (b·s/(c·t), h) with sequence parallelism.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +51,7 @@ class Attention(nn.Module):
         heads = self.qkv.heads  # on this rank: n/t
         qkv = self.qkv(x).view(-1, positions.shape[-1], 3 * heads, self.d)  # (b, s/c, 3n/t, d)
         q, k, v = qkv.transpose(1, 2).split(heads, 1)  # (b, n/t, s/c, d) each
-        if keys is None:
+        if keys is None or not self.dropout:
             y = attention(q, k, v, self.context, documents=documents)  # (b, n/t, s/c, d)
         else:
             mask = {"positions": positions, "keys": keys.attention, "heads": self.heads, "rate": self.dropout}
@@ -67,13 +64,21 @@ class MLP(nn.Module):
         super().__init__()
         h, f = model.hidden_size, model.intermediate_size
         self.approximate = {"gelu": "none", "gelu_new": "tanh"}[model.hidden_act]
+        self.dropout = model.mlp_dropout
         options["bias"] = model.mlp_bias
+        # Global numbers of this rank's features: they key dropout. A buffer, so that no graph depends on the rank.
+        local = f // mesh.tensor.size
+        features = torch.arange(local, device=options["device"]) + mesh.tensor.rank * local
+        self.register_buffer("features", features, persistent=False)
         self.up = ColumnParallelLinear(h, f, mesh.tensor, **options)
         options["initializer"] = residual
         self.down = RowParallelLinear(f, h, mesh.tensor, **options)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))  # (b·s/c, f/t) -> (b·s/c, h)
+    def forward(self, x: Tensor, keys: Keys | None) -> Tensor:
+        y = F.gelu(self.up(x), approximate=self.approximate)  # (b·s/c, f/t)
+        if keys is not None and self.dropout:
+            y = dropout(y, keys.attention.flatten(), self.dropout, self.features)
+        return self.down(y)  # (b·s/c, h)
 
 
 class Block(nn.Module):
@@ -82,7 +87,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.dropout = model.dropout
-        residual = Normal(model.initializer_range / math.sqrt(2 * model.num_hidden_layers))
+        residual = Normal(model.residual_initializer_range)
         self.attention_norm = LayerNorm(model.hidden_size, mesh.tensor, **norm)
         self.attention = Attention(model, mesh, residual, **options)
         self.mlp_norm = LayerNorm(model.hidden_size, mesh.tensor, **norm)
@@ -93,11 +98,13 @@ class Block(nn.Module):
     ) -> Tensor:
         y = self.attention(self.attention_norm(x), positions, documents, keys and keys.fold(0))
         x = x + self._dropout(y, keys, 1)
-        y = self.mlp(self.mlp_norm(x))
+        y = self.mlp(self.mlp_norm(x), keys and keys.fold(3))
         return x + self._dropout(y, keys, 2)
 
     def _dropout(self, y: Tensor, keys: Keys | None, site: int) -> Tensor:
-        return y if keys is None else dropout(y, keys.fold(site).hidden, self.dropout)
+        if keys is None or not self.dropout:
+            return y
+        return dropout(y, keys.fold(site).hidden, self.dropout)
 
 
 class GPT(LanguageModel):
@@ -121,12 +128,12 @@ class GPT(LanguageModel):
             samples: (b), dropout keys of the samples (`sample_keys`); None disables dropout.
         """
         keys = None
-        if samples is not None and self.model.dropout:
+        if samples is not None and self.model.has_dropout:
             keys = token_keys(samples, positions, self.axis, self.sequence_parallel)
         if self.first:
             offsets = positions if documents is None else positions - documents  # (s/c) or (b, s/c)
             x = self.embedding(x) + self.positions(offsets.expand(x.shape))  # (b·s/c, h)
-            if keys:
+            if keys and self.model.dropout:
                 x = dropout(x, keys.hidden, self.model.dropout)
         for number, layer in self.layers.items():
             x = layer(x, positions, documents, keys and keys.fold(int(number)))

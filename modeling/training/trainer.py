@@ -187,7 +187,7 @@ class Trainer:
         if self.experts and settings.balance == "global":
             self._count_choices(tokens, targets, masks)
         extra = masks
-        if self.profile.model.dropout:
+        if self.profile.model.has_dropout:
             step_samples = settings.micro_batch_size * self.profile.accumulation_steps
             count = step_samples if samples is None else len(samples)
             sample_numbers = torch.arange(first, first + count, device=self.torch_device)

@@ -42,7 +42,8 @@ GPT = {
 MODELS = {
     "llama": LLAMA,
     "llama 4 layers": {**LLAMA, "num_hidden_layers": 4},
-    "llama tied": {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "vocab_size": 101},
+    "llama tied": {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "vocab_size": 101,
+                   "scaled_initialization": True},
     "mistral": {**LLAMA, "architecture": "mistral", "sliding_window": 9},
     "qwen3": {**LLAMA, "architecture": "qwen3", "head_dim": 16},
     "olmo2": {**LLAMA, "architecture": "olmo2"},
@@ -61,7 +62,7 @@ MODELS = {
     },
     "gpt": GPT,
     "gpt 4 layers": {**GPT, "num_hidden_layers": 4},
-    "gpt dropout": {**GPT, "dropout": 0.1},
+    "gpt dropout": {**GPT, "dropout": 0.1, "mlp_dropout": 0.1},
 }  # fmt: skip
 
 

@@ -33,10 +33,11 @@ def test_logits_loss_and_gradients_match_transformers(fields):
     assert_match(GPT2LMHeadModel, GPT2Config(**{**sizes, "eos_token_id": 0, **off, **fields}))
 
 
-@pytest.fixture(scope="module")
-def model() -> GPT:
+@pytest.fixture(scope="module", params=["dropout", "mlp_dropout"])
+def model(request) -> GPT:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    description = Model(architecture="gpt", **sizes, vocab_size=101, max_position_embeddings=32, dropout=0.3)
+    rates = {request.param: 0.3, "initializer_range": 0.1}
+    description = Model(architecture="gpt", **sizes, vocab_size=101, max_position_embeddings=32, **rates)
     model = GPT(description, Mesh())
     initialize(model, Mesh().tensor, 1)
     return model
