@@ -105,6 +105,13 @@ def _trainable(profile: Profile) -> None:
         raise ProfileError("train.precision", "fp8", reason, ["bf16"])
 
 
+def _static_shapes(profile: Profile) -> None:
+    experts, capacity = profile.model.num_experts, profile.train.capacity_factor
+    if experts is not None and capacity is None and profile.cluster.device == "neuron":
+        reason = "is missing: without it shapes depend on the data, and neuron compiles static ones only"
+        raise ProfileError("train.capacity_factor", None, reason, [1.25])
+
+
 def _launcher(profile: Profile) -> None:
     if profile.cluster.launcher == "slurm" and shutil.which("sbatch") is None:
         raise ProfileError("cluster.launcher", "slurm", "sbatch is not on this machine's PATH", ["local"])
@@ -270,9 +277,6 @@ def _experts(profile: Profile) -> None:
     if train.capacity_factor is not None and parallel.context > 1:
         reason = "counts the tokens of whole samples, which parallel.context divides"
         raise ProfileError("train.capacity_factor", train.capacity_factor, reason, ["null"])
-    if train.capacity_factor is None and profile.cluster.device == "neuron":
-        reason = "is missing: without it shapes depend on the data, and neuron compiles static ones only"
-        raise ProfileError("train.capacity_factor", None, reason, [1.25])
 
 
 def _batch(profile: Profile) -> None:
@@ -410,6 +414,7 @@ INDEPENDENT = (
 # Rules of a run that starts: hardware, launcher, and files on this machine.
 START = (
     _trainable,
+    _static_shapes,
     _launcher,
     objectives.check_start,
     _tokenizer_folder,

@@ -1,4 +1,4 @@
-"""`trainshed import-config`: convert an NxD Training config to a profile, and report each of its keys."""
+"""`trainshed import-config`: convert an NxD Training config to a profile, say what becomes of its keys, and plan it."""
 
 from __future__ import annotations
 
@@ -7,38 +7,113 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_stderr
-from profiles import nxdt, resolve, yaml_text
+from profiles import nxdt, resolve
+from profiles.check import PLANNED_ONLY
 from profiles.errors import ProfileError
+from profiles.nxdt.translation import Effect, Line
+from profiles.schema import Profile
+
+SHOWN = (Effect.DIFFERS, Effect.TO_DO)  # the others are counted
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the profile and print what each key became; returns the exit code. Raises ProfileError for an invalid key."""
+    """Write the profile, print what becomes of each key and the plan; returns the exit code.
+
+    Raises ProfileError if the config is invalid, or changes the mathematics in a way that cannot be kept.
+    """
     path = Path(options.config).expanduser()
-    values, lines = nxdt.convert(nxdt.read(path), path.parent)
-    target = Path(options.out or f"{values['name']}.yaml")
+    model_config = None if options.model_config is None else Path(options.model_config).expanduser()
+    imported = nxdt.import_config(path, model_config)
+    target = Path(options.out or f"{imported.values['name']}.yaml")
     if target.exists():
         raise ProfileError("OUT", str(target), "exists already; choose another file")
-    profile_path = str(target) if target.is_absolute() else f"./{target}"
+    profile = _write(imported, target)
+    problem = _problem(profile)
+    if options.hardware is not None and problem is None:
+        from modeling.planning.replan import replan
+
+        try:
+            imported = imported.with_values(replan(profile, options.hardware))
+        finally:
+            target.unlink()
+        profile = _write(imported, target)
+    if options.json:
+        _print_json(imported, target, profile, problem)
+    else:
+        _print(imported, target, profile, problem, verbose=options.verbose)
+    if problem is not None:
+        print_stderr(f"fix before you run it: {problem}")
+    return DONE
+
+
+def _write(imported: nxdt.Imported, target: Path) -> Profile:
+    """Write the profile, and load it; an invalid one is removed again."""
+    name = str(target) if target.is_absolute() else f"./{target}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(yaml_text.write(values))
-        profile = resolve.load(profile_path)
+        target.write_text(imported.text())
+        return resolve.load(name)
     except OSError as error:
         raise ProfileError("OUT", str(target), str(error)) from error
     except ProfileError:
         target.unlink()
         raise
-    if options.json:
-        print(json.dumps({"profile": str(target), "keys": [asdict(line) for line in lines]}, indent=1))
-    else:
-        width = max((len(line.key) for line in lines), default=0)
-        for line in lines:
-            print(line.show(width))
-        print(f"\nwrote {target}; next: trainshed plan {target}")
+
+
+def _problem(profile: Profile) -> ProfileError | None:
+    """Why the profile cannot be planned."""
     try:
         resolve.check(profile)
     except ProfileError as error:
-        print_stderr(f"fix before you run it: {error}")
-    return DONE
+        return error
+    return None
+
+
+def _print_json(
+    imported: nxdt.Imported, target: Path, profile: Profile, problem: ProfileError | None
+) -> None:
+    from modeling.planning.planner import plan
+
+    result = {"profile": str(target), "keys": [asdict(line) for line in imported.lines], "plan": None}
+    if problem is None:
+        result["plan"] = plan(profile).to_json()
+    print(json.dumps(result, indent=1))
+
+
+def _print(
+    imported: nxdt.Imported, target: Path, profile: Profile, problem: ProfileError | None, *, verbose: bool
+) -> None:
+    console = Console(highlight=False)
+    counts = ", ".join(f"{len(imported.of(effect))} {effect}" for effect in Effect if imported.of(effect))
+    console.print(f"{len(imported.lines)} keys: {counts}" + ("" if verbose else "; --verbose lists all"))
+    for effect in Effect:
+        if (lines := imported.of(effect)) and (effect in SHOWN or verbose):
+            _print_lines(console, effect, lines)
+    console.print(f"\nwrote {target}; next: trainshed plan {target}\n", soft_wrap=True)
+    if problem is not None:
+        return
+    from flows.cli.plan_table import print_plan
+    from modeling.planning.planner import plan
+
+    print_plan(console, profile, plan(profile))
+    if profile.cluster.accelerator in PLANNED_ONLY:
+        hint = "\nthis is their layout; --hardware trn2 or h200 plans one for hardware that a run starts on"
+        console.print(Text(hint, "yellow"))
+
+
+def _print_lines(console: Console, effect: Effect, lines: list[Line]) -> None:
+    console.print(Text(f"\n{effect}", "bold"))
+    for line in lines:
+        subject, note = line.subject, line.note
+        beside = len(subject) + len(note) + 6 <= console.width
+        console.print(
+            Padding(Text(f"{subject}: {note}" if note and beside else subject), (0, 0, 0, 2), expand=False)
+        )
+        if note and not beside:
+            console.print(Padding(Text(note, "dim"), (0, 0, 0, 6), expand=False))

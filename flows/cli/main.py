@@ -146,6 +146,11 @@ def parser() -> argparse.ArgumentParser:
     importer = _command(commands, "import-config", "CONFIG [OUT]", about, example)
     importer.add_argument("config", metavar="CONFIG", help="NxD Training config to convert")
     importer.add_argument("out", metavar="OUT", nargs="?", help="profile to write (default: ./NAME.yaml)")
+    about = "the model's config.json, if the one that CONFIG names is elsewhere"
+    importer.add_argument("--config", dest="model_config", metavar="FILE", help=about)
+    about = "plan the layout anew for this hardware; batch and schedule stay"
+    importer.add_argument("--hardware", choices=("trn2", "h200"), help=about)
+    importer.add_argument("--verbose", action="store_true", help="list every key")
     _json(importer)
     return root
 

@@ -42,7 +42,7 @@ def show_plan(profile: Profile, *, as_json: bool) -> int:
         json.dump(planned.to_json(), sys.stdout, indent=1)
         print()
     else:
-        _print(Console(highlight=False), profile, planned)
+        print_plan(Console(highlight=False), profile, planned)
     require_fit(profile, planned)
     return DONE
 
@@ -54,7 +54,8 @@ def in_days(days: float) -> str:
     return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days"
 
 
-def _print(console: Console, profile: Profile, planned: Plan) -> None:
+def print_plan(console: Console, profile: Profile, planned: Plan) -> None:
+    """Print a plan, whether it fits or not."""
     console.print(Text.assemble((profile.name, "bold"), f"  {profile.description}"))
     console.print()
     tokens = _data_tokens(profile)
@@ -70,7 +71,9 @@ def _print(console: Console, profile: Profile, planned: Plan) -> None:
     try:
         resolve.check_start(profile)
     except ProfileError as error:
-        console.print(Text(f"`trainshed run` cannot start it here: {error}", "yellow"))
+        reasons = [str(each.along_with(())) for each in (error, *error.others)]
+        text = reasons[0] if len(reasons) == 1 else "".join(f"\n- {reason}" for reason in reasons)
+        console.print(Text(f"`trainshed run` cannot start it here: {text}", "yellow"))
     console.print()
     console.print(_facts(_time(profile, planned)))
 

@@ -33,6 +33,7 @@ class Block(mixtral.Block):
         del options["products"]  # the experts' are exact
         routing = Routing(model.num_experts, model.num_experts_per_tok, bias=True)
         options |= {"bias": True, "activation": "clamped_silu"}
+        options["output_initializer"] = Normal(model.residual_initializer_range)
         return MixtureOfExperts(model.hidden_size, model.expert_width, routing, mesh, **options)
 
 

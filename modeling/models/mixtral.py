@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from modeling.models import llama
-from parallel import Mesh
+from parallel import Mesh, Normal
 from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.router import Routing
 from profiles.model import Model
@@ -21,6 +21,7 @@ class Block(llama.Block):
     def build_mlp(self, model: Model, mesh: Mesh, **options: object) -> MixtureOfExperts:
         del options["products"]  # the experts' are exact
         routing = Routing(model.num_experts, model.num_experts_per_tok, normalize=model.norm_topk_prob)
+        options["output_initializer"] = Normal(model.residual_initializer_range)
         return MixtureOfExperts(model.hidden_size, model.expert_width, routing, mesh, **options)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None) -> Tensor:

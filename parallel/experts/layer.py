@@ -97,6 +97,7 @@ class MixtureOfExperts(nn.Module):
         activation: str = "silu",
         sequence_parallel: bool = False,
         initializer: Initializer | None = None,
+        output_initializer: Initializer | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -118,7 +119,7 @@ class MixtureOfExperts(nn.Module):
         self.down = ExpertLinear(
             tuple(Section(str(expert), (hidden, width), 1) for expert in local),
             tuple(Section(str(expert), (hidden,), None) for expert in local if bias),
-            *(mesh, initializer, True, placed),
+            *(mesh, output_initializer or initializer, True, placed),
         )
         # Its gradient is what a step counts (balance.py); `load` is for balance over the whole step.
         tally = torch.zeros(routing.experts + EXTRA, device=device, requires_grad=True)

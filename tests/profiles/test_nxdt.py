@@ -1,206 +1,343 @@
-"""Import of NxD Training configs, key by key."""
+"""Import of NxD Training configs: the 22 that its users start from, key by key, and what is rejected."""
 
 import json
+import math
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from flows.cli.main import main
-from profiles import nxdt, resolve
+from modeling.planning.planner import plan
+from profiles import nxdt, resolve, yaml_text
 from profiles.errors import ProfileError
+from profiles.nxdt.translation import Effect
+from tests.profiles.test_training import alone, losses, small
 
-# In the form of their configs, with the values of their run of Llama 3 70B on trn1.
-CONFIG = """
-name: hf_llama
-model_source: hf
-seed: 1234
+CONFIGS = yaml_text.parse(Path(__file__).with_name("nxdt_configs.yaml").read_text())
+BASES = ("base", "hf", "hf_llama3", "megatron", "hf_llama3_8B_preferences")
+NAMES = [name for name in CONFIGS if name not in BASES]
 
-trainer:
-  devices: 32
-  num_nodes: 16
-  max_epochs: -1
-  max_steps: 30000
-  log_every_n_steps: 1
-  val_check_interval: ${trainer.max_steps}
-  limit_val_batches: 1
-  gradient_clip_val: 1.0
-  sequential_move_factor: 11
-
-exp_manager:
-  explicit_log_dir: null
-  exp_dir: null
-  name: ${name}
-  create_tensorboard_logger: True
-  resume_if_exists: True
-  resume_from_checkpoint: null
-  async_checkpointing: False
-  checkpoint_callback_params:
-    save_top_k: 1
-    every_n_train_steps: 1000
-    use_master_weights_in_ckpt: False
-
-distributed_strategy:
-  tensor_model_parallel_size: 32
-  pipeline_model_parallel_size: 8
-  virtual_pipeline_model_parallel_size: 1
-  context_parallel_size: 1
-  zero1: True
-  sequence_parallel: True
-  kv_replicator: 4
-
-data:
-  micro_batch_size: 1
-  global_batch_size: 1024
-  train_dir: /fsx/wikicorpus_tokenized
-  val_dir: null
-  seq_length: 8192
-  tokenizer:
-    type: /fsx/tokenizers/llama3
-
-model:
-  encoder_seq_length: 8192
-  max_position_embeddings: ${.encoder_seq_length}
-  num_layers: 80
-  hidden_size: 8192
-  ffn_hidden_size: 28672
-  num_attention_heads: 64
-  num_kv_heads: 8
-  rope_theta: 500000
-  vocab_size: 128256
-  layernorm_epsilon: 1e-5
-  qkv_linear: True
-  fuse_qkv: True
-  pipeline_cuts: null
-  activations_checkpoint_granularity: selective
-  activations_checkpoint_recompute: [CoreAttention, MLP]
-  do_layer_norm_weight_decay: False
-  fusions:
-    softmax: True
-    flash_attention: True
-  optim:
-    name: adamw_fp32OptState
-    lr: 1.5e-5
-    weight_decay: 0.1
-    betas: [0.9, 0.95]
-    sched:
-      name: CosineAnnealing
-      warmup_steps: 2000
-      constant_steps: 0
-      min_lr: 1.0e-6
-      max_steps: ${multiply:${trainer.max_steps}, 1}
-
-precision:
-  type: mixed_precision
-  fp32_grad_acc: True
-
-compiler_flags: '--model-type transformer'
-aync_exec_max_inflight_requests: 7
-"""
+LLAMA3, MEGATRON = (
+    {"model.vocab_size": 128256},
+    {"train.minimum_learning_rate": 1e-5, "data.validation_fraction": 0.02},
+)
+COSINE = {"train.schedule": "cosine", "train.warmup_steps": 2000, "train.learning_rate": 1.5e-5}
+ROPE31 = {"model.max_position_embeddings": 131072, "model.rope_scaling.rope_type": "llama3"}
+EXPERTS = {"model.architecture": "mixtral", "model.num_experts": 8, "train.balance_coefficient": 0.02}
+CAPACITY, DROPLESS = {**EXPERTS, "train.capacity_factor": 2.0}, {**EXPERTS, "train.capacity_factor": None}
+SFT = {"objective.kind": "sft", "objective.packing": True, "objective.too_long": "drop"}
+# Parameters; tensor, pipeline, context and data degrees; batch and sequence length; further values.
+EXPECTED: dict[str, tuple[int, tuple[int, ...], tuple[int, int], dict[str, Any]]] = {
+    "hf_llama3_8B": (8030261248, (32, 1, 1, 4), (1024, 8192), {**LLAMA3, "train.schedule": "linear"}),
+    "hf_llama3_8B_trn2": (8030261248, (16, 1, 1, 4), (1024, 8192), {"cluster.accelerator": "trn2"}),
+    "hf_llama3_70B": (70553706496, (32, 8, 1, 2), (1024, 8192), COSINE),
+    "hf_llama3_70B_trn2": (
+        *(70553706496, (32, 4, 1, 4), (1024, 8192)),
+        {"parallel.pipeline_cuts": [19, 40, 61], "cluster.nodes": 8},
+    ),
+    "hf_llama3_70B_CP": (70553706496, (32, 8, 2, 1), (1024, 8192), COSINE),
+    "hf_llama3.1_8B": (8030261248, (32, 1, 1, 32), (1024, 8192), ROPE31),
+    "hf_llama3.1_70B": (70553706496, (32, 8, 1, 4), (1024, 8192), ROPE31),
+    "hf_llama3.1_405B_trn1": (405853388800, (32, 32, 1, 2), (256, 8192), {"train.recompute": "full"}),
+    "hf_llama_7B": (
+        1071681536,
+        (8, 1, 1, 4),
+        (1024, 4096),
+        {"model.vocab_size": 32000, "train.learning_rate": 3e-4},
+    ),
+    "megatron_gpt": (
+        *(6658596864, (8, 1, 1, 4), (1024, 2048)),
+        {
+            "model.vocab_size": 50304,
+            "tokenizer.vocabulary_size": 50257,
+            "model.initializer_range": 0.021,
+            "model.dropout": 0.1,
+            "model.mlp_dropout": 0.1,
+            "model.hidden_act": "gelu",
+            "model.mlp_bias": True,
+            "model.scaled_initialization": True,
+            "model.tie_word_embeddings": True,
+            "train.minimum_steps": 9250,
+            **MEGATRON,
+        },
+    ),
+    "megatron_llama_7B": (
+        6738415616,
+        (8, 1, 1, 4),
+        (1024, 4096),
+        {"model.scaled_initialization": True, **MEGATRON},
+    ),
+    "megatron_llama_70b": (68976648192, (8, 16, 1, 2), (512, 4096), {"train.recompute": "full", **MEGATRON}),
+    "megatron_mistral": (7241732096, (8, 1, 1, 4), (1024, 4096), {"model.sliding_window": 4096, **MEGATRON}),
+    "hf_mixtral_8x7b": (46702792704, (32, 4, 1, 2), (128, 4096), CAPACITY),
+    "hf_mixtral_8x7b_dropless": (46702792704, (32, 4, 1, 2), (128, 4096), DROPLESS),
+    "megatron_mixtral_8x7b": (47508099072, (32, 4, 1, 4), (128, 4096), CAPACITY),
+    "megatron_mixtral_8x7b_dropless": (47508099072, (32, 4, 1, 4), (128, 4096), DROPLESS),
+    "hf_llama3_8B_SFT": (8030261248, (32, 1, 1, 1), (64, 4096), {**SFT, "init.from_": "/fsx/pretrained"}),
+    "hf_llama3_8B_SFT_lora": (
+        *(8030261248, (32, 1, 1, 1), (64, 4096)),
+        {**SFT, "lora.rank": 16, "lora.alpha": 32.0, "lora.dropout": 0.05, "lora.targets": ["qkv"]}
+        | {"parallel.data_sharding": "none"},
+    ),
+    "hf_llama3_8B_DPO": (
+        *(8030261248, (32, 1, 1, 1), (4, 4096)),
+        {"objective.kind": "dpo", "objective.beta": 0.01, "objective.loss": "sigmoid"}
+        | {"objective.maximum_prompt_length": 2048, "objective.truncation": "keep_start"},
+    ),
+    "hf_llama3_8B_ORPO": (
+        *(8030261248, (32, 1, 1, 1), (16, 4096)),
+        {"objective.kind": "orpo", "objective.beta": 0.1, "train.learning_rate": 1.5e-4},
+    ),
+    "megatron_llama2_7B_SFT": (
+        6738415616,
+        (8, 1, 1, 4),
+        (64, 4096),
+        {**SFT, "train.minimum_learning_rate": 1e-5},
+    ),
+}
 
 
-def write(folder: Path, text: str = CONFIG) -> Path:
-    path = folder / "theirs.yaml"
-    path.write_text(text)
+@cache
+def config(name: str) -> dict[str, Any]:
+    """A config, merged over what it extends."""
+    values = dict(CONFIGS[name])
+    base = values.pop("extends", None)
+    return merged(config(base), values) if base else values
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {key for key in over if isinstance(over[key], dict) and isinstance(base.get(key), dict)}
+    return {**base, **over, **{key: merged(base[key], over[key]) for key in both}}
+
+
+def write(folder: Path, name: str, over: dict[str, Any] | None = None) -> Path:
+    """A config as a file, with changes."""
+    path = folder / f"{name}_config.yaml"
+    path.write_text(yaml.safe_dump(merged(config(name), over or {}), sort_keys=False))
     return path
 
 
-def test_nxd_llama3_70b_imports_as_the_shipped_profile(tmp_path, capsys):
-    out = tmp_path / "mine.yaml"
-    assert main(["import-config", str(write(tmp_path)), str(out)]) == 0
-    mine, ours = resolve.load(str(out)), resolve.load("llama3-70b-trn1")
-    assert mine.name == "hf_llama"
-    assert mine.model == ours.model
-    assert mine.train == ours.train
-    assert mine.cluster == ours.cluster
-    assert (mine.parallel.tensor, mine.parallel.pipeline, mine.kv_replication) == (32, 8, 4)
-    assert (mine.checkpoint.every, mine.checkpoint.keep) == (1000, 1)
-    assert mine.data.sources[0].path == "/fsx/wikicorpus_tokenized"
-    assert "wrote " in capsys.readouterr().out
+def value(profile: Any, key: str) -> Any:
+    for part in key.split("."):
+        profile = getattr(profile, part)
+    return profile
 
 
-def test_every_key_is_reported(tmp_path, capsys):
-    path = write(tmp_path)
-    assert main(["import-config", str(path), str(tmp_path / "mine.yaml"), "--json"]) == 0
-    told = {line["key"]: line for line in json.loads(capsys.readouterr().out)["keys"]}
-    assert told.keys() == nxdt.read(path).keys()
-    assert told["trainer.max_steps"]["ours"] == "train.steps"
-    assert told["trainer.val_check_interval"]["value"] == 30000
-    for key, line in told.items():
-        assert line["ours"] or line["note"], key
-    assert "KV heads" in told["distributed_strategy.kv_replicator"]["note"]
-    assert "not supported by Trainshed" in told["trainer.max_epochs"]["note"]
+def sections(path: str, leaf: Any) -> dict[str, Any]:
+    """{"a": {"b": leaf}} of "a.b"."""
+    for part in reversed(path.split(".")):
+        leaf = {part: leaf}
+    return leaf
 
 
-def test_rules_set_only_keys_of_the_schema():
-    """Rules name keys that profiles have, whatever the value."""
-    sections = resolve.load("tiny").model_dump(mode="json")
-    named = {"train.steps": 1, "parallel.tensor": 1}
-    for key, rule in nxdt.RULES.items():
-        for value in (
-            1,
-            True,
-            None,
-            "x",
-            "selective",
-            "adamw",
-            "mixed_precision",
-            "CosineAnnealing",
-            [0.9, 0.95],
-        ):
-            try:
-                named |= rule(value)[0]
-            except (ProfileError, TypeError, ValueError):
-                continue
-        assert key
-    for key in named.keys() - {"name", "", "model.config"}:
-        section, name = key.split(".")
-        assert name in sections[section], key
+def test_there_are_22_configs():
+    assert len(NAMES) == 22
+    assert set(NAMES) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_config_is_imported_planned_and_trains_at_small_size(pool, tmp_path, name):
+    parameters, degrees, (batch, sequence), values = EXPECTED[name]
+    imported = nxdt.import_config(write(tmp_path, name))
+    path = tmp_path / "profile.yaml"
+    path.write_text(imported.text())
+    profile = resolve.load(str(path))
+    resolve.check(profile)
+    planned = plan(profile)
+    assert (planned.parameters, profile.model.parameters) == (parameters, parameters)
+    assert tuple(planned.mesh[axis] for axis in ("tensor", "pipeline", "context", "data")) == degrees
+    assert (profile.train.global_batch_size, profile.train.sequence_length) == (batch, sequence)
+    assert {key: value(profile, key) for key in values} == values
+    reported = {line.key: line for line in imported.lines}
+    assert reported.keys() == nxdt.read(write(tmp_path, name)).keys()
+    assert all(line.note or line.ours for line in imported.lines)
+    found = pool.run(losses, 1, profile=alone(small(str(path))))[0]
+    assert math.isfinite(found[-1])
+    assert found[-1] < found[0]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "key", "given", "message"),
     [
-        (("CosineAnnealing", "Polynomial"), "model.optim.sched.name = Polynomial: has no equivalent"),
-        (("mixed_precision", "fp16"), "precision.type = fp16: has no equivalent"),
-        (("${trainer.max_steps}", "${trainer.steps}"), "refers to an undefined key"),
-        (("max_steps: 30000", "max_steps: ${trainer.max_steps}"), "refers to itself"),
-        (("  train_dir: /fsx/wikicorpus_tokenized\n", ""), "data.train_dir: is missing"),
-        (("tensor_model_parallel_size: 32", "tensor_model_parallel_size: many"), "parallel.tensor = many"),
-        (("name: hf_llama", "name: [hf"), "is not YAML"),
+        ("megatron_mixtral_8x7b", "model.moe.routing_algorithm", "sinkhorn", "generates a token at a time"),
+        ("megatron_mixtral_8x7b", "model.moe.frequency", 2, "experts in every layer"),
+        ("megatron_gpt", "model.attention_dropout", 0.0, "differs from hidden_dropout 0.1"),
+        ("megatron_llama_7B", "model.hidden_dropout", 0.1, "llama has no dropout"),
+        ("megatron_llama_7B", "model.transformer_block_type", "post_ln", "is not supported"),
+        ("megatron_llama_7B", "model.activation", "geglu", "with rmsnorm and rope has no equivalent"),
+        ("megatron_llama_7B", "model.rotary_percentage", 0.5, "rotates all of a head"),
+        ("megatron_llama_7B", "model.alibi", True, "is unknown to Trainshed and may change the model"),
+        ("megatron_llama_7B", "data.eod_mask_loss", True, "the loss counts each document's EOS token"),
+        ("megatron_llama_7B", "data.reset_position_ids", True, "restarts positions and attention together"),
+        ("megatron_llama_7B", "data.splits_string", "all", "is not a list of shares"),
+        ("megatron_llama_7B", "data.data_prefix", [0.3, "/a", "/b"], "is not a list of weights and prefixes"),
+        ("hf_llama3_8B_SFT_lora", "model_alignment_strategy.peft.lora_bias", "all", "trains no biases"),
+        (
+            "hf_llama3_8B_SFT_lora",
+            "model_alignment_strategy.peft.target_modules",
+            ["embed"],
+            "is none of qkv_proj",
+        ),
+        ("hf_llama3_8B_DPO", "model_alignment_strategy.dpo.loss_type", "robust", "Trainshed has sigmoid"),
+        (
+            "hf_llama3_8B",
+            "model.optim.sched.name",
+            "NoamAnnealing",
+            "has no equivalent; Trainshed has CosineAnnealing",
+        ),
+        ("hf_llama3_8B", "model.optim.name", "lion", "has no equivalent"),
+        ("hf_llama3_8B", "precision.type", "fp16", "has no equivalent"),
+        ("hf_llama3_8B", "data.train_dir", None, "is missing"),
+        ("hf_llama3_8B", "trainer.num_nodes", "${trainer.nodes}", "refers to an undefined key"),
+        ("hf_llama3_8B", "trainer.num_nodes", "${trainer.num_nodes}", "refers to itself"),
+        ("hf_llama3_8B", "trainer.max_steps", "many", "is not a number"),
+        ("hf_llama3_8B", "trainer.max_steps", -1, "is unlimited"),
+        ("hf_llama3_8B", "model.hidden_size", 5000, "no published model has the numbers"),
     ],
 )
-def test_untranslatable_config_is_rejected_and_nothing_is_written(tmp_path, capsys, change, message):
-    assert change[0] in CONFIG
-    out = tmp_path / "mine.yaml"
-    assert main(["import-config", str(write(tmp_path, CONFIG.replace(*change, 1))), str(out)]) == 2
-    assert message in capsys.readouterr().err
-    assert not out.exists()
+def test_mathematics_that_cannot_be_kept_is_rejected(tmp_path, name, key, given, message):
+    with pytest.raises(ProfileError) as caught:
+        nxdt.import_config(write(tmp_path, name, sections(key, given)))
+    errors = {error.key: error.reason for error in (caught.value, *caught.value.others)}
+    reasons = [reason for found, reason in errors.items() if found in (key, "model.model_config")]
+    assert any(message in reason for reason in reasons), errors
 
 
-def test_existing_file_is_not_overwritten(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("megatron_llama_7B", {"data.data_prefix": [0.3, "/a", 0.7, "/b"]}, {"data.sources.1.weight": 0.7}),
+        ("megatron_llama_7B", {"data.reset_position_ids": True, "data.reset_attention_mask": True},
+         {"train.document_masks": True}),
+        ("megatron_llama_7B", {"model.position_freq_base": 1e6}, {"model.rope_theta": 1e6}),
+        ("megatron_llama_7B", {"model.positition_interpolation_factor": 4},
+         {"model.rope_scaling.rope_type": "linear", "model.rope_scaling.factor": 4.0}),
+        ("megatron_llama_7B", {"model.has_bias": True}, {"model.attention_bias": True, "model.mlp_bias": True}),
+        ("megatron_llama_7B", {"model.vocab_size": 31999, "model.make_vocab_size_divisible_by": 128},
+         {"model.vocab_size": 32768}),
+        ("hf_llama3_8B", {"precision.type": "manual"}, {"train.gradient_dtype": "bf16"}),
+        ("hf_llama3_8B", {"precision.fp32_grad_acc": False}, {"train.gradient_dtype": "float32"}),
+        ("hf_llama3_8B", {"trainer.gradient_clip_val": None}, {"train.clip": None}),
+        ("hf_llama3_8B", {"trainer.max_steps": -1, "trainer.max_epochs": 2}, {"train.epochs": 2, "train.steps": None}),
+        ("hf_llama3_8B", {"distributed_strategy.virtual_pipeline_model_parallel_size": 2,
+                          "distributed_strategy.pipeline_model_parallel_size": 4}, {"parallel.schedule": "interleaved"}),
+        ("hf_llama3_70B", {"model.optim.sched.constant_steps": 1000}, {"train.minimum_steps": 1000}),
+        ("hf_llama3_8B_SFT", {"model_alignment_strategy.sft.packing": False}, {"objective.too_long": "truncate"}),
+        ("hf_mixtral_8x7b", {"model.moe.capacity_factor": 4.0}, {"train.capacity_factor": None}),
+        ("hf_mixtral_8x7b", {"model.moe.output_router_logits": False}, {"train.balance": "none"}),
+    ],
+)  # fmt: skip
+def test_keys_are_translated_to_what_they_do(tmp_path, name, change, expected):
+    over: dict[str, Any] = {}
+    for key, given in change.items():
+        over = merged(over, sections(key, given))
+    path = tmp_path / "profile.yaml"
+    path.write_text(nxdt.import_config(write(tmp_path, name, over)).text())
+    profile = resolve.load(str(path)).model_dump()
+    for key, wanted in expected.items():
+        found = profile
+        for part in key.split("."):
+            found = found[int(part)] if isinstance(found, list) else found[part]
+        assert found == wanted, key
+
+
+def test_published_model_is_marked_in_the_profile(tmp_path):
+    imported = nxdt.import_config(write(tmp_path, "hf_llama_7B"))
+    [line] = [line for line in imported.lines if line.key == "model.model_config"]
+    assert line.effect is Effect.TO_DO
+    assert "/fsx/config.json is not on this machine" in line.note
+    assert "the published llama2-7b, which has hidden_size 4096, max_position_embeddings 4096" in line.note
+    assert "but not num_hidden_layers 4" in line.note
+    assert line.note in imported.text()
+    assert resolve.load("llama2-7b").tokenizer.source == imported.values["tokenizer"]["source"]
+
+
+def test_config_json_decides_the_model(tmp_path):
+    numbers = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    numbers |= {
+        "num_attention_heads": 4,
+        "vocab_size": 300,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-4,
+    }
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(numbers))
+    own = {"hidden_size": 64, "num_layers": 3, "max_position_embeddings": 256, "rope_theta": 2e4}
+    for given, path in (("other/config.json", None), ("/no/where.json", tmp_path / "other" / "config.json")):
+        over = {"model": {**own, "model_config": given}}
+        model = nxdt.import_config(write(tmp_path, "hf_llama_7B", over), path).values["model"]
+        assert (model["num_hidden_layers"], model["max_position_embeddings"], model["rope_theta"]) == (
+            3,
+            256,
+            2e4,
+        )
+        assert (model["intermediate_size"], model["vocab_size"], model["norm_eps"]) == (128, 300, 1e-4)
+    with pytest.raises(ProfileError, match=r"--config = .*nope.json: there is no such file"):
+        nxdt.import_config(write(tmp_path, "hf_llama_7B"), tmp_path / "nope.json")
+
+
+def test_several_models_of_the_same_numbers_are_named(tmp_path):
+    over = {
+        "model": {"rope_theta": None, "max_position_embeddings": None},
+        "data": {"train_dir": "/fsx/text"},
+    }
+    with pytest.raises(ProfileError, match=r"llama3-8b and llama3\.1-8b has the numbers.*pass --config FILE"):
+        nxdt.import_config(write(tmp_path, "hf_llama3_8B", over))
+
+
+def test_vocabulary_is_counted_in_files_of_this_machine(tmp_path):
+    (tmp_path / "vocab.json").write_text(json.dumps({f"token {number}": number for number in range(1000)}))
+    (tmp_path / "merges.txt").write_text("")
+    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    values = nxdt.import_config(write(tmp_path, "megatron_gpt", {"data": {"tokenizer": files}})).values
+    assert (values["model"]["vocab_size"], values["tokenizer"]["vocabulary_size"]) == (1024, 1000)
+    assert values["tokenizer"]["source"] == str(tmp_path)
+
+
+def test_command_writes_the_profile_and_ends_with_its_plan(tmp_path, capsys):
     out = tmp_path / "mine.yaml"
-    out.write_text("mine")
-    assert main(["import-config", str(write(tmp_path)), str(out)]) == 2
+    assert main(["import-config", str(write(tmp_path, "hf_llama_7B")), str(out)]) == 0
+    shown = capsys.readouterr().out
+    text = " ".join(shown.split())
+    assert shown.index("keys: ") < shown.index("differs") < shown.index("to do") < shown.index("wrote ")
+    assert "log_gradient_norm" not in text
+    assert "parameters 1,071,681,536" in text
+    assert "cannot start it here: cluster.accelerator = trn1" in text
+    assert "data.sources.0.path = /fsx/wikicorpus_llama2_4k: there is no such file or folder" in text
+    assert main(["import-config", str(write(tmp_path, "hf_llama_7B")), str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
-    assert out.read_text() == "mine"
 
 
-def test_pipeline_cuts_convert_to_first_layers_of_stages(tmp_path):
-    cuts = "[model.layers.18, model.layers.38, model.layers.58]"
-    values, _ = nxdt.convert(
-        nxdt.read(write(tmp_path, CONFIG.replace("pipeline_cuts: null", f"pipeline_cuts: {cuts}"))), tmp_path
+def test_hardware_plans_the_layout_anew_and_keeps_the_mathematics(tmp_path, capsys):
+    theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    config = str(write(tmp_path, "hf_llama_7B"))
+    assert main(["import-config", config, str(theirs)]) == 0
+    capsys.readouterr()
+    assert main(["import-config", config, str(ours), "--hardware", "h200", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["plan"]["fits"]
+    assert {line["key"] for line in result["keys"]} == nxdt.read(Path(config)).keys()
+    before, after = resolve.load(str(theirs)), resolve.load(str(ours))
+    assert (after.cluster.accelerator, after.cluster.device, after.cluster.devices_per_node) == (
+        "h200",
+        "cuda",
+        8,
     )
-    assert values["parallel"]["pipeline_cuts"] == [19, 39, 59]
+    assert after.parallel.tensor < before.parallel.tensor
+    assert after.model == before.model
+    layout = {"recompute", "recompute_layers"}
+    assert after.train.model_dump(exclude=layout) == before.train.model_dump(exclude=layout)
 
 
-def test_model_config_path_is_imported(tmp_path):
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 128}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    theirs = yaml.safe_load(CONFIG)
-    theirs["model"] = {"model_config": "config.json", "encoder_seq_length": 64, "optim": {"lr": 1e-4}}
-    theirs["distributed_strategy"] = {"tensor_model_parallel_size": 2}
+def test_error_leaves_nothing_behind(tmp_path, capsys):
     out = tmp_path / "mine.yaml"
-    assert main(["import-config", str(write(tmp_path, yaml.safe_dump(theirs))), str(out)]) == 0
-    assert resolve.load(str(out)).model.hidden_size == 64
+    over = {"model": {"alibi": True}, "data": {"eod_mask_loss": True}}
+    assert main(["import-config", str(write(tmp_path, "megatron_llama_7B", over)), str(out)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "data.eod_mask_loss = true" in shown.err
+    assert "also model.alibi = true" in shown.err
+    assert not out.exists()

@@ -1,0 +1,262 @@
+"""The model: of NxD Training's Hugging Face models the numbers are in a config.json, of its Megatron model in the config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from profiles.errors import ProfileError, format_value
+from profiles.huggingface_config import from_config_json
+from profiles.nxdt import experts, published
+from profiles.nxdt.published import Published
+from profiles.nxdt.rules import is_hugging_face
+from profiles.nxdt.translation import Effect, Translation
+
+# Numbers that both kinds of models may state: key of `model` in the config, and of ours.
+NUMBERS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "rope_theta": "rope_theta",
+    "layernorm_epsilon": "norm_eps",
+}
+# Of these, Hugging Face models take only so many from the config, over those of the config.json.
+OVERRIDES = ("num_layers", "hidden_size", "max_position_embeddings", "rope_theta")
+REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+FLOATS = ("rope_theta", "layernorm_epsilon")
+BASE = {"freq_base": 10000, "abf_factor": 1}  # defaults of model.position_*, whose product is rope_theta
+# What makes Megatron's model one of our architectures: (activation, normalization, position_embedding_type).
+FAMILIES = {("swiglu", "rmsnorm", "rope"): "llama", ("gelu", "layernorm", "learned_absolute"): "gpt"}
+
+
+def translate(found: Translation, config: Path | None) -> Published | None:
+    """Set the model section.
+
+    Args:
+        config: config.json to use in place of the one that the config names.
+
+    Returns:
+        The published model whose numbers are used or match, if there is one.
+    """
+    if is_hugging_face(found):
+        model = _hugging_face(found, config)
+    else:
+        model = _megatron(found)
+    experts.translate(found, is_hugging_face(found))
+    return model
+
+
+def stated(found: Translation) -> dict[str, Any]:
+    """The numbers that the config states, under our names."""
+    values = {}
+    for name, ours in NUMBERS.items():
+        if found.has(f"model.{name}"):
+            value = found.number(f"model.{name}", 0)
+            values[ours] = float(value) if name in FLOATS else value
+    return values
+
+
+def _hugging_face(found: Translation, config: Path | None) -> Published | None:
+    path, named = config, found.path("model.model_config")
+    if path is None and named is not None:
+        path = found.folder / named
+    if path is not None:
+        path = path / "config.json" if path.is_dir() else path
+    model = None
+    if path is not None and (config is not None or path.is_file()):
+        base = read_config(path, "--config" if config else "model.model_config")
+        found.translate("model.model_config", _section(base), f"from {path}")
+        for name in set(NUMBERS) - set(OVERRIDES):
+            found.report(f"model.{name}", Effect.HARMLESS, "NxD Training takes it from the config.json")
+    elif all(found.has(f"model.{name}") for name in REQUIRED):
+        found.translate("model.model_config", {}, "not needed: the config has the numbers")
+        base = {"architecture": "llama"}
+        _numbers(found, NUMBERS)
+    else:
+        model = _published(found, named)
+        if model is None:
+            _numbers(found, NUMBERS)
+            return None
+        base = model.model.model_dump(mode="json", exclude_defaults=True)
+        found.ours |= _section(base)
+    found.ours["model.architecture"] = base.get("architecture", "llama")
+    if "model.hidden_size" in found.theirs and found.get("model.hidden_size") != base.get("hidden_size"):
+        found.ours.pop("model.head_dim", None)  # NxD Training derives it again
+    _numbers(found, OVERRIDES)
+    return model
+
+
+def _published(found: Translation, named: str | None) -> Published | None:
+    """The published model that the config states the numbers of; reports an error if there is none, or several."""
+    numbers = stated(found) | experts.stated(found)
+    if (replicas := found.number("distributed_strategy.kv_replicator", 1)) > 1:
+        tensor = found.number("distributed_strategy.tensor_model_parallel_size", 1)
+        numbers["num_key_value_heads"] = tensor // replicas
+    numbers["architecture"] = "mixtral" if found.has_section("model.moe") else "llama"
+    hint = " ".join(value for value in found.theirs.values() if isinstance(value, str))
+    matches = published.find(numbers, hint) if "hidden_size" in numbers else []
+    where = f"{named} is not on this machine" if named else "is missing"
+    shown = ", ".join(f"{name} {format_value(value)}" for name, value in numbers.items())
+    if len(matches) != 1:
+        which = " and ".join(match.published.name for match in matches) or "no published model"
+        note = f"{where}, and {which} has the numbers that the config states ({shown}); pass --config FILE"
+        found.report("model.model_config", Effect.ERROR, note)
+        return None
+    match = matches[0]
+    note = f"{where}: the numbers are those of the published {match.published.name}, which has "
+    note += ", ".join(f"{name} {format_value(numbers[name])}" for name in match.equal)
+    if match.different:
+        note += "; but not " + ", ".join(f"{name} {format_value(numbers[name])}" for name in match.different)
+    found.translate("model.model_config", {}, f"{note}; --config FILE to use another", Effect.TO_DO)
+    return match.published
+
+
+def read_config(path: Path, key: str) -> dict[str, Any]:
+    """The fields of a config.json, under our names. Raises ProfileError."""
+    try:
+        values = json.loads(path.read_text())
+        if not isinstance(values, Mapping):
+            raise ValueError("it is not a JSON object")
+    except FileNotFoundError:
+        raise ProfileError(key, str(path), "there is no such file") from None
+    except (ValueError, OSError) as error:
+        raise ProfileError(key, str(path), f"cannot be read: {error}") from error
+    try:
+        return from_config_json(values)
+    except ProfileError as error:
+        raise ProfileError(key, str(path), f"cannot be used: {error}") from error
+
+
+def _section(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"model.{name}": value for name, value in values.items()}
+
+
+def _numbers(found: Translation, names: Any) -> None:
+    for name in names:
+        key, value = f"model.{name}", found.get(f"model.{name}")
+        if value is None:
+            found.report(key, Effect.HARMLESS, "not set")
+            continue
+        value = found.number(key, 0)
+        found.translate(key, {f"model.{NUMBERS[name]}": float(value) if name in FLOATS else value})
+
+
+def _megatron(found: Translation) -> Published | None:
+    found.report("model.model_config", Effect.HARMLESS, "not read by NxD Training's Megatron models")
+    _numbers(found, [name for name in NUMBERS if name not in ("rope_theta", "vocab_size")])
+    kind = (
+        found.get("model.activation", "gelu"),
+        found.get("model.normalization", "layernorm"),
+        found.get("model.position_embedding_type", "learned_absolute"),
+    )
+    keys = ("model.activation", "model.normalization", "model.position_embedding_type")
+    if kind not in FAMILIES:
+        known = "; ".join(f"{' with '.join(names)} is {family}" for names, family in FAMILIES.items())
+        found.report(keys[0], Effect.ERROR, f"with {kind[1]} and {kind[2]} has no equivalent: {known}")
+        return None
+    family = FAMILIES[kind]
+    for key in keys:
+        found.translate(key, {"model.architecture": family})
+    if found.has("model.sliding_window_size") and family == "llama":
+        family = "mistral"
+        found.translate(
+            "model.sliding_window_size",
+            {"model.architecture": family, "model.sliding_window": found.get("model.sliding_window_size")},
+        )
+    elif found.has("model.sliding_window_size"):
+        found.report("model.sliding_window_size", Effect.ERROR, "GPT has no sliding window in Trainshed")
+    _switches(found)
+    _dropouts(found, family)
+    if family != "gpt":
+        _rotary(found)
+    _fixed(found)
+    return None
+
+
+def _switches(found: Translation) -> None:
+    tied = bool(found.get("model.share_embeddings_and_output_weights", True))
+    found.translate("model.share_embeddings_and_output_weights", {"model.tie_word_embeddings": tied})
+    bias = bool(found.get("model.has_bias", True))
+    found.translate("model.has_bias", {"model.attention_bias": bias, "model.mlp_bias": bias})
+    deviation = float(found.number("model.init_method_std", 0.02))
+    found.translate("model.init_method_std", {"model.initializer_range": deviation})
+    scaled = bool(found.get("model.use_scaled_init_method", True))
+    found.translate("model.use_scaled_init_method", {"model.scaled_initialization": scaled})
+    if not found.has("model.layernorm_epsilon"):
+        found.ours["model.norm_eps"] = 1e-5
+
+
+def _dropouts(found: Translation, family: str) -> None:
+    """hidden_dropout is of embeddings and residuals, ffn_dropout of the MLP's activations."""
+    defaults = {"hidden_dropout": 0.1, "attention_dropout": 0.0, "ffn_dropout": 0.0}
+    rates = {name: float(found.number(f"model.{name}", default)) for name, default in defaults.items()}
+    if family != "gpt":
+        for name, rate in rates.items():
+            if rate:
+                note = f"{rate:g} by default: " if not found.has(f"model.{name}") else ""
+                found.report(
+                    f"model.{name}", Effect.ERROR, f"{note}{family} has no dropout in Trainshed; set it to 0"
+                )
+            else:
+                found.report(f"model.{name}", Effect.HARMLESS, "no dropout")
+        return
+    if rates["hidden_dropout"] != rates["attention_dropout"]:
+        note = (
+            f"differs from hidden_dropout {rates['hidden_dropout']:g}; Trainshed's GPT has one rate for both"
+        )
+        found.report("model.attention_dropout", Effect.ERROR, note)
+    found.translate("model.hidden_dropout", {"model.dropout": rates["hidden_dropout"]})
+    found.translate("model.attention_dropout", {"model.dropout": rates["hidden_dropout"]})
+    found.translate("model.ffn_dropout", {"model.mlp_dropout": rates["ffn_dropout"]})
+
+
+def _rotary(found: Translation) -> None:
+    share = float(found.number("model.rotary_percentage", 1))
+    note = "all of a head is rotated" if share == 1 else "is not supported: Trainshed rotates all of a head"
+    found.report("model.rotary_percentage", Effect.HARMLESS if share == 1 else Effect.ERROR, note)
+    frequency, factor = (found.number(f"model.position_{name}", default) for name, default in BASE.items())
+    base = float(frequency * factor)
+    for name in BASE:
+        found.translate(f"model.position_{name}", {"model.rope_theta": base})
+    if found.has("model.rope_theta") and not found.has("model.position_freq_base"):
+        theta = float(found.number("model.rope_theta", base))
+        note, effect = "", Effect.TRANSLATED
+        if theta != base:
+            note, effect = f"NxD Training's Megatron model does not read it, and has {base:g}", Effect.DIFFERS
+        found.translate("model.rope_theta", {"model.rope_theta": theta}, note, effect)
+    found.ours.setdefault("model.rope_theta", base)
+    misspelt = "positition_interpolation_factor"  # so in NxD Training
+    factor = float(found.number(f"model.{misspelt}", 1))
+    scaling = {"rope_type": "linear", "factor": factor} if factor != 1 else None
+    found.translate(f"model.{misspelt}", {"model.rope_scaling": scaling})
+    note = f"NxD Training reads {misspelt}"
+    found.report("model.position_interpolation_factor", Effect.HARMLESS, note)
+
+
+def _fixed(found: Translation) -> None:
+    """Keys with one supported value."""
+    note = "scores are divided and multiplied by it again: the same mathematics"
+    found.report("model.apply_query_key_layer_scaling", Effect.HARMLESS, note)
+    found.report("model.persist_layer_norm", Effect.HARMLESS, "a kernel")
+    found.report("model.rotary_percentage", Effect.HARMLESS, "all of a head is rotated, if anything")
+    found.report("model.make_vocab_size_divisible_by", Effect.HARMLESS, "see model.vocab_size")
+    block = found.get("model.transformer_block_type", "pre_ln")
+    right = block == "pre_ln"
+    note = (
+        "the same here"
+        if right
+        else "is not supported: Trainshed's blocks normalize before attention and MLP"
+    )
+    found.report("model.transformer_block_type", Effect.HARMLESS if right else Effect.ERROR, note)
+    if found.get("model.fp32_residual_connection", False):
+        note = "the residual stream has the training dtype"
+        found.report("model.fp32_residual_connection", Effect.DIFFERS, note)
+    for name in ("bias_activation_fusion", "bias_dropout_add_fusion", "masked_softmax_fusion", "save_logits"):
+        found.report(f"model.{name}", Effect.HARMLESS, "a kernel" if "fusion" in name else "not needed")

@@ -1,0 +1,78 @@
+"""Read NxD Training configs: YAML read through OmegaConf, whose references are resolved first.
+
+`${a.b}` refers to another key, `${.b}` to one of the same section, `${..b}` to one of the section above; `${multiply:x, y}` is a
+product and `${oc.env:NAME,default}` an environment variable.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from profiles import yaml_text
+from profiles.errors import ProfileError
+
+REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+MAXIMUM_DEPTH = 20  # nested references
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a config: values by dotted key, references resolved. Raises ProfileError for an invalid file or reference."""
+    try:
+        values = yaml_text.parse(path.read_text())
+    except FileNotFoundError:
+        raise ProfileError("config", str(path), "there is no such file") from None
+    except UnicodeDecodeError:
+        raise ProfileError("config", str(path), "is not a text file") from None
+    except OSError as error:
+        raise ProfileError("config", str(path), error.strerror or str(error)) from error
+    except ValueError as error:
+        raise ProfileError("config", str(path), str(error)) from error
+    if not isinstance(values, Mapping):
+        raise ProfileError("config", str(path), "is not a mapping of sections")
+    flat = dict(_flatten(values, ""))
+    return {key: _resolve(key, value, flat) for key, value in flat.items()}
+
+
+def _flatten(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _resolve(key: str, value: Any, flat: Mapping[str, Any]) -> Any:
+    """A value with its references replaced."""
+    if isinstance(value, list):
+        return [_resolve(key, entry, flat) for entry in value]
+    given = value
+    for _ in range(MAXIMUM_DEPTH):
+        if not isinstance(value, str) or (found := REFERENCE.search(value)) is None:
+            return value
+        referenced = _lookup(key, found[1], flat)
+        value = referenced if found[0] == value else value.replace(found[0], str(referenced))
+    raise ProfileError(key, given, "refers to itself")
+
+
+def _lookup(key: str, reference: str, flat: Mapping[str, Any]) -> Any:
+    """The value that a reference in a key's value stands for."""
+    name, colon, arguments = reference.partition(":")
+    if colon and name.strip() == "multiply":
+        return math.prod(yaml_text.parse(argument) for argument in arguments.split(","))
+    if colon and name.strip() == "oc.env":
+        variable, comma, default = arguments.partition(",")
+        if (found := os.environ.get(variable.strip(), default.strip() if comma else None)) is None:
+            raise ProfileError(key, f"${{{reference}}}", "refers to an environment variable that is not set")
+        return found
+    name = reference.strip()
+    up = len(name) - len(name.lstrip("."))  # each leading dot goes up one section
+    if up:
+        name = ".".join([*key.split(".")[:-up], name.lstrip(".")])
+    if name not in flat:
+        raise ProfileError(key, f"${{{reference}}}", "refers to an undefined key")
+    return flat[name]

@@ -1,0 +1,134 @@
+"""Data sources: folders of token ids, Megatron's indexed files, or records to fine-tune on; and the sequence length."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+from typing import Any
+
+from profiles.nxdt.translation import Effect, Translation
+
+PREFIX, SPLITS = "data.data_prefix", "data.splits_string"
+RESETS = ("data.reset_position_ids", "data.reset_attention_mask")
+
+
+def translate(found: Translation, objective: str) -> None:
+    """Set the sources, the validation split, document masks and the sequence length."""
+    _sequence_length(found, objective)
+    _document_masks(found, objective)
+    sources = (
+        _megatron(found) if found.has(PREFIX) or found.has_section(PREFIX) else _folders(found, objective)
+    )
+    if not sources:
+        found.report("data.train_dir", Effect.ERROR, "is missing; no other key names training data")
+    found.ours["data.sources"] = sources
+    found.report("data.test_dir", Effect.HARMLESS, "there is no test split")
+    if (count := found.get("data.dev_choose_samples")) is not None:
+        note = f"all records are used; to use the first {count} alone, cut the files: head -n {count}"
+        found.report("data.dev_choose_samples", Effect.TO_DO, note)
+
+
+def _sequence_length(found: Translation, objective: str) -> None:
+    """The data's length decides; the model's is that of samples which are cut already."""
+    data, model = found.get("data.seq_length"), found.get("model.encoder_seq_length")
+    for key, value in (("model.encoder_seq_length", model), ("data.seq_length", data)):
+        if value is not None:
+            found.translate(key, {"train.sequence_length": value})
+    if data is not None and model not in (None, data):
+        note = f"samples have data.seq_length {data}"
+        found.report("model.encoder_seq_length", Effect.DIFFERS, note)
+
+
+def _document_masks(found: Translation, objective: str) -> None:
+    positions, attention = (bool(found.get(key, False)) for key in RESETS)
+    if positions != attention:
+        note = "without the other of both is not supported: train.document_masks restarts positions and attention together"
+        found.report(RESETS[0 if positions else 1], Effect.ERROR, note)
+    for key in RESETS:
+        found.translate(key, {} if objective == "sft" else {"train.document_masks": attention})
+
+
+def _megatron(found: Translation) -> list[dict[str, Any]]:
+    """Sources of [weight, prefix, weight, prefix, …] or [prefix, …]; or of such lists by split."""
+    sources: list[dict[str, Any]] = []
+    if PREFIX in found.theirs:
+        sources = _prefixes(found, PREFIX, "split")
+    for split, use in (("train", "train"), ("validation", "validation"), ("test", None)):
+        key = f"{PREFIX}.{split}"
+        if use is None:
+            found.report(key, Effect.HARMLESS, "there is no test split")
+        elif found.has(key):
+            sources += _prefixes(found, key, use)
+    if found.has(SPLITS):
+        _splits(found)
+    return sources
+
+
+def _prefixes(found: Translation, key: str, use: str) -> list[dict[str, Any]]:
+    entries = found.get(key)
+    entries = entries if isinstance(entries, list) else [entries]
+    weights: list[float] = []
+    prefixes: list[str] = []
+    for entry in entries:
+        try:
+            weights.append(float(entry))
+        except (TypeError, ValueError):
+            prefixes.append(str(entry))
+    if not prefixes or len(weights) not in (0, len(prefixes)):
+        found.report(key, Effect.ERROR, "is not a list of weights and prefixes, [weight, prefix, …]")
+        return []
+    sources: list[dict[str, Any]] = []
+    for number, prefix in enumerate(prefixes):
+        source: dict[str, Any] = {"kind": "megatron", "path": prefix, "use": use}
+        if len(prefixes) > 1 and weights and use != "validation":
+            source["weight"] = weights[number]
+        if use == "split":
+            del source["use"]
+        sources.append(source)
+    absent = [prefix for prefix in prefixes if "://" not in prefix and not glob.glob(f"{prefix}*.idx")]
+    note = (
+        f"{absent[0]}.idx and .bin are not on this machine"
+        if absent
+        else "the common prefix of .bin and .idx"
+    )
+    found.translate(key, {"data.sources": []}, note, Effect.TO_DO if absent else Effect.TRANSLATED)
+    return sources
+
+
+def _splits(found: Translation) -> None:
+    """Shares of train, validation and test documents: what is not trained on is for validation."""
+    try:
+        shares = [float(share) for share in str(found.get(SPLITS)).replace("/", ",").split(",")]
+        fraction = round(1 - shares[0] / sum(shares), 6)
+    except (ValueError, ZeroDivisionError):
+        found.report(SPLITS, Effect.ERROR, "is not a list of shares such as 980,10,10")
+        return
+    note = "documents that are not trained on, chosen by hash; validation and test are one split"
+    if not fraction:
+        fraction, note = 0.01, "a hundredth of the documents is held out: every run is evaluated"
+    found.translate(SPLITS, {"data.validation_fraction": fraction}, note)
+
+
+def _folders(found: Translation, objective: str) -> list[dict[str, Any]]:
+    sources: list[dict[str, Any]] = []
+    for key, use in (("data.train_dir", "train"), ("data.val_dir", "validation")):
+        path = found.path(key)
+        if path is None:
+            note = (
+                "a hundredth of the documents is held out for validation"
+                if use == "validation"
+                else "not set"
+            )
+            found.report(key, Effect.HARMLESS, note)
+            continue
+        source = {"kind": "files", "path": path, "use": use}
+        if objective == "pretrain":
+            source |= {"kind": "tokens", "text": "input_ids"}
+        sources.append(source)
+        absent = "://" not in path and not Path(path).exists()
+        note = "token ids in its column input_ids" if objective == "pretrain" else "records"
+        note = "not on this machine" if absent else note
+        found.translate(key, {"data.sources": []}, note, Effect.TO_DO if absent else Effect.TRANSLATED)
+    if len(sources) == 1:
+        sources[0].pop("use")
+    return sources

@@ -1,0 +1,111 @@
+"""Import a config: run the translations in order, and put the profile together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from profiles import yaml_text
+from profiles.nxdt import architecture, data, objective, rules, vocabulary
+from profiles.nxdt.config import read
+from profiles.nxdt.translation import Effect, Line, Translation
+
+# What NxD Training does where a config leaves a key out, and Trainshed by default does not.
+DEFAULTS = {
+    "train.clip": None,
+    "train.betas": [0.9, 0.999],
+    "train.weight_decay": 0.01,
+    "train.schedule": "constant",
+    "parallel.sequence_parallel": False,
+    "checkpoint.resume": "newest",
+}
+ORDER = (
+    *("name", "description", "model", "tokenizer", "data", "init", "objective", "lora"),
+    *("parallel", "train", "checkpoint", "evaluate", "cluster"),
+)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A profile's values by section, and what became of each key of the config."""
+
+    values: dict[str, Any]
+    lines: tuple[Line, ...]
+
+    def of(self, effect: Effect) -> list[Line]:
+        """The lines with an effect."""
+        return [line for line in self.lines if line.effect is effect]
+
+    def with_values(self, changes: Mapping[str, Any]) -> Imported:
+        """The same with other values of some keys; None: the default."""
+        values = {
+            name: dict(value) if isinstance(value, dict) else value for name, value in self.values.items()
+        }
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            if value is None:
+                values.get(section, {}).pop(name, None)
+            else:
+                values.setdefault(section, {})[name] = value
+        return replace(self, values=values)
+
+    def text(self) -> str:
+        """The profile as YAML; what differs and what is left to do are comments at its head."""
+        noted = [*self.of(Effect.DIFFERS), *self.of(Effect.TO_DO)]
+        comments = [f"# {line.effect}: {line.subject}: {line.note}\n" for line in noted]
+        return "".join([*comments, yaml_text.write(self.values)])
+
+
+def import_config(path: Path, config: Path | None = None) -> Imported:
+    """Translate a config to a profile.
+
+    Args:
+        path: the config.
+        config: config.json of the model, in place of the one that the config names.
+
+    Raises:
+        ProfileError: the file or a reference is invalid, or keys change the mathematics and have no equivalent: all of them.
+    """
+    found = Translation(read(path), path.parent)
+    model = architecture.translate(found, config)
+    vocabulary.translate(found, config, model)
+    objective.translate(found)
+    kind = objective.kind(found)
+    data.translate(found, kind)
+    rules.apply(found)
+    _cluster(found)
+    order = {key: number for number, key in enumerate(found.theirs)}
+    lines = tuple(sorted(found.lines.values(), key=lambda line: order.get(line.key, len(order))))
+    errors = [line.error for line in lines if line.effect is Effect.ERROR]
+    if errors:
+        raise errors[0].along_with(errors[1:])
+    description = f"Imported from NxD Training's {path.name}"
+    if model is not None:
+        description += f", with the numbers of {model.name}"
+    ours = {"name": path.stem, "description": description, **DEFAULTS, **found.ours}
+    return Imported(_sections(ours), lines)
+
+
+def _cluster(found: Translation) -> None:
+    """Launcher and accelerator: a trn1 node has 32 devices, a trn2 node 64 logical cores of two physical ones (LNC 2)."""
+    nodes, devices = found.number("trainer.num_nodes", 1), found.number("trainer.devices", 1)
+    accelerator = "trn2" if found.get("trainer.lnc") == 2 or devices == 64 else "trn1"
+    launcher = "slurm" if nodes > 1 else "local"
+    found.ours |= {
+        "cluster.launcher": launcher,
+        "cluster.device": "neuron",
+        "cluster.accelerator": accelerator,
+    }
+
+
+def _sections(ours: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {name: {} for name in ORDER}
+    for key, value in ours.items():
+        section, dot, name = key.partition(".")
+        if dot:
+            result[section][name] = value
+        else:
+            result[section] = value
+    return {name: value for name, value in result.items() if value != {}}

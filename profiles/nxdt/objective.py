@@ -1,0 +1,138 @@
+"""Fine-tuning: `model_alignment_strategy`, and the weights that it starts from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from profiles.nxdt.translation import Effect, Translation
+
+STRATEGY = "model_alignment_strategy"
+TARGETS = {  # NxD's names of layers; Hugging Face's are the same here
+    "qkv_proj": "qkv",
+    "gate_up_proj": "gate_up",
+    **{name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")},
+}
+LOSSES = ("sigmoid", "hinge", "ipo")
+TRUNCATIONS = ("keep_start", "keep_end")
+KEPT = "the adapter is saved by itself, and exported both as an adapter and merged"
+
+
+def kind(found: Translation) -> str:
+    """The objective's kind: sft, dpo or orpo if the config names a strategy, else pretrain."""
+    for name in ("dpo", "orpo", "sft"):
+        if found.has_section(f"{STRATEGY}.{name}"):
+            return name
+    return "sft" if found.get("data.use_sft_style_data_module", False) else "pretrain"
+
+
+def translate(found: Translation) -> None:
+    """Set the objective, LoRA and the initial weights."""
+    objective = kind(found)
+    found.ours["objective.kind"] = objective
+    if objective == "sft":
+        _sft(found)
+    elif objective == "dpo":
+        _dpo(found)
+    elif objective == "orpo":
+        key = f"{STRATEGY}.orpo.beta"
+        found.translate(key, {"objective.beta": float(found.number(key, 0.1))})
+    if objective in ("dpo", "orpo"):
+        _lengths(found, f"{STRATEGY}.{objective}")
+    if found.has_section(f"{STRATEGY}.peft"):
+        _lora(found)
+    _initial_weights(found, objective)
+
+
+def _sft(found: Translation) -> None:
+    key = f"{STRATEGY}.sft.packing"
+    packing = bool(found.get(key, found.get("data.packing", False)))
+    values: dict[str, Any] = {
+        "objective.packing": packing,
+        "objective.too_long": "drop" if packing else "truncate",
+    }
+    note = (
+        "attention stays within a record and the loss counts completions alone; in NxD Training's packed samples attention "
+        "crosses records, and its packing counts the prompts too"
+    )
+    for name in (key, "data.packing"):
+        found.translate(
+            name, values, note if packing else "", Effect.DIFFERS if packing else Effect.TRANSLATED
+        )
+    found.report("data.use_sft_style_data_module", Effect.HARMLESS, "see objective.kind")
+    for name in ("dataset_name", "prompt_name", "subset_name"):
+        if found.has(f"data.{name}"):
+            note = "promptsource templates are not supported; apply them to the data first"
+            found.report(f"data.{name}", Effect.ERROR, note)
+
+
+def _dpo(found: Translation) -> None:
+    key = f"{STRATEGY}.dpo"
+    found.translate(f"{key}.kl_beta", {"objective.beta": float(found.number(f"{key}.kl_beta", 0.01))})
+    loss = found.get(f"{key}.loss_type", "sigmoid")
+    if loss in LOSSES:
+        found.translate(f"{key}.loss_type", {"objective.loss": loss})
+    else:
+        found.report(
+            f"{key}.loss_type", Effect.ERROR, f"has no equivalent; Trainshed has {', '.join(LOSSES)}"
+        )
+    note = "the reference's log probabilities are a cached step of their own"
+    found.report(f"{key}.precompute_ref_log_probs", Effect.HARMLESS, note)
+
+
+def _lengths(found: Translation, section: str) -> None:
+    """Lengths as in TRL, which NxD Training calls: a prompt keeps so many tokens if its record is too long."""
+    longest = found.get(f"{section}.max_prompt_length", 2048)
+    found.translate(f"{section}.max_prompt_length", {"objective.maximum_prompt_length": longest})
+    end = found.get(f"{section}.truncation_mode", "keep_start")
+    if end in TRUNCATIONS:
+        found.translate(f"{section}.truncation_mode", {"objective.truncation": end})
+    else:
+        note = f"has no equivalent; Trainshed has {' and '.join(TRUNCATIONS)}"
+        found.report(f"{section}.truncation_mode", Effect.ERROR, note)
+
+
+def _lora(found: Translation) -> None:
+    section = f"{STRATEGY}.peft"
+    found.translate(f"{section}.lora_rank", {"lora.rank": found.get(f"{section}.lora_rank", 16)})
+    found.translate(f"{section}.lora_alpha", {"lora.alpha": float(found.number(f"{section}.lora_alpha", 32))})
+    found.translate(
+        f"{section}.lora_dropout", {"lora.dropout": float(found.number(f"{section}.lora_dropout", 0.05))}
+    )
+    targets = found.get(f"{section}.target_modules", ["qkv_proj"])
+    if unknown := [name for name in targets if name not in TARGETS]:
+        found.report(
+            f"{section}.target_modules", Effect.ERROR, f"{unknown[0]} is none of {', '.join(TARGETS)}"
+        )
+    else:
+        found.translate(f"{section}.target_modules", {"lora.targets": [TARGETS[name] for name in targets]})
+    if found.get(f"{section}.lora_bias", "none") == "none":
+        found.report(f"{section}.lora_bias", Effect.HARMLESS, "no biases are trained")
+    else:
+        found.report(f"{section}.lora_bias", Effect.ERROR, "is not supported: LoRA trains no biases")
+    if found.get(f"{section}.load_lora_from_ckpt", False):
+        note = "merge the adapter into the model, and name that in init.from"
+        found.report(f"{section}.load_lora_from_ckpt", Effect.ERROR, f"is not supported; {note}")
+    found.report(f"{section}.load_lora_from_ckpt", Effect.HARMLESS, "starts a new adapter")
+    for name in (
+        "lora_verbose",
+        "save_lora_base",
+        "merge_lora",
+        "save_lora_config_adapter",
+        "merge_sharded_lora",
+    ):
+        found.report(f"{section}.{name}", Effect.HARMLESS, KEPT)
+
+
+def _initial_weights(found: Translation, objective: str) -> None:
+    key, only = "exp_manager.resume_from_checkpoint", "model.weight_init_only"
+    path = found.path(key)
+    found.report(only, Effect.HARMLESS, "init.from has weights alone")
+    if path is None:
+        found.report(key, Effect.HARMLESS, "not set")
+        if objective != "pretrain":
+            found.translate(key, {"init.from": None}, "set init.from to the model to fine-tune", Effect.TO_DO)
+        return
+    note = "an NxD checkpoint's shards can be named as they are; a folder in Hugging Face format or a hub repository too"
+    if not found.get(only, False):
+        note = "only its weights are used: optimizer and schedule start anew"
+    found.translate(key, {"init.from": path}, note, Effect.TO_DO)

@@ -1,0 +1,89 @@
+"""Published models: the one whose numbers a config states, in place of a config.json that is not on this machine.
+
+The numbers are those of the shipped profiles. hidden_size, rope_theta and the widths and heads that a config states must be a
+model's own; num_layers and max_position_embeddings override those of the config.json, so they only decide between models that
+are equal in the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from profiles import resolve
+from profiles.model import Model
+
+HARDWARE = ("-trn1", "-h100", "-h200", "-b200")  # suffixes of profiles of the same model
+OVERRIDES = ("num_hidden_layers", "max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published model, and its tokenizer on the hub."""
+
+    name: str
+    model: Model
+    tokenizer: str
+
+
+@dataclass(frozen=True)
+class Match:
+    """A published model, and the stated numbers in which it is equal and different."""
+
+    published: Published
+    equal: tuple[str, ...]
+    different: tuple[str, ...]
+
+
+# Without a profile of its own.
+MIXTRAL = Published(
+    "mixtral-8x7b",
+    Model(
+        architecture="mixtral",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=32000,
+        max_position_embeddings=32768,
+        rope_theta=1e6,
+    ),
+    "mistralai/Mixtral-8x7B-v0.1",
+)
+
+
+@cache
+def models() -> tuple[Published, ...]:
+    """The published models, each once."""
+    names = [name for name in resolve.names() if not name.startswith("tiny") and not name.endswith(HARDWARE)]
+    found = {MIXTRAL.model: MIXTRAL}
+    for name in sorted(names, key=len):
+        profile = resolve.load(name)
+        if profile.objective.kind == "pretrain":
+            found.setdefault(profile.model, Published(name, profile.model, profile.tokenizer.source))
+    return tuple(sorted(found.values(), key=lambda published: (len(published.name), published.name)))
+
+
+def find(stated: Mapping[str, Any], hint: str = "") -> list[Match]:
+    """The published models that agree best with stated numbers (names of the model section); several if none is better.
+
+    Args:
+        hint: text in which a model's name decides between models that agree equally.
+    """
+    matches = []
+    for published in models():
+        values = published.model.model_dump()
+        equal = tuple(name for name, value in stated.items() if values.get(name) == value)
+        different = tuple(name for name in stated if name not in equal)
+        if set(different) <= set(OVERRIDES):
+            matches.append(Match(published, equal, different))
+    fewest = min((len(match.different) for match in matches), default=0)
+    best = [match for match in matches if len(match.different) == fewest]
+    text = hint.lower().replace("_", "-")
+    named = [match for match in best if match.published.name.rpartition("-")[0] in text]
+    return named if len(best) > 1 and named else best

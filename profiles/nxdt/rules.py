@@ -1,0 +1,338 @@
+"""Keys that stand for themselves: trainer, layout, optimizer, precision, checkpoints and runtime.
+
+A rule takes the translation, a key and its value, and reports the key. Keys without a rule that no other file has read either are
+unknown: an error where they could change the model, else a line that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from profiles.nxdt.translation import Effect, Translation
+
+Rule = Callable[[Translation, str, Any], None]
+OFF = (None, False, 0, "", "None", "none")  # values that switch a feature off
+# Sections whose unknown keys may change what is trained.
+MODEL_SECTIONS = ("model", "model_alignment_strategy", "distributed_strategy")
+
+
+def apply(found: Translation) -> None:
+    """Translate the keys that have a rule, and report those that nothing has read."""
+    for key, value in found.theirs.items():
+        if key in RULES:
+            RULES[key](found, key, value)
+        elif key not in found.lines:
+            _unknown(found, key, value)
+
+
+def _unknown(found: Translation, key: str, value: Any) -> None:
+    if value in OFF or value == {}:
+        found.report(key, Effect.HARMLESS, "unknown to Trainshed, and off")
+    elif key.partition(".")[0] in MODEL_SECTIONS:
+        note = "is unknown to Trainshed and may change the model; remove it to import without"
+        found.report(key, Effect.ERROR, note)
+    else:
+        found.report(key, Effect.DIFFERS, "unknown to Trainshed: not imported")
+
+
+def _to(ours: str, note: str = "", cast: Callable[[Any], Any] = lambda value: value) -> Rule:
+    def rule(found: Translation, key: str, value: Any) -> None:
+        try:
+            found.translate(key, {ours: cast(value)}, note)
+        except (TypeError, ValueError):
+            found.report(key, Effect.ERROR, "is not a number")
+
+    return rule
+
+
+def _harmless(reason: str) -> Rule:
+    return lambda found, key, value: found.report(key, Effect.HARMLESS, reason)
+
+
+def _only(valid: Any, reason: str, otherwise: Effect = Effect.ERROR, harmless: str = "the same here") -> Rule:
+    """A feature with one supported value; another is an error, or differs."""
+
+    def rule(found: Translation, key: str, value: Any) -> None:
+        if value == valid or (valid in OFF and value in OFF):
+            found.report(key, Effect.HARMLESS, harmless)
+        else:
+            found.report(key, otherwise, reason)
+
+    return rule
+
+
+def _one_of(ours: str, choices: Mapping[Any, Any], note: str = "") -> Rule:
+    def rule(found: Translation, key: str, value: Any) -> None:
+        if value not in choices:
+            found.report(
+                key, Effect.ERROR, f"has no equivalent; Trainshed has {', '.join(map(str, choices))}"
+            )
+        else:
+            found.translate(key, {ours: choices[value]} if ours else {}, note)
+
+    return rule
+
+
+def _data_sharding(found: Translation, key: str, value: Any) -> None:
+    found.translate(key, {"parallel.data_sharding": "zero1" if value else "none"})
+
+
+def _virtual_pipeline(found: Translation, key: str, value: Any) -> None:
+    if not value or value == 1:
+        found.report(key, Effect.HARMLESS, "one stage per rank, as by default")
+    elif found.number("distributed_strategy.pipeline_model_parallel_size", 1) == 1:
+        found.report(key, Effect.HARMLESS, "has no effect without pipeline parallelism")
+    else:
+        note = "two stages per rank" + (
+            "" if value == 2 else f" instead of {value}: set parallel.pipeline_cuts"
+        )
+        found.translate(key, {"parallel.schedule": "interleaved"}, note)
+
+
+def _pipeline_cuts(found: Translation, key: str, value: Any) -> None:
+    if not value:
+        found.report(key, Effect.HARMLESS, "stages are balanced by cost")
+        return
+    try:
+        cuts = [int(str(name).rpartition(".")[2]) + 1 for name in value]
+    except ValueError:
+        found.report(key, Effect.ERROR, "is not a list of layers such as model.layers.18")
+        return
+    note = "NxD names the last layer of a stage, Trainshed the first of the next"
+    found.translate(key, {"parallel.pipeline_cuts": cuts}, note)
+
+
+def _clip(found: Translation, key: str, value: Any) -> None:
+    found.translate(key, {"train.clip": float(found.number(key, 0)) or None})
+
+
+def _max_steps(found: Translation, key: str, value: Any) -> None:
+    epochs = found.number("trainer.max_epochs", -1)
+    if value is None or (isinstance(value, int) and value < 0):
+        if epochs > 0:
+            found.translate("trainer.max_epochs", {"train.epochs": epochs})
+            found.report(key, Effect.HARMLESS, "unlimited: the epochs decide")
+        else:
+            found.report(key, Effect.ERROR, "is unlimited; set a number of steps")
+    else:
+        found.translate(key, {"train.steps": value})
+
+
+def _evaluations(found: Translation, key: str, value: Any) -> None:
+    batches, steps = found.number("trainer.limit_val_batches", 1.0), found.number("trainer.max_steps", 0)
+    never = isinstance(value, float) or not value or not batches or (steps > 0 and value > steps)
+    found.translate(key, {"evaluate.every": 0 if never else value}, "only at the end" if never else "")
+
+
+def _evaluation_batches(found: Translation, key: str, value: Any) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        found.translate(key, {"evaluate.batches": value}, "global batches")
+    elif not value:
+        found.report(key, Effect.HARMLESS, "no evaluation during training; the final model is evaluated")
+    else:
+        found.report(key, Effect.HARMLESS, "the whole validation split is evaluated")
+
+
+def _checkpoint_interval(found: Translation, key: str, value: Any) -> None:
+    valid = isinstance(value, int) and value > 0 and found.get("exp_manager.create_checkpoint_callback", True)
+    found.translate(key, {"checkpoint.every": value if valid else 0}, "" if valid else "only at the end")
+
+
+def _keep(found: Translation, key: str, value: Any) -> None:
+    kept = max(0, found.number(key, 1))
+    found.translate(key, {"checkpoint.keep": kept}, "" if kept else "0 keeps all")
+
+
+def _weight_decay(found: Translation, key: str, value: Any) -> None:
+    _to("train.weight_decay", cast=float)(found, key, value)
+    if is_hugging_face(found) and value != 0.01:
+        note = "NxD Training's Hugging Face models decay by 0.01 whatever the config says; set 0.01 to repeat its runs"
+        found.translate(key, {"train.weight_decay": float(value)}, note, Effect.DIFFERS)
+
+
+def _norm_weight_decay(found: Translation, key: str, value: Any) -> None:
+    found.translate(key, {"train.norm_weight_decay": bool(value)})
+    if is_hugging_face(found):
+        note = "NxD Training's Hugging Face models do the opposite of what this key is documented to do"
+        note += f"; set train.norm_weight_decay {str(not value).lower()} to repeat its runs"
+        found.translate(key, {"train.norm_weight_decay": bool(value)}, note, Effect.DIFFERS)
+
+
+def is_hugging_face(found: Translation) -> bool:
+    """Whether the config trains NxD Training's copy of a Hugging Face model, rather than its Megatron model."""
+    return found.get("model_source", "hf" if found.has("model.model_config") else "megatron") == "hf"
+
+
+def _warmup_ratio(found: Translation, key: str, value: Any) -> None:
+    steps = int(found.number(key, 0) * found.number("trainer.max_steps", 0))
+    found.translate(key, {"train.warmup_steps": steps}, "of trainer.max_steps")
+
+
+def _constant_steps(found: Translation, key: str, value: Any) -> None:
+    """NeMo holds the minimum after the decay for so many steps; with more than there are it goes there after warm-up."""
+    asked, steps = found.number(key, 0), found.number("trainer.max_steps", 0)
+    left = max(0, steps - found.number("model.optim.sched.warmup_steps", 0))
+    steps = min(asked, left)
+    note, effect = "steps at the minimum after the decay, which is where NeMo has them", Effect.TRANSLATED
+    if steps < asked:
+        note = f"exceeds the {left} steps after warm-up: the learning rate is at its minimum from there on, as in NeMo"
+        effect = Effect.DIFFERS
+    found.translate(key, {"train.minimum_steps": steps}, note if steps else "", effect)
+
+
+def _schedule_steps(found: Translation, key: str, value: Any) -> None:
+    same = value == found.get("trainer.max_steps")
+    note = "the schedule ends at trainer.max_steps, as in NxD Training"
+    found.report(key, Effect.HARMLESS if same else Effect.DIFFERS, note)
+
+
+def _precision(found: Translation, key: str, value: Any) -> None:
+    _one_of("train.precision", PRECISIONS, "master weights are float32; no stochastic rounding")(
+        found, key, value
+    )
+    manual = value == "manual"
+    accumulate = found.get("precision.fp32_grad_acc", False) if manual else value != "bf16SR"
+    found.ours["train.gradient_dtype"] = "float32" if accumulate else "bf16"
+    for name in MANUAL:
+        if name == "fp32_grad_acc" and manual:
+            found.translate(f"precision.{name}", {"train.gradient_dtype": found.ours["train.gradient_dtype"]})
+        elif name == "master_weights" and manual and not found.get(f"precision.{name}", False):
+            found.report(f"precision.{name}", Effect.DIFFERS, "master weights are always float32")
+        else:
+            note = "master weights are float32" if manual else "only read if precision.type is manual"
+            found.report(f"precision.{name}", Effect.HARMLESS, note)
+
+
+ALWAYS = "always done"
+KERNEL = "the device's own attention kernel is used"
+LEGACY = "belongs to the legacy stack, which native PyTorch on Neuron does not use"
+STORE = "`trainshed run --store` sets where runs are stored"
+FILES = "how files are read, not what is read"
+FORMAT = "checkpoints have one file per rank, in a format that any topology reads"
+MANUAL = (
+    *("master_weights", "fp32_grad_acc", "fp32_grads_cc"),
+    *("xla_use_bf16", "xla_downcast_bf16", "neuron_rt_stochastic_rounding_en"),
+)
+PRECISIONS = {
+    "fp32": "float32",
+    **dict.fromkeys(("mixed_precision", "mixed_precisionSR", "bf16SR", "autocast", "manual"), "bf16"),
+}
+SCHEDULES = {"CosineAnnealing": "cosine", "LinearAnnealingWithWarmUp": "linear", "WarmupPolicy": "constant"}
+RECOMPUTE = {"selective": "selective", "full": "full", None: "none"}
+CALLBACK = "exp_manager.checkpoint_callback_params"
+
+RULES: dict[str, Rule] = {
+    "name": _to("name"),
+    "seed": _to("train.seed"),
+    "model_source": _harmless("the architecture follows from the model's keys"),
+    "compiler_flags": _harmless(
+        "flags of neuronx-cc for the legacy stack; compile.flags has those of native PyTorch"
+    ),
+    "compiler_cache_url": _harmless("compiled graphs are artifacts in the store"),
+    "neuron_experimental_compress_rg": _harmless(LEGACY),
+    "aync_exec_max_inflight_requests": _harmless(LEGACY),
+    "bucket_size_collectives": _harmless("buckets hold at least 10 million elements"),
+    "neuron_rt_exec_timeout": _harmless(LEGACY),
+    # trainer
+    "trainer.devices": _to("cluster.devices_per_node"),
+    "trainer.num_nodes": _to("cluster.nodes"),
+    "trainer.lnc": _harmless("cluster.accelerator trn2 has two physical cores per logical core"),
+    "trainer.max_epochs": _harmless("trainer.max_steps decides"),
+    "trainer.max_steps": _max_steps,
+    "trainer.gradient_clip_val": _clip,
+    "trainer.val_check_interval": _evaluations,
+    "trainer.check_val_every_n_epoch": _only(None, "evaluate.every counts steps", Effect.DIFFERS),
+    "trainer.num_sanity_val_steps": _harmless("there is no trial evaluation before training"),
+    "trainer.limit_val_batches": _evaluation_batches,
+    "trainer.limit_test_batches": _harmless("there is no test split"),
+    "trainer.log_every_n_steps": _to("train.log_every"),
+    "trainer.sequential_move_factor": _harmless("weights are initialized on the device, not moved"),
+    # distributed_strategy
+    "distributed_strategy.tensor_model_parallel_size": _to("parallel.tensor"),
+    "distributed_strategy.pipeline_model_parallel_size": _to("parallel.pipeline"),
+    "distributed_strategy.virtual_pipeline_model_parallel_size": _virtual_pipeline,
+    "distributed_strategy.context_parallel_size": _to("parallel.context"),
+    "distributed_strategy.zero1": _data_sharding,
+    "distributed_strategy.sequence_parallel": _to("parallel.sequence_parallel"),
+    "distributed_strategy.kv_replicator": _harmless(
+        "follows from parallel.tensor and the number of KV heads"
+    ),
+    # training
+    "data.micro_batch_size": _to("train.micro_batch_size"),
+    "data.global_batch_size": _to("train.global_batch_size"),
+    "model.qkv_linear": _harmless("Q, K and V are one projection, with KV heads replicated as needed"),
+    "model.fuse_qkv": _harmless("Q, K and V are always fused"),
+    "model.pipeline_cuts": _pipeline_cuts,
+    "model.activations_checkpoint_granularity": _one_of("train.recompute", RECOMPUTE),
+    "model.activations_checkpoint_recompute": _harmless(
+        "selective saves attention and the projections, and recomputes norms, rotation and activations"
+    ),
+    "model.fusions.softmax": _harmless(KERNEL),
+    "model.fusions.flash_attention": _harmless(KERNEL),
+    "model.fusions.ring_attention": _harmless("follows from parallel.context"),
+    "model.transpose_nki_inputs": _harmless(KERNEL),
+    "model.use_cpu_initialization": _harmless(
+        "weights depend only on the seed and their names, on any device"
+    ),
+    "model.do_layer_norm_weight_decay": _norm_weight_decay,
+    "model.wrap_with_zero": _harmless("see parallel.data_sharding"),
+    # model.optim
+    "model.optim.name": _one_of("", {"adamw": "", "adamw_fp32OptState": ""}, "AdamW with float32 states"),
+    "model.optim.lr": _to("train.learning_rate", cast=float),
+    "model.optim.weight_decay": _weight_decay,
+    "model.optim.betas": _to("train.betas", cast=lambda value: list(map(float, value))),
+    "model.optim.eps": _to("train.epsilon", cast=float),
+    "model.optim.capturable": _harmless("about CUDA graphs"),
+    "model.optim.sched.name": _one_of("train.schedule", SCHEDULES),
+    "model.optim.sched.warmup_steps": _to("train.warmup_steps"),
+    "model.optim.sched.warmup_ratio": _warmup_ratio,
+    "model.optim.sched.constant_steps": _constant_steps,
+    "model.optim.sched.min_lr": _to("train.minimum_learning_rate", cast=float),
+    "model.optim.sched.max_steps": _schedule_steps,
+    # precision
+    "precision.type": _precision,
+    "precision.parallel_layers_reduce_dtype": _harmless(
+        "layers communicate in the dtype of their activations"
+    ),
+    # exp_manager
+    "exp_manager.explicit_log_dir": _harmless(STORE),
+    "exp_manager.exp_dir": _harmless(STORE),
+    "exp_manager.name": _harmless("a run is named after its profile, or by --name"),
+    "exp_manager.resume_if_exists": lambda found, key, value: found.translate(
+        key, {"checkpoint.resume": "newest" if value else "none"}
+    ),
+    "exp_manager.resume_ignore_no_checkpoint": _harmless("a run without a checkpoint starts"),
+    "exp_manager.create_tensorboard_logger": _harmless(ALWAYS),
+    "exp_manager.create_checkpoint_callback": _harmless("see checkpoint.every"),
+    "exp_manager.log_parameter_norm": _harmless("always logged"),
+    "exp_manager.log_gradient_norm": _harmless("always logged"),
+    "exp_manager.log_local_rank_0_only": _harmless("metrics are written once, by rank 0"),
+    "exp_manager.enable_recovery_time_instrumentation": _harmless(
+        "the log has the time of each attempt and each checkpoint"
+    ),
+    "exp_manager.save_xser": _harmless(FORMAT),
+    "exp_manager.load_xser": _harmless("`trainshed convert` detects the format"),
+    "exp_manager.save_bf16": _harmless("checkpoints keep the float32 master weights"),
+    "exp_manager.async_checkpointing": _to("checkpoint.async"),
+    "exp_manager.ckpt_ptl_version": _harmless("PyTorch Lightning is not used"),
+    f"{CALLBACK}.every_n_train_steps": _checkpoint_interval,
+    f"{CALLBACK}.save_top_k": _keep,
+    f"{CALLBACK}.save_last": _harmless("the last step's checkpoint is always saved"),
+    f"{CALLBACK}.use_master_weights_in_ckpt": _harmless(ALWAYS),
+    **{
+        f"{CALLBACK}.{name}": _harmless("the latest checkpoints are kept, named by their step")
+        for name in ("monitor", "mode", "filename", "model_parallel_size")
+    },
+    # how data is read
+    **{
+        f"data.{name}": _harmless(FILES)
+        for name in ("data_impl", "skip_warmup", "num_workers", "index_mapping_dir")
+    },
+    "data.dataloader_type": _harmless("samples are shuffled by the seed"),
+    "data.validation_drop_last": _harmless("the last batch is evaluated too"),
+    "data.pad_samples_to_global_batch_size": _harmless("the last batch is evaluated as it is"),
+    "data.no_seqlen_plus_one_input_tokens": _only(False, "each sample has one more target", Effect.DIFFERS),
+    "data.eod_mask_loss": _only(False, "is not supported: the loss counts each document's EOS token"),
+    "data.fine_tuning": _only(False, "is not supported by NxD Training either"),
+}

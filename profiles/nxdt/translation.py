@@ -1,0 +1,106 @@
+"""A translation in progress: the profile's values so far, and a line for each key of the config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from profiles.errors import ProfileError, format_value
+
+
+class Effect(StrEnum):
+    """What becomes of a key; the graver later."""
+
+    HARMLESS = "no effect"  # needs no equivalent: it changes no mathematics, or is always done
+    TRANSLATED = "translated"  # to keys of the profile, with the same meaning
+    DIFFERS = "differs"  # what Trainshed does differs, as the note says
+    TO_DO = "to do"  # needs something from the user before a run starts
+    ERROR = "error"  # changes the mathematics and cannot be kept: nothing is imported
+
+
+@dataclass(frozen=True)
+class Line:
+    """What becomes of one key: the effect, the profile keys it sets, and a note."""
+
+    key: str
+    value: Any
+    effect: Effect
+    ours: str | None = None
+    note: str = ""
+
+    @property
+    def subject(self) -> str:
+        """The key and its value, and what they become: `key = value -> ours`."""
+        arrow = f" -> {self.ours}" if self.ours else ""
+        return f"{self.key} = {format_value(self.value)}{arrow}"
+
+    @property
+    def error(self) -> ProfileError:
+        return ProfileError(self.key, self.value, self.note)
+
+
+@dataclass
+class Translation:
+    """Collects what the rules find.
+
+    Attributes:
+        theirs: values of the config by dotted key.
+        folder: of the config, to which the path of a config.json is relative.
+        ours: values of the profile by dotted key.
+        lines: one for each key that has been read.
+    """
+
+    theirs: Mapping[str, Any]
+    folder: Path
+    ours: dict[str, Any] = field(default_factory=dict)
+    lines: dict[str, Line] = field(default_factory=dict)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, or the default if it is missing or null."""
+        value = self.theirs.get(key)
+        return default if value is None or value == "None" else value
+
+    def number(self, key: str, default: float) -> Any:
+        """The value of a key that must be a number. Raises ProfileError."""
+        value = self.get(key, default)
+        try:
+            return value if isinstance(value, int) and not isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            raise ProfileError(key, value, "is not a number") from None
+
+    def has(self, key: str) -> bool:
+        """Whether a key is there and not null."""
+        return self.get(key) is not None
+
+    def has_section(self, name: str) -> bool:
+        """Whether a section is there, if only as an empty one."""
+        return self.has(name) or any(key.startswith(f"{name}.") for key in self.theirs)
+
+    def translate(
+        self, key: str, values: Mapping[str, Any], note: str = "", effect: Effect = Effect.TRANSLATED
+    ) -> None:
+        """Set keys of the profile from a key of the config."""
+        self.ours |= values
+        if key in self.theirs:
+            self._add(Line(key, self.theirs[key], effect, ", ".join(values) or None, note))
+
+    def report(self, key: str, effect: Effect, note: str) -> None:
+        """Say what becomes of a key that sets nothing; one that is not in the config is passed over, unless it is an error."""
+        if key in self.theirs or effect is Effect.ERROR:
+            self._add(Line(key, self.theirs.get(key), effect, None, note))
+
+    def path(self, key: str) -> str | None:
+        """The path that a key names, environment variables and ~ expanded."""
+        value = self.get(key)
+        return None if value is None else os.path.expandvars(os.path.expanduser(str(value)))
+
+    def _add(self, line: Line) -> None:
+        """Keep the graver of two lines of one key: an error is never replaced."""
+        known = self.lines.get(line.key)
+        order = list(Effect)
+        if known is None or order.index(line.effect) >= order.index(known.effect):
+            self.lines[line.key] = line

@@ -1,0 +1,139 @@
+"""The tokenizer, and the vocabulary that Megatron's model has for it.
+
+Megatron pads the tokenizer's vocabulary to a multiple of make_vocab_size_divisible_by × tensor degree. The padded rows are part
+of its softmax, so they are part of the model here too.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from profiles.nxdt import architecture, published
+from profiles.nxdt.published import Published
+from profiles.nxdt.rules import is_hugging_face
+from profiles.nxdt.translation import Effect, Translation
+
+TYPE, DIVISOR = "data.tokenizer.type", "model.make_vocab_size_divisible_by"
+GPT2 = "GPT2BPETokenizer"
+# Sizes of vocabularies by what a tokenizer's name has in it, the first that fits.
+NAMED = {"gpt2": 50257, "llama3": 128256, "mixtral": 32000, "mistral": 32000, "llama": 32000}
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def translate(found: Translation, config: Path | None, model: Published | None) -> None:
+    """Set the tokenizer, and for Megatron's model the vocabulary size.
+
+    Args:
+        config: config.json given by the user.
+        model: the published model whose numbers are used; None if they are the config's own.
+    """
+    _source(found, config, model)
+    for name in (
+        "library",
+        "delimiter",
+        "sentencepiece_legacy",
+        "use_fast",
+        "model",
+        "vocab_file",
+        "merge_file",
+    ):
+        found.report(f"data.tokenizer.{name}", Effect.HARMLESS, "the tokenizer's files tell")
+    if not is_hugging_face(found):
+        _padded_size(found, config)
+
+
+def _source(found: Translation, config: Path | None, model: Published | None) -> None:
+    named = found.path(TYPE) or found.path("data.tokenizer")
+    key = TYPE if found.has(TYPE) else "data.tokenizer"
+    files = [found.path(f"data.tokenizer.{name}") for name in ("vocab_file", "merge_file", "model")]
+    folders = {str(Path(file).parent) for file in files if file}
+    if folders and (named is None or "/" not in named):
+        if len(folders) > 1:
+            note = f"its files are in {len(folders)} folders; copy them to one and set tokenizer.source"
+            found.translate(key, {"tokenizer.source": folders.pop()}, note, Effect.TO_DO)
+            return
+        named = folders.pop()
+    elif named == GPT2:
+        named = "openai-community/gpt2"
+    if named is not None:
+        absent = named.startswith(("/", ".", "~")) and not Path(named).is_dir()
+        note = "not on this machine" if absent else ""
+        found.translate(key, {"tokenizer.source": named}, note, Effect.TO_DO if absent else Effect.TRANSLATED)
+        return
+    path = config or found.path("model.model_config")
+    folder = found.folder / Path(path) if path else None
+    if folder is not None:
+        folder = folder if folder.is_dir() else folder.parent
+    if folder is not None and (model is None or any((folder / name).exists() for name in FILES)):
+        found.ours["tokenizer.source"] = str(folder)
+    elif model is not None:
+        note = f"{found.lines['model.model_config'].note}; its tokenizer is used too"
+        values = {"tokenizer.source": model.tokenizer}
+        found.translate("model.model_config", values, note, Effect.TO_DO)
+    else:
+        found.report(TYPE, Effect.ERROR, "is missing; no other key names a tokenizer")
+
+
+def _padded_size(found: Translation, config: Path | None) -> None:
+    size, origin, effect = _size(found, config)
+    if size is None:
+        note = "is missing, and the tokenizer that tells it is not on this machine; set it, or pass --config FILE"
+        found.report("model.vocab_size", Effect.ERROR, note)
+        return
+    tensor = found.number("distributed_strategy.tensor_model_parallel_size", 1)
+    multiple = found.number(DIVISOR, 128) * tensor
+    padded = -(-size // multiple) * multiple
+    note = f"{size} tokens {origin}, padded to a multiple of {multiple}"
+    key = "model.vocab_size" if found.has("model.vocab_size") else DIVISOR
+    found.translate(key, {"model.vocab_size": padded}, note, effect)
+    found.ours["model.vocab_size"] = padded
+    if effect is Effect.TRANSLATED:
+        found.ours["tokenizer.vocabulary_size"] = size
+
+
+def _size(found: Translation, config: Path | None) -> tuple[int | None, str, Effect]:
+    """Tokens of the vocabulary, where the number is from, and whether it is to be checked."""
+    sure, guessed = Effect.TRANSLATED, Effect.TO_DO
+    if found.has("model.vocab_size"):
+        return found.number("model.vocab_size", 0), "as stated", sure
+    if config is not None:
+        return architecture.read_config(config, "--config")["vocab_size"], f"of {config}", sure
+    files = found.path("data.tokenizer.vocab_file"), found.path(TYPE) or found.path("data.tokenizer")
+    for file in files:
+        if file and (size := _count(Path(file))):
+            return size, f"in {file}", sure
+    named = str(found.path("data.tokenizer.model") or files[1] or "")
+    if named == GPT2:
+        return NAMED["gpt2"], "of GPT-2", sure
+    plain = "".join(letter for letter in Path(named).name.lower() if letter.isalnum())
+    for name, size in NAMED.items():
+        if name in plain:
+            return (
+                size,
+                f"of a tokenizer named {Path(named).name}, which is not on this machine: check it",
+                guessed,
+            )
+    numbers = {name: value for name, value in architecture.stated(found).items() if name != "norm_eps"}
+    if len(matches := published.find(numbers)) == 1:
+        match = matches[0].published
+        return match.model.vocab_size, f"of {match.name}, which has the same numbers: check it", guessed
+    return None, "", guessed
+
+
+def _count(path: Path) -> int | None:
+    """Tokens in a vocabulary file or a tokenizer's folder; None if that is not on this machine or does not tell."""
+    try:
+        if path.is_file():
+            return len(json.loads(path.read_text()))
+        if (file := path / "tokenizer.json").is_file():
+            tokenizer = json.loads(file.read_text())
+            vocabulary: Any = tokenizer["model"]["vocab"]
+            ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+            return 1 + max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))])
+        if (file := path / "config.json").is_file():
+            return json.loads(file.read_text()).get("vocab_size")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None
