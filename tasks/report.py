@@ -78,6 +78,7 @@ def write_report(
         "samples": _decode_samples(_tokenizer_file(folder), evaluation.get("samples", [])),
         "steps": [asdict(outcome) for outcome in outcomes],
         "events": read_events(folder),
+        "experts": _experts(folder, history),
         "warnings": _warnings(profile, outcomes, history),
         "export": str(folder / EXPORT) if (folder / EXPORT).is_dir() else None,
     }
@@ -102,6 +103,18 @@ def _traced(profile: Profile, outcomes: Sequence[Outcome]) -> list[dict[str, Any
     if "traced" not in summary:
         return []
     return [asdict(rank) for rank in traced_plan.traced_ranks(profile, summary["traced"])]
+
+
+def _experts(folder: Path, history: History) -> dict[str, Any] | None:
+    """The last metrics of the experts, and the load of each by layer at a step; None for a model without experts."""
+    row = history.last or {}
+    if "expert_load_max" not in row:
+        return None
+    names = ("balance_loss", "router_z_loss", "expert_load_max", "dropped_tokens")
+    loads: dict[str, Any] = {"step": None, "loads": []}
+    with contextlib.suppress(FileNotFoundError):
+        loads = json.loads((folder / "expert_loads.json").read_text())
+    return {**{name: row[name] for name in names}, **loads}
 
 
 def _versions() -> dict[str, str]:

@@ -14,6 +14,8 @@ from profiles import state_files
 
 log = logging.getLogger("trainshed")
 
+EXPERT_LOADS = "expert_loads.json"  # of a run folder: tokens that chose each expert in one step, by layer
+BY_LAYER = "_by_layer"  # ends the names of metrics with a number for each layer
 # TensorBoard tag groups; a metric in none of them is a user metric, named after its function.
 GROUPS = {
     "loss": ("loss", "validation_loss"),
@@ -29,6 +31,7 @@ GROUPS = {
     "memory": ("memory_bytes",),
     "consumed": ("consumed_samples", "consumed_tokens"),
     "graphs": ("cold_compiles", "warm_graphs"),
+    "experts": ("balance_loss", "router_z_loss", "expert_load_max", "dropped_tokens"),
     "device": (
         "device_utilization",
         "device_memory_bytes",
@@ -79,6 +82,10 @@ class MetricsWriter:
             for name, value in row.items():
                 if name != "step" and isinstance(value, int | float):
                     self._tensorboard.add_scalar(tag(name), value, row["step"])
+                elif name.endswith(BY_LAYER):
+                    for layer, number in enumerate(value):
+                        layer_tag = f"{tag(name.removesuffix(BY_LAYER))}/layer_{layer}"
+                        self._tensorboard.add_scalar(layer_tag, number, row["step"])
         except OSError as error:  # a full disk, raised by TensorBoard's writer thread
             log.debug(f"TensorBoard file is incomplete: {error}")
 

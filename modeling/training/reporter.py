@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 from collections import deque
 from pathlib import Path
@@ -11,9 +13,11 @@ from modeling.models.flops import flops_per_token
 from modeling.supervision.stragglers import Stragglers
 from modeling.supervision.telemetry import Telemetry
 from modeling.training.evaluate import Evaluation
-from modeling.training.metrics import MetricsWriter, record_event
+from modeling.training.expert_load import ExpertLoad
+from modeling.training.metrics import EXPERT_LOADS, MetricsWriter, record_event
 from modeling.training.step import StepRecord
 from modeling.training.trainer import Trainer
+from profiles import state_files
 
 log = logging.getLogger("trainshed")
 
@@ -55,6 +59,14 @@ class Reporter:
         if step % settings.log_every == 0 or step in (1, settings.steps):
             mean_seconds = sum(self._recent_seconds) / len(self._recent_seconds)
             log.info(self._metrics.log_line(row, mean_seconds * (settings.steps - step)))
+            if record.statistics.experts:
+                self._write_loads(step, record.statistics.experts)
+
+    def _write_loads(self, step: int, experts: ExpertLoad) -> None:
+        """Replace the file with the load of every expert, which the run's report shows; a full disk loses it."""
+        with contextlib.suppress(OSError):
+            text = json.dumps({"step": step, "loads": experts.loads})
+            state_files.write(self._run / EXPERT_LOADS, text)
 
     def _row(self, record: StepRecord) -> dict[str, Any]:
         trainer, statistics, timings = self._trainer, record.statistics, record.timings
@@ -81,6 +93,7 @@ class Reporter:
             "rank_seconds": [round(seconds, 6) for seconds in statistics.rank_seconds],
             **self._telemetry.readings(),
             **trainer.compile_statistics.metrics(statistics.graph_counts),
+            **(statistics.experts.metrics() if statistics.experts else {}),
         }
 
     def evaluation(self, step: int, result: Evaluation) -> None:

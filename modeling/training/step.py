@@ -1,8 +1,9 @@
 """One training step: statistics reduced over ranks, read by the host one step later, and timings.
 
-All numbers that ranks exchange after backward travel in one all-reduce of 3 + (graph counts) + (world size) float32 numbers. They
-stay on the device, where the anomaly guard and the optimizer use them; the host reads them, and the norms, in one copy once the
-next step's forward and backward are queued, so that it never waits for a device with nothing left to do.
+All numbers that ranks exchange after backward travel in one all-reduce of 3 + (graph counts) + (world size) float32 numbers,
+and with experts 3 + (experts) for each layer. They stay on the device, where the anomaly guard and the optimizer use them;
+the host reads them, and the norms, in one copy once the next step's forward and backward are queued, so that it never waits
+for a device with nothing left to do.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from modeling.supervision.stragglers import one_hot
+from modeling.training import expert_load
+from modeling.training.expert_load import ExpertLoad
 from modeling.training.trainer import Trainer
-from parallel.device import Device, Download, Mark, upload
+from parallel.device import Download, Mark, upload
 from parallel.optimizer.zero1 import StepResult
 
 
@@ -30,16 +33,21 @@ class StepStatistics:
     gradient_norm: float
     parameter_norm: float
     skipped: bool
+    experts: ExpertLoad | None = None  # None: the model has none
 
 
 def reduce_statistics(trainer: Trainer, loss: Tensor, stop: bool, writing: bool, seconds: float) -> Tensor:
-    """Sum this rank's numbers over all ranks: the fields of StepStatistics up to `rank_seconds`, flat, on the device."""
+    """Sum this rank's numbers over all ranks: the fields of StepStatistics up to `rank_seconds`, and the load of the experts.
+
+    Returns:
+        flat, on the device.
+    """
     mesh = trainer.mesh
     counts = trainer.compile_statistics.local_counts()
     # Trainer.sum divides by the tensor degree, which only numbers equal on all tensor ranks cancel out.
     rank_seconds = one_hot(mesh.rank, mesh.size, seconds * mesh.tensor.size)
     on_host = torch.cat((torch.tensor([float(stop), float(writing)]), counts.float(), rank_seconds))
-    return trainer.sum(torch.cat((loss[None], upload(on_host, loss.device))))
+    return trainer.sum(torch.cat((loss[None], upload(on_host, loss.device), expert_load.take(trainer))))
 
 
 @dataclass
@@ -88,11 +96,14 @@ class QueuedStep:
         self._numbers = Download(torch.cat((statistics, results)))
         self._marks, self._waits = marks, waits
 
-    def read(self, device: Device, ranks: int) -> tuple[StepStatistics, StepTimings]:
+    def read(self, trainer: Trainer) -> tuple[StepStatistics, StepTimings]:
         """Wait for the step and return its statistics and timings."""
+        device, ranks = trainer.device, trainer.mesh.size
         loss, stops, writers, *rest, gradient_norm, parameter_norm, skipped = self._numbers.wait().tolist()
-        norms = gradient_norm, parameter_norm, bool(skipped)
-        statistics = StepStatistics(loss, stops, writers, rest[:-ranks], rest[-ranks:], *norms)
+        end = len(rest) - expert_load.numbers(trainer)
+        experts = expert_load.read(rest[end:], trainer.profile.model.num_hidden_layers)
+        rest, norms = rest[:end], (gradient_norm, parameter_norm, bool(skipped))
+        statistics = StepStatistics(loss, stops, writers, rest[:-ranks], rest[-ranks:], *norms, experts)
         marks, (forward_waits, waits) = self._marks, self._waits
         forward_backward = device.seconds(marks.ready, marks.backward)
         timings = StepTimings(

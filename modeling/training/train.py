@@ -174,7 +174,7 @@ class TrainingRun:
     def _finish_step(self) -> float:
         """Read the results of the queued step, and act on and report them. Returns its loss."""
         queued, self._queued = self._queued, None
-        found, timings = queued.read(self.trainer.device, self.trainer.mesh.size)
+        found, timings = queued.read(self.trainer)
         reason = self.guard.reason(found.loss, found.gradient_norm) if found.skipped else ""
         self.guard.update(found.loss, found.skipped)
         self._compute_seconds = timings.compute

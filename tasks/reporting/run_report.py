@@ -22,6 +22,7 @@ from tasks.reporting.format import (
     format_step_time,
     format_value,
 )
+from tasks.reporting.heat_map import heat_map
 from tasks.reporting.history import History
 
 DROPPED = {"missing": "without text", "short": "too short", "duplicates": "duplicates"}  # documents
@@ -46,6 +47,7 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
             html.section("Steps", f'<ol class="dag">{steps}</ol>'),
             html.section("Loss", line_chart(history.loss_series(profile), x_label="step", y_label="loss")),
             html.section("Throughput and memory", *_throughput(history)),
+            html.section("Experts", *_experts(facts["experts"])),
             html.section("Planned and measured", _planned(facts["plan"], facts["measured"])),
             html.section("Incidents", *_incidents(facts)),
             html.section("Evaluation on the whole validation split", _evaluation(facts["evaluation"])),
@@ -106,6 +108,20 @@ def _throughput(history: History) -> list[str]:
         if seconds is not None and step_seconds:
             shown[name] = f"{format_step_time(seconds)} ({seconds / step_seconds:.0%})"
     return [html.columns(*charts), html.properties(shown)]
+
+
+def _experts(experts: Mapping[str, Any] | None) -> list[str]:
+    """Balance at the last step, and a picture of the load by layer and expert."""
+    if experts is None:
+        return []
+    shown = {
+        "heaviest expert over the mean, of the worst layer": f"{experts['expert_load_max']:.2f}",
+        "balance loss, sum over layers": format_value(experts["balance_loss"]),
+        "router z-loss, sum over layers": format_value(experts["router_z_loss"]),
+        "dropped choices in the last step": f"{experts['dropped_tokens']:,.0f}",
+    }
+    picture = heat_map(experts["loads"], row_label="layer", column_label="expert")
+    return [html.properties(shown), picture]
 
 
 def _planned(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:

@@ -1,0 +1,68 @@
+"""Load of a model's experts in one step, from what the layers counted in backward (parallel/experts/balance.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modeling.training.trainer import Trainer
+from parallel.experts.balance import EXTRA
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Sums over a step and all ranks."""
+
+    loads: list[list[float]]  # tokens that chose each expert, by layer
+    # dropped choices, balance loss and z-loss of each layer, losses without their coefficients
+    dropped: list[float]
+    balance_losses: list[float]
+    z_losses: list[float]
+
+    @property
+    def imbalance(self) -> list[float]:
+        """Load of the heaviest expert over the mean, by layer; 1 if balanced."""
+        return [max(row) * len(row) / max(sum(row), 1) for row in self.loads]
+
+    def metrics(self) -> dict[str, Any]:
+        """Metrics over all layers, and by layer."""
+        return {
+            "balance_loss": sum(self.balance_losses),
+            "router_z_loss": sum(self.z_losses),
+            "expert_load_max": max(self.imbalance),
+            "dropped_tokens": sum(self.dropped),
+            "balance_loss_by_layer": self.balance_losses,
+            "expert_load_max_by_layer": self.imbalance,
+            "dropped_tokens_by_layer": self.dropped,
+        }
+
+
+def numbers(trainer: Trainer) -> int:
+    """How many numbers `take` returns: 0 for a model without experts."""
+    model = trainer.profile.model
+    return 0 if model.num_experts is None else model.num_hidden_layers * (model.num_experts + EXTRA)
+
+
+def take(trainer: Trainer) -> Tensor:
+    """This rank's counts of the step's backward passes, flat on the device, which start from zero again."""
+    counts = torch.zeros(numbers(trainer), device=trainer.torch_device)
+    rows = counts.view(trainer.profile.model.num_hidden_layers, -1)
+    for layer, experts in trainer.experts.items():
+        if experts.tally.grad is not None:
+            rows[layer] = experts.tally.grad
+            experts.tally.grad = None
+    return counts
+
+
+def read(sums: Sequence[float], layers: int) -> ExpertLoad | None:
+    """The load from the sums of all ranks; None for a model without experts."""
+    if not sums:
+        return None
+    width = len(sums) // layers
+    rows = [list(sums[start : start + width]) for start in range(0, len(sums), width)]
+    extra = zip(*(row[-EXTRA:] for row in rows), strict=True)
+    return ExpertLoad([row[:-EXTRA] for row in rows], *map(list, extra))
