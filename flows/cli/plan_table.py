@@ -106,7 +106,7 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
     device = cluster.accelerator or cluster.device
     layers = train.recompute_layers
     return [
-        ("parameters", f"{planned.parameters:,}"),
+        ("parameters", _parameters(planned)),
         ("model", f"{model.architecture}, {model.num_hidden_layers} layers of {model.hidden_size:,}, {heads}, "
                   f"vocabulary {model.vocab_size:,}"),
         ("ranks", f"{profile.world_size}, {nodes} of {cluster.devices_per_node} × {device}: {axes}"),
@@ -187,6 +187,12 @@ def _verdict(planned: Plan) -> Text:
         spare = format_bytes(planned.device_bytes - planned.needs)
         return Text(f"fits in {memory} a device, {spare} to spare", "green")
     return Text(f"does not fit in {memory} a device with the reserve of {planned.reserve:.0%}", "red")
+
+
+def _parameters(planned: Plan) -> str:
+    if planned.active_parameters == planned.parameters:
+        return f"{planned.parameters:,}"
+    return f"{planned.parameters:,}, of which a token is multiplied with {planned.active_parameters:,}"
 
 
 def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:

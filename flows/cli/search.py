@@ -25,7 +25,7 @@ from profiles.schema import Profile
 from tasks.reporting.format import format_bytes, format_step_time
 
 MAX_ROWS = 8  # topologies that are shown
-AXES = {"tensor": "TP", "pipeline": "PP", "context": "CP", "data": "DP"}  # and their columns
+AXES = {"tensor": "TP", "pipeline": "PP", "context": "CP", "data": "DP", "expert": "EP"}  # and their columns
 NUMBER = re.compile(r"\b\d+\b")
 
 
@@ -73,11 +73,11 @@ def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejec
     if found:
         speed = ("step time", "tokens/s", "MFU") if timed else ("sent per step",)
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for column in ("", *AXES.values(), "sharding", "recompute", *speed, "memory"):
+        for column in ("", *map(AXES.get, _axes(profile)), "sharding", "recompute", *speed, "memory"):
             text = column in ("", "sharding", "recompute")
             table.add_column(column, justify="left" if text else "right", no_wrap=True)
         for rank, topology in enumerate(found[:MAX_ROWS], 1):
-            table.add_row(str(rank), *_row(topology))
+            table.add_row(str(rank), *_row(profile, topology))
         console.print(table)
         if timed:
             console.print(calibration.basis(profile), style="dim")
@@ -99,13 +99,18 @@ def _command(profile: Profile, typed: str, overrides: Sequence[str], topology: T
     return shlex.join(["trainshed", "plan", typed, *options])
 
 
-def _row(topology: Topology) -> tuple[str, ...]:
+def _axes(profile: Profile) -> list[str]:
+    """The axes with a column: that of experts for models with experts."""
+    return [axis for axis in AXES if axis != "expert" or profile.model.num_experts]
+
+
+def _row(profile: Profile, topology: Topology) -> tuple[str, ...]:
     planned = topology.plan
     speed = (format_bytes(sum(planned.sent.values())),)
     if planned.step_seconds is not None:
         rate, mfu = f"{planned.tokens_per_second:,.0f}", f"{planned.mfu:.0%}" if planned.mfu else ""
         speed = (format_step_time(planned.step_seconds), rate, mfu)
-    degrees = (str(planned.mesh[axis]) for axis in AXES)
+    degrees = (str(planned.mesh.get(axis, 1)) for axis in _axes(profile))
     memory = f"{planned.needs / planned.device_bytes:.0%}"
     recompute, layers = (topology.overrides.get(f"train.{key}") for key in ("recompute", "recompute_layers"))
     return (*degrees, _sharding(topology), recompute + (f" {layers}" if layers else ""), *speed, memory)

@@ -14,6 +14,7 @@ seconds.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -195,6 +196,10 @@ def _savings(profile: Profile) -> Iterator[tuple[str, Sequence[Any]]]:
     degrees = valid_tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
     node = profile.cluster.devices_per_node
     yield "parallel.tensor", [t for t in degrees if parallel.tensor < t <= node]
+    if model.num_experts is not None:
+        replicas = profile.data_parallel * parallel.context
+        common = math.gcd(model.num_experts, replicas)
+        yield "parallel.expert", [n for n in range(parallel.expert + 1, common + 1) if common % n == 0]
     deepest = min(model.num_hidden_layers, profile.world_size)
     yield "parallel.pipeline", range(parallel.pipeline + 1, deepest + 1)
 

@@ -1,7 +1,8 @@
 """Topology search: which layouts a cluster could train a model with, fastest first, and why others cannot.
 
 A family is a tensor degree (the valid ones within a node, and powers of two to explain why they are invalid), a
-pipeline degree that divides the remaining ranks, a context degree where sequences are long, and a sharding over the data
+pipeline degree that divides the remaining ranks, a context degree where sequences are long, of a model with experts an
+expert degree that divides them and data × context, and a sharding over the data
 and context ranks: ZeRO-1, FSDP over all of them, or HSDP, which shards over the ranks of a node and replicates beyond. Each
 family uses the least recomputation that fits. Nodes, devices, batch sizes, sequence length and schedule stay as in the
 profile.
@@ -71,7 +72,7 @@ def _needs(rejected: Rejected) -> float:
 def _shardings(profile: Profile, degrees: dict[str, int]) -> Iterator[dict[str, Any]]:
     """The ways to share states out among the data and context ranks."""
     yield {"data_sharding": "zero1", "shard_degree": None, "keep_gathered": False}
-    model = math.prod(degrees.values())
+    model = math.prod(degrees[axis] for axis in ("tensor", "pipeline", "context") if axis in degrees)
     ranks = profile.world_size // model * degrees.get("context", 1)
     if len(degrees) == 1 or ranks == 1:
         return
@@ -93,7 +94,12 @@ def _degrees(profile: Profile) -> Iterator[dict[str, int]]:
             allowed = profile.train.sequence_length // context >= LONG
             allowed |= context in (1, profile.parallel.context)
             if allowed and world % (tensor * pipeline * context) == 0:
-                yield {"tensor": tensor, "pipeline": pipeline, "context": context}
+                family = {"tensor": tensor, "pipeline": pipeline, "context": context}
+                if model.num_experts is None:
+                    yield family
+                    continue
+                for expert in _divisors(math.gcd(model.num_experts, world // (tensor * pipeline))):
+                    yield {**family, "expert": expert}
 
 
 def _best(

@@ -1,11 +1,14 @@
 """Negative controls: the parity comparison detects deliberate faults."""
 
+import copy
+
 import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
 from modeling.training.trainer import Trainer
-from parallel import ZeRO1
+from parallel import Axis, ZeRO1
+from parallel.experts.router import Routed
 from parallel.layout import layout_of
 from tests.parity.harness import Case, differences, document_starts, one_process, run
 
@@ -62,7 +65,39 @@ def use_stale_weights(trainer: Trainer, optimizer: ZeRO1) -> None:
     bucket.release = bucket.wait
 
 
+def drop_an_expert(trainer: Trainer, optimizer: ZeRO1) -> None:
+    """The last expert of each rank computes nothing in one layer."""
+    down = trainer.experts[0].down.weight.detach()
+    down[-trainer.profile.model.hidden_size :] = 0
+
+
+def send_a_token_twice(trainer: Trainer, optimizer: ZeRO1) -> None:
+    """One rank sends the second choice of its first token to the expert of the first choice too."""
+    router = trainer.experts[0].router
+    forward = router.forward
+
+    def routed(x: Tensor) -> Routed:
+        result = forward(x)
+        indices = result.indices.clone()
+        indices[0, 1] = indices[0, 0]
+        return result._replace(indices=indices)
+
+    if trainer.mesh.rank == 0:
+        router.forward = routed
+
+
+def count_own_choices_only(trainer: Trainer, optimizer: ZeRO1) -> None:
+    """Each context rank balances by the statistics of its own tokens."""
+    for layer in trainer.experts.values():
+        layer.mesh = copy.copy(layer.mesh)
+        layer.mesh.context = Axis("context")
+
+
+EXPERTS = Case("mixtral", data=2, expert=2)
 FAULTS = {
+    drop_an_expert: (EXPERTS, "losses, step 0"),
+    send_a_token_twice: (EXPERTS, "norms, step 0"),
+    count_own_choices_only: (Case("mixtral", context=2, expert=2), "gradients, layers.0.mlp.router"),
     drop_an_all_reduce: (Case(tensor=2, sequence_parallel=False), "losses, step 0"),
     swap_kv_heads: (Case(tensor=4), "losses, step 0"),
     count_replicas_twice: (Case(tensor=4), "norms, step 0"),

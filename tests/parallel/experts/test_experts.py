@@ -1,0 +1,115 @@
+"""Mixtures of experts: products, capacity, balance losses and the selection bias."""
+
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from parallel import Axis, Mesh, ZeRO1, initialize
+from parallel.experts import layer as layers
+from parallel.experts.activations import ACTIVATIONS
+from parallel.experts.balance import Balance
+from parallel.experts.grouped import routed_experts
+from parallel.experts.layer import ExpertOptions, MixtureOfExperts
+from parallel.experts.router import Routing
+from parallel.experts.slots import assign_slots, slotted_experts
+from tests.pool import mesh
+
+T, H, F, E, K = 12, 8, 6, 5, 2
+ALONE = Axis("expert")
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    """Tokens, weights, and the parameters of experts with biases, of which the last gets no token."""
+    torch.manual_seed(0)
+    shapes = {"x": (T, H), "weights": (T, K), "gate_up": (E, 2 * F, H), "down": (E, H, F)}
+    shapes |= {"gate_up_bias": (E, 2 * F), "down_bias": (E, H)}
+    return {name: torch.randn(shape, requires_grad=True) for name, shape in shapes.items()}
+
+
+def choices() -> torch.Tensor:
+    return torch.stack([torch.randperm(E - 1)[:K] for _ in range(T)])
+
+
+def one_by_one(given: dict[str, torch.Tensor], indices: torch.Tensor, activation: str) -> torch.Tensor:
+    """The sum over each token's experts, every expert's weights gathered for every token."""
+    total = torch.zeros(T, H)
+    for choice in range(K):
+        expert = indices[:, choice]
+        hidden = (
+            torch.einsum("tfh,th->tf", given["gate_up"][expert], given["x"]) + given["gate_up_bias"][expert]
+        )
+        out = torch.einsum("thf,tf->th", given["down"][expert], ACTIVATIONS[activation].forward(hidden))
+        total = total + given["weights"][:, choice, None] * (out + given["down_bias"][expert])
+    return total
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_grouped_experts_equal_one_by_one_with_gradients(activation):
+    given, indices = inputs(), choices()
+    arguments = dict(given)
+    y = routed_experts(indices=indices, axis=ALONE, activation=activation, **arguments)
+    expected = one_by_one(given, indices, activation)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    grad = torch.randn_like(y)
+    tensors = list(given.values())
+    found = torch.autograd.grad(y, tensors, grad)
+    for name, a, b in zip(given, found, torch.autograd.grad(expected, tensors, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_capacity_keeps_the_first_tokens_of_each_sample():
+    given, indices = inputs(), torch.zeros(T, 1, dtype=torch.int64)
+    given["weights"] = given["weights"][:, :1]
+    length, places = T // 2, 4  # two samples, all of whose tokens choose expert 0
+    slot, kept = assign_slots(indices, E, length, places)
+    assert kept[:, 0].tolist() == [position < places for position in range(length)] * 2
+    y = slotted_experts(
+        given["x"], given["weights"], slot, kept, E * 2 * places, given["gate_up"], given["down"], ALONE
+    )
+    whole = routed_experts(given["x"], given["weights"], indices, given["gate_up"], given["down"], ALONE)
+    torch.testing.assert_close(y, whole * kept, rtol=1e-5, atol=1e-5)
+
+
+def make_layer(on: Mesh, balance: Balance, **routing: object) -> MixtureOfExperts:
+    layer = MixtureOfExperts(H, 4, Routing(4, K, **routing), on, initializer=layers.Normal(0.5))
+    layer.options = ExpertOptions(balance)
+    initialize(layer, on.tensor, seed=1)
+    return layer
+
+
+def test_batch_balance_of_one_layer_is_hugging_face_s():
+    layer = make_layer(Mesh(), Balance("batch", coefficient=0.1, samples=2))
+    x = torch.randn(T, H)
+    (layer(x, T // 2) * 0).sum().backward()
+    logits = (x @ layer.router.weight.t()).detach().requires_grad_()
+    expected = load_balancing_loss_func((logits,), 4, K)
+    assert layer.tally.grad[-2].item() == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    torch.testing.assert_close(layer.router.weight.grad, 0.1 * logits.grad.t() @ x, rtol=1e-4, atol=1e-6)
+
+
+def train_with_selection_bias(**degrees: int) -> torch.Tensor:
+    """The selection bias after two steps of two microbatches over the same tokens."""
+    with mesh(**degrees) as on:
+        layer = make_layer(on, Balance(), score="sigmoid", selection_step=0.01)
+        optimizer = ZeRO1(layer.named_parameters(), on)
+        tokens = torch.randn(2, 2, 16, H, generator=torch.Generator().manual_seed(3))
+        own = tokens.unflatten(2, (on.data.size, -1))[:, :, on.data.rank]
+        for step in own:
+            optimizer.begin_step(2)
+            for microbatch in step:
+                layer(microbatch, len(microbatch)).square().sum().backward()
+            optimizer.step(1e-2)
+        return layer.router.selection_bias.detach().clone()
+
+
+def test_selection_bias_follows_the_load_of_the_whole_step(pool):
+    expected = train_with_selection_bias()
+    assert set(expected.tolist()) - {0.0}
+    for found in pool.run(train_with_selection_bias, 2, data=2, expert=2):
+        assert torch.equal(found, expected)
+
+
+def test_expert_degree_that_does_not_divide_the_experts_is_rejected():
+    with pytest.raises(ValueError, match=r"experts = 4 is not divisible by expert = 3; nearest valid: 3, 6"):
+        make_layer(Mesh(data=3, expert=3), Balance())
