@@ -26,6 +26,7 @@ from flows.runner import THREADS, Runner
 from flows.secrets import hub_token
 from flows.steps import check_plan, following, open_run, read_lock, resolve_inputs
 from profiles import resolve
+from profiles.errors import ProfileError
 from tasks import continual as series
 from tasks import keys
 from tasks.dataset import DatasetStep
@@ -54,6 +55,9 @@ def continual(
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
     """
     run = load(profile, overrides, name or None)
+    if run.fine_tunes:
+        reason = "continual pretraining only continues runs of objective.kind pretrain without LoRA"
+        raise ProfileError("profile", profile, reason)
     opened = Store(store, run.cluster.work_dir or "store")
     # Of two schedules, or one that overtakes itself, the later waits, and then finds nothing new.
     with opened.lock(f"continual-{run.name}"):

@@ -10,7 +10,9 @@ from flows.hooks import show_failure
 from flows.runner import Runner
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.export import PART, ExportStep
+from tasks.checkpoint import CheckpointStep
+from tasks.export import ExportStep
+from tasks.resolve import EXPORT
 from tasks.step import Context
 from tasks.store import runs
 from tasks.store.store import Store
@@ -42,7 +44,9 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
     inputs, step = runs.read_inputs(folder), saved[-1]
     identity = inputs["identity"] if step == profile.train.steps else f"{inputs['identity']} {step}"
     tokenizer = opened.artifacts.expect(TokenizerStep.kind, inputs["tokenizer"])
+    weights = inputs.get("checkpoint") if profile.lora.rank else None
+    base = weights and opened.artifacts.expect(CheckpointStep.kind, weights)
     with Runner(Context(profile, opened, folder, flow_run=str(flow_run.id))) as runner:
-        exported = runner.run(ExportStep(tokenizer, identity))
-    opened.run_folder(run).sync(PART).upload()  # only this part: the run may resume elsewhere
+        exported = runner.run(ExportStep(tokenizer, identity, base))
+    opened.run_folder(run).sync(EXPORT).upload()  # only this part: the run may resume elsewhere
     return str(folder / exported.summary["part"])

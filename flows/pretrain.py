@@ -45,7 +45,9 @@ from tasks.evaluation import EvaluationStep
 from tasks.export import ExportStep
 from tasks.fork import copy_checkpoint, find_parent, require_forkable
 from tasks.graphs import GraphsStep
+from tasks.reference import ReferenceStep
 from tasks.report import ReportStep
+from tasks.resolve import locate_runs
 from tasks.step import Context
 from tasks.store import ledger, runs
 from tasks.store.store import Store
@@ -92,6 +94,7 @@ def pretrain(
     """
     run = load(profile, overrides, name or None)
     opened = Store(store, run.cluster.work_dir or "store")
+    run = locate_runs(run, opened)
     context = Context(run, opened, token=hub_token(run), flow_run=str(flow_run.id))
     with runs.lock_run(opened, run.name) as lock, Runner(context) as runner:
         parent = find_parent(opened, fork) if fork else None
@@ -124,10 +127,12 @@ def pretrain(
             if parent:
                 copy_checkpoint(opened, parent, run.name)
             graphs = compiling.result()
-            runner.run(TrainingStep(dataset, identity, graphs, weights), following(runner.context))
+            reference = runner.run(ReferenceStep(dataset, weights, graphs))
+            training = TrainingStep(dataset, identity, graphs, weights, reference)
+            runner.run(training, following(runner.context))
             ledger.record(opened, run.name, identity, dataset, parent and parent.identity)
-            evaluated = runner.run(EvaluationStep(dataset, identity, graphs))
-            exported = runner.run(ExportStep(tokenizer, identity))
+            evaluated = runner.run(EvaluationStep(dataset, identity, graphs, weights, reference))
+            exported = runner.run(ExportStep(tokenizer, identity, weights))
             report = runner.run(ReportStep(planned, evaluated, runner.outcomes))
             overview.update(now=True)
         folder = runner.context.run_folder
@@ -142,3 +147,6 @@ def pretrain(
             "perplexity": evaluated.summary["perplexity"],
             "steps": [asdict(outcome) for outcome in runner.outcomes],
         }
+
+
+finetune = pretrain.with_options(name="finetune")  # the same steps, listed apart in Prefect's UI

@@ -31,7 +31,7 @@ def attention_errors(profile: Profile, device: torch.device) -> Errors:
     s = min(profile.train.sequence_length // profile.parallel.context, SEQUENCE)
     heads = (model.num_attention_heads // tensor, kv, kv, model.num_attention_heads // tensor)
     inputs = [_normal(number, 1, n, s, model.head_dim) for number, n in enumerate(heads)]
-    documents = torch.arange(s)[None] // max(1, s // 3) if profile.train.document_masks else None
+    documents = torch.arange(s)[None] // max(1, s // 3) if profile.document_masks else None
     window = model.sliding_window and max(1, model.sliding_window * s // profile.train.sequence_length)
 
     def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, kernel: str | None = None) -> list[Tensor]:

@@ -68,6 +68,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     chunk: int | None = None,
     compute: ChunkLoss | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Summed cross-entropy of the output projection X Wᵀ.
 
@@ -80,6 +81,7 @@ def linear_cross_entropy(
         vocabulary: v, unpadded.
         chunk: tokens a chunk; None: `chunk_tokens` for the tensors' device.
         compute: computes a chunk; None: `chunk_loss`.
+        weights: (b·s), of each token in the sum, without gradient; None: 1.
 
     Returns:
         0-dim float32 sum over the tokens, the same on every rank of the axis.
@@ -102,18 +104,22 @@ def linear_cross_entropy(
     wide = torch.promote_types(weight.dtype, torch.float32)
     total = inputs.new_zeros((), dtype=wide)
     grad_x = torch.empty_like(inputs) if train else None
-    grad_weight = torch.zeros_like(head, dtype=wide) if train else None
+    # A frozen weight needs no gradient, and its product is saved.
+    grad_weight = torch.zeros_like(head, dtype=wide) if train and weight.requires_grad else None
     for start in range(0, tokens, chunk):
         rows = slice(start, start + chunk)
         gradients = (grad_x[rows], grad_weight) if train else None
-        total = compute(inputs[rows], head, targets[rows], total, gradients, axis, first, vocabulary)
+        part = (inputs[rows], head, targets[rows], total, gradients, axis, first, vocabulary)
+        total = compute(*part) if weights is None else compute(*part, weights[rows])
     if not train:
         return total
     if sequence_parallel:
         grad_x = collectives.reduce_scatter(grad_x, axis)  # (b·s/t, h)
     else:
         grad_x = collectives.all_reduce(grad_x, axis)
-    return _WithGradients.apply(x, weight, total, grad_x, grad_weight.to(weight.dtype))
+    if grad_weight is not None:
+        grad_weight = grad_weight.to(weight.dtype)
+    return _WithGradients.apply(x, weight, total, grad_x, grad_weight)
 
 
 class _WithGradients(Function):
@@ -121,7 +127,7 @@ class _WithGradients(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, value: Tensor, grad_x: Tensor, grad_weight: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, value: Tensor, grad_x: Tensor, grad_weight: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(grad_x, grad_weight)
         return value.clone()
@@ -130,7 +136,7 @@ class _WithGradients(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
         grad_x = grad_x * grad if needs_gradient(ctx, 0) else None
-        grad_weight = grad_weight * grad if needs_gradient(ctx, 1) else None
+        grad_weight = grad_weight * grad if grad_weight is not None and needs_gradient(ctx, 1) else None
         return grad_x, grad_weight, None, None, None
 
 
@@ -139,29 +145,58 @@ def chunk_loss(
     weight: Tensor,
     targets: Tensor,
     total: Tensor,
-    gradients: tuple[Tensor, Tensor] | None,
+    gradients: tuple[Tensor, Tensor | None] | None,
     axis: Axis,
     first: Tensor,
     vocabulary: int,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Return total + the loss of one chunk x (c, h), targets (c); the one part of the loss that is compiled.
 
     Args:
         total: 0-dim sum of earlier chunks.
-        gradients: the chunk's rows of dX (c, h), written, and dW (ceil(v/t), h) in float32, added to; None in evaluation.
+        gradients: the chunk's rows of dX (c, h), written, and dW (ceil(v/t), h) in float32, added to, or None
+            for a frozen weight; None in evaluation.
     """
     # The logits (c, ceil(v/t)) have no name here, so that they are freed as soon as they are converted.
     train = gradients is not None
-    loss, grad_logits = _logits_loss(x @ weight.t(), targets, axis, first, vocabulary, train)
+    losses, grad_logits = _logits_loss(x @ weight.t(), targets, axis, first, vocabulary, train)
     if train:
-        _chunk_backward(grad_logits.to(weight.dtype), x, weight, targets, *gradients)
-    return total + loss
+        _chunk_backward(grad_logits.to(weight.dtype), x, weight, targets, weights, *gradients)
+    return total + (losses if weights is None else losses * weights).sum()
+
+
+@torch.no_grad()
+def token_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    axis: Axis,
+    *,
+    first: Tensor,
+    vocabulary: int,
+    sequence_parallel: bool = False,
+    chunk: int,
+) -> Tensor:
+    """Cross-entropy (b·s) of each token of the output projection X Wᵀ, float32, without gradient; 0 for an ignored target.
+
+    Arguments as for `linear_cross_entropy`, and as there a chunk's logits are all that exists of them.
+    """
+    x = collectives.all_gather(x, axis) if sequence_parallel else x  # (b·s, h)
+    losses = [
+        _logits_loss(part @ weight.t(), wanted, axis, first, vocabulary, train=False)[0]
+        for part, wanted in zip(x.split(chunk), targets.split(chunk), strict=True)
+    ]
+    return torch.cat(losses)
 
 
 def _logits_loss(
     logits: Tensor, targets: Tensor, axis: Axis, first: Tensor, vocabulary: int, train: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Summed loss of a chunk and its gradient by the logits (c, ceil(v/t)), ignored targets included; overwrites the logits."""
+    """Losses (c) of a chunk, 0 for ignored targets, and their sum's gradient by the logits (c, ceil(v/t)), which it overwrites.
+
+    The gradient includes ignored targets.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if vocabulary % axis.size:
         logits.masked_fill_(_padding(logits, first, vocabulary), -torch.inf)
@@ -177,11 +212,11 @@ def _logits_loss(
         log_sum, at_target, probability, sums = _reduce_vocabulary(logits, at_target, axis, inplace=True)
         if train:
             probability.div_(sums[:, None])
-    loss = (log_sum - at_target).where(counted, 0).sum()
+    losses = (log_sum - at_target).where(counted, 0)  # (c)
     if not train:
-        return loss, None
+        return losses, None
     probability.scatter_add_(1, columns, -local[:, None].to(probability.dtype))
-    return loss, probability
+    return losses, probability
 
 
 def _chunk_backward(
@@ -189,14 +224,19 @@ def _chunk_backward(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
+    weights: Tensor | None,
     grad_x: Tensor,
-    grad_weight: Tensor,
+    grad_weight: Tensor | None,
 ) -> None:
-    """Write a chunk's grad_x and add its part to grad_weight."""
+    """Write a chunk's grad_x and add its part to grad_weight, if there is one."""
     # Ignored targets are masked in (chunk, h), which is cheaper than in (chunk, v/t).
     counted = (targets != IGNORE_INDEX)[:, None].to(x.dtype)  # (chunk, 1)
-    x = x * counted
+    if weights is not None:
+        counted = counted * weights[:, None].to(x.dtype)
     torch.mul(grad_logits @ weight, counted, out=grad_x)
+    if grad_weight is None:
+        return
+    x = x * counted
     if weight.dtype == grad_weight.dtype:
         grad_weight.addmm_(grad_logits.t(), x)
     else:

@@ -39,6 +39,7 @@ LAUNCHER_OPTIONS = {
     *("account", "constraint", "exclusive", "nodes", "partition", "time"),
 }
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+RUN = "run:"  # begins the name of a run of the store, whose export is meant
 
 
 def check(profile: Profile) -> None:
@@ -211,7 +212,7 @@ def _microbatches(profile: Profile) -> None:
 
 def _context(profile: Profile) -> None:
     parallel, train = profile.parallel, profile.train
-    s, size = train.sequence_length, train.micro_batch_size
+    s, size = train.sequence_length, profile.micro_batch_rows
     if parallel.context > 1:
         parts = 2 * parallel.context
         _multiple("train.sequence_length", s, parts, f"each context rank holds 2 of {parts} equal parts")
@@ -308,7 +309,7 @@ def _precision(profile: Profile) -> None:
         )
     of = 32 if train.fp8_recipe == "mxfp8" else 16
     tensor, d = profile.parallel.tensor, model.head_dim
-    tokens = train.micro_batch_size * train.sequence_length // profile.parallel.context
+    tokens = profile.micro_batch_rows * train.sequence_length // profile.parallel.context
     sizes = {
         "model.hidden_size": model.hidden_size,
         f"model.intermediate_size over tensor {tensor}": model.intermediate_size // tensor,
@@ -378,7 +379,7 @@ def _compile(profile: Profile) -> None:
 
 def _folder_or_repository(key: str, source: str) -> None:
     """Check that a source is a local folder or may be a hub repository; buckets and the hub are checked when fetched."""
-    if "://" in source or Path(source).expanduser().is_dir():
+    if "://" in source or source.startswith(RUN) or Path(source).expanduser().is_dir():
         return
     if source.startswith((".", "~")) or not REPOSITORY.fullmatch(source):
         raise ProfileError(key, source, "there is no such folder; a hub repository has the form org/name")

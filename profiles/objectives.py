@@ -16,10 +16,11 @@ KINDS = {
     "loss": ("dpo",),
     "label_smoothing": ("dpo",),
 }
-IMPLEMENTED = ("pretrain",)
+IMPLEMENTED = ("pretrain", "sft", "dpo", "orpo")
 # Targets of `lora` that are parts of another.
 PARTS = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
 PARTS |= {"output": ("o_proj",), "down": ("down_proj",)}
+LAYER = {target: whole for whole, parts in PARTS.items() for target in (whole, *parts)}
 
 
 def check(profile: Profile) -> None:
@@ -39,9 +40,9 @@ def check_start(profile: Profile) -> None:
     if profile.objective.kind not in IMPLEMENTED:
         reason = "can be planned, but training is not implemented yet"
         raise ProfileError("objective.kind", profile.objective.kind, reason, list(IMPLEMENTED))
-    if profile.lora.rank:
-        reason = "can be planned, but training is not implemented yet"
-        raise ProfileError("lora.rank", profile.lora.rank, reason, ["null"])
+    if profile.lora.rank and profile.lora.dropout:
+        reason = "can be planned, but training with it is not implemented yet"
+        raise ProfileError("lora.dropout", profile.lora.dropout, reason, [0.0])
 
 
 def _objective(profile: Profile) -> None:
@@ -66,7 +67,7 @@ def _data(profile: Profile) -> None:
         return
     for number, source in enumerate(data.sources):
         key = f"data.sources.{number}"
-        if source.kind not in ("files", "hub"):
+        if source.kind in ("tokens", "megatron"):
             reason = f"has no records for objective.kind {kind}"
             raise ProfileError(f"{key}.kind", source.kind, reason, ["files", "hub"])
         if source.lines:
@@ -79,18 +80,32 @@ def _data(profile: Profile) -> None:
         if getattr(data, name):
             reason = f"is not supported with objective.kind {kind}"
             raise ProfileError(f"data.{name}", getattr(data, name), reason, ["null" if off is None else off])
-    if profile.train.loss is not None and kind in ("dpo", "orpo"):
-        reason = f"conflicts with objective.kind {kind}, which has a loss of its own"
-        raise ProfileError("train.loss", profile.train.loss, reason, ["null"])
+    if profile.tokenizer.source == "train":
+        reason = f"is not supported with objective.kind {kind}; name the tokenizer of the model"
+        raise ProfileError("tokenizer.source", "train", reason)
+    if kind in ("dpo", "orpo"):
+        own = f"conflicts with objective.kind {kind}, which has its own"
+        if profile.train.loss is not None:
+            raise ProfileError("train.loss", profile.train.loss, own, ["null"])
+        if profile.evaluate.metrics:
+            raise ProfileError("evaluate.metrics", profile.evaluate.metrics, own, ["[]"])
 
 
 def _lora(profile: Profile) -> None:
     lora = profile.lora
     if not lora.rank:
         return
-    if profile.model.architecture == "gpt":
-        reason = "does not support model.architecture gpt"
+    if profile.model.architecture in ("gpt", "dbrx"):
+        reason = f"does not support model.architecture {profile.model.architecture}"
         raise ProfileError("lora.rank", lora.rank, reason, ["null"])
+    experts = [target for target in lora.targets if LAYER[target] in ("gate_up", "down")]
+    if profile.model.num_experts and experts:
+        reason = f"names layers that model.architecture {profile.model.architecture} has in experts, which are not supported"
+        fitting = [target for target in lora.targets if target not in experts]
+        raise ProfileError("lora.targets", lora.targets, reason, [fitting or ["qkv", "output"]])
+    if profile.parallel.schedule == "zero_bubble" and profile.parallel.pipeline > 1:
+        reason = "splits the backward pass and does not support frozen weights"
+        raise ProfileError("parallel.schedule", "zero_bubble", reason, ["1f1b", "interleaved"])
     for whole, parts in PARTS.items():
         if whole in lora.targets and (both := [part for part in parts if part in lora.targets]):
             reason = f"names {both[0]} twice: {whole} contains it"

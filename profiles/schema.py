@@ -56,7 +56,7 @@ class Tokenizer(Section):
 
     source: str = Field(
         min_length=1,
-        description='"train" on the data, a hub repository (org/name), a folder, or an s3:// folder',
+        description='"train" on the data, a hub repository (org/name), a folder, an s3:// folder, or run:NAME, that of a run',
     )
     revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
     vocabulary_size: Count | None = Field(
@@ -135,7 +135,8 @@ class Init(Section):
         None,
         alias="from",
         min_length=1,
-        description="hub repository, folder or s3:// folder of initial weights; null: train from scratch",
+        description="hub repository, folder or s3:// folder of initial weights, or run:NAME, a finished run of the store; null: "
+        "train from scratch",
     )
     revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
 
@@ -471,6 +472,26 @@ class Profile(Section):
         """Ranks that states of the same experts are sharded over."""
         replicas = self.data_parallel * self.parallel.context
         return expert_shard_degree(self.shard_degree, self.parallel.expert, replicas)
+
+    @property
+    def fine_tunes(self) -> bool:
+        """Whether the run trains for an objective of its own, or with LoRA."""
+        return self.objective.kind != "pretrain" or bool(self.lora.rank)
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Sequences of a sample: two of a preference pair, else one."""
+        return 2 if self.objective.kind in ("dpo", "orpo") else 1
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Sequences in a forward pass on a rank."""
+        return self.train.micro_batch_size * self.rows_per_sample
+
+    @property
+    def document_masks(self) -> bool:
+        """Whether attention is masked across documents, or across the records of a packed sample."""
+        return self.train.document_masks or (self.objective.kind == "sft" and self.objective.packing)
 
     @property
     def kv_replication(self) -> int:

@@ -15,9 +15,10 @@ from typing import Any
 
 from profiles import resolve, state_files
 from profiles.schema import Profile
-from tasks import export, keys
+from tasks import keys
 from tasks.dataset import CORPUS, SHARDS, DatasetStep
 from tasks.dataset import with_steps as steps_of_epochs
+from tasks.resolve import EXPORT
 from tasks.store import ledger, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.inventory import STANDING
@@ -48,7 +49,7 @@ def standing(store: Store, name: str) -> Standing | None:
     if recorded is not None:  # a damaged file is an error: without it, the series would start over
         return Standing(**state_files.require_json(recorded, store.backend.location(_name(name, STANDING))))
     recorded = store.backend.read(_name(name, runs.INPUTS))
-    if recorded is None or not store.run_folder(name).files(export.PART):
+    if recorded is None or not store.run_folder(name).files(EXPORT):
         return None
     inputs = state_files.require_json(recorded, store.backend.location(_name(name, runs.INPUTS)))
     if ledger.find(store, inputs["identity"]) is None:  # it was exported before its end

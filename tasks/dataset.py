@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from modeling.data.indexed import token_dtype
+from modeling.data.records import rows_path
 from modeling.data.sample_order import LONGEST_PATTERN, quotas
 from profiles import check
 from profiles.errors import ProfileError
@@ -26,6 +27,7 @@ from tasks.sources.shard import Shard, local_path
 from tasks.step import Context, Step
 from tasks.store.artifacts import HASH_LIMIT, Artifact
 from tasks.store.store import Store
+from tasks.tokenization import record_rows
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
 from tasks.tokenization.slurm_array import SlurmArray
 from tasks.tokenization.tokenize_shard import Counts, tokenize
@@ -69,9 +71,11 @@ class DatasetStep(Step):
         """From the shards in their order, and how they are read."""
         profile, plan = context.profile, self.plan(context)
         weights = [source.weight for source in profile.data.sources]
+        rows = {"packing": profile.objective.packing} if plan.records else {}
         return keys.dataset(
             _shard_keys(plan),
             profile.train.sequence_length,
+            **rows,
             span=profile.data.shuffle_tokens,
             deduplicate=plan.deduplicate and [shard.source for shard in plan.shards],
             blend=any(weights) and [[weights[shard.source] for shard in plan.shards], weights],
@@ -113,7 +117,10 @@ class DatasetStep(Step):
 
         total = _sum(tokens)
         _require_text(profile, plan, tokens)
-        _require_windows(profile, plan, tokens)
+        if plan.records:
+            _require_records(profile, total)
+        else:
+            _require_windows(profile, plan, tokens)
         _require_room(profile, store, plan, total)
         count = total["tokens"] + total["validation_tokens"]
         summary = {**total, "shards": len(tokens), "bytes_per_token": round(total["bytes"] / count, 3)}
@@ -127,15 +134,21 @@ class DatasetStep(Step):
             "validation": [_entry(*pair, "validation", "validation_") for pair in pairs],
             "blend": _blend(profile, plan),
             "span": profile.data.shuffle_tokens,
+            "records": bool(plan.records),
         }
         requires = [{"kind": TOKENS, "key": key} for key in dict.fromkeys(shard.key for shard in tokens)]
         with store.artifacts.publish(self.kind, key, summary, requires) as folder:
             (folder / CORPUS).write_text(json.dumps(contents))
+            for split in ("train", "validation") if plan.records else ():
+                samples = record_rows.write(profile, store, tokens, rows_path(folder, split), split)
+                summary["samples" if split == "train" else "validation_samples"] = samples
             (folder / SHARDS).write_text(json.dumps(shard_keys))
             (folder / "report.json").write_text(json.dumps(_report(profile, plan, tokens), indent=1))
         return store.artifacts.expect(self.kind, key)
 
     def describe(self, summary: Mapping[str, Any]) -> str:
+        if "samples" in summary:
+            return record_rows.describe(summary)
         return f"{summary['tokens']:,} tokens to train on, {summary['validation_tokens']:,} held out"
 
 
@@ -214,7 +227,7 @@ def with_steps(profile: Profile, corpus: Artifact) -> Profile:
     train = profile.train
     if train.epochs is None:
         return profile
-    windows = (corpus.summary["tokens"] - 1) // train.sequence_length
+    windows = corpus.summary.get("samples", (corpus.summary["tokens"] - 1) // train.sequence_length)
     steps = -(-windows * train.epochs // train.global_batch_size)
     resolved = profile.model_copy(update={"train": train.model_copy(update={"steps": steps, "epochs": None})})
     check.check(resolved)
@@ -262,18 +275,21 @@ def _report(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> 
 
 
 def _sum(tokens: Sequence[Artifact]) -> dict[str, int]:
-    return {field.name: sum(shard.summary[field.name] for shard in tokens) for field in fields(Counts)}
+    # An artifact of an earlier version has no counts of records.
+    return {field.name: sum(shard.summary.get(field.name, 0) for shard in tokens) for field in fields(Counts)}
 
 
 def _require_text(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> None:
     """Reject sources in which too many records have no text."""
     limit = profile.data.maximum_missing
+    lacking = f"that objective.kind {profile.objective.kind} cannot use" if plan.records else "without text"
     for row in _report(profile, plan, tokens):
         missing = row["missing"]
         count = missing + row["documents"] + row["validation_documents"] + row["short"] + row["duplicates"]
+        count += row["too_long"]
         share = missing / max(1, count)
         if share > limit:
-            reason = f"{row['source']} has {missing:,} records without text of {count:,}"
+            reason = f"{row['source']} has {missing:,} records {lacking} of {count:,}"
             raise ProfileError("data.maximum_missing", limit, reason, [round(share + 5e-4, 3)])
 
 
@@ -305,6 +321,17 @@ def _require_shares(profile: Profile) -> None:
         least = (sum(other for _, other in weighted) - weight) / (LONGEST_PATTERN - 1)
         reason = f"is less than one of {LONGEST_PATTERN:,} samples, so the source would never be sampled"
         raise ProfileError(f"data.sources.{i}.weight", weight, reason, [float(f"{1.01 * least:.2g}")])
+
+
+def _require_records(profile: Profile, total: dict[str, int]) -> None:
+    """Reject data without a record to train on, or to evaluate on."""
+    found = f"{total['missing']:,} records cannot be used, {total['too_long']:,} are too long"
+    if not total["documents"]:
+        raise ProfileError("data.sources", None, f"no record to train on: {found}")
+    if not total["validation_documents"]:
+        fraction = profile.data.validation_fraction
+        reason = f"holds out none of the {total['documents']:,} usable records"
+        raise ProfileError("data.validation_fraction", fraction, reason)
 
 
 def _require_windows(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> None:

@@ -41,6 +41,8 @@ class EvaluationStep(Step):
     dataset: Artifact  # whose validation split is used
     identity: str  # of the run, and of the held-out data if it is another run's
     graphs: Artifact | None = None  # the compiled graphs; None compiles as evaluation meets them
+    weights: Artifact | None = None  # that LoRA updates
+    reference: Artifact | None = None  # log-probabilities of the reference model
 
     kind = "evaluation"
     name = "evaluate"
@@ -63,11 +65,15 @@ class EvaluationStep(Step):
         # Per key: runs are also evaluated on the data of others.
         output = folder / "logs" / f"evaluation-{key[:16]}.json"
         job = cluster_job("evaluate", context, key, self.dataset, self.graphs, "--output", str(output))
+        if self.reference:
+            job = job.with_arguments("--reference", str(context.store.artifacts.path(self.reference)))
+        if profile.lora.rank and self.weights:
+            job = job.with_arguments("--weights", str(context.store.artifacts.path(self.weights)))
         summary: dict[str, Any] = {}
         with context.store.artifacts.publish(self.kind, key, summary) as staging:
             result = state_files.read_json(output)  # there already if it ended while no orchestrator watched
             if result is None:
-                _execute(profile, job, output)
+                run_job(profile, job, output)
                 result = state_files.require_json(output.read_bytes(), output)
             _require_finite(folder.name, result, output)
             summary.update({name: result[name] for name in SUMMARY})
@@ -92,7 +98,8 @@ def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:
             )
 
 
-def _execute(profile: Profile, job: Job, output: Path) -> None:
+def run_job(profile: Profile, job: Job, output: Path) -> None:
+    """Run a job that writes a file. Raises JobFailed, FatalError or TimeoutError."""
     forwarder = LogForwarder(job.log_file)
     launcher = create(profile.cluster.launcher, profile.cluster)
     try:

@@ -9,23 +9,27 @@ from typing import Any
 
 from tasks import keys
 from tasks.reporting.format import format_bytes
+from tasks.resolve import EXPORT
 from tasks.step import Context, Step
 from tasks.store import run_artifacts
 from tasks.store.artifacts import Artifact
 from tasks.store.manifest import NAME as MANIFEST
 
-PART = "export"
+ADAPTER = "adapter"  # folder of the export
 
 
 @dataclass
 class ExportStep(Step):
     """Writes the weights in the training precision, config.json and the tokenizer; the folder appears complete.
 
+    Of a LoRA run, the weights are merged, and `adapter/` has the adapters in PEFT's format.
+
     The artifact points into the run folder. Its summary: part (of the run folder), bytes.
     """
 
     tokenizer: Artifact
     identity: str  # of the run; of its mathematics at the exported step
+    weights: Artifact | None = None  # that LoRA updates
 
     kind = "export"
     name = "export"
@@ -39,13 +43,19 @@ class ExportStep(Step):
     def make(self, context: Context, key: str) -> Artifact:
         from modeling.conversion.convert import Options, convert
         from modeling.conversion.journal import RECORD
+        from modeling.conversion.lora import Adapters
 
         store, folder = context.store, context.run_folder
-        partial, final = folder / f"{PART}.partial", folder / PART
+        partial, final = folder / f"{EXPORT}.partial", folder / EXPORT
         run = store.run_folder(folder.name)
         checkpoint = f"checkpoints/step_{run.checkpoint_steps()[-1]}"
         local = run.download(checkpoint)
-        convert(local, partial, Options("hf"), replace=True)
+        if self.weights and context.profile.lora.rank:
+            base = store.artifacts.path(self.weights)
+            convert(base, partial, Options("hf", adapters=str(local)), replace=True)
+            Adapters(local).write(partial / ADAPTER)
+        else:
+            convert(local, partial, Options("hf"), replace=True)
         if run.is_remote(checkpoint):
             shutil.rmtree(local.parent)  # downloaded copies
         for file in store.artifacts.path(self.tokenizer).iterdir():
@@ -54,8 +64,8 @@ class ExportStep(Step):
         (partial / RECORD).unlink()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        size = sum(path.stat().st_size for path in final.iterdir())
-        return run_artifacts.publish(store, self.kind, key, folder.name, PART, {"bytes": size})
+        size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
+        return run_artifacts.publish(store, self.kind, key, folder.name, EXPORT, {"bytes": size})
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return format_bytes(summary["bytes"])

@@ -103,6 +103,12 @@ def checkpoint(profile: Profile, weights: str) -> str:
     return digest({"step": "checkpoint", "weights": weights, "model": _model(profile)})
 
 
+def reference(profile: Profile, weights: str, dataset: str) -> str:
+    """Key of the log-probabilities of a dataset's pairs under a model, from the keys of both and how they are computed."""
+    inputs = {"weights": weights, "dataset": dataset, "precision": profile.train.precision}
+    return digest({"step": "reference", "model": _model(profile), **inputs})
+
+
 def graphs(profile: Profile) -> str:
     """Key of the compiled graphs: what shapes them, what compiles them and the platform they are compiled for."""
     from parallel import device as devices
@@ -118,11 +124,11 @@ def graphs(profile: Profile) -> str:
             "sequence_parallel": parallel.sequence_parallel,
             "pipeline": [parallel.pipeline_cuts, parallel.schedule],
             "sharding": [parallel.data_sharding, profile.shard_degree] if sharded else None,
-            "shape": [train.micro_batch_size, train.sequence_length],
+            "shape": [profile.micro_batch_rows, train.sequence_length],
             "precision": [train.precision, train.fp8_recipe, train.gradient_dtype],
             "recompute": [train.recompute, train.recompute_layers],
             "loss": train.loss,
-            "document_masks": train.document_masks,
+            "document_masks": profile.document_masks,
             "compiler": _compiler(profile),
             "code": code_digest("modeling", "parallel"),
         }

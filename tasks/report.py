@@ -20,10 +20,10 @@ from typing import Any
 from modeling.planning.planner import Plan
 from modeling.tracing import traced_plan
 from profiles.schema import Profile
-from tasks.export import PART as EXPORT
 from tasks.reporting import advice, run_report
 from tasks.reporting.history import REPORT_JSON, History
 from tasks.reporting.outcome import Outcome
+from tasks.resolve import EXPORT
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 from tasks.store.backends import FolderBackend

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Self
 
+from profiles.check import RUN
+from profiles.errors import ProfileError
 from profiles.hub import resolve_commit
 from profiles.schema import Data, Profile, Source, Tokenizer
 from tasks import keys
@@ -23,6 +25,7 @@ from tasks.store.store import Store
 from tasks.tokenization.tokenizer_fetch import folder_digest, is_folder
 
 FORMAT = 1
+EXPORT = "export"  # the part of a run that `run:NAME` means
 Question = Mapping[str, Any]
 Ask = Callable[[Question, Callable[[], Any]], Any]
 Progress = Callable[[str, float | None], None]
@@ -100,10 +103,37 @@ def resolve(
 
     progress("resolving the tokenizer", None)
     tokenizer = _tokenizer(profile.tokenizer, token, ask)
-    shards = tuple(_shards(profile.data, digests, token, ask, progress))
+    # An objective other than pretraining reads records with all their fields, so no field is the text.
+    text = profile.data.text if profile.objective.kind == "pretrain" else ""
+    shards = tuple(_shards(profile.data, text, digests, token, ask, progress))
     progress("resolving the initial weights", None)
     initial = _weights(profile, digests, token, ask)
     return Inputs(tokenizer, shards, initial, RunLock(answers))
+
+
+def locate_runs(profile: Profile, store: Store) -> Profile:
+    """A profile in which `run:NAME`, of init.from and tokenizer.source, is the export of that run of the store.
+
+    Raises ProfileError for a run without one.
+    """
+
+    def export(key: str, source: str) -> str:
+        name = source.removeprefix(RUN)
+        try:
+            run = store.run_folder(name)
+        except ValueError as error:
+            raise ProfileError(key, source, str(error)) from error
+        if not run.files(EXPORT):
+            reason = f"the store {store.uri} has no finished run {name}; train it first: trainshed run {name}"
+            raise ProfileError(key, source, reason)
+        return run.location(EXPORT)
+
+    init, tokenizer = profile.init, profile.tokenizer
+    if init.from_ and init.from_.startswith(RUN):
+        init = init.model_copy(update={"from_": export("init.from", init.from_)})
+    if tokenizer.source.startswith(RUN):
+        tokenizer = tokenizer.model_copy(update={"source": export("tokenizer.source", tokenizer.source)})
+    return profile.model_copy(update={"init": init, "tokenizer": tokenizer})
 
 
 def _tokenizer(settings: Tokenizer, token: str | None, ask: Ask) -> dict[str, Any] | None:
@@ -121,15 +151,15 @@ def _tokenizer(settings: Tokenizer, token: str | None, ask: Ask) -> dict[str, An
 
 
 def _shards(
-    data: Data, digests: DigestCache, token: str | None, ask: Ask, progress: Progress
+    data: Data, text: str, digests: DigestCache, token: str | None, ask: Ask, progress: Progress
 ) -> Iterator[Shard]:
     for number, source in enumerate(data.sources):
         progress(f"listing source {number + 1} of {len(data.sources)}", number / len(data.sources))
         # Neither the share of samples nor the split changes what a source contains.
-        question = {"source": source.model_dump(mode="json", exclude={"weight", "use"}), "text": data.text}
+        question = {"source": source.model_dump(mode="json", exclude={"weight", "use"}), "text": text}
 
         def find_shards(number: int = number, source: Source = source) -> list[dict[str, Any]]:
-            found = corpus.shards_of_source(source, f"data.sources.{number}", data.text, digests, token)
+            found = corpus.shards_of_source(source, f"data.sources.{number}", text, digests, token)
             return [asdict(shard) for shard in found]
 
         for shard in ask(question, find_shards):

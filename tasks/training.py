@@ -36,6 +36,7 @@ class TrainingStep(Step):
     graphs: Artifact | None = None  # the compiled graphs; None compiles as training meets them
     # Initial weights, an artifact or a checkpoint folder; None starts from scratch.
     weights: Artifact | Path | None = None
+    reference: Artifact | None = None  # log-probabilities of the reference model, for dpo
 
     kind = "training"
     name = "train"
@@ -62,6 +63,8 @@ class TrainingStep(Step):
         if self.weights is not None:
             local = self.weights if isinstance(self.weights, Path) else store.artifacts.path(self.weights)
             job = job.with_arguments("--weights", str(local))
+        if self.reference is not None:
+            job = job.with_arguments("--reference", str(store.artifacts.path(self.reference)))
         forwarder = LogForwarder(job.log_file)
 
         def watch() -> None:

@@ -59,12 +59,13 @@ def run(options: argparse.Namespace) -> int:
         with prefect_api(work_dir):
             from prefect.exceptions import CancelledRun
 
-            from flows.pretrain import pretrain
+            from flows.pretrain import finetune, pretrain
 
             configure_logging(terminal, log_file)
             flags = {"update": options.update, "replace": options.replace, "fork": options.fork}
             try:
-                result = pretrain(options.profile, options.overrides, options.name, options.store, **flags)
+                flow = finetune if profile.fine_tunes else pretrain
+                result = flow(options.profile, options.overrides, options.name, options.store, **flags)
             except CancelledRun as stop:
                 raise KeyboardInterrupt(f", {stop}") from None
     except ProfileError:

@@ -24,6 +24,7 @@ from typing import Any
 
 from modeling.conversion import formats, huggingface, native, nxd_files
 from modeling.conversion.journal import Journal, Progress, open_journal
+from modeling.conversion.lora import Adapters
 from modeling.conversion.nxd_layout import NXD_LAYOUTS, QKV_FORMS, NxDLayout, QKVForm
 from modeling.conversion.tensor_files import File
 from modeling.conversion.weights import Weights
@@ -55,6 +56,7 @@ class Options:
     # form of Q, K and V in written NxD shards; None uses coalesced without GQA, separate with GQA
     nxd_qkv: QKVForm | None = None
     budget: int = BUDGET  # MB of memory for slices
+    adapters: str | None = None  # checkpoint folder of the LoRA adapters to merge into the weights
 
     @property
     def slice_bytes(self) -> int:
@@ -90,6 +92,8 @@ def convert(
     source = formats.locate(source)
     training_dtype = options.to != "trainshed"
     weights = formats.read(source, options.config, options.nxd_layout, training_dtype)
+    if options.adapters:
+        weights = Adapters(Path(options.adapters)).merged(weights)
     files = destination_files(weights, options)
     size = sum(file.nbytes for file in files)
     with open_journal(destination, options.job(source), size, replace) as journal:

@@ -50,11 +50,11 @@ class MappedShard:
         index = map_index(self.prefix, read_header(self.prefix))
         return index.pointers, index.document_indices
 
-    def read(self, offset: int, count: int, vocabulary_size: int) -> np.ndarray:
-        """A copy of tokens (count). Raises IndexedError if one is outside the vocabulary."""
+    def read(self, offset: int, count: int, vocabulary_size: int, lowest: int = 0) -> np.ndarray:
+        """A copy of tokens (count). Raises IndexedError if one is outside the vocabulary, or below `lowest`."""
         part = self.tokens[offset : offset + count]
-        if part.max() >= vocabulary_size or part.min() < 0:
-            i = int(((part >= vocabulary_size) | (part < 0)).argmax())
+        if part.max() >= vocabulary_size or part.min() < lowest:
+            i = int(((part >= vocabulary_size) | (part < lowest)).argmax())
             reason = f"token {part[i]} is not in the vocabulary of {vocabulary_size}"
             raise IndexedError(data_path(self.prefix), (self.start + offset + i) * part.itemsize, reason)
         return part.astype(np.int64)
@@ -88,6 +88,7 @@ class Corpus:
     streams: list[Stream] = field(default_factory=list)
     span: int | None = None  # number of tokens shuffled together; None: all of a stream
     cache: ShardCache | None = None  # cache for remote shards; None if all are on this machine
+    lowest: int = 0  # lowest token; -vocabulary_size where tokens may be complements of ids (records.py)
     _open: OrderedDict[int, MappedShard] = field(default_factory=OrderedDict, repr=False)
 
     def __post_init__(self) -> None:
@@ -126,6 +127,7 @@ class Corpus:
             _streams(sources, counts) if sources else [],
             manifest.get("span") if split == "train" else None,
             cache,
+            -manifest["vocabulary_size"] if manifest.get("records") else 0,
         )
 
     @property
@@ -144,7 +146,9 @@ class Corpus:
         filled = 0
         for i, offset, length in self._shard_ranges(start, count):
             limit = self.vocabulary_size
-            read = partial(MappedShard.read, offset=offset, count=length, vocabulary_size=limit)
+            read = partial(
+                MappedShard.read, offset=offset, count=length, vocabulary_size=limit, lowest=self.lowest
+            )
             out[filled : filled + length] = self._with_shard(i, read)
             filled += length
         return out
@@ -261,6 +265,14 @@ class Samples:
         s = self.sequence_length
         starts = self.window_starts(np.arange(first, first + count)).tolist()
         return np.stack([self.corpus.read(start, s + 1) for start in starts])  # (count, s + 1)
+
+    def counted(self, first: int, count: int) -> int:
+        """Number of tokens of the samples [first, first + count) that the loss counts: all."""
+        return count * self.sequence_length
+
+    def prompt(self, sample: int) -> np.ndarray:
+        """Ids of the tokens that a text is generated after: all of the sample."""
+        return self.batch(sample, 1)[0]
 
     def document_starts(self, first: int, count: int) -> np.ndarray:
         """Position in its sample where each token's (count, s) document starts, int64."""

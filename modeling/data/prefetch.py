@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from modeling.data.corpus import Samples
+from modeling.data.records import RecordSamples
 
 if TYPE_CHECKING:
     from modeling.training.trainer import Trainer
@@ -25,17 +26,21 @@ class Batch(NamedTuple):
     tokens: Tensor | None = None  # (b, s + 1) int64
     # (b, s) int64, the position in its sample where each token's document starts; None without document masks
     documents: Tensor | None = None
+    # (b) float32, log-probability of each row's answer under a reference model; None without one
+    reference: Tensor | None = None
 
 
-def read_batch(trainer: Trainer, samples: Samples, first: int, count: int) -> Batch:
+def read_batch(trainer: Trainer, samples: Samples | RecordSamples, first: int, count: int) -> Batch:
     """The samples [first, first + count), ready to be copied to the device."""
-    arrays = [samples.batch(first, count)]
-    if trainer.profile.train.document_masks:
-        arrays.append(samples.document_starts(first, count))
-    tensors = [torch.from_numpy(array) for array in arrays]
+    arrays = {"tokens": samples.batch(first, count)}
+    if trainer.profile.document_masks:
+        arrays["documents"] = samples.document_starts(first, count)
+    if isinstance(samples, RecordSamples) and samples.reference is not None:
+        arrays["reference"] = samples.references(first, count)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if trainer.torch_device.type == "cuda":
-        tensors = [tensor.pin_memory() for tensor in tensors]
-    return Batch(*tensors)
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return Batch(**tensors)
 
 
 class Prefetcher:

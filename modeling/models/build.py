@@ -14,6 +14,7 @@ from modeling.models.gpt import GPT
 from modeling.models.gpt_oss import GptOss
 from modeling.models.language_model import LanguageModel
 from modeling.models.llama import Llama
+from modeling.models.lora import apply_lora
 from modeling.models.mistral import Mistral
 from modeling.models.mixtral import Mixtral
 from modeling.models.olmo2 import Olmo2
@@ -100,6 +101,8 @@ def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
     model.device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
     for layer in expert_layers(model):
         layer.options = build_expert_options(profile)
+    if profile.lora.rank:
+        apply_lora(model, profile.lora, profile.model, mesh, profile.parallel.sequence_parallel)
     return model
 
 

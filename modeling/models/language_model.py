@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from parallel import LayerNorm, Mesh, Normal, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
 from parallel.device import CPU, Device
 from parallel.logits import full_logits
-from parallel.loss import ChunkLoss, chunk_loss, chunk_tokens
+from parallel.loss import ChunkLoss, chunk_loss, chunk_tokens, token_cross_entropy
 from parallel.optimizer.fsdp import Unit
 from parallel.products import EXACT, Products
 from profiles.model import Model
@@ -90,20 +92,33 @@ class LanguageModel(nn.Module):
             units.insert(0, Unit((self.embedding,), ("embedding.", "positions.")))
         return units
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Summed cross-entropy of the last stage's hidden states; targets (b, s/c), -100 is ignored."""
+    def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Summed cross-entropy of the last stage's hidden states; targets (b, s/c), -100 is ignored.
+
+        Args:
+            weights: (b, s/c), of each token in the sum; None: 1.
+        """
+        compute = self.chunk_loss if weights is None else chunk_loss  # compiled without weights
+        given = None if weights is None else weights.flatten()
+        arguments = self._loss_arguments(x, targets)
+        return linear_cross_entropy(**arguments, compute=compute, weights=given)
+
+    def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy (b, s/c) of each token, without gradient; arguments as for `loss`."""
+        return token_cross_entropy(**self._loss_arguments(x, targets)).view(targets.shape)
+
+    def _loss_arguments(self, x: Tensor, targets: Tensor) -> dict[str, Any]:
         head = self._output_embedding()
-        return linear_cross_entropy(
-            x,
-            head.weight,
-            targets.flatten(),
-            self.axis,
-            first=head.first,
-            vocabulary=self.model.vocab_size,
-            sequence_parallel=self.sequence_parallel,
-            chunk=self.loss_chunk(targets.numel()),
-            compute=self.chunk_loss,
-        )
+        return {
+            "x": x,
+            "weight": head.weight,
+            "targets": targets.flatten(),
+            "axis": self.axis,
+            "first": head.first,
+            "vocabulary": self.model.vocab_size,
+            "sequence_parallel": self.sequence_parallel,
+            "chunk": self.loss_chunk(targets.numel()),
+        }
 
     def loss_chunk(self, tokens: int) -> int:
         """Tokens of one chunk of the loss over this many, b·s/c."""

@@ -115,7 +115,8 @@ def _others(
 
     def call() -> None:
         y = stage(x, positions, samples=positions[:1])
-        torch.autograd.grad(y, (x, *stage.parameters()), torch.ones_like(y))
+        trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+        torch.autograd.grad(y, (x, *trained), torch.ones_like(y))
 
     seconds = fastest(device, call)
     work = table.seconds(profile.train.precision, costs.products, 0)

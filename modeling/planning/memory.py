@@ -30,6 +30,7 @@ class PlannedBucket(NamedTuple):
     shards: int  # ranks that share out its states
     replicas: int  # ranks that hold the same shard
     experts: bool  # whether it holds experts that other ranks do not have
+    frozen: bool = False  # whether it has neither gradients nor states
 
     @classmethod
     def of(
@@ -40,7 +41,8 @@ class PlannedBucket(NamedTuple):
         if experts:
             holders, shards = holders // profile.parallel.expert, profile.expert_shard_degree
         size = math.ceil(sum(parameter.numel() for _, parameter in members) / shards) * shards
-        return cls(size, resident, members[0][0].startswith("layers."), shards, holders // shards, experts)
+        block, frozen = members[0][0].startswith("layers."), not members[0][1].requires_grad
+        return cls(size, resident, block, shards, holders // shards, experts, frozen)
 
 
 def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedBucket]:
@@ -50,7 +52,10 @@ def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedB
     def decay(name: str, parameter: nn.Parameter) -> float:
         return settings.weight_decay * (settings.norm_weight_decay or parameter.dim() > 1)
 
-    remaining = [item for stage in stages for item in stage.named_parameters()]
+    named = [item for stage in stages for item in stage.named_parameters()]
+    frozen = [item for item in named if not item[1].requires_grad]
+    trained = [item for item in named if item[1].requires_grad]
+    remaining = frozen or trained  # of the two, FSDP shards what is frozen
     buckets = []
     if profile.parallel.data_sharding == "fsdp":
         for unit in (unit for stage in stages for unit in stage.sharding_units()):
@@ -58,21 +63,24 @@ def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedB
             remaining = [named for named in remaining if not unit.holds(*named)]
             groups = fill_buckets(held, decay, sys.maxsize)
             buckets += [PlannedBucket.of(profile, members, resident=False) for *_, members in groups]
-    return buckets + [
-        PlannedBucket.of(profile, members, resident=True) for *_, members in fill_buckets(remaining, decay)
-    ]
+    resident = fill_buckets(remaining, decay) + (fill_buckets(trained, decay) if frozen else [])
+    return buckets + [PlannedBucket.of(profile, members, resident=True) for *_, members in resident]
 
 
 def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states between steps."""
     settings = profile.train
+    width = DTYPES[settings.precision].itemsize
+    frozen = [bucket for bucket in buckets if bucket.frozen]
+    frozen_elements = sum(bucket.size // (1 if bucket.resident else bucket.shards) for bucket in frozen)
+    buckets = [bucket for bucket in buckets if not bucket.frozen]
     resident = sum(bucket.size for bucket in buckets if bucket.resident)
     states = sum(bucket.size // bucket.shards for bucket in buckets if bucket.resident)
     sharded = sum(bucket.size // bucket.shards for bucket in buckets if not bucket.resident)
     # float32 parameters that stay in memory are their own master weights.
     master = 0 if settings.precision == "float32" else 4
     return {
-        "parameters": resident * DTYPES[settings.precision].itemsize,
+        "parameters": (resident + frozen_elements) * width,
         "gradients": (resident + sharded) * DTYPES[settings.gradient_dtype].itemsize,
         "optimizer": states * (8 + master) + sharded * 12,
     }
@@ -88,6 +96,12 @@ def sent_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, 
     weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
     sent = {"data": 0, "replica": 0}
     for bucket in buckets:
+        if bucket.frozen:
+            times = (
+                0 if bucket.resident else 2 * profile.accumulation_steps if bucket.block and not keeps else 1
+            )
+            sent["data"] += bucket.size * times * weight * (bucket.shards - 1) // bucket.shards
+            continue
         gathered = scattered = 1  # times a step
         if not bucket.resident and not keeps:
             scattered = profile.accumulation_steps
@@ -146,7 +160,7 @@ def activation_bytes(
         buckets: `plan_buckets`.
     """
     working += _gathered_bytes(profile, [bucket for bucket in buckets if not bucket.resident])
-    resident = [bucket for bucket in buckets if bucket.resident]
+    resident = [bucket for bucket in buckets if bucket.resident and not bucket.frozen]
     exchanged = _exchanged_bytes(profile, resident)
     if len(resident) > IN_FLIGHT:  # the first buckets are exchanged while backward runs
         working += exchanged
@@ -157,7 +171,7 @@ def activation_bytes(
         # Stage inputs in flight, and messages: one being received and some being sent, each way.
         peak += math.ceil(microbatches + 2 + SENDS_IN_FLIGHT) * hidden_bytes
     # int64 token ids of the step's samples, and the tokens and targets sliced from them.
-    samples = profile.accumulation_steps * profile.train.micro_batch_size
+    samples = profile.accumulation_steps * profile.micro_batch_rows
     return peak + 3 * 8 * profile.train.sequence_length // profile.parallel.context * samples
 
 
@@ -182,9 +196,9 @@ def _gathered_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:
     """
     train = profile.train
     weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
-    sizes = sorted(bucket.size for bucket in buckets)
+    sizes = sorted(bucket.size for bucket in buckets if not bucket.frozen)
     if profile.parallel.keep_gathered:
-        return sum(sizes) * (weight + gradient)
+        return sum(bucket.size for bucket in buckets) * weight + sum(sizes) * gradient
     blocks = sorted(bucket.size for bucket in buckets if bucket.block)
     rest = sum(bucket.size for bucket in buckets if not bucket.block)
     return (rest + sum(blocks[-IN_FLIGHT:])) * weight + sum(sizes[-IN_FLIGHT:]) * gradient

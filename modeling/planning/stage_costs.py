@@ -70,7 +70,7 @@ class StageCosts:
     def hidden_bytes(self) -> int:
         """Bytes of a microbatch's hidden states between layers, on one rank."""
         train, parallel = self.profile.train, self.profile.parallel
-        tokens = train.micro_batch_size * train.sequence_length // parallel.context
+        tokens = self.profile.micro_batch_rows * train.sequence_length // parallel.context
         shards = parallel.tensor if parallel.sequence_parallel else 1
         return tokens // shards * self.profile.model.hidden_size * DTYPES[train.precision].itemsize
 
@@ -105,7 +105,7 @@ class StageCosts:
 
     def _layer(self, layer: int, last: bool, mode: str) -> LayerCosts:
         train, window = self.profile.train, self.profile.model.window(layer)
-        shape = (train.micro_batch_size, train.sequence_length // self.profile.parallel.context)
+        shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
         key = (*self._degrees, *shape, layer == 0, last, window, mode)
         if key not in self._cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)
@@ -115,10 +115,10 @@ class StageCosts:
     def _measure(self, stage: nn.Module, mode: str) -> LayerCosts:
         """Run one microbatch forward and backward as the trainer does."""
         apply_activation_checkpointing(stage.layers.values(), mode)
-        for parameter in stage.parameters():
+        for parameter in filter(lambda each: each.requires_grad, stage.parameters()):
             parameter.register_post_accumulate_grad_hook(_drop_gradient)  # ZeRO-1 moves it into a bucket
         train, cluster = self.profile.train, self.profile.cluster
-        b, s = train.micro_batch_size, train.sequence_length // self.mesh.context.size
+        b, s = self.profile.micro_batch_rows, train.sequence_length // self.mesh.context.size
         tokens = torch.empty(b, s, dtype=torch.int64, device=META)
         positions, keys = tokens[0], tokens[:, 0]
         x = tokens if stage.first else self._hidden_states()

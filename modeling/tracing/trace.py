@@ -149,7 +149,7 @@ def run_stage(
         compile_regions(model, settings, profile.cluster.device, backend)
         if profile.parallel.data_sharding == "fsdp":
             build_optimizer(profile, [model], mesh)
-        axis, b = mesh.context, settings.micro_batch_size
+        axis, b = mesh.context, profile.micro_batch_rows
         positions = zigzag_positions(settings.sequence_length, axis.size, axis.rank).to(device)  # (s/c)
         tokens = torch.zeros(b, len(positions), dtype=torch.int64, device=device)  # (b, s/c)
         keys = sample_keys(settings.seed, torch.arange(b, device=device))  # (b)
@@ -158,9 +158,10 @@ def run_stage(
             t = mesh.tensor.size if profile.parallel.sequence_parallel else 1
             shape = (tokens.numel() // t, profile.model.hidden_size)  # (b·s/(c·t), h)
             x = torch.empty(shape, dtype=DTYPES[settings.precision], device=device, requires_grad=True)
-        documents = torch.zeros_like(tokens) if settings.document_masks else None
+        documents = torch.zeros_like(tokens) if profile.document_masks else None
         y = model(x, positions, documents, samples=keys)
-        compiles_loss = model.last and settings.loss is None  # a user-defined loss runs eager
+        # A user's loss and that of preference pairs run eager.
+        compiles_loss = model.last and settings.loss is None and profile.rows_per_sample == 1
         output = model.loss(y, tokens) if compiles_loss else y
         saved = graph_stats.saved_bytes(output, [*model.parameters(), *model.buffers()])
         with torch.no_grad():

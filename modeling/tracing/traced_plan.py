@@ -71,6 +71,6 @@ def _calls(profile: Profile, stage: LanguageModel) -> dict[str, int]:
     train, layers = profile.train, len(stage.layers)
     limit = train.recompute_layers
     recomputed = 0 if limit is None else min(limit, layers)
-    tokens = train.micro_batch_size * train.sequence_length // profile.parallel.context
+    tokens = profile.micro_batch_rows * train.sequence_length // profile.parallel.context
     chunks = math.ceil(tokens / stage.loss_chunk(tokens)) if stage.last else 0
     return {"block": layers - recomputed, "recomputed block": recomputed, "loss": chunks}

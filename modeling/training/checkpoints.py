@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -92,6 +92,10 @@ class Checkpoints:
             StaleAttempt: another attempt has begun.
         """
         start: Start = call_on_leader(self.mesh, lambda: self._prepare_start(weights))
+        if self.profile.lora.rank:
+            load_base(weights, self.optimizer)
+            if start.weights == weights:
+                start = replace(start, weights=None)  # the adapters are not in it
         if start.resumes:
             found = self._load_latest(self.profile.train.steps)
             if found is None:
@@ -108,6 +112,8 @@ class Checkpoints:
         else:
             step, marker = 0, {}
             message = f"from scratch, seed {self.profile.train.seed}"
+            if self.profile.lora.rank:
+                message = f"LoRA of rank {self.profile.lora.rank} on weights from {weights}"
         if self.leader:
             log.info(message)
         return step, marker
@@ -385,6 +391,16 @@ class Checkpoints:
         if int(text) != self.attempt:
             reason = f"attempt {int(text)} has taken over the run"
             raise checkpoint.StaleAttempt(f"attempt {self.attempt} ends: {reason}")
+
+
+def load_base(weights: Location | None, optimizer: ZeRO1) -> None:
+    """Load the frozen weights that adapters update. Raises Rejected if there are none, or they are of another model."""
+    if weights is None:
+        raise Rejected("lora.rank: needs the weights that it updates; set init.from")
+    try:
+        checkpoint.load_frozen(weights, optimizer)
+    except ValueError as error:
+        raise Rejected(error) from None
 
 
 def run_identity(run: Path) -> str:

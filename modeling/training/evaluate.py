@@ -20,9 +20,11 @@ import torch
 from modeling import exit_codes
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
-from modeling.data.corpus import Corpus, Samples
+from modeling.data.corpus import Samples
 from modeling.data.prefetch import Batch, read_batch
+from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
+from modeling.training.checkpoints import load_base
 from modeling.training.generate import generate_samples
 from modeling.training.resume import reject_beyond_last_step
 from modeling.training.trainer import Trainer
@@ -47,7 +49,9 @@ class Evaluation:
         return math.exp(min(self.loss, 700))
 
 
-def evaluate_samples(trainer: Trainer, samples: Samples, batches: int | None = None) -> Evaluation:
+def evaluate_samples(
+    trainer: Trainer, samples: Samples | RecordSamples, batches: int | None = None
+) -> Evaluation:
     """Evaluate the first `batches` global batches, or the whole split.
 
     Every rank runs the same number of passes of one shape; the part of the last pass beyond the split's end does not count.
@@ -56,11 +60,18 @@ def evaluate_samples(trainer: Trainer, samples: Samples, batches: int | None = N
     size = trainer.profile.train.global_batch_size // data.size
     passes = math.ceil(samples.windows / (size * data.size))
     local_sums: list[torch.Tensor] = []
+    pairs_per_token = 0.0
+    if trainer.profile.objective.kind == "orpo":
+        pairs_per_token = samples.pairs_per_token(
+            0, min(samples.windows, (batches or passes) * size * data.size)
+        )
     for index in range(passes if batches is None else min(passes, batches)):
         first = (index * data.size + data.rank) * size
         # Beyond the end, samples start over.
         batch = read_batch(trainer, samples, first, size) if trainer.reads_samples else Batch()
-        local_sums.append(trainer.evaluate(batch.tokens, samples.windows - first, batch.documents))
+        rows = (samples.windows - first) * trainer.profile.rows_per_sample
+        pairs = {"reference": batch.reference, "pairs_per_token": pairs_per_token}
+        local_sums.append(trainer.evaluate(batch.tokens, rows, batch.documents, **pairs))
     # A pass counts exactly in float32, all of them together in float64.
     local_sum = torch.stack(local_sums).cpu().double().sum(0)
     sums = trainer.sum_on_host(torch.cat((local_sum, trainer.compile_statistics.local_counts())))
@@ -79,6 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
     parser.add_argument("--graphs", type=Path, help="folder of the graphs artifact")
+    parser.add_argument("--reference", type=Path, help="folder of the reference model's log-probabilities")
+    parser.add_argument("--weights", type=Path, help="checkpoint folder with the weights that LoRA updates")
     parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     shard_cache.add_arguments(parser)
@@ -100,10 +113,11 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
     reject_beyond_last_step(profile, saved)
     step, location = max(saved.items())
     optimizer = build_optimizer(profile, [*trainer.stages.values()], trainer.mesh)
+    if profile.lora.rank:
+        load_base(options.weights, optimizer)
     checkpoint.load(location, optimizer, weights_only=True)
     cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
-    corpus = Corpus.open(options.dataset, "validation", cache)
-    samples = Samples(corpus, profile.train.sequence_length, seed=None)
+    samples = open_samples(profile, options.dataset, "validation", cache, reference=options.reference)
     evaluation = evaluate_samples(trainer, samples)
     generated = generate_samples(trainer, samples)
     if trainer.leader:

@@ -14,31 +14,35 @@ import torch
 from torch import Tensor
 
 from modeling.data.corpus import Samples
+from modeling.data.records import RecordSamples
 from modeling.training.trainer import Trainer
 from parallel import collectives
 from parallel.attention.ring import zigzag_positions
 
-SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 32
+SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 32  # of a text; the prompt of a record is its own
 TEMPERATURE, TOP_K = 0.8, 40
 
 
-def generate_samples(trainer: Trainer, validation: Samples) -> list[dict[str, list[int]]]:
+def generate_samples(trainer: Trainer, validation: Samples | RecordSamples) -> list[dict[str, list[int]]]:
     """Continue SAMPLES prompts, evenly spaced over the validation split; token ids. Every rank calls it."""
     profile = trainer.profile
     s = profile.train.sequence_length
-    prompt = min(PROMPT_TOKENS, s // 2)
-    micro_batch = profile.train.micro_batch_size
+    longest = min(PROMPT_TOKENS, s // 2) if profile.objective.kind == "pretrain" else max(1, s - NEW_TOKENS)
+    micro_batch = profile.micro_batch_rows
     microbatches = profile.accumulation_steps if trainer.pipeline else math.ceil(SAMPLES / micro_batch)
     rows = micro_batch * microbatches
     count = min(SAMPLES, rows, validation.windows)
     tokens = torch.zeros(rows, s + 1, dtype=torch.int64)  # (b, s + 1)
+    lengths = torch.zeros(count, dtype=torch.int64)  # of the prompts
     for row in range(count):
-        window = torch.from_numpy(validation.batch(row * validation.windows // count, 1))
-        tokens[row, :prompt] = window[0, :prompt]
-    end = prompt + min(NEW_TOKENS, s - prompt)
-    for position in range(prompt, end):
-        tokens[:count, position] = _next_tokens(trainer, tokens, position - 1, count)
-    return [{"prompt": row[:prompt].tolist(), "text": row[prompt:end].tolist()} for row in tokens[:count]]
+        prompt = torch.from_numpy(validation.prompt(row * validation.windows // count))[:longest]
+        tokens[row, : len(prompt)], lengths[row] = prompt, max(1, len(prompt))
+    ends = (lengths + NEW_TOKENS).clamp(max=s)
+    for position in range(int(lengths.min()), int(ends.max())):
+        drawn = _next_tokens(trainer, tokens, position - 1, count)
+        tokens[:count, position] = drawn.where(position >= lengths, tokens[:count, position])
+    rows = zip(tokens[:count], lengths.tolist(), ends.tolist(), strict=True)
+    return [{"prompt": row[:start].tolist(), "text": row[start:end].tolist()} for row, start, end in rows]
 
 
 @torch.no_grad()
@@ -46,7 +50,7 @@ def _next_tokens(trainer: Trainer, tokens: Tensor, position: int, count: int) ->
     """Draw the tokens (count) that follow `position` in the first rows; the same on every rank."""
     mesh = trainer.mesh
     drawn = torch.zeros(count, dtype=torch.float64)
-    documents = torch.zeros_like(tokens[:, 1:]) if trainer.profile.train.document_masks else None
+    documents = torch.zeros_like(tokens[:, 1:]) if trainer.profile.document_masks else None
     with _collect_hidden_states(trainer) as hidden_states:
         trainer.evaluate(tokens if trainer.reads_samples else None, len(tokens), documents)
     positions = zigzag_positions(tokens.shape[1] - 1, mesh.context.size, mesh.context.rank).tolist()

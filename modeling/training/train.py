@@ -18,8 +18,9 @@ from typing import Any
 from modeling import exit_codes
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
-from modeling.data.corpus import Corpus, Samples
+from modeling.data.corpus import Samples
 from modeling.data.prefetch import Batch, Prefetcher, read_batch
+from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
 from modeling.supervision.profiling import StepTrace
 from modeling.supervision.stragglers import node_names
@@ -47,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--graphs", type=Path, help="folder of the graphs artifact; without it graphs compile on first use"
     )
     parser.add_argument("--weights", type=Path, help="checkpoint folder with the initial weights")
+    parser.add_argument("--reference", type=Path, help="folder of the reference model's log-probabilities")
     parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
     attempt_help = "number of this attempt; its checkpoints count while RUN/attempt equals it"
     parser.add_argument("--attempt", type=int, help=attempt_help)
@@ -94,9 +96,9 @@ class TrainingRun:
             self.step, state = self.checkpoints.resume(options.weights)
         self.guard = AnomalyGuard(self.settings, trainer.torch_device, state.get("guard"))
         cache = shard_cache.from_arguments(options, self.profile.data.cache_gigabytes)
-        s = self.settings.sequence_length
-        samples = Samples(Corpus.open(options.dataset, "train", cache), s, self.settings.seed)
-        self.validation = Samples(Corpus.open(options.dataset, "validation", cache), s, seed=None)
+        given = self.profile, options.dataset
+        samples = open_samples(*given, "train", cache, reference=options.reference)
+        self.validation = open_samples(*given, "validation", cache, reference=options.reference)
         excluded = [(start, end) for start, end in state.get("left_out", [])]
         self.data = TrainingData(trainer, samples, excluded)
         self.data.seek(self.step)
@@ -147,9 +149,16 @@ class TrainingRun:
 
         rate = learning_rate(settings, self.step)
         optimizer.begin_step(self.profile.accumulation_steps)
-        token_weight = 1 / (settings.global_batch_size * settings.sequence_length)  # in the mean loss
+        token_weight = 1 / max(1, self.data.counted(self.step))  # in the mean loss
         first_sample = self.data.first_sample(self.step)
-        loss = self.trainer.forward_backward(batch.tokens, token_weight, first_sample, batch.documents)
+        loss = self.trainer.forward_backward(
+            batch.tokens,
+            token_weight,
+            first_sample,
+            batch.documents,
+            reference=batch.reference,
+            pairs_per_token=self.data.pairs_per_token(self.step),
+        )
         forward_waits = collectives.wait_time.seconds - waited_before
         marks.backward = device.mark()
         if self._queued:
@@ -250,7 +259,7 @@ class TrainingData:
         excluded: ranges of sample numbers that the run leaves out.
     """
 
-    def __init__(self, trainer: Trainer, samples: Samples, excluded: Ranges) -> None:
+    def __init__(self, trainer: Trainer, samples: Samples | RecordSamples, excluded: Ranges) -> None:
         self.excluded = excluded
         self._trainer, self._samples, self._settings = trainer, samples, trainer.profile.train
         self._data_axis = trainer.mesh.data
@@ -274,6 +283,16 @@ class TrainingData:
     def first_sample(self, step: int) -> int:
         """Number of the first sample of this data rank at a step."""
         return self._first_global(step) + self._data_axis.rank * self._local_batch
+
+    def counted(self, step: int) -> int:
+        """Number of tokens, or pairs, that the mean loss of a step's global batch is a mean of."""
+        return self._samples.counted(self._first_global(step), self._settings.global_batch_size)
+
+    def pairs_per_token(self, step: int) -> float:
+        """Pairs of a step's global batch for each token of the chosen rows, for orpo; 0 for other objectives."""
+        if self._trainer.profile.objective.kind != "orpo":
+            return 0.0
+        return self._samples.pairs_per_token(self._first_global(step), self._settings.global_batch_size)
 
     def exclude(self, first_step: int, last_step: int) -> tuple[int, int]:
         """Leave out the samples of these steps from now on. Returns their range [start, end)."""

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from modeling.compilation import compilers, graph_cache
 from modeling.compilation.graph_cache import CompileStatistics, EagerStatistics
+from modeling.data.records import PADDING
 from modeling.models.build import DTYPES, build_mesh, build_stage, extra_warmup_forwards, partition_layers
 from modeling.models.language_model import LanguageModel
 from modeling.supervision.timeouts import Timeouts
-from modeling.training import user_functions
+from modeling.training import preference, user_functions
 from parallel import device as devices
 from parallel import initialize
 from parallel.attention.ring import zigzag_positions
@@ -83,6 +84,10 @@ class Trainer:
             for layer, block in stage.layers.items()
             if isinstance(block.mlp, MixtureOfExperts)
         }
+        # preference pairs: what the loss of a step needs besides its tokens, and where to collect answers' log-probabilities
+        self._reference: Tensor | None = None
+        self._pairs_per_token = 0.0
+        self._answers: list[Tensor] | None = None
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
         s, context = profile.train.sequence_length, self.mesh.context
         self.positions = zigzag_positions(s, context.size, context.rank).to(self.torch_device)  # (s/c)
@@ -100,7 +105,7 @@ class Trainer:
         from parallel.pipeline.pipeline import Pipeline  # half a second to import, which only pipelines need
 
         profile = self.profile
-        b = profile.train.micro_batch_size
+        b = profile.micro_batch_rows
         tokens = b * len(self.positions)
         sequence_shards = self.mesh.tensor.size if profile.parallel.sequence_parallel else 1
         return Pipeline(
@@ -121,6 +126,8 @@ class Trainer:
     def _loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
         """Summed loss of the last stage's hidden states; in evaluation followed by the summed user metrics."""
         stage = self.stages[max(self.stages)]
+        if self.profile.rows_per_sample > 1:
+            return self._preference_loss(stage, x, targets, scale)
         if self.user_loss is None and not (self._evaluating and self._metrics):
             return _scaled(stage.loss(x, targets), scale)
         logits, targets_flat = stage.logits(x), targets.flatten()
@@ -131,10 +138,36 @@ class Trainer:
         metrics = [user_functions.call(f, logits, targets_flat).float() for f in self._metrics.values()]
         return torch.stack([loss.float(), *metrics])
 
+    def _preference_loss(self, stage: LanguageModel, x: Tensor, targets: Tensor, scale: float) -> Tensor:
+        """Loss of the pairs of a microbatch; in evaluation followed by the sums of the metrics.
+
+        Args:
+            targets: (2b, s/c + 1) from `_shard`: the tokens that follow, then the row's number in the step.
+        """
+        objective, context = self.profile.objective, self.mesh.context
+        following, rows = targets[:, :-1], targets[:, -1]
+        answer = following >= 0
+        counted = following != PADDING if objective.kind == "orpo" else answer
+        wanted = following.where(answer, ~following).where(counted, IGNORE_INDEX)
+        logs = -stage.token_losses(x.detach(), wanted)  # (2b, s/c)
+        if self._answers is not None:
+            self._answers.append(logs.sum(1))
+            return logs.new_zeros(())
+        reference = logs.new_zeros(len(rows)) if self._reference is None else self._reference[rows]
+        training = not self._evaluating
+        with torch.set_grad_enabled(training):
+            answers = preference.Answers(logs.requires_grad_(training), answer, reference)
+            sums = preference.pair_losses(objective, answers, context, self._pairs_per_token)
+        if self._evaluating:
+            return sums / context.size  # every context rank has all of it
+        (gradient,) = torch.autograd.grad(sums[0], logs)
+        weighted = stage.loss(x, wanted, -gradient)
+        return _scaled(weighted + (sums[0] / context.size - weighted).detach(), scale)
+
     @property
     def metrics(self) -> list[str]:
-        """Names of the user metrics."""
-        return list(self._metrics)
+        """Names of the metrics that `evaluate` sums: the user's, or those of preference pairs."""
+        return list(preference.METRICS) if self.profile.rows_per_sample > 1 else list(self._metrics)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by global name."""
@@ -155,40 +188,62 @@ class Trainer:
     @property
     def reads_samples(self) -> bool:
         """Whether this rank needs samples: the first stage for tokens, the last for targets, all for document masks."""
-        return self.first or self.last or self.profile.train.document_masks
+        return self.first or self.last or self.profile.document_masks
 
     def _shard(
         self, samples: Tensor | None, documents: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
-        """This context rank's tokens and targets, (m·b, s/c) each, of samples (m·b, s + 1); and its `documents`, if any."""
+        """This context rank's tokens and targets, (m·b, s/c) each, of samples (m·b, s + 1); and its `documents`, if any.
+
+        A negative token, the complement of an id or padding, is an input and no target (modeling/data/records.py). Of preference
+        pairs, the targets stay as they are, and are followed by the row's number.
+        """
         if samples is None:
             return None, None, {}
         samples = samples.to(self.torch_device, non_blocking=True)
         masks = {}
         if documents is not None:
             masks["documents"] = documents.to(self.torch_device, non_blocking=True)[:, self.positions]
-        return samples[:, self.positions], samples[:, self.positions + 1], masks
+        tokens, targets = samples[:, self.positions], samples[:, self.positions + 1]
+        if self.profile.objective.kind == "pretrain":
+            return tokens, targets, masks
+        ids = tokens.where(tokens >= 0, ~tokens).where(tokens != PADDING, 0)
+        if self.profile.rows_per_sample > 1:
+            rows = torch.arange(len(samples), device=samples.device)
+            return ids, torch.cat((targets, rows[:, None]), 1), masks
+        return ids, targets.where(targets >= 0, IGNORE_INDEX), masks
 
     def forward_backward(
-        self, samples: Tensor | None, scale: float, first: int = 0, documents: Tensor | None = None
+        self,
+        samples: Tensor | None,
+        scale: float,
+        first: int = 0,
+        documents: Tensor | None = None,
+        *,
+        reference: Tensor | None = None,
+        pairs_per_token: float = 0.0,
     ) -> Tensor:
         """Forward and backward over the m microbatches of a step; gradients are those of `scale` · summed loss.
 
         Args:
-            samples: (m·b, s + 1); None if this rank does not read samples. A pipeline needs exactly one step's samples.
+            samples: (m·b, s + 1), negative tokens as in `_shard`; None if this rank reads none. A pipeline needs exactly one
+                step's samples.
             first: number of the first sample in the run, which seeds dropout.
             documents: (m·b, s) position at which each token's document begins; None: attention crosses documents.
+            reference: (m·b), log-probability of each row's answer under the reference model, for dpo.
+            pairs_per_token: for orpo, of the global batch (`RecordSamples.pairs_per_token`).
 
         Returns:
             scale · summed loss of this rank's tokens, 0-dim float32 on the device; 0 without the last stage.
         """
         settings = self.profile.train
         tokens, targets, masks = self._shard(samples, documents)
+        self._prepare_pairs(reference, pairs_per_token)
         if self.experts and settings.balance == "global":
             self._count_choices(tokens, targets, masks)
         extra = masks
         if self.profile.model.has_dropout:
-            step_samples = settings.micro_batch_size * self.profile.accumulation_steps
+            step_samples = self.profile.micro_batch_rows * self.profile.accumulation_steps
             count = step_samples if samples is None else len(samples)
             sample_numbers = torch.arange(first, first + count, device=self.torch_device)
             extra = {"samples": sample_keys(settings.seed, sample_numbers), **masks}
@@ -224,28 +279,47 @@ class Trainer:
         for number, layer in self.experts.items():
             layer.load.copy_(counts[number] / counts[number].sum())
 
+    def _prepare_pairs(self, reference: Tensor | None, pairs_per_token: float) -> None:
+        if reference is not None:
+            reference = reference.to(self.torch_device, non_blocking=True)
+        self._reference, self._pairs_per_token = reference, pairs_per_token
+
     def _microbatches(
         self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]
     ) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-        for start in range(0, len(tokens), self.profile.train.micro_batch_size):
-            rows = slice(start, start + self.profile.train.micro_batch_size)
+        size = self.profile.micro_batch_rows
+        for start in range(0, len(tokens), size):
+            rows = slice(start, start + size)
             yield tokens[rows], targets[rows], {name: value[rows] for name, value in inputs.items()}
 
     @torch.no_grad()
-    def evaluate(self, samples: Tensor | None, counted: int, documents: Tensor | None = None) -> Tensor:
-        """Summed loss and user metrics of samples.
+    def evaluate(
+        self,
+        samples: Tensor | None,
+        counted: int,
+        documents: Tensor | None = None,
+        *,
+        reference: Tensor | None = None,
+        pairs_per_token: float = 0.0,
+    ) -> Tensor:
+        """Summed loss and metrics of samples; other arguments as for `forward_backward`.
 
         Args:
             samples: (m·b, s + 1), as for `forward_backward`.
-            counted: number of the first samples that count.
+            counted: number of the first rows that count.
 
         Returns:
-            [tokens, loss, *metrics] of this rank, float32 on the device; zeros without the last stage.
+            [tokens or pairs, loss, *metrics] of this rank, float32 on the device; zeros without the last stage.
         """
         tokens, targets, masks = self._shard(samples, documents)
         if targets is not None:
             counts = torch.arange(len(targets), device=targets.device) < counted
-            targets = targets.where(counts[:, None], IGNORE_INDEX)
+            if self.profile.rows_per_sample > 1:
+                kept = targets[:, :-1].where(counts[:, None], PADDING)
+                targets = torch.cat((kept, targets[:, -1:]), 1)
+            else:
+                targets = targets.where(counts[:, None], IGNORE_INDEX)
+        self._prepare_pairs(reference, pairs_per_token)
         self._evaluating = True
         try:
             if self.pipeline:
@@ -256,11 +330,29 @@ class Trainer:
                 sums = sum(self._loss(stage(x, positions, **inputs), y) for x, y, inputs in microbatches)
         finally:
             self._evaluating = False
-        result = torch.zeros(2 + len(self._metrics), device=self.torch_device)
+        result = torch.zeros(2 + len(self.metrics), device=self.torch_device)
         if self.last:
             result[0] = (targets != IGNORE_INDEX).sum()
+            if self.profile.rows_per_sample > 1:
+                result[0] = max(0, min(counted, len(targets))) // 2 / self.mesh.context.size
             result[1:] = sums
         return result
+
+    @torch.no_grad()
+    def answer_log_probabilities(self, samples: Tensor | None) -> Tensor:
+        """Log-probabilities (m·b) of the answers of rows of pairs: this rank's partial sum over its tokens, on the device."""
+        tokens, targets, masks = self._shard(samples, None)
+        self._answers = []
+        try:
+            if self.pipeline:
+                self.pipeline.evaluate(tokens, targets, **masks)
+            else:
+                for x, y, inputs in self._microbatches(tokens, targets, masks):
+                    self._loss(self.stages[0](x, self.positions, **inputs), y)
+            rows = self.profile.micro_batch_rows * self.profile.accumulation_steps
+            return torch.cat(self._answers) if self.last else torch.zeros(rows, device=self.torch_device)
+        finally:
+            self._answers = None
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Sum numbers over all ranks but the tensor axis, on which they must be equal; one all-reduce on the device."""

@@ -13,7 +13,7 @@ Each element is written by one rank and read by those that need it; no rank hold
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -56,6 +56,7 @@ __all__ = [
     "discard_incomplete",
     "join",
     "load",
+    "load_frozen",
     "move_aside",
     "name_of",
     "quarantine",
@@ -111,12 +112,23 @@ def load(checkpoint: Location, optimizer: ZeRO1, *, weights_only: bool = False) 
     return about
 
 
-def _fill(
-    checkpoint: Location, about: dict[str, Any], optimizer: ZeRO1, weights_only: bool
-) -> dict[str, Tensor]:
-    """Read this rank's shards. Returns its random states, empty if the checkpoint is of another topology."""
-    reader = Reader(checkpoint, about.get("files"))
-    targets = boxed_tensors(optimizer.state_boxes(), ["master"] if weights_only else PREFIX)
+def load_frozen(checkpoint: Location, optimizer: ZeRO1) -> None:
+    """Load the weights that the optimizer does not train from a checkpoint of any topology. Collective; errors as for `load`."""
+    error: Exception | None = None
+    try:
+        about = read_marker(checkpoint)
+        reader = Reader(checkpoint, about.get("files"))
+        targets = boxed_tensors(optimizer.frozen_boxes(), ["master"])
+        _require_tensors(checkpoint, reader, targets)
+        reader.load(targets)
+    except Exception as raised:  # of any storage; the other ranks must learn it
+        error = raised
+    _raise_on_all(error, optimizer.mesh)
+    optimizer.gather_parameters()
+
+
+def _require_tensors(checkpoint: Location, reader: Reader, targets: Mapping[str, BoxedTensor]) -> None:
+    """Raise ValueError for the first tensor that a checkpoint lacks, or has in another shape."""
     for name, target in targets.items():
         if name not in reader.tensors:
             raise ValueError(
@@ -127,6 +139,15 @@ def _fill(
             raise ValueError(
                 f"checkpoint {name_of(checkpoint)}: {name} has shape {found}, the model needs {needed}"
             )
+
+
+def _fill(
+    checkpoint: Location, about: dict[str, Any], optimizer: ZeRO1, weights_only: bool
+) -> dict[str, Tensor]:
+    """Read this rank's shards. Returns its random states, empty if the checkpoint is of another topology."""
+    reader = Reader(checkpoint, about.get("files"))
+    targets = boxed_tensors(optimizer.state_boxes(), ["master"] if weights_only else PREFIX)
+    _require_tensors(checkpoint, reader, targets)
     random = {}
     if not weights_only and about.get("mesh") == optimizer.mesh.shape:
         rank = optimizer.mesh.rank

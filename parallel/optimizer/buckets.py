@@ -61,6 +61,7 @@ class Bucket:
         partial: axes over which their gradients are partial sums (`Layout.partial_axes`).
         gradient_dtype: of the summed gradients.
         resident: whether values and gradients stay in memory.
+        frozen: whether they are never updated: no gradients, no states, and `master` in the parameters' dtype.
 
     Attributes:
         values: all parameters, in their dtype.
@@ -77,8 +78,9 @@ class Bucket:
         partial: tuple[str, ...],
         gradient_dtype: torch.dtype,
         resident: bool = True,
+        frozen: bool = False,
     ) -> None:
-        self.mesh, self.weight_decay, self.resident = mesh, weight_decay, resident
+        self.mesh, self.weight_decay, self.resident, self.frozen = mesh, weight_decay, resident, frozen
         layout = layout_of(named_parameters[0][1])
         self.sign_step = layout.sign_step
         # A sign must not depend on rounding.
@@ -103,11 +105,15 @@ class Bucket:
         self.first = self.axis.rank * self.length
         shard_values = self.local_shard(self.values)
         self.shares_master = resident and shard_values.dtype == torch.float32
-        self.master = shard_values if self.shares_master else shard_values.to(torch.float32, copy=True)
-        self.exp_avg = torch.zeros_like(self.master)
-        self.exp_avg_sq = torch.zeros_like(self.master)
+        kept = shard_values.dtype if frozen else torch.float32
+        self.master = shard_values if self.shares_master else shard_values.to(kept, copy=True)
+        if not frozen:
+            self.exp_avg = torch.zeros_like(self.master)
+            self.exp_avg_sq = torch.zeros_like(self.master)
         self.gradients: Tensor | None = None
-        if resident:
+        if frozen:
+            self.gradient_shard = torch.empty(0, dtype=self.gradient_dtype, device=first.device)
+        elif resident:
             self.gradients = torch.zeros(padded, dtype=self.gradient_dtype, device=first.device)
             self.gradient_shard = self.local_shard(self.gradients)
         else:

@@ -63,6 +63,12 @@ class Unit:
         for bucket in self.buckets:
             bucket.release()
 
+    def release_frozen(self) -> None:
+        """Release what no gradient releases, once the unit's backward has ended."""
+        for bucket in self.buckets:
+            if bucket.frozen and self.block:
+                bucket.release()
+
 
 def gather_on_use(units: Sequence[Unit], keep: bool) -> None:
     """Register hooks that gather the weights of a stage's units for forward and backward, and prefetch the next unit's.
@@ -81,7 +87,7 @@ def gather_on_use(units: Sequence[Unit], keep: bool) -> None:
         for user in unit.users:
             user.register_forward_pre_hook(_before_forward(unit, after))
         if unit.block and not keep:
-            unit.users[0].register_forward_hook(_after_forward(unit, before, last))
+            unit.users[0].register_forward_hook(_after_forward(unit, before, after, last))
 
 
 def _before_forward(unit: Unit, following: Sequence[Unit]) -> Any:
@@ -93,8 +99,10 @@ def _before_forward(unit: Unit, following: Sequence[Unit]) -> Any:
     return hook
 
 
-def _after_forward(unit: Unit, previous: Sequence[Unit], last: bool) -> Any:
+def _after_forward(unit: Unit, previous: Sequence[Unit], following: Sequence[Unit], last: bool) -> Any:
     def before_backward(gradient: Tensor) -> None:
+        for other in following:
+            other.release_frozen()
         unit.gather()
         for other in previous:
             other.start_gather()
@@ -141,9 +149,10 @@ def _bind(unit: Unit) -> None:
     (block,) = unit.users
     owners = {id(p): (module, name) for module in block.modules() for name, p in module._parameters.items()}
     for number, bucket in enumerate(unit.buckets):
-        shard = nn.Parameter(bucket.master)
+        shard = nn.Parameter(bucket.master, requires_grad=not bucket.frozen)
         block.register_parameter(f"shard_{number}", shard)
-        bucket.gather_in_graph(shard)
+        if not bucket.frozen:
+            bucket.gather_in_graph(shard)
         places = []
         for slot in bucket.slots:
             module, name = owners[id(slot.parameter)]

@@ -62,6 +62,7 @@ class ZeRO1:
         gradient_dtype: in which gradients are accumulated and reduced.
         bucket_size: minimum number of elements in a bucket before the next one starts.
         units: parts of the model whose matrices are sharded too (fsdp.py); with `gather_on_use` they are gathered in time.
+            If some parameters are frozen (LoRA), only these are.
         keep_gathered: whether to reduce their gradients, and release their weights, once a step instead of each microbatch.
         compiled: compiled `adamw.update`, for devices without torch's fused kernel.
     """
@@ -91,8 +92,11 @@ class ZeRO1:
         def decay(name: str, parameter: nn.Parameter) -> float:
             return weight_decay * decays(name, parameter)
 
-        remaining = list(named_parameters)
-        for unit in units:
+        remaining, self.frozen = [], []
+        for name, parameter in named_parameters:
+            (remaining if parameter.requires_grad else self.frozen).append((name, parameter))
+        self.frozen_buckets = self._shard_frozen(units)
+        for unit in () if self.frozen_buckets else units:
             held = [named for named in remaining if unit.holds(*named)]
             remaining = [named for named in remaining if not unit.holds(*named)]
             groups = fill_buckets(held, decay, sys.maxsize)
@@ -105,6 +109,18 @@ class ZeRO1:
         decays_used = {bucket.weight_decay for bucket in self.buckets}
         self._constants = {decay: self.settings.constants(decay, device) for decay in decays_used}
         self.begin_step(1)
+
+    def _shard_frozen(self, units: Sequence[Unit]) -> list[Bucket]:
+        """Shard the units' frozen matrices; those of no unit remain in `frozen`."""
+        found = []
+        for unit in units:
+            held = [named for named in self.frozen if unit.holds(*named)]
+            self.frozen = [named for named in self.frozen if not unit.holds(*named)]
+            for _, partial, members in fill_buckets(held, lambda name, parameter: 0.0, sys.maxsize):
+                options = {"resident": False, "frozen": True}
+                unit.buckets.append(Bucket(members, self.mesh, 0.0, partial, self.gradient_dtype, **options))
+            found += unit.buckets
+        return found
 
     def _add_bucket(
         self,
@@ -218,6 +234,8 @@ class ZeRO1:
             gathering.append(bucket)
         for bucket in gathering:
             bucket.wait()
+        for bucket in self.frozen_buckets:
+            bucket.release()
         self.begin_step(1)
         return StepResult(norm, skipped)
 
@@ -263,6 +281,16 @@ class ZeRO1:
             for box in bucket.boxes():
                 yield box, {state: box.view(getattr(bucket, state)) for state in STATES}
 
+    def frozen_boxes(self) -> Iterator[tuple[ShardBox, dict[str, Tensor]]]:
+        """The boxes of global tensors in this rank's frozen weights, as for `state_boxes`; no checkpoint saves them."""
+        for bucket in self.frozen_buckets:
+            for box in bucket.boxes():
+                yield box, {"master": box.view(bucket.master)}
+        for name, parameter in self.frozen:
+            for box in layout_of(parameter).boxes(name, self.mesh.tensor.rank):
+                where = ShardBox(box.name, box.shape, box.offsets, box.sizes, 0, box.replicas, False)
+                yield where, {"master": box.view(parameter.detach())}
+
     @torch.no_grad()
     def gather_parameters(self) -> None:
         """Set the parameters from the master weights, once those were loaded."""
@@ -272,6 +300,8 @@ class ZeRO1:
                 bucket.wait()
             else:
                 bucket.release()
+        for bucket in self.frozen_buckets:
+            bucket.release()
 
 
 def fill_buckets(

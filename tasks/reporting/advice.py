@@ -23,7 +23,9 @@ def data_warnings(profile: Profile, tokenizer: Mapping[str, Any], dataset: Mappi
     """Warnings that follow from the summaries of the tokenizer and the dataset step."""
     return [
         *_tokenizer(profile, tokenizer),
-        *passes_warning(profile, dataset["tokens"]),
+        *passes_warning(
+            profile, dataset.get("samples", 0) * profile.train.sequence_length or dataset["tokens"]
+        ),
     ]
 
 

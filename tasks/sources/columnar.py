@@ -62,6 +62,24 @@ def parquet(shard: Shard, token: str | None) -> Iterator[Value]:
                 number += len(batch)
 
 
+def parquet_batches(shard: Shard, token: str | None) -> Iterator[tuple[int, Any]]:
+    """Batches of all columns of the shard's row groups, each with the number of its group. Raises SourceError."""
+    from pyarrow.parquet import ParquetFile
+
+    path = shard.paths[0]
+    with open_file(shard, path, token) as file:
+        with source_errors(f"{path}, footer", "parquet"):
+            table = ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
+        for group in range(shard.start, table.num_row_groups if shard.stop is None else shard.stop):
+            batches = table.iter_batches(batch_size=MAX_DICTIONARY_ROWS, row_groups=[group])
+            while True:
+                with source_errors(f"{path}, row group {group}", "parquet"):
+                    batch = next(batches, None)
+                if batch is None:
+                    break
+                yield group, batch
+
+
 def arrow(shard: Shard, token: str | None) -> Iterator[Value]:
     """Values of the shard's column, by record batch. Raises SourceError, or ProfileError if there is no such column."""
     for number, batch in enumerate(arrow_batches(shard, token)):
@@ -147,10 +165,10 @@ def require_column(shard: Shard, columns: list[str]) -> None:
 
 
 def _column_chunks(table: Any, group: int, column: str) -> list[Any]:
-    """Metadata of a column's chunks in a row group."""
+    """Metadata of a column's chunks in a row group; of all columns for the column ""."""
     metadata = table.metadata.row_group(group)
     chunks = (metadata.column(i) for i in range(metadata.num_columns))
-    return [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] == column]
+    return [chunk for chunk in chunks if column in ("", chunk.path_in_schema.partition(".")[0])]
 
 
 def _batch_rows(table: Any, group: int, column: str) -> int:

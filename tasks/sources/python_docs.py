@@ -30,6 +30,24 @@ def documents() -> Iterator[str]:
             yield "\n\n".join(docstrings)
 
 
+def records() -> Iterator[dict[str, str]]:
+    """Questions about documented classes and functions, to fine-tune on: what a name does, in its docstring's first paragraph.
+
+    The rejected answer is that of the question before.
+    """
+    root, before = _root(), None
+    for path in _modules():
+        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        for name, text in _named_docstrings(path):
+            answer = " ".join(text.partition("\n\n")[0].split())
+            if not 20 <= len(answer) <= 400 or answer == before:
+                continue
+            prompt = f"What does {module}.{name} do?\n"
+            if before is not None:
+                yield {"prompt": prompt, "completion": answer, "chosen": answer, "rejected": before}
+            before = answer
+
+
 def digest() -> str:
     """Hash of the names and contents of the source files."""
     total = hashlib.sha256(f"python-docs {RECIPE}".encode())
@@ -55,15 +73,21 @@ def _modules() -> list[Path]:
 
 
 def _docstrings(path: Path) -> Iterator[str]:
+    return (text for _, text in _named_docstrings(path))
+
+
+def _named_docstrings(path: Path) -> Iterator[tuple[str, str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escape sequences in old modules
-        yield from _walk(ast.parse(path.read_bytes()))
+        yield from _walk(ast.parse(path.read_bytes()), "")
 
 
-def _walk(node: ast.AST) -> Iterator[str]:
+def _walk(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """Docstrings in source order, each with its object's name in the module."""
+    name = ".".join(filter(None, (name, getattr(node, "name", ""))))
     documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     if documented and (text := ast.get_docstring(node)):
-        yield text
+        yield name, text
     for block in ("body", "handlers", "cases", "orelse", "finalbody"):  # fields with statements
         for statement in getattr(node, block, ()):
-            yield from _walk(statement)
+            yield from _walk(statement, name)

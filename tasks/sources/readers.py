@@ -65,26 +65,20 @@ def _lines(shard: Shard, token: str | None) -> Iterator[Document]:
 
 
 def _json_lines(shard: Shard, token: str | None) -> Iterator[Document]:
-    return _json_texts(shard, _plain_lines(shard, token))
+    return _json_texts(shard, LINES[shard.format](shard, token))
 
 
-def _gzip_json_lines(shard: Shard, token: str | None) -> Iterator[Document]:
-    def lines() -> Iterator[Line]:
-        with _open_compressed(shard, token, "gzip") as file, gzip.open(file) as content:
-            yield from _numbered(shard, content, "gzip")
-
-    return _json_texts(shard, lines())
+def _gzip_lines(shard: Shard, token: str | None) -> Iterator[Line]:
+    with _open_compressed(shard, token, "gzip") as file, gzip.open(file) as content:
+        yield from _numbered(shard, content, "gzip")
 
 
-def _zstd_json_lines(shard: Shard, token: str | None) -> Iterator[Document]:
-    def lines() -> Iterator[Line]:
-        import pyarrow
+def _zstd_lines(shard: Shard, token: str | None) -> Iterator[Line]:
+    import pyarrow
 
-        with _open_compressed(shard, token, "zstd") as file:
-            content = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
-            yield from _numbered(shard, content, "zstd")
-
-    return _json_texts(shard, lines())
+    with _open_compressed(shard, token, "zstd") as file:
+        content = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
+        yield from _numbered(shard, content, "zstd")
 
 
 def _open_compressed(shard: Shard, token: str | None, compression: str) -> BinaryIO:
@@ -130,7 +124,7 @@ def _json_texts(shard: Shard, lines: Iterator[Line]) -> Iterator[Document]:
         if line.isspace():
             continue
         line, long_strings = _extract_long_strings(line)
-        record = _parse_record(line, locate)
+        record = parse_record(line, locate)
         if shard.column not in columns:
             columns.update(dict.fromkeys(record))
         value = record.get(shard.column)
@@ -146,7 +140,7 @@ def _json_texts(shard: Shard, lines: Iterator[Line]) -> Iterator[Document]:
         columnar.require_column(shard, list(columns))
 
 
-def _parse_record(line: bytes, locate: Callable[[], str]) -> dict[str, Any]:
+def parse_record(line: bytes, locate: Callable[[], str]) -> dict[str, Any]:
     import orjson
 
     try:
@@ -198,13 +192,17 @@ def _python_docs(shard: Shard, _: str | None) -> Iterator[Document]:
     return python_docs.documents()
 
 
+# Lines of the formats that hold a JSON object in each.
+LINES: dict[str, Callable[[Shard, str | None], Iterator[Line]]] = {
+    "jsonl": _plain_lines,
+    "jsonl.gz": _gzip_lines,
+    "jsonl.zst": _zstd_lines,
+}
 READERS: dict[str, Callable[[Shard, str | None], Iterator[Document]]] = {
     "python-docs": _python_docs,
     "text": _text,
     "lines": _lines,
-    "jsonl": _json_lines,
-    "jsonl.gz": _gzip_json_lines,
-    "jsonl.zst": _zstd_json_lines,
+    **dict.fromkeys(LINES, _json_lines),
     "parquet": columnar.parquet,
     "arrow": columnar.arrow,
     "tokens": columnar.arrow,

@@ -11,7 +11,9 @@ from profiles.schema import Profile
 from tasks import keys
 from tasks.sources.shard import Shard
 from tasks.store.artifacts import Artifact
+from tasks.tokenization import chat_templates
 
+RECORD_OPTIONS = {"kind", "template", "too_long", "maximum_prompt_length", "truncation"}  # of `objective`
 TOKENS = "tokens"  # artifact kind of a tokenized shard
 
 
@@ -29,6 +31,7 @@ class DatasetPlan:
     # For each shard "", or the digest of the numbers of the documents to drop from it as duplicates.
     drops: tuple[str, ...] = ()
     duplicates: str | None = None  # key of the artifact that lists those numbers
+    records: Mapping[str, Any] | None = None  # examples.Options as a mapping; None: texts, not records
 
     @classmethod
     def of(cls, profile: Profile, tokenizer: Artifact, shards: list[Shard]) -> DatasetPlan:
@@ -38,8 +41,15 @@ class DatasetPlan:
             if getattr(data, key) and summary[name] is None:
                 reason = f"the tokenizer {summary['source']} has no {name.upper()} token"
                 raise ProfileError(f"data.{key}", True, reason, [False])
+        records = None
+        if profile.objective.kind != "pretrain":
+            objective = profile.objective.model_dump(include=RECORD_OPTIONS)
+            template = objective["template"] and chat_templates.named(objective["template"])
+            length = profile.train.sequence_length
+            records = {**objective, "template": template, "sequence_length": length}
         names = [field.name for field in fields(cls) if hasattr(data, field.name)]
-        return cls(tokenizer, tuple(shards), **{name: getattr(data, name) for name in names})
+        options = {name: getattr(data, name) for name in names}
+        return cls(tokenizer, tuple(shards), records=records, **options)
 
     def key(self, k: int) -> str:
         """Cache key of the tokens of shard k."""
@@ -49,6 +59,8 @@ class DatasetPlan:
             size = self.tokenizer.summary["vocabulary_size"]
             return keys.tokens(None, shard.digest, held_out, vocabulary_size=size)
         options = {name: getattr(self, name) for name in ("append_eos", "prepend_bos", "minimum_length")}
+        if self.records:
+            options["records"] = self.records
         drops = self.drops[k] if self.drops else ""
         return keys.tokens(self.tokenizer.key, shard.digest, held_out, drops=drops, **options)
 

@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
-from tasks.sources import corpus, duplicates, long_text, megatron, readers
+from modeling.data.records import RECORD_DTYPE
+from tasks.sources import corpus, duplicates, long_text, megatron, readers, records
 from tasks.sources.columnar import TokenIds
 from tasks.sources.long_text import LongText, TextSplitter
 from tasks.sources.shard import SourceError
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 from tasks.tokenization import engines
+from tasks.tokenization.chat_templates import TemplateFailed
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
+from tasks.tokenization.examples import Examples, Options, Unusable
 
 BATCH_CHARACTERS = 1 << 20  # keeps an engine busy at constant memory
 REPORT_SECONDS = 1.0
@@ -38,9 +41,11 @@ class Counts:
     validation_documents: int = 0
     validation_tokens: int = 0
     bytes: int = 0  # UTF-8 bytes of the text of all documents that were not dropped
-    missing: int = 0  # records without text
+    missing: int = 0  # records without text, or without what the objective trains on
     short: int = 0  # documents with fewer than `minimum_length` characters
     duplicates: int = 0
+    truncated: int = 0  # records that were cut to the sequence length
+    too_long: int = 0  # records that were dropped because they, or their prompts, are longer
 
 
 def tokenize(
@@ -75,6 +80,8 @@ def tokenize(
                 splits = megatron.check(shard, size, fraction, report)
                 summary.update(_pair_counts(splits), pair=splits)
                 (folder / "pair.json").write_text(json.dumps(splits))
+            elif plan.records:
+                summary.update(vars(_tokenize_records(plan, store, k, folder, report, token)))
             else:
                 tokenizer = _ShardTokenizer(plan, store, k, threads, token)
                 summary.update(vars(tokenizer.write(folder, report)))
@@ -82,6 +89,47 @@ def tokenize(
     artifact = store.artifacts.expect(TOKENS, key)
     store.artifacts.evict(artifact)  # training downloads it when it needs it
     return artifact
+
+
+def _tokenize_records(
+    plan: DatasetPlan, store: Store, k: int, folder: Path, report: Report, token: str | None
+) -> Counts:
+    """Write the pairs of a shard of records, each of whose sequences is a document."""
+    shard, summary, counts = plan.shards[k], plan.tokenizer.summary, Counts()
+    bos, eos = (
+        [summary[name]] if given else []
+        for name, given in (("bos", plan.prepend_bos), ("eos", plan.append_eos))
+    )
+    examples = Examples(store.artifacts.path(plan.tokenizer), Options(**plan.records), bos, eos)
+    train, validation = (
+        IndexedDatasetBuilder(folder / split, RECORD_DTYPE) for split in ("train", "validation")
+    )
+    reason = ""
+    with train, validation:
+        for record, locate in records.records(shard, token):
+            try:
+                example = examples.of(record)
+            except (Unusable, TemplateFailed) as error:
+                counts.missing += 1
+                reason = reason or f"{locate()}: {error}"
+                continue
+            counts.truncated += example.truncated and bool(example.sequences)
+            counts.too_long += not example.sequences
+            counts.bytes += example.bytes
+            held_out = shard.use == "validation"
+            if shard.use == "split":
+                text = json.dumps(record, sort_keys=True, default=str)
+                held_out = corpus.is_held_out(text, plan.validation_fraction)
+            for sequence in example.sequences:
+                (validation if held_out else train).add_document(sequence)
+            report(train.tokens + validation.tokens)
+    if counts.missing:
+        log.warning(
+            "warning: %s: %s records cannot be used; the first: %s", shard.name, f"{counts.missing:,}", reason
+        )
+    counts.documents, counts.tokens = len(train.lengths), train.tokens
+    counts.validation_documents, counts.validation_tokens = len(validation.lengths), validation.tokens
+    return counts
 
 
 def _pair_counts(splits: dict[str, dict[str, int]]) -> dict[str, int]:

@@ -5,6 +5,7 @@ arguments of `trainshed` and module names are checked. Commands elsewhere are an
 """
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -47,6 +48,15 @@ TEXTS = {
 }
 
 
+# Fine-tuning runs train on records instead.
+RECORDS = {
+    "tokenizer.vocabulary_size": 300,
+    "model.vocab_size": 300,
+    "data.sources": "'[{kind: files, path: texts/records.jsonl}]'",
+    "data.validation_fraction": 0.3,
+}
+
+
 def blocks(page: Path) -> list[tuple[bool, str]]:
     """(needs a cluster, commands with continued lines joined) of each block."""
     found = BLOCK.findall(page.read_text())
@@ -60,6 +70,7 @@ def reduced(page: Path, line: str) -> str:
         return f"make -C {shlex.quote(str(ROOT))} -n {line.removeprefix('make ')}"
     if line.startswith("trainshed run "):
         own = TEXTS if page.stem != "README" and line.startswith("trainshed run tiny") else {}
+        own = RECORDS if line.startswith("trainshed run tiny-") else own
         return " ".join([line, *(f"--set {key}={value}" for key, value in (SMALL | own).items())])
     return line
 
@@ -71,6 +82,12 @@ def test_documented_commands_succeed(prefect_server, tmp_path, page):
     )
     (tmp_path / "texts").mkdir()
     write_profile(tmp_path / "texts")
+    records = [
+        {"prompt": f"{n}? ", "completion": f"a {n}", "chosen": f"a {n}", "rejected": f"b {n}"}
+        for n in range(60)
+    ]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "texts/records.jsonl").write_text(lines)
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -264,12 +264,15 @@ def test_deployed_runs_get_prefect_settings_from_their_deployment(deployments):
 
 def test_deployments_are_the_profiles_that_can_start_and_say_their_cluster(deployments):
     profiles = {name: resolve.load(name) for name in resolve.names()}
-    pretraining = [each for each in deployments if each["entrypoint"] == "flows.pretrain.pretrain"]
+    entrypoints = ("flows.pretrain.pretrain", "flows.pretrain.finetune")
+    pretraining = [each for each in deployments if each["entrypoint"] in entrypoints]
     assert pretraining[0]["name"] == "tiny"
     startable = {name for name, each in profiles.items() if each.cluster.accelerator not in PLANNED_ONLY}
     assert {each["name"] for each in pretraining} == startable
     for each in pretraining:
         profile = profiles[each["name"]]
         here = profile.cluster.launcher == "local"
-        assert each["tags"] == ["pretrain", "cpu" if here else cluster_summary(profile)]
+        flow = "finetune" if profile.fine_tunes else "pretrain"
+        assert each["entrypoint"] == f"flows.pretrain.{flow}"
+        assert each["tags"] == [flow, "cpu" if here else cluster_summary(profile)]
         assert each["description"].partition(", on ")[2] in profile.description or here

@@ -91,6 +91,10 @@ class Case:
     balance: str = "sequence"
     capacity: float | None = None  # of the experts
     documents: bool = False  # whether attention is masked to documents
+    objective: str = (
+        "pretrain"  # sft: the loss counts some tokens only; dpo, orpo: two rows of the batch are a pair
+    )
+    lora: tuple[str, ...] = ()  # targets of updates of rank 4
     in_graph: bool = False  # whether FSDP's collectives are operators of the blocks, as on neuron
     native: bool = False  # whether to use the backend's reductions, as on accelerators
 
@@ -99,20 +103,28 @@ class Case:
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
+    def rows(self) -> int:
+        """Rows of a sample."""
+        return 2 if self.objective in ("dpo", "orpo") else 1
+
+    @property
     def reference(self) -> Case:
         """The same mathematics on one process."""
-        same = ("model", "documents", "precision", "balance", "capacity")
+        same = ("model", "documents", "precision", "balance", "capacity", "objective", "lora")
         return Case(**{name: getattr(self, name) for name in same})
 
     def profile(self) -> Profile:
         """The profile: two microbatches per step and pipeline rank."""
-        micro_batch = max(1, BATCH // self.data // (2 * self.pipeline))
+        size = BATCH // self.rows
+        micro_batch = max(1, size // self.data // (2 * self.pipeline))
         return Profile.model_validate(
             {
                 "name": "parity",
                 "model": MODELS[self.model],
                 "tokenizer": {"source": "train"},
                 "data": {"sources": [{"kind": "python-docs"}]},
+                "objective": {"kind": self.objective},
+                **({"lora": {"rank": 4, "targets": [*self.lora]}} if self.lora else {}),
                 "parallel": {
                     "tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "expert": self.expert,
                     "sequence_parallel": self.sequence_parallel, "schedule": self.schedule,
@@ -120,7 +132,7 @@ class Case:
                     "keep_gathered": self.keep_gathered,
                 },
                 "train": {
-                    "steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": micro_batch, "sequence_length": SEQUENCE,
+                    "steps": STEPS, "global_batch_size": size, "micro_batch_size": micro_batch, "sequence_length": SEQUENCE,
                     "learning_rate": RATE, "precision": self.precision, "fp8_recipe": self.fp8_recipe,
                     "recompute": self.recompute,
                     "recompute_layers": self.recompute_layers, "document_masks": self.documents,
@@ -143,12 +155,19 @@ class Results:
     boxes: list[tuple[str, ShardBox, Tensor]] = field(default_factory=list)  # of this rank
 
 
-def batch(step: int) -> Tensor:
-    """Token ids (batch, s + 1) of a step: the same for all topologies, and partly learnable."""
+def batch(step: int, objective: str = "pretrain") -> Tensor:
+    """Token ids (batch, s + 1) of a step: the same for all topologies, and partly learnable.
+
+    With an objective, the first tokens of each sample, of each a different number, are its prompt.
+    """
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 100, (BATCH, SEQUENCE + 1), generator=generator)
     repeated = torch.rand(tokens.shape, generator=generator) < 0.5
-    return tokens.where(~repeated, torch.arange(SEQUENCE + 1) % 7)
+    tokens = tokens.where(~repeated, torch.arange(SEQUENCE + 1) % 7)
+    if objective == "pretrain":
+        return tokens
+    prompts = torch.arange(SEQUENCE + 1) < (3 * torch.arange(BATCH)[:, None] + step) % SEQUENCE
+    return tokens.where(~prompts, ~tokens)
 
 
 def train(
@@ -209,9 +228,14 @@ def _train(
         first = trainer.mesh.data.rank * samples
         for step in steps:
             optimizer.begin_step(trainer.profile.accumulation_steps)
-            local = batch(step)[first : first + samples] if trainer.reads_samples else None
+            tokens = batch(step, case.objective)
+            local = tokens[first : first + samples] if trainer.reads_samples else None
+            counted = int((tokens[:, 1:] >= 0).sum()) if case.rows == 1 else BATCH // 2
+            pairs = {"pairs_per_token": 1 / SEQUENCE} if case.objective == "orpo" else {}
+            if case.objective == "dpo":
+                pairs["reference"] = -torch.arange(first, first + samples).float() - step
             starts = document_starts(first, samples) if case.documents else None
-            loss = trainer.forward_backward(local, 1 / (BATCH * SEQUENCE), step * BATCH + first, starts)
+            loss = trainer.forward_backward(local, 1 / counted, step * BATCH + first, starts, **pairs)
             if step == steps[0]:
                 optimizer.reduce()
                 results.boxes += saved_boxes("gradients", gradient_boxes(optimizer))

@@ -30,7 +30,7 @@ CASES = {
         "mistral", context=2, tensor=4, documents=True
     ),
     "tensor 2, documents, sliding window": Case("mistral", tensor=2, documents=True),
-    "pipeline 2, tensor 2, documents": Case(pipeline=2, tensor=2, documents=True),
+    "pipeline 2, tensor 2, sft": Case(pipeline=2, tensor=2, documents=True, objective="sft"),
     "context 2, documents, gpt": Case("gpt", context=2, documents=True),
     "pipeline 2": Case(pipeline=2),
     "pipeline 4": Case("llama 4 layers", pipeline=4),
@@ -47,7 +47,18 @@ CASES = {
     ),
     "fsdp 8, context 2": Case(data=4, context=2, sharding="fsdp"),
     "hsdp 2 x 2": Case(data=4, sharding="fsdp", shard_degree=2),
-    "hsdp 2 x 4, documents": Case(data=4, context=2, sharding="fsdp", shard_degree=4, documents=True),
+    "hsdp 2 x 4, sft": Case(
+        data=4, context=2, sharding="fsdp", shard_degree=4, documents=True, objective="sft"
+    ),
+    "tensor 2, context 2, pipeline 2, dpo": Case(tensor=2, context=2, pipeline=2, objective="dpo"),
+    "tensor 2, data 2, orpo": Case(tensor=2, data=2, objective="orpo"),
+    "tensor 4, KV replicated, lora": Case(tensor=4, lora=("qkv", "output", "gate_up", "down")),
+    "tensor 2, no sequence parallelism, lora of some projections": Case(
+        tensor=2, sequence_parallel=False, lora=("q_proj", "v_proj", "o_proj", "up_proj")
+    ),
+    "fsdp 2, context 2, pipeline 2, lora": Case(
+        data=2, context=2, pipeline=2, sharding="fsdp", lora=("qkv", "down"), recompute="full"
+    ),
     "fsdp 2, tensor 4, KV replicated": Case(data=2, tensor=4, sharding="fsdp"),
     "fsdp 4, tensor 2": Case(tensor=2, context=2, data=2, sharding="fsdp", native=True),
     "fsdp 2, pipeline 2, tied": Case("llama tied", data=2, pipeline=2, sharding="fsdp"),

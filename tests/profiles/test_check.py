@@ -59,7 +59,7 @@ DATA_8 = ("parallel.tensor=1", "cluster.devices_per_node=8", "train.global_batch
 EIGHT_LAYERS = ("parallel.pipeline=2", "parallel.tensor=1", "model.num_hidden_layers=8")
 FP8 = ("train.precision=fp8", "model.head_dim=32")
 H100 = (*FP8, "cluster.device=cuda", "cluster.accelerator=h100")
-RECORDS = ("data.sources=[{kind: files, path: pyproject.toml}]",)
+RECORDS = ("tokenizer.source=org/name",)
 ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_size=1")
 
 
@@ -208,7 +208,7 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             ],
             *("train.sequence_length", 256, "128 learned positions", (128,)),
         ),
-        (["objective.kind=sft"], "data.sources.0.kind", "python-docs", "has no records", ("files", "hub")),
+        (["objective.kind=sft"], "tokenizer.source", "train", "name the tokenizer of the model", ()),
         (["objective.beta=0.2"], "objective.beta", 0.2, "objective.kind is pretrain", (0.1,)),
         (
             [*RECORDS, "objective.kind=dpo", "objective.maximum_prompt_length=300"],

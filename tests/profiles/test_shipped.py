@@ -61,7 +61,11 @@ NODES = {"trn1": 32, "trn2": 64, "h200": 8, "h100": 8}  # devices of a node
 # On the hardware of today these differ from the published run: the 32k run's length, and the steps that trn2 runs had.
 LONG = {"llama3-70b-cp": (32768, 256)}
 STEPS = {"llama3-70b": 10000, "llama3-70b-cp": 10000, "llama3.1-70b": 10000}
-RUNS = [name for name in resolve.names() if name not in ("tiny", "tiny-moe")]
+RUNS = [
+    name
+    for name in resolve.names()
+    if not name.startswith("tiny") and not re.search("-(sft|lora|dpo|orpo)$", name)
+]
 CACHES: dict[str, dict] = defaultdict(dict)  # of plans, by model and device type
 
 

@@ -11,6 +11,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from modeling.data.corpus import Corpus
+from modeling.data.records import open_samples
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.dataset import DatasetStep
@@ -330,3 +331,28 @@ def test_source_on_s3_gives_the_same_documents(store, tmp_path, monkeypatch):
             step.run(context, key)
     assert documents == documents_of(make_dataset(tokenizer, here, store), store, "train")
     assert len(documents) > 150
+
+
+def test_records_are_packed_and_counted_whatever_their_format(store, tmp_path):
+    records = [{"prompt": f"{i}? ", "completion": f"it is {i}"} for i in range(40)]
+    records += [
+        {"prompt": "why? ", "completion": "because " * 50},
+        {"prompt": "an answer is missing", "completion": None},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    parquet.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet", row_group_size=7)
+    tokenizer = make_tokenizer(profile(write(tmp_path / "texts/a.jsonl")), store)
+    rows = []
+    for ending in ("jsonl", "parquet"):
+        overrides = ("objective.kind=sft", "train.sequence_length=64", "data.validation_fraction=0.2")
+        wanted = profile(tmp_path / f"a.{ending}", *overrides)
+        step = DatasetStep(tokenizer)
+        artifact = step.run(Context(wanted, store))
+        summary = artifact.summary
+        assert (summary["truncated"], summary["missing"], summary["too_long"]) == (1, 1, 0)
+        assert summary["documents"] + summary["validation_documents"] == 41
+        assert "1 records truncated, 1 records without an answer" in step.describe(summary)
+        samples = open_samples(wanted, store.artifacts.path(artifact), "train")
+        assert samples.windows == summary["samples"] < summary["documents"]
+        rows.append(sorted(samples.batch(0, samples.windows).tolist()))
+    assert rows[0] == rows[1]

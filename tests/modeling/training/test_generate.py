@@ -18,8 +18,8 @@ class Prompts:
     windows = 3
 
     @staticmethod
-    def batch(first, count):
-        return batch(0)[first : first + count].numpy()
+    def prompt(sample):
+        return batch(0)[sample].numpy()
 
 
 @pytest.mark.parametrize("family", ["mistral", "dbrx", "gpt_oss"])

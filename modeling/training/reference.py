@@ -1,0 +1,88 @@
+"""Log-probabilities of a reference model: `python -m modeling.training.reference --run-folder RUN --weights W --output FILE ...`.
+
+The weights that the run starts from rate the answers of all preference pairs, of both splits, once. Writes `reference.npz`: for
+each split, log π(y) of each row's answer y, float32, in corpus order. One process per device, in the run's topology.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from modeling import exit_codes
+from modeling.compilation.graph_cache import prepare_cache
+from modeling.data import shard_cache
+from modeling.data.prefetch import Batch, read_batch
+from modeling.data.records import RecordSamples, open_samples
+from modeling.models.build import build_optimizer
+from modeling.training.checkpoints import load_base
+from modeling.training.trainer import Trainer
+from parallel.checkpoint import checkpoint
+from profiles.resolve import load
+
+log = logging.getLogger("trainshed")
+
+
+def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
+    """Log-probability (rows) of each row's answer, float32; every rank calls it, and gets all."""
+    data, size = trainer.mesh.data, trainer.profile.train.global_batch_size // trainer.mesh.data.size
+    rows_per_sample = samples.rows_per_sample
+    count, rows = size * data.size, size * rows_per_sample
+    found = []
+    passes = math.ceil(samples.windows / count)
+    for index in range(passes):
+        first = index * count + data.rank * size
+        # Beyond the end, samples start over.
+        batch = read_batch(trainer, samples, first, size) if trainer.reads_samples else Batch()
+        local = trainer.answer_log_probabilities(batch.tokens).float().cpu()
+        everyone = torch.zeros(rows * data.size)
+        everyone[data.rank * rows : (data.rank + 1) * rows] = local
+        found += trainer.sum_on_host(everyone)
+        if trainer.leader and (index + 1) * 10 // passes > index * 10 // passes:
+            log.info(f"reference: {min((index + 1) * count, samples.windows):,} of {samples.windows:,} pairs")
+    return np.array(found[: samples.windows * rows_per_sample], np.float32)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="modeling.training.reference")
+    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
+    parser.add_argument(
+        "--weights", type=Path, required=True, help="checkpoint folder of the reference model"
+    )
+    parser.add_argument("--graphs", type=Path, help="folder of the graphs artifact")
+    parser.add_argument("--checkpoints", help="not used")
+    parser.add_argument("--output", type=Path, required=True, help="file to write")
+    shard_cache.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    profile = load(str(options.run_folder / "profile.yaml"))
+    graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
+    with Trainer(profile, graphs, precompiled=precompiled) as trainer:
+        optimizer = build_optimizer(profile, [*trainer.stages.values()], trainer.mesh)
+        if profile.lora.rank:
+            load_base(options.weights, optimizer)  # adapters begin as zero
+        else:
+            checkpoint.load(options.weights, optimizer, weights_only=True)
+        cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
+        found = {}
+        for split in ("train", "validation"):
+            samples = open_samples(profile, options.dataset, split, cache, ordered=True)
+            found[split] = log_probabilities(trainer, samples)
+        if trainer.leader:
+            partial = options.output.with_suffix(".partial")
+            with partial.open("wb") as file:
+                np.savez(file, **found)
+            os.replace(partial, options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    exit_codes.leave(exit_codes.code_of(main))

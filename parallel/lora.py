@@ -1,0 +1,90 @@
+"""LoRA (arXiv 2106.09685): a frozen linear layer plus a trained update of low rank, y = W x + α/r · B A x.
+
+A is (r, i), drawn like a layer's weights, and B (o, r) zero, so that training starts from the frozen layer. Over t tensor ranks:
+
+    column-parallel W    u = x Aᵀ on a rank's own tokens, A whole on every rank; B is split by rows as W is
+    row-parallel W       u = Σ x_t A_tᵀ with A split by columns as W is; B is whole on every rank
+
+so that what ranks exchange for the update is r wide, and neither x nor y moves a second time.
+
+One layer may hold several weights side by side ([q; k; v]). They share one A, or have an A each: then the As are stacked, and
+each section of B uses its own columns; the others stay zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel.initialization import Constant, Normal
+from parallel.layout import Initializer, Layout, Section, layout_of, parameter
+from parallel.mesh import Axis
+
+ZERO = Constant(0.0)
+
+
+class ReplicatedLinear(nn.Module):
+    """Y = X Wᵀ with all of W on every tensor rank; X is (tokens, i).
+
+    Args:
+        out_features: o, or the sizes of the stacked sections by name.
+        sequence_parallel: whether a rank has its own tokens; the weight's gradient is then a partial sum.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        axis: Axis,
+        *,
+        sequence_parallel: bool = False,
+        initializer: Initializer = ZERO,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"": out_features} if isinstance(out_features, int) else out_features
+        sections = tuple(Section(name, (size, in_features), None) for name, size in sizes.items())
+        partial_axes = ("tensor",) if sequence_parallel and axis.size > 1 else ()
+        self.weight = parameter(Layout(sections, axis.size, initializer, partial_axes), dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class LowRankUpdate(nn.Module):
+    """α/r · B A x; `a` and `b` are linear layers."""
+
+    def __init__(self, a: nn.Module, b: nn.Module, scale: float) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = a, b, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) * self.scale
+
+
+def first_factor(in_features: int) -> Normal:
+    """The initializer of A: the variance of PEFT's, which is uniform in ±1/√i."""
+    return Normal(1 / math.sqrt(3 * in_features))
+
+
+def attach(linear: nn.Module, update: LowRankUpdate) -> None:
+    """Add an update to the output of a linear layer, as its submodule `lora`."""
+    linear.lora = update
+    linear.register_forward_hook(lambda module, inputs, y: y + module.lora(inputs[0]))
+
+
+def keep_sections_apart(weight: nn.Parameter, groups: Sequence[Sequence[str]], rank: int) -> None:
+    """Let each section of B (o/t, groups · r) learn only in its group's r columns; a section of no group learns nothing."""
+    layout, mask, row = layout_of(weight), torch.zeros_like(weight), 0
+    for section in layout.sections:
+        rows = layout.local_rows(section)
+        for number, group in enumerate(groups):
+            if section.name in group:
+                mask[row : row + rows, number * rank : (number + 1) * rank] = 1
+        row += rows
+    weight.register_hook(lambda gradient: gradient * mask)

@@ -1,0 +1,53 @@
+"""Reference step: log-probabilities of a DPO run's pairs under the model that it starts from, by `modeling.training.reference`.
+
+Computed once, and keyed by these weights and the data: runs with other hyperparameters reuse them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from modeling.data.records import REFERENCE
+from profiles.schema import Profile
+from tasks import keys
+from tasks.evaluation import run_job
+from tasks.step import Context, Step
+from tasks.store.artifacts import Artifact
+from tasks.training import cluster_job
+
+
+@dataclass
+class ReferenceStep(Step):
+    """Rates the answers of both splits with the initial weights. The artifact's summary: source."""
+
+    dataset: Artifact
+    weights: Artifact | None
+    graphs: Artifact | None = None  # the compiled graphs; None compiles as the step meets them
+
+    kind = "reference"
+    name = "reference"
+
+    def skip_reason(self, profile: Profile) -> str | None:
+        return None if profile.objective.kind == "dpo" else "no reference model"
+
+    def key(self, context: Context) -> str:
+        return keys.reference(context.profile, self.weights.key, self.dataset.key)
+
+    def make(self, context: Context, key: str) -> Artifact:
+        """Rate the pairs. Raises as the evaluation step."""
+        profile, store, folder = context.profile, context.store, context.run_folder
+        output = folder / "logs" / f"reference-{key[:16]}.npz"
+        arguments = ("--weights", str(store.artifacts.path(self.weights)), "--output", str(output))
+        job = cluster_job("reference", context, key, self.dataset, self.graphs, *arguments)
+        with store.artifacts.publish(self.kind, key, {"source": profile.init.from_}) as staging:
+            if not output.exists():  # it may have ended while no orchestrator watched
+                run_job(profile, job, output)
+            shutil.copyfile(output, staging / REFERENCE)
+        output.unlink()
+        return store.artifacts.expect(self.kind, key)
+
+    def describe(self, summary: Mapping[str, Any]) -> str:
+        return f"pairs rated by {summary['source']}"

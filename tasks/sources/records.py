@@ -1,0 +1,47 @@
+"""Reads the records of a shard, with all their fields, for objectives that train on more than one text of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tasks.sources import columnar, python_docs
+from tasks.sources.changes import unchanged
+from tasks.sources.readers import LINES, parse_record
+from tasks.sources.shard import Shard, SourceError
+
+Record = dict[str, Any]
+Located = tuple[Record, Callable[[], str]]  # a record, and a function that describes its position
+
+
+def records(shard: Shard, token: str | None = None) -> Iterator[Located]:
+    """All records of a shard, in order. Raises SourceError for a corrupted file, or one without records."""
+    with unchanged(shard, token):
+        if shard.format in LINES:
+            for locate, line in LINES[shard.format](shard, token):
+                if not line.isspace():
+                    yield parse_record(line, locate), locate
+        elif shard.format == "python-docs":
+            yield from ((record, lambda: shard.name) for record in python_docs.records())
+        elif shard.format in COLUMNAR:
+            yield from COLUMNAR[shard.format](shard, token)
+        else:
+            raise SourceError(
+                f"{shard.name}: format {shard.format} has no records; use JSON lines or parquet"
+            )
+
+
+def _parquet(shard: Shard, token: str | None) -> Iterator[Located]:
+    for group, batch in columnar.parquet_batches(shard, token):
+        position = f"{shard.paths[0]}, row group {group}"
+        yield from ((record, lambda position=position: position) for record in batch.to_pylist())
+
+
+def _arrow(shard: Shard, token: str | None) -> Iterator[Located]:
+    for number, batch in enumerate(columnar.arrow_batches(shard, token)):
+        if shard.start <= number and (shard.stop is None or number < shard.stop):
+            position = f"{shard.paths[0]}, record batch {number}"
+            yield from ((record, lambda position=position: position) for record in batch.to_pylist())
+
+
+COLUMNAR: dict[str, Callable[[Shard, str | None], Iterator[Located]]] = {"parquet": _parquet, "arrow": _arrow}

@@ -1,0 +1,208 @@
+"""Training examples from records: token ids, of which those that the loss counts are marked.
+
+A token that the loss does not count is stored as its complement, ~id, which is negative: one array holds both. The first token of
+a sequence is never counted, since nothing predicts it.
+
+    sft         messages (or conversations) · prompt and completion · input and output
+    dpo, orpo   prompt, chosen, rejected, of strings or messages; without a prompt, what chosen and rejected begin with alike
+
+Prompt and completion are tokenized apart, so that a prompt ends in the tokens that it ends in when the model is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tasks.tokenization import engines, tokenizer_files
+from tasks.tokenization.chat_templates import ChatTemplate, Message, TemplateFailed
+
+PROMPTS = (("prompt", "completion"), ("input", "output"), ("instruction", "output"))
+CHATS = ("messages", "conversations")
+ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
+
+
+class Unusable(ValueError):
+    """A record that lacks what its objective trains on."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How records become examples; the keys of a profile's `objective`, as a plan carries them."""
+
+    kind: str
+    template: str | None  # its source
+    sequence_length: int
+    too_long: str
+    maximum_prompt_length: int | None
+    truncation: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """The sequences of one record: one, or the chosen and the rejected one; empty if it is too long."""
+
+    sequences: tuple[np.ndarray, ...]
+    truncated: bool
+    bytes: int  # of its text, in UTF-8
+
+
+@dataclass
+class Examples:
+    """Makes examples of records.
+
+    Args:
+        folder: of the tokenizer.
+        bos, eos: ids that begin and end each sequence of prompt and completion; templates have their own.
+    """
+
+    folder: Path
+    options: Options
+    bos: list[int]
+    eos: list[int]
+
+    def __post_init__(self) -> None:
+        self._plain = engines.load_tokenizer(self.folder)  # special tokens in text are plain text
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        return ChatTemplate(self.folder, self.options.template)
+
+    @cached_property
+    def _special(self) -> Tokenizer:
+        return tokenizer_files.load(self.folder)
+
+    def of(self, record: Mapping[str, Any]) -> Example:
+        """The example of a record. Raises Unusable, TemplateFailed."""
+        s = self.options.sequence_length
+        if self.options.kind == "sft":
+            sequence, size = self._answered(record)
+            sequences, truncated = (sequence[:s],), len(sequence) > s
+        else:
+            prompt, answers, size = self._pair(record)
+            fitted, truncated = self._fit(prompt, answers)
+            sequences = tuple(_marked(prompt, answer) for prompt, answer in fitted)
+        usable = all((each[1:] >= 0).any() for each in sequences)
+        dropped = not usable or (truncated and self.options.too_long == "drop")
+        return Example(() if dropped else sequences, truncated, size)
+
+    def _answered(self, record: Mapping[str, Any]) -> tuple[np.ndarray, int]:
+        """The marked ids of a record's prompt and answer, or of its conversation, and the bytes of its text."""
+        for name in CHATS:
+            if record.get(name):
+                return self._conversation(_messages(record[name]))
+        for prompt, answer in PROMPTS:
+            if record.get(answer) is not None:
+                asked, answered = record.get(prompt) or "", record[answer]
+                if isinstance(asked, str) and isinstance(answered, str):
+                    ids = [*self.bos, *self._encode(asked)], [*self._encode(answered), *self.eos]
+                    return _marked(*ids), _size(asked, answered)
+                return self._conversation([*_messages(asked), *_messages(answered, "assistant")])
+        raise Unusable("no messages, and no prompt with a completion")
+
+    def _conversation(self, messages: Sequence[Message]) -> tuple[np.ndarray, int]:
+        text, turns = self._chat.with_answers(messages)
+        if not turns:
+            raise Unusable("no turn of the assistant")
+        self._require_plain(messages)
+        encoding = self._special.encode(text, add_special_tokens=False)
+        starts = np.array([start for start, _ in encoding.offsets])
+        counted = np.zeros(len(starts), bool)
+        for start, end in turns:
+            counted |= (starts >= start) & (starts < end)
+        counted[:1] = False
+        ids = np.array(encoding.ids, np.int64)
+        return np.where(counted, ids, ~ids).astype(np.int32), _size(text)
+
+    def _pair(self, record: Mapping[str, Any]) -> tuple[list[int], list[list[int]], int]:
+        """The ids of a pair's prompt, chosen and rejected answer, and the bytes of their text."""
+        prompt, answers = record.get("prompt"), [record.get("chosen"), record.get("rejected")]
+        if any(not isinstance(answer, str | list) or not answer for answer in answers):
+            raise Unusable("no chosen and rejected answer")
+        if all(isinstance(answer, str) for answer in answers) and isinstance(prompt, str | None):
+            shared = "" if prompt is not None else _shared_words(*answers)
+            texts = [answer[len(shared) :] for answer in answers]
+            asked = shared if prompt is None else prompt
+            ids = [[*self._encode(text), *self.eos] for text in texts]
+            return [*self.bos, *self._encode(asked)], ids, _size(asked, *texts)
+        chats = [_messages(answer, "assistant") for answer in answers]
+        equal = [a == b for a, b in zip(*chats, strict=False)]
+        shared = equal.index(False) if False in equal else len(equal)
+        # Conversations that begin with the question contain the prompt, which some data sets give a second time.
+        asked, chats = chats[0][:shared] or _messages(prompt or []), [chat[shared:] for chat in chats]
+        self._require_plain([*asked, *chats[0], *chats[1]])
+        before = self._chat.render(asked, answer_next=True)
+        texts = [self._chat.render([*asked, *chat]) for chat in chats]
+        if not all(text.startswith(before) for text in texts):
+            raise TemplateFailed("the chat template changes earlier turns, so that answers cannot be located")
+        ids = [
+            self._special.encode(text, add_special_tokens=False).ids
+            for text in (before, *(text[len(before) :] for text in texts))
+        ]
+        return ids[0], ids[1:], _size(*texts)
+
+    def _fit(
+        self, prompt: list[int], answers: list[list[int]]
+    ) -> tuple[list[tuple[list[int], list[int]]], bool]:
+        """Prompt and answer of each sequence within the sequence length, and whether something was cut.
+
+        If the longer answer does not fit, the prompt is cut first, then the answers.
+        """
+        s, options = self.options.sequence_length, self.options
+        cut = len(prompt) + max(map(len, answers)) > s
+        limit = options.maximum_prompt_length or s // 2
+        if cut and len(prompt) > limit:
+            prompt = prompt[:limit] if options.truncation == "keep_start" else prompt[-limit:]
+        return [(prompt, answer[: s - len(prompt)]) for answer in answers], cut
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return self._plain.encode(text, add_special_tokens=False).ids
+        except UnicodeEncodeError as error:
+            raise Unusable("its text cannot be encoded") from error
+
+    def _require_plain(self, messages: Sequence[Message]) -> None:
+        """Reject messages with a special token's text, by which their author could begin turns of others."""
+        for message in messages:
+            if any(token in message["content"] for token in self._special_texts):
+                raise Unusable("a message has the text of a special token")
+
+    @cached_property
+    def _special_texts(self) -> list[str]:
+        return [token.content for token in self._special.get_added_tokens_decoder().values() if token.special]
+
+
+def _marked(prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
+    """Ids of a prompt and its answer, int32, of which those of the answer count."""
+    ids = np.array([*prompt, *answer], np.int32)
+    ids[: max(1, len(prompt))] = ~ids[: max(1, len(prompt))]
+    return ids
+
+
+def _messages(value: Any, role: str = "user") -> list[Message]:
+    """Messages with role and content, from those of a record or a text. Raises Unusable."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}] if value else []
+    found = []
+    for message in value:
+        name, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+        if not isinstance(name, str) or not isinstance(content, str):
+            raise Unusable("a message without role or text")
+        found.append({"role": ROLES.get(name, name), "content": content})
+    return found
+
+
+def _shared_words(a: str, b: str) -> str:
+    """What two texts begin with alike, up to the end of a line or word."""
+    length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[: max(a.rfind("\n", 0, length), a.rfind(" ", 0, length)) + 1]
+
+
+def _size(*texts: str) -> int:
+    return sum(len(text.encode(errors="replace")) for text in texts)

@@ -1,0 +1,50 @@
+"""The rows of a dataset of records: its sequences packed, or one a row, and how many of their tokens the loss counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from modeling.data.indexed import map_index, map_tokens, read_header
+from modeling.data.records import pack, write_rows
+from profiles.schema import Profile
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
+
+
+def write(profile: Profile, store: Store, shards: Sequence[Artifact], path: Path, split: str) -> int:
+    """Write the rows of a split of tokenized shards. Returns its number of samples."""
+    found = [_sequences(store.artifacts.path(shard) / split) for shard in shards]
+    lengths, counted = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    packing = profile.objective.kind == "sft" and profile.objective.packing
+    rows = pack(lengths, profile.train.sequence_length) if packing else None
+    write_rows(path, lengths, counted, rows)
+    return (len(lengths) if rows is None else len(rows)) // profile.rows_per_sample
+
+
+def _sequences(prefix: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and tokens that the loss counts, of each sequence of a shard."""
+    header = read_header(prefix)
+    lengths = np.array(map_index(prefix, header).lengths, np.int64)
+    if not len(lengths):
+        return lengths, lengths
+    counted = np.concatenate(([0], np.cumsum(map_tokens(prefix, header.dtype) >= 0)))
+    ends = np.cumsum(lengths)
+    return lengths, counted[ends] - counted[ends - lengths]
+
+
+def describe(summary: Mapping[str, Any]) -> str:
+    """The data in one line, from the dataset's summary."""
+    parts = [f"{summary['documents']:,} sequences in {summary['samples']:,} samples to train on"]
+    parts.append(f"{summary['validation_samples']:,} samples held out")
+    for name, reason in (
+        ("truncated", "truncated"),
+        ("too_long", "too long"),
+        ("missing", "without an answer"),
+    ):
+        if summary[name]:
+            parts.append(f"{summary[name]:,} records {reason}")
+    return ", ".join(parts)

@@ -1,0 +1,78 @@
+"""Samples made of records: packing, which tokens count, and where sequences start."""
+
+import json
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modeling.data.corpus import Corpus
+from modeling.data.indexed import IndexedDatasetBuilder
+from modeling.data.records import PADDING, RECORD_DTYPE, RecordSamples, pack, rows_path, write_rows
+
+S = 8
+
+
+@given(st.lists(st.integers(1, 16), max_size=40))
+def test_packing_places_each_sequence_once_and_needs_few_rows(lengths):
+    rows = pack(np.array(lengths, np.int64), 16)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    filled = [sum(lengths[i] for i in row) for row in rows]
+    assert all(size <= 16 for size in filled)
+    assert sum(size <= 8 for size in filled) <= 1  # two rows that fit into one would have been one
+
+
+def make(folder, sequences, packed, rows_per_sample=1, seed=None):
+    """Samples over sequences of (id, counts?) pairs, as the dataset step stores them."""
+    prefix = folder / "artifacts/tokens/t/train"
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    stored = [np.array([i if counts else ~i for i, counts in sequence], np.int32) for sequence in sequences]
+    with IndexedDatasetBuilder(prefix, RECORD_DTYPE) as builder:
+        for sequence in stored:
+            builder.add_document(sequence)
+    target = folder / "artifacts/dataset/d"
+    target.mkdir(parents=True, exist_ok=True)
+    entry = {"path": "tokens/t/train", "tokens": sum(map(len, stored)), "documents": len(stored)}
+    corpus = {"format": 1, "vocabulary_size": 100, "eos": 0, "records": True, "train": [entry]}
+    (target / "corpus.json").write_text(json.dumps(corpus))
+    lengths = np.array([len(sequence) for sequence in stored])
+    counted = np.array([(sequence >= 0).sum() for sequence in stored])
+    rows = pack(lengths, S) if packed else None
+    write_rows(rows_path(target, "train"), lengths, counted, rows)
+    return RecordSamples(Corpus.open(target, "train"), rows_path(target, "train"), S, seed, rows_per_sample)
+
+
+def sequences(*lengths):
+    """Of consecutive ids, of which the first two are a prompt."""
+    return [[(10 * n + i, i > 1) for i in range(length)] for n, length in enumerate(lengths, 1)]
+
+
+def test_packed_rows_hold_their_sequences_whole_and_know_what_counts(tmp_path):
+    samples = make(tmp_path, sequences(5, 3, 7, 4), packed=True)
+    assert samples.windows == 3
+    assert samples.batch(0, 3).tolist() == [
+        [~30, ~31, 32, 33, 34, 35, 36, PADDING, PADDING],
+        [~10, ~11, 12, 13, 14, ~20, ~21, 22, PADDING],
+        [~40, ~41, 42, 43, PADDING, PADDING, PADDING, PADDING, PADDING],
+    ]
+    assert samples.document_starts(1, 1).tolist() == [[0, 0, 0, 0, 0, 5, 5, 5]]
+    assert [samples.counted(i, 1) for i in range(3)] == [5, 4, 2]
+    assert samples.counted(0, 3) == 11
+    assert samples.prompt(1).tolist() == [10, 11]
+
+
+def test_every_row_is_read_once_an_epoch_in_an_order_of_the_seed(tmp_path):
+    samples = make(tmp_path, sequences(5, 3, 7, 4), packed=False, seed=3)
+    first = [row[0] for row in samples.batch(0, 4).tolist()]
+    assert sorted(first) == [~40, ~30, ~20, ~10]
+    assert samples.batch(0, 8)[:4].tolist() != samples.batch(4, 4).tolist()  # another epoch
+
+
+def test_a_pair_is_two_rows(tmp_path):
+    samples = make(tmp_path, sequences(5, 3, 7, 4), packed=False, rows_per_sample=2)
+    assert samples.windows == 2
+    assert [row[0] for row in samples.batch(1, 1).tolist()] == [~30, ~40]
+    assert samples.counted(1, 1) == 1
+    assert samples.pairs_per_token(0, 2) == 2 / (4 + 6)
+    samples.reference = np.array([-1.0, -2.0, -3.0, -4.0], np.float32)
+    assert samples.references(1, 1).tolist() == [-3.0, -4.0]

@@ -1,0 +1,287 @@
+"""Fine-tuning against TRL and PEFT: the same model and records give the same loss and gradients, in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from modeling.conversion import formats
+from modeling.conversion.lora import Adapters
+from modeling.data.prefetch import read_batch
+from modeling.data.records import open_samples
+from modeling.models.weight_names import huggingface_tensor
+from modeling.training.reference import log_probabilities
+from modeling.training.train import make_optimizer
+from modeling.training.trainer import Trainer
+from parallel.checkpoint import checkpoint
+from profiles.huggingface_config import from_config_json
+from profiles.model import Model
+from profiles.schema import Profile
+from tasks.dataset import DatasetStep
+from tasks.step import Context
+from tasks.store.store import Store
+from tasks.tokenizer import TokenizerStep
+from tests.modeling.models.huggingface import boxes, to_our_names
+
+S, TOLERANCE = 48, 1e-5
+WORDS = ["sum", "of two", "numbers", "is", "a longer answer with more words", "no", "yes, it is"]
+RECORDS = [
+    {"prompt": f"{WORDS[i % 7]}? ", "completion": WORDS[(3 * i + 1) % 7], "chosen": WORDS[(3 * i + 1) % 7],
+     "rejected": WORDS[(5 * i + 2) % 7]}
+    for i in range(6)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """A model and a tokenizer of transformers, and our store with the records."""
+    folder = tmp_path_factory.mktemp("trl")
+    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>", "<pad>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
+    fast.save_pretrained(folder / "tokenizer")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=258, max_position_embeddings=S, initializer_range=0.2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    model.save_pretrained(folder / "model")
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    description = Model(**from_config_json(config.to_dict()))
+    return SimpleNamespace(
+        description=description,
+        folder=folder,
+        tokenizer=fast,
+        model=model,
+        weights=weights,
+        store=Store(str(folder / "store")),
+    )
+
+
+def profile(theirs, **sections) -> Profile:
+    """A profile of one process whose step is all records."""
+    sections = {"objective": {"kind": "sft", "packing": False}, **sections}
+    source = {"kind": "files", "path": str(theirs.folder / "records.jsonl")}
+    return Profile.model_validate(
+        {
+            "name": "parity",
+            "model": from_config_json(theirs.model.config.to_dict()),
+            "tokenizer": {"source": str(theirs.folder / "tokenizer")},
+            "data": {"sources": [{**source, "use": "train"}, {**source, "use": "validation"}]},
+            "train": {
+                "steps": 1, "global_batch_size": len(RECORDS), "micro_batch_size": 2, "sequence_length": S,
+                "learning_rate": 1e-3, "precision": "float32",
+            },
+            "compile": {"enabled": False},
+            "cluster": {"device": "cpu", "threads": 1},
+            **sections,
+        }
+    )  # fmt: skip
+
+
+def ours(
+    theirs, wanted: Profile, adapters=None, saved: Path | None = None, reference=None
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients, by our names, of one step of the trainer on the records, through the dataset step.
+
+    Args:
+        adapters: the factors of LoRA by our names.
+        saved: folder to write them to, as a checkpoint.
+        reference: weights of the reference model, by their names.
+    """
+    context = Context(wanted, theirs.store)
+    dataset = DatasetStep(TokenizerStep().run(context)).run(context)
+    samples = open_samples(wanted, theirs.store.artifacts.path(dataset), "train", ordered=True)
+    with Trainer(wanted) as trainer:
+        model = trainer.stages[0]
+
+        def load(weights) -> None:
+            names = [box.name for _, box in boxes(model) if ".lora." not in box.name]
+            weights = to_our_names(theirs.description, names, weights) | (adapters or {})
+            with torch.no_grad():
+                for parameter, box in boxes(model):
+                    box.view(parameter).copy_(weights[box.name])
+
+        if reference:
+            load(reference)
+            samples.reference = log_probabilities(trainer, samples)
+        load(theirs.weights)
+        count = samples.windows
+        batch = read_batch(trainer, samples, 0, count)
+        pairs = {"reference": batch.reference}
+        if wanted.objective.kind == "orpo":
+            pairs["pairs_per_token"] = samples.pairs_per_token(0, count)
+        scale = 1 / samples.counted(0, count)
+        loss = trainer.forward_backward(batch.tokens, scale, documents=batch.documents, **pairs)
+        total, evaluated, *_ = trainer.evaluate(
+            batch.tokens, len(batch.tokens), batch.documents, **pairs
+        ).tolist()
+        assert (round(total), evaluated / total) == (
+            samples.counted(0, count),
+            pytest.approx(loss.item(), rel=1e-5),
+        )
+        trained = [(parameter, box) for parameter, box in boxes(model) if parameter.requires_grad]
+        gradients = {box.name: box.view(parameter.grad).clone() for parameter, box in trained}
+        if saved:
+            checkpoint.save(saved, make_optimizer(trainer), {"profile": wanted.model_dump(mode="json")})
+        return loss.item(), gradients
+
+
+def assert_equal(theirs, found: tuple[float, dict[str, torch.Tensor]], loss: torch.Tensor, gradients) -> None:
+    """Assert that a loss and gradients equal theirs, whose gradients have their names."""
+    assert found[0] == pytest.approx(loss.item(), rel=TOLERANCE)
+    for name, expected in to_our_names(theirs.description, list(found[1]), gradients).items():
+        assert (found[1][name] - expected).norm() <= TOLERANCE * expected.norm(), name
+
+
+def settings(kind, folder: Path, **more):
+    """Arguments of one of TRL's trainers whose batch is all records."""
+    return kind(
+        output_dir=str(folder / "trl"), per_device_train_batch_size=len(RECORDS), max_length=S, use_cpu=True, bf16=False,
+        report_to="none", gradient_checkpointing=False, **more,
+    )  # fmt: skip
+
+
+def step(trainer) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of the first batch of one of TRL's trainers."""
+    trainer.model.zero_grad()
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    return loss, {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+
+
+def test_sft_equals_trl_padded_and_packed(theirs):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    records = Dataset.from_list([{name: each[name] for name in ("prompt", "completion")} for each in RECORDS])
+    arguments = settings(SFTConfig, theirs.folder)
+    trainer = SFTTrainer(base(theirs), arguments, train_dataset=records, processing_class=theirs.tokenizer)
+    expected = step(trainer)
+    for packing in (False, True):
+        found = ours(theirs, profile(theirs, objective={"kind": "sft", "packing": packing}))
+        assert_equal(theirs, found, *expected)
+
+
+def pairs():
+    from datasets import Dataset
+
+    names = ("prompt", "chosen", "rejected")
+    return Dataset.from_list([{name: each[name] for name in names} for each in RECORDS])
+
+
+def base(theirs) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(theirs.folder / "model")
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo"])
+def test_dpo_equals_trl(theirs, loss):
+    from trl import DPOConfig, DPOTrainer
+
+    torch.manual_seed(2)
+    reference = base(theirs)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    trainer = DPOTrainer(
+        base(theirs),
+        reference,
+        settings(DPOConfig, theirs.folder, beta=0.3, loss_type=loss, disable_dropout=True),
+        train_dataset=pairs(),
+        processing_class=theirs.tokenizer,
+    )
+    wanted = profile(theirs, objective={"kind": "dpo", "beta": 0.3, "loss": loss})
+    assert_equal(theirs, ours(theirs, wanted, reference=reference.state_dict()), *step(trainer))
+
+
+def test_orpo_equals_trl(theirs):
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    arguments = settings(ORPOConfig, theirs.folder, beta=0.3, disable_dropout=True)
+    trainer = ORPOTrainer(base(theirs), arguments, train_dataset=pairs(), processing_class=theirs.tokenizer)
+    assert_equal(
+        theirs, ours(theirs, profile(theirs, objective={"kind": "orpo", "beta": 0.3})), *step(trainer)
+    )
+
+
+# Our names of PEFT's factors: those of projections of one layer are side by side.
+LORA = {
+    "self_attn.q_proj": ("attention.qkv.lora", "q", 0),
+    "self_attn.v_proj": ("attention.qkv.lora", "v", 1),
+    "self_attn.o_proj": ("attention.output.lora", "", 0),
+    "mlp.up_proj": ("mlp.gate_up.lora", "up", 0),
+    "mlp.down_proj": ("mlp.down.lora", "", 0),
+}
+RANK, ALPHA = 4, 8.0
+
+
+def factors_of(tensors, wanted: Profile) -> dict[str, torch.Tensor]:
+    """PEFT's factors, or their gradients, by our names; of a layer with several, B has a column of blocks."""
+    found: dict[str, torch.Tensor] = {}
+    sizes = {"q": 32, "k": 16, "v": 16, "gate": 64, "up": 64}
+    for number in range(wanted.model.num_hidden_layers):
+        for module, (layer, section, group) in LORA.items():
+            theirs = f"base_model.model.model.layers.{number}.{module}.lora_"
+            a, b = (tensors[f"{theirs}{letter}.default.weight"] for letter in "AB")
+            prefix, dot = f"layers.{number}.{layer}", "." if section else ""
+            found[f"{prefix}.a{dot}{section}.weight"] = a
+            if not section:
+                found[f"{prefix}.b.weight"] = b
+                continue
+            groups = 2 if "qkv" in layer else 1
+            for name in ("q", "k", "v") if groups == 2 else ("gate", "up"):
+                whole = found.setdefault(f"{prefix}.b.{name}.weight", torch.zeros(sizes[name], groups * RANK))
+                if name == section:
+                    whole[:, group * RANK : (group + 1) * RANK] = b
+    return found
+
+
+def test_lora_equals_peft_and_is_exported_as_its_adapter_and_merged(theirs, tmp_path):
+    from datasets import Dataset
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from trl import SFTConfig, SFTTrainer
+
+    torch.manual_seed(1)
+    targets = [module.rpartition(".")[2] for module in LORA]
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, init_lora_weights=False)
+    model = get_peft_model(base(theirs), config)
+    records = Dataset.from_list([{name: each[name] for name in ("prompt", "completion")} for each in RECORDS])
+    trainer = SFTTrainer(
+        model, settings(SFTConfig, theirs.folder), train_dataset=records, processing_class=theirs.tokenizer
+    )
+    loss, gradients = step(trainer)
+
+    lora = {"rank": RANK, "alpha": ALPHA, "targets": targets}
+    wanted = profile(theirs, lora=lora)
+    adapters = factors_of({name: each.detach() for name, each in model.state_dict().items()}, wanted)
+    found = ours(theirs, wanted, adapters, tmp_path / "saved")
+    assert found[0] == pytest.approx(loss.item(), rel=TOLERANCE)
+    expected = factors_of(gradients, wanted)
+    assert found[1].keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[1][name] - gradient).norm() <= TOLERANCE * gradient.norm(), name
+
+    saved = Adapters(tmp_path / "saved")
+    saved.write(tmp_path / "adapter")
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        logits = model.eval()(tokens).logits
+        loaded = PeftModel.from_pretrained(base(theirs), tmp_path / "adapter").eval()(tokens).logits
+        torch.testing.assert_close(loaded, logits, rtol=0, atol=1e-6)
+    merged = saved.merged(formats.read(theirs.folder / "model", None, None, True))
+    for name, tensor in model.merge_and_unload().state_dict().items():
+        ours_of = {huggingface_tensor(theirs.description, each).name: each for each in merged.shapes}
+        found_tensor = merged.read(ours_of[name], (0,) * tensor.dim(), tuple(tensor.shape))
+        torch.testing.assert_close(found_tensor, tensor, rtol=0, atol=1e-6)

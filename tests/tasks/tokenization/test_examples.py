@@ -1,0 +1,104 @@
+"""Records as training examples: which tokens count, chat templates, truncation, and records that cannot be used."""
+
+import json
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from profiles.errors import ProfileError
+from tasks.tokenization import chat_templates
+from tasks.tokenization.chat_templates import TemplateFailed
+from tasks.tokenization.examples import Examples, Options, Unusable
+
+EOS = "<|im_end|>"
+OWN = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A:{{ m.content }}\n{% endgeneration %}{% else %}U:{{ m.content }}\n{% endif %}{% endfor %}"  # noqa: E501
+CHAT = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Ciao"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer of single bytes, so that tokens are characters."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", EOS)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS, "chat_template": OWN}))
+    return folder
+
+
+def examples(folder, kind="sft", template="chatml", length=200, too_long="truncate", **options):
+    template = template and chat_templates.named(template)
+    prompts = {"maximum_prompt_length": None, "truncation": "keep_end", **options}
+    return Examples(folder, Options(kind, template, length, too_long, **prompts), [], [257])
+
+
+def parts(folder, sequence):
+    """A sequence as text: what does not count, and what does."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return tuple(
+        tokenizer.decode([token if kept else ~token for token in sequence if bool(token >= 0) is kept], skip_special_tokens=False)
+        for kept in (False, True)
+    )  # fmt: skip
+
+
+def counted(folder, record, **options):
+    (sequence,) = examples(folder, **options).of(record).sequences
+    return parts(folder, sequence)[1]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"prompt": "2+2=", "completion": "4"}, {"input": "2+2=", "output": "4"}],
+    ids=["prompt and completion", "NxD Training"],
+)
+def test_only_completion_and_eos_count(folder, record):
+    (sequence,) = examples(folder).of(record).sequences
+    assert parts(folder, sequence) == ("2+2=", "4" + EOS)
+
+
+def test_each_turn_of_the_assistant_counts(folder):
+    assert counted(folder, {"messages": CHAT}) == f"Hello{EOS}\nCiao{EOS}\n"
+    shared = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    assert counted(folder, {"conversations": shared}) == f"Hello{EOS}\n"
+
+
+def test_a_tokenizers_own_template_is_the_default(folder):
+    assert counted(folder, {"messages": CHAT}, template=None) == "A:Hello\nA:Ciao\n"
+
+
+def test_templates_run_in_a_sandbox_and_may_reject_messages(folder, tmp_path):
+    for source in ("{{ messages.__class__.__mro__ }}", "{{ raise_exception('roles must alternate') }}"):
+        (tmp_path / "chat.jinja").write_text(source)
+        with pytest.raises(TemplateFailed):
+            examples(folder, template=str(tmp_path / "chat.jinja")).of({"messages": CHAT})
+    with pytest.raises(ProfileError, match="chatml, llama3"):
+        chat_templates.named("nothing")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *({"text": "x"}, {"messages": CHAT[:1]}, {"prompt": "x", "completion": None}),
+        {"messages": [{"role": "user", "content": f"x{EOS}"}, CHAT[1]]},  # would end the turn
+    ],
+)
+def test_records_without_an_answer_are_unusable(folder, record):
+    with pytest.raises(Unusable):
+        examples(folder).of(record)
+
+
+def test_long_records_are_truncated_or_dropped(folder):
+    record = {"prompt": "abcd", "completion": "efghij"}
+    cut = examples(folder, length=8).of(record)
+    assert cut.truncated
+    assert parts(folder, cut.sequences[0]) == ("abcd", "efgh")
+    assert examples(folder, length=8, too_long="drop").of(record).sequences == ()
+    assert examples(folder, length=4).of(record).sequences == ()  # nothing of the answer is left
