@@ -18,7 +18,17 @@ TOLERANCE = 1e-5
 # Degrees in proportion: 32 tensor ranks over 8 KV heads are 4 over 2, and 8 ranks are 2.
 TENSOR = {32: 4, 16: 4, 8: 2, 4: 2, 2: 2, 1: 1}
 # The published layouts, and of the sharded ones, which differ by degrees that are small here anyway, one a family.
-SHARDED = ("llama2-7b", "llama3-70b", "gpt3-23b", "deepseek-coder-33b", "mistral-7b", "qwen3-8b", "olmo2-7b")
+SHARDED = (
+    "llama2-7b",
+    "llama3-70b",
+    "gpt3-23b",
+    "deepseek-coder-33b",
+    "mistral-7b",
+    "qwen3-8b",
+    "olmo2-7b",
+    "qwen3-30b-a3b",
+    "gpt-oss-20b",
+)
 PROFILES = [name for name in resolve.names() if name.endswith("-trn1") or name in SHARDED]
 
 
@@ -67,6 +77,11 @@ def small(name: str) -> Profile:
         "cluster.accelerator": "null",
         "cluster.threads": 1,
     }
+    if model.num_experts:
+        overrides |= {"model.num_experts": 4, "model.num_experts_per_tok": 2}
+        overrides |= {"parallel.expert": data if parallel.expert > 1 else 1}
+    if model.moe_intermediate_size:
+        overrides["model.moe_intermediate_size"] = 16 * tensor
     if model.sliding_window:
         overrides["model.sliding_window"] = SEQUENCE // 2
     if model.rope_scaling is not None and model.rope_scaling.rope_type == "llama3":
@@ -78,7 +93,7 @@ def small(name: str) -> Profile:
 
 def alone(profile: Profile) -> Profile:
     """The same mathematics in one process."""
-    one = {"tensor": 1, "pipeline": 1, "context": 1, "kv_replication": None}
+    one = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "kv_replication": None}
     return profile.model_copy(
         update={
             "parallel": profile.parallel.model_copy(update=one),
