@@ -7,9 +7,13 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from profiles import resolve
+from profiles.check import PLANNED_ONLY
+
+# Told by their names, because the form is made at each start: those for hardware that nothing trains on cannot start.
+STARTABLE = tuple(name for name in resolve.names() if name.rpartition("-")[2] not in PLANNED_ONLY)
 
 ProfileName = Annotated[
-    Annotated[Literal[tuple(resolve.names())], Field(title="shipped profile")]  # type: ignore[valid-type]
+    Annotated[Literal[STARTABLE], Field(title="shipped profile")]  # type: ignore[valid-type]
     | Annotated[str, Field(title="path of a YAML file")],
     Field(description="A shipped profile's name, or the path of a YAML file."),
 ]

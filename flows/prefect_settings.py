@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 POOL = "trainshed"  # the work pool
@@ -39,3 +40,15 @@ def configure(store: Path) -> Path:
             os.environ.setdefault("PREFECT_PROFILES_PATH", str(profiles))
         os.environ["PREFECT_HOME"] = str(store.absolute() / "prefect-home")
     return Path(os.environ["PREFECT_HOME"]).expanduser()
+
+
+def may_name_server(home: Path) -> bool:
+    """Whether the user's settings could name a Prefect server, which only Prefect itself can tell, a second later."""
+    if "prefect" in sys.modules:  # then it can be asked at once
+        return True
+    files = (home / "profiles.toml", Path(".env"), Path("prefect.toml"))
+    variables = ("PREFECT_API_URL", "PREFECT_PROFILES_PATH")
+    if any(map(os.environ.get, variables)) or any(file.exists() for file in files):
+        return True
+    project = Path("pyproject.toml")
+    return project.exists() and "tool.prefect" in project.read_text(errors="replace")

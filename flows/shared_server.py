@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from flows.secrets import without_tokens
+from modeling.start import without_collection
 from profiles.errors import ProfileError
 
 START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 10.0  # seconds
-CHECK_SECONDS = 0.5  # between the server's looks for users
+CHECK_SECONDS = 0.1  # between the server's looks for users
 
 
 class Registration:
@@ -116,12 +117,17 @@ def shared_server(home: Path, log_file: Path) -> Iterator[Server]:
 
 
 class Server:
-    """The server of a home, for one of its users; `wait` returns its address."""
+    """The server of a home, for one of its users; `wait` returns its address.
+
+    Attributes:
+        started: whether this user started it.
+    """
 
     def __init__(self, home: Path, log_file: Path) -> None:
         self._registration, self._log_file = Registration(home), log_file
         with self._registration.locked():
             joined = self._registration.join()
+            self.started = joined is None
             if joined is None:
                 self._start(_free_port())
                 joined = self._registration.join()
@@ -209,10 +215,12 @@ def main(port: int, home: Path) -> None:
     watch.start()
     os.environ |= {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
 
-    import uvicorn
-    from prefect.server.api.server import create_app
+    with without_collection():
+        import uvicorn
+        from prefect.server.api.server import create_app
 
-    uvicorn.run(create_app(), host="127.0.0.1", port=port, log_level="error")
+        app = create_app()
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
 
 
 if __name__ == "__main__":

@@ -25,19 +25,20 @@ INTERRUPTED = 143
 
 def code_of(program: Callable[[], int]) -> int:
     """Run a program. Returns its exit code, or that of the error that ended it, which is logged."""
-    import torch  # here, because launchers read the codes without torch
-
     try:
         return program()
-    except (torch.OutOfMemoryError, MemoryError):
-        log.exception("out of memory")
-        return OUT_OF_MEMORY
     except ValueError as error:  # invalid profile, data or checkpoint; its message says which
         if _follows_failed_read(error):
             log.exception("failed")
             return 1
         log.exception("rejected")
         return REJECTED
+    except (MemoryError, RuntimeError) as error:
+        torch = sys.modules.get("torch")  # not imported here: launchers and tokenization do without it
+        if not isinstance(error, MemoryError) and not (torch and isinstance(error, torch.OutOfMemoryError)):
+            raise
+        log.exception("out of memory")
+        return OUT_OF_MEMORY
 
 
 def _follows_failed_read(error: BaseException | None) -> bool:

@@ -22,9 +22,8 @@ from types import SimpleNamespace
 from typing import IO
 from unittest import mock
 
+from tasks.launchers.base import START, TORCHRUN
 from tests.forkserver import forkserver
-
-TORCHRUN = "modeling.supervision.torchrun"
 
 
 @contextlib.contextmanager
@@ -106,6 +105,7 @@ class ForkedJob:
 
 def _parse(command: list[str]) -> tuple[int, str, list[str]]:
     """Number of ranks (0: a single process without torch.distributed), program and arguments of a launcher's command."""
+    command = [part for part in command if part != START]
     first = command.index("-m") + 1
     if command[first] != TORCHRUN:
         return 0, command[first], command[first + 1 :]

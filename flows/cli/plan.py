@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from modeling.start import without_collection
 from profiles import resolve
 
 
@@ -11,10 +12,12 @@ def run(options: argparse.Namespace) -> int:
     """Load and check the profile before the planner's module imports torch; returns the exit code."""
     profile = resolve.load(options.profile, options.overrides)
     if options.search:
-        from flows.cli.search import show_search
+        with without_collection():
+            from flows.cli.search import show_search
 
         return show_search(profile, options.profile, options.overrides, as_json=options.json)
     resolve.check(profile)
-    from flows.cli.plan_table import show_plan
+    with without_collection():
+        from flows.cli.plan_table import show_plan
 
     return show_plan(profile, as_json=options.json)

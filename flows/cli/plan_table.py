@@ -13,6 +13,7 @@ from rich.text import Text
 from flows.cli.exit_codes import DONE
 from modeling.planning.planner import Plan, plan, require_fit
 from modeling.planning.recompute import choose_recompute
+from modeling.planning.search import neighbours
 from modeling.planning.step_time import is_too_short
 from profiles import resolve
 from profiles.errors import ProfileError
@@ -112,7 +113,7 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
         ("ranks", f"{profile.world_size}, {nodes} of {cluster.devices_per_node} × {device}: {axes}"),
         ("sharding", _sharding(profile)),
         ("step", f"{train.global_batch_size:,} × {train.sequence_length:,} = {format_count(step_tokens)} tokens, "
-                 f"{profile.accumulation_steps:,} microbatches"),
+                 f"{profile.accumulation_steps:,} microbatch{'es' * (profile.accumulation_steps != 1)}"),
         ("recompute", train.recompute + (f", the first {layers} layers of each stage" if layers else "")),
         ("run", length),
     ]  # fmt: skip
@@ -214,4 +215,16 @@ def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
         if planned.price is not None:
             total += f", {planned.price:,.0f} at {profile.cluster.node_price:g} a node-hour"
         rows.append(("total", total))
+    rows.append(("nearby", _nearby(profile, planned.step_seconds)))
     return [*rows, ("assuming", "\n".join((planned.basis, *planned.assumptions)))]
+
+
+def _nearby(profile: Profile, seconds: float) -> str:
+    """How long a step takes with half and with twice the tensor degree: 'tensor 2: 6% slower, tensor 8: 8% faster; …'."""
+    parts = []
+    for other in neighbours(profile):
+        change = other.plan.step_seconds / seconds - 1
+        pace = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
+        parts.append(f"tensor {other.plan.mesh['tensor']}: {pace}")
+    found = ", ".join(parts) or "neither half nor twice the tensor degree fits"
+    return f"{found}; --search ranks all topologies"

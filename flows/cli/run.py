@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.prefect_settings import configure
-from flows.shared_server import shared_server
+from flows.prefect_settings import configure, may_name_server
+from flows.shared_server import Server, shared_server
 from flows.ui.console import (
     PipeTolerantConsole,
     TerminalHandler,
@@ -28,6 +28,7 @@ from flows.ui.console import (
     print_stderr,
     relative,
 )
+from modeling.start import without_collection
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.reporting.format import format_perplexity
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     except ProfileError:
         raise
     except KeyboardInterrupt as stop:  # its message is what is saved, if the flow has said so
-        print_stderr(f"stopped{stop}; run the same command again to resume from the latest checkpoint")
+        print_stderr(f"stopped{stop}; run the same command again to resume")
         return FAILED
     except SOURCE_ERRORS as error:
         log.debug("a source was rejected", exc_info=True)
@@ -100,19 +101,34 @@ def run(options: argparse.Namespace) -> int:
 def prefect_api(work_dir: Path) -> Iterator[None]:
     """Use the Prefect server that the user's settings name, else that of the commands on this store, for the block."""
     home = configure(work_dir)
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    with contextlib.ExitStack() as stack:
 
-    if PREFECT_API_URL.value():
-        yield
-        return
-    if not (home / "prefect.db").exists():  # said once
-        print_stderr(f"Prefect's database: {relative(str(home))} (or in PREFECT_HOME)")
-    with shared_server(home, work_dir / "logs/server.log") as server:
-        from prefect.logging.handlers import APILogWorker
+        def serve() -> Server:
+            if not (home / "prefect.db").exists():  # said once
+                print_stderr(f"Prefect's database: {relative(str(home))} (or in PREFECT_HOME)")
+            return stack.enter_context(shared_server(home, work_dir / "logs/server.log"))
 
-        import flows.pretrain  # noqa: F401  while the server starts, which takes about as long
+        # If possible before Prefect is imported: what follows takes as long as the server's start.
+        server = None if may_name_server(home) else serve()
+        with without_collection():
+            from prefect.logging.handlers import APILogWorker
+            from prefect.settings import (
+                PREFECT_API_URL,
+                PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+                temporary_settings,
+            )
 
-        with temporary_settings({PREFECT_API_URL: server.wait()}):
+            configured = bool(PREFECT_API_URL.value())
+            if not configured:
+                server = server or serve()
+            import flows.pretrain  # noqa: F401
+        if configured:
+            yield
+            return
+        settings = {PREFECT_API_URL: server.wait()}
+        if server.started:  # nobody else asks it for heartbeats, and the last one takes up to a second
+            settings[PREFECT_FLOWS_HEARTBEAT_FREQUENCY] = None
+        with temporary_settings(settings):
             try:
                 yield
             finally:

@@ -81,7 +81,7 @@ def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejec
         console.print(table)
         if timed:
             console.print(calibration.basis(profile), style="dim")
-        console.print(Text(f"first because {'; '.join(explain(found, rejected))}"))
+            console.print(Text(f"first because {'; '.join(explain(found, rejected))}"))
     if rejected:
         console.print(
             f"\nrejected, for {1 - reserved_share(profile):.0%} of {format_bytes(device_bytes(profile))} a device:"

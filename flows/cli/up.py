@@ -83,7 +83,9 @@ def run(options: argparse.Namespace) -> int:
             worker = ["prefect", "worker", "start", "--pool", POOL]
             of_worker = {**settings, "env": {**os.environ, **variables}}
             children.append(start_module(worker, logs / "worker.log", **of_worker))
-        print_stderr(f"Prefect's UI: {address}\nstart a run there, or in another terminal:")
+        print_stderr(
+            f"Prefect's UI: {address}\nstart `tiny` there: {_form(address)}\nor in another terminal:"
+        )
         print_stderr(f"  PREFECT_API_URL={address}/api .venv/bin/prefect deployment run pretrain/tiny")
         print_stderr(f"Prefect's database: {registration.home}")
         if not children:
@@ -146,6 +148,14 @@ def _query(address: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(address, json.dumps(body).encode(), header, method="POST")
     with urllib.request.urlopen(request, timeout=10) as answer:
         return json.load(answer)
+
+
+def _form(address: str) -> str:
+    """Address of the form that starts `tiny`, which Prefect's list, sorted by name, has at its end; else of the list."""
+    api = f"{address}/api/deployments/name/pretrain/tiny"
+    with contextlib.suppress(OSError), urllib.request.urlopen(api, timeout=10) as answer:
+        return f"{address}/deployments/deployment/{json.load(answer)['id']}/run"
+    return f"{address}/deployments"
 
 
 def _stop(children: Sequence[subprocess.Popen[bytes]], is_used: Callable[[], bool]) -> None:

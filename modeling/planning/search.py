@@ -65,6 +65,17 @@ def search(profile: Profile) -> tuple[list[Topology], list[Rejected]]:
     return topologies, rejected
 
 
+def neighbours(profile: Profile) -> list[Topology]:
+    """What fits with half and with twice the tensor degree, all else as in the profile: a glimpse of the search, in a second."""
+    cache: CostCache = {}
+    settings = profile.parallel.model_dump()
+    kept = {key: settings[key] for key in ("pipeline", "context", "data_sharding", "keep_gathered")}
+    tensor = profile.parallel.tensor
+    degrees = [n for n in (tensor // 2, 2 * tensor) if 0 < n <= profile.cluster.devices_per_node]
+    tried = [_best(profile, {"tensor": n}, {**kept, "shard_degree": None}, cache) for n in degrees]
+    return [each for each in tried if isinstance(each, Topology)]
+
+
 def _needs(rejected: Rejected) -> float:
     return math.inf if rejected.needs is None else rejected.needs
 

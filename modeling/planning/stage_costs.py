@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch._dynamo  # operators on the meta device import it; here it is part of a program's start
 from torch import Tensor, nn
 
 from modeling.models.build import DTYPES, build_mesh, build_model

@@ -31,12 +31,13 @@ POLL = 0.5  # seconds
 PY_SPY_TIMEOUT = 10.0  # seconds
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="trainshed-") as folder:
         os.environ[heartbeat.FOLDER] = folder
         thread = threading.Thread(target=watch, args=(Path(folder),), daemon=True, name="external-watchdog")
         thread.start()
         run.main(arguments)
+    return 0
 
 
 def watch(folder: Path) -> None:

@@ -29,6 +29,8 @@ STATUS_TIMEOUT = 600.0  # seconds without a job's status until `execute` gives u
 WITHHELD_PREFIXES = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of environment variables
 # Without it, `python -m` would prefer a user's tasks.py in the working folder to ours.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+START = "modeling.start"  # starts programs on torch faster
+TORCHRUN = "modeling.supervision.torchrun"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class Job:
 
     def with_arguments(self, *arguments: str) -> Job:
         return replace(self, arguments=(*self.arguments, *arguments))
+
+    @property
+    def module(self) -> list[str]:
+        """The arguments of `python -m` that run the program."""
+        return [START, self.program] if self.program.startswith("modeling.") else [self.program]
 
     @property
     def log_file(self) -> Path:

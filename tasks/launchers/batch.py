@@ -26,7 +26,7 @@ from string import Template
 from modeling import exit_codes
 from parallel import device as devices
 from profiles.schema import Cluster
-from tasks.launchers.base import SAFE_PATH, Job
+from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job
 from tasks.launchers.causes import LOG_TAIL, RANK_PREFIX
 
 MAX_NAME_LENGTH = 60
@@ -219,13 +219,13 @@ def options(job: Job, cluster: Cluster, submission: str) -> list[str]:
 
 def _command(job: Job) -> list[list[str]]:
     """The command, as lists of arguments that share a line of the script."""
-    program = [["-m", job.program]]
+    program = [["-m", *job.module]]
     pairs = list(job.arguments)
     program += [pairs[index : index + 2] for index in range(0, len(pairs), 2)]
     if job.processes == 0:
         return [[sys.executable], *program]
     return [
-        [sys.executable, "-m", "modeling.supervision.torchrun"],
+        [sys.executable, "-m", START, TORCHRUN],
         ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.processes), "--max-restarts", "0"],
         ["--rdzv-backend", "static"],  # the c10d one prints a stack dump on shutdown
         ["--tee", "3", "--log-dir", str(job.folder / "ranks")],

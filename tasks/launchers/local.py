@@ -23,7 +23,7 @@ import psutil
 
 from profiles import state_files
 from tasks.launchers import causes
-from tasks.launchers.base import Handle, Job, JobFailed, Status, job_environment
+from tasks.launchers.base import START, TORCHRUN, Handle, Job, JobFailed, Status, job_environment
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def _read_handle(job: Job) -> Handle | None:
 
 
 def _command(job: Job) -> list[str]:
-    program = ["-m", job.program, *job.arguments]
+    program = ["-m", *job.module, *job.arguments]
     if job.processes == 0:
         return [sys.executable, *program]
     with socket.socket() as probe:
@@ -130,7 +130,7 @@ def _command(job: Job) -> list[str]:
         port = probe.getsockname()[1]
     # A static rendezvous: the c10d one prints a stack dump on shutdown.
     torchrun = [
-        *(sys.executable, "-m", "modeling.supervision.torchrun", "--nnodes", "1", "--node-rank", "0"),
+        *(sys.executable, "-m", START, TORCHRUN, "--nnodes", "1", "--node-rank", "0"),
         *("--nproc-per-node", str(job.processes), "--master-addr", "127.0.0.1", "--master-port", str(port)),
         *("--max-restarts", "0", "--tee", "3", "--log-dir", str(job.folder / "ranks")),
     ]

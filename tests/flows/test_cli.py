@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from flows.cli.main import main, parser
-from tests.flows.micro import settings
+from tests.flows.micro import settings, write_shadowing_modules
 from tests.tasks.reporting.run_folders import write_run
 from tests.tasks.source_files import write_pair
 
@@ -239,7 +239,9 @@ def test_what_no_run_can_be_started_of_is_said_by_plan_and_in_the_list(capsys, m
     assert main(["plan", "llama2-7b-trn1"]) == 0
     assert "cannot start it here: cluster.accelerator = trn1" in capsys.readouterr().out
     assert main(["plan", "llama3-8b"]) == 0
-    assert "cannot start it here" not in capsys.readouterr().out
+    planned = capsys.readouterr().out
+    assert "cannot start it here" not in planned
+    assert re.search(r"nearby +tensor 2: \d+% slower, tensor 8: \d+% slower; --search ranks all", planned)
 
 
 def test_profiles_are_listed_with_their_descriptions(capsys):
@@ -359,25 +361,38 @@ def test_a_reader_who_has_enough_is_no_failure(tmp_path, arguments):
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-def test_a_run_goes_on_though_its_reader_has_left(command, profile, prefect_server, tmp_path):
-    started = command("run", str(profile), "--name", "unread", PREFECT_API_URL=prefect_server)
-    started.process.stdout.readline()
-    started.process.stdout.close()
-    assert started.process.wait(timeout=300) == 0
-    assert (tmp_path / "store/runs/unread/report.html").exists()
+LOSS = """
+from torch.nn.functional import cross_entropy
+
+def smoothed(logits, targets):
+    return cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
+"""
 
 
-def test_a_run_in_words_is_clean_and_says_where_everything_is(command, profile, prefect_server, tmp_path):
-    code, out, err = command("run", str(profile), "--name", "first", PREFECT_API_URL=prefect_server).result()
+def test_a_run_in_words_is_clean_finds_a_loss_and_says_where_everything_is(
+    command, profile, prefect_server, tmp_path
+):
+    """In a folder whose modules have the names of Trainshed's; again, it is cached and needs nobody who reads its output."""
+    write_shadowing_modules(tmp_path)
+    (tmp_path / "my_losses.py").write_text(LOSS)
+    arguments = ("run", str(profile), "--name", "first", *settings("train.loss=my_losses:smoothed"))
+    code, out, err = command(*arguments, PREFECT_API_URL=prefect_server).result()
     assert code == 0, err
     assert err == ""
     assert "| INFO" not in out
     folder = tmp_path / "store/runs/first"
-    for path in (folder / "export", folder / "metrics.jsonl", folder / "report.html"):
+    report = folder / "report.html"
+    for path in (folder / "export", folder / "metrics.jsonl", report):
         assert str(path.relative_to(tmp_path)) in out
     assert "validation loss" in out
     assert "perplexity" in out
     assert yaml.safe_load((folder / "profile.yaml").read_text())["name"] == "first"
+    report.unlink()
+    again = command(*arguments, PREFECT_API_URL=prefect_server)
+    again.process.stdout.readline()
+    again.process.stdout.close()
+    assert again.process.wait(timeout=300) == 0
+    assert report.exists()
 
 
 @pytest.mark.parametrize("kind", ["files", "megatron"])

@@ -3,7 +3,6 @@
 import html
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -119,25 +118,30 @@ def test_killed_rank_without_retries_fails_the_run_with_its_cause(command, profi
     assert started.processes() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])  # the first also creates its database
+def test_command_stopped_by_sigterm_during_its_start_leaves_no_process(command, profile, tmp_path):
+    started = command("run", str(profile), PREFECT_HOME="")
+    while not (tmp_path / "store/prefect-home/server.json").exists():
+        assert started.process.poll() is None
+        time.sleep(0.05)
+    started.process.terminate()
+    code, _, err = started.result(timeout=60)
+    assert code == 1
+    assert err.splitlines()[-1].startswith("stopped; run the same command again")
+    assert started.processes() == []
+
+
 def test_interrupted_command_leaves_no_process_and_a_resumable_run(
-    command, pretrain, profile, prefect_database, undisturbed, tmp_path, number
+    command, pretrain, profile, undisturbed, tmp_path
 ):
     """With a local Prefect server, which has to stop, too, and touches nothing outside of the store."""
     folder = tmp_path / "store/runs/micro"
     home = tmp_path / "store/prefect-home"
-    if number == signal.SIGTERM:
-        home.mkdir(parents=True)
-        shutil.copy(prefect_database, home)
     started = command("run", str(profile), *settings(*LONGER), PREFECT_HOME="", HOME=str(tmp_path / "home"))
     wait_for_step(folder, INTERRUPTED_AT)
-    if number == signal.SIGINT:
-        os.killpg(started.process.pid, number)  # like a terminal
-    else:
-        os.kill(started.process.pid, number)
+    os.killpg(started.process.pid, signal.SIGINT)  # like a terminal
     code, _, err = started.result(timeout=60)
     assert code == 1
-    assert "resume from the latest checkpoint" in err
+    assert "run the same command again to resume" in err
     assert "Traceback" not in err
     assert started.processes() == []
     assert (home / "prefect.db").is_file()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.parameters import STARTABLE
 from flows.prefect_settings import SETTINGS
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
@@ -268,7 +269,7 @@ def test_deployments_are_the_profiles_that_can_start_and_say_their_cluster(deplo
     pretraining = [each for each in deployments if each["entrypoint"] in entrypoints]
     assert pretraining[0]["name"] == "tiny"
     startable = {name for name, each in profiles.items() if each.cluster.accelerator not in PLANNED_ONLY}
-    assert {each["name"] for each in pretraining} == startable
+    assert {each["name"] for each in pretraining} == startable == {*STARTABLE}
     for each in pretraining:
         profile = profiles[each["name"]]
         here = profile.cluster.launcher == "local"

@@ -44,7 +44,7 @@ def place(tmp_path, monkeypatch, cluster):
     folder.mkdir()
     (folder / "ranks.py").write_text(RANKS)
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     monkeypatch.setenv("PREFECT_API_KEY", "planted")
     return folder
 

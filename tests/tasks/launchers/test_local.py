@@ -36,7 +36,7 @@ if "fail" in sys.argv and rank == "1":
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     (tmp_path / "ranks.py").write_text(RANKS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("PREFECT_API_KEY", "planted")
 
     def make(*arguments: str, processes: int = 2) -> Job:
@@ -59,7 +59,7 @@ def job_processes(folder: Path) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             environment = process.environ()
-            ours = MARKER in environment and environment.get("PYTHONPATH") == str(folder)
+            ours = MARKER in environment and environment.get("PYTHONPATH", "").startswith(str(folder))
             if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:

@@ -1,0 +1,32 @@
+"""Start a program: `python -m modeling.start PROGRAM ARGUMENTS...` imports it without garbage collection, then runs its `main`.
+
+What is imported lives as long as the process: looking for garbage in it takes a fifth of the start of a program on torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+
+from modeling import exit_codes
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Collect no garbage in the block, and never any of what is alive at its end."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    with without_collection():
+        program = import_module(sys.argv[0])
+    exit_codes.leave(exit_codes.code_of(program.main))
