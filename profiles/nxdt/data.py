@@ -45,7 +45,10 @@ def _document_masks(found: Translation, objective: str) -> None:
         note = "without the other of both is not supported: train.document_masks restarts positions and attention together"
         found.report(RESETS[0 if positions else 1], Effect.ERROR, note)
     for key in RESETS:
-        found.translate(key, {} if objective == "sft" else {"train.document_masks": attention})
+        if objective == "pretrain":
+            found.translate(key, {"train.document_masks": attention})
+        else:
+            found.report(key, Effect.HARMLESS, "packed records always have document masks")
 
 
 def _megatron(found: Translation) -> list[dict[str, Any]]:
