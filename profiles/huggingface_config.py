@@ -1,7 +1,7 @@
 """The config.json of Hugging Face's models from and to `Model`'s fields.
 
 Of LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM,
-DbrxForCausalLM (dbrx.py), GptOssForCausalLM and GPT2LMHeadModel.
+DbrxForCausalLM (dbrx_config.py), GptOssForCausalLM and GPT2LMHeadModel.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from profiles import dbrx
+from profiles import dbrx_config
 from profiles.errors import ProfileError
 from profiles.model import ROTARY, WINDOWED, LinearRope, Llama3Rope, Model, YarnRope
 
@@ -125,7 +125,7 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ProfileError(name, config[name], f"is not supported for {architecture}", [value])
     values: dict[str, Any] = {"architecture": architecture}
     if architecture in ROTARY:
-        config = dbrx.to_llama_names(config) if architecture == "dbrx" else config
+        config = dbrx_config.to_llama_names(config) if architecture == "dbrx" else config
         if architecture == "gpt_oss" and not (config.get("rope_parameters") or config.get("rope_scaling")):
             config = {**config, "rope_scaling": GPT_OSS_ROPE}
         config = ROTARY_DEFAULTS[architecture] | _canonical_experts(config)
@@ -208,7 +208,7 @@ def to_config_json(model: Model) -> dict[str, Any]:
             fields["layer_types"] = [f"{'sliding' if window else 'full'}_attention" for window in windows]
         fields |= {theirs: getattr(model, ours) for ours, theirs in EXPERT_FIELDS.get(kind, {}).items()}
         if kind == "dbrx":
-            fields = dbrx.from_llama_names({**fields, "clip_qkv": model.clip_qkv})
+            fields = dbrx_config.from_llama_names({**fields, "clip_qkv": model.clip_qkv})
         return {"architectures": [CLASSES[kind]], "model_type": kind, **fields, **FIXED[kind]}
     fields = {theirs: getattr(model, ours) for ours, theirs in GPT_FIELDS.items()}
     dropouts = dict.fromkeys(GPT_DROPOUTS, model.dropout)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from profiles import dbrx
+from profiles import dbrx_config
 from profiles.errors import ProfileError
 
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
@@ -250,7 +250,7 @@ class Model(Section):
                 reason = f"{self.architecture} has no biases in its attention"
                 raise ProfileError("attention_bias", True, reason, [False])
             if self.architecture == "dbrx":
-                for name, value in (("norm_eps", dbrx.NORM_EPS), ("tie_word_embeddings", False)):
+                for name, value in (("norm_eps", dbrx_config.NORM_EPS), ("tie_word_embeddings", False)):
                     if (found := getattr(self, name)) != value:
                         raise ProfileError(name, found, "is not supported for dbrx", [value])
                 if self.rope_scaling:
