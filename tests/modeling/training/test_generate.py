@@ -8,7 +8,7 @@ from modeling.models.weight_names import huggingface_tensor
 from modeling.training import generate
 from modeling.training.trainer import Trainer
 from profiles.huggingface_config import to_config_json
-from tests.modeling.models.huggingface import boxes
+from tests.modeling.models.huggingface import as_stored, boxes
 from tests.parity.harness import Case, batch
 
 
@@ -22,7 +22,7 @@ class Prompts:
         return batch(0)[sample].numpy()
 
 
-@pytest.mark.parametrize("family", ["mistral", "dbrx", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "dbrx", "gpt_oss"])
 def test_greedy_samples_equal_transformers(monkeypatch, family):
     monkeypatch.setattr(generate, "TOP_K", 1)
     trainer = Trainer(Case(family).profile())
@@ -34,7 +34,7 @@ def test_greedy_samples_equal_transformers(monkeypatch, family):
     fields = to_config_json(stage.model)
     config = AutoConfig.for_model(**fields, eos_token_id=None, bos_token_id=None, pad_token_id=0)
     theirs = AutoModelForCausalLM.from_config(config).eval()
-    weights = theirs.state_dict()
+    weights = as_stored(family, theirs.state_dict())
     for parameter, box in boxes(stage):
         where = huggingface_tensor(stage.model, box.name)
         where.read(weights[where.name]).copy_(box.view(parameter.detach()))
