@@ -92,3 +92,18 @@ def test_loading_code_names_the_export_folder(page, path):
     code = html.unescape(page.split("<pre>")[1].split("</pre>")[0])
     compile(code, "report", "exec")
     assert str(path.parent / "export") in code
+
+
+def test_report_shows_the_load_of_experts(tmp_path):
+    folder = tmp_path / "run"
+    write_run(folder)
+    row = {"step": 101, "loss": 7.0, "balance_loss": 2.5, "router_z_loss": 0.5, "expert_load_max": 1.75}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**row, "dropped_tokens": 12.0}) + "\n")
+    (folder / "expert_loads.json").write_text(json.dumps({"step": 101, "loads": [[1.0, 1.0], [0.5, 1.5]]}))
+    parser = WellFormed()
+    parser.feed(write_report(folder).read_text())
+    text = "".join(parser.text)
+    assert parser.open == []
+    assert "1.75" in text
+    assert "layer 1, expert 1: 1.50 of the mean" in text
