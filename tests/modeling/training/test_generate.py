@@ -44,3 +44,13 @@ def test_greedy_samples_equal_transformers(monkeypatch, family):
     expected = theirs.generate(prompts, **options)[:, prompts.shape[1] :]
     assert expected.shape == (3, 16)
     assert [sample["text"] for sample in samples] == expected.tolist()
+
+
+def test_texts_of_preference_runs_follow_the_prompts_of_records():
+    trainer = Trainer(Case(objective="dpo").profile())
+    try:
+        samples = generate.generate_samples(trainer, Prompts)
+    finally:
+        trainer.mesh.close()
+    assert [sample["prompt"] for sample in samples] == batch(0)[:3, :1].tolist()
+    assert [len(sample["text"]) for sample in samples] == [31, 31, 31]
