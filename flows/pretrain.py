@@ -34,8 +34,8 @@ from flows.steps import (
     warn_about_data,
     ways_out,
 )
+from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import plan
-from modeling.planning.recompute import choose_recompute
 from profiles import resolve
 from profiles.schema import Profile
 from tasks import keys
@@ -67,7 +67,7 @@ def load(profile: str, overrides: Sequence[str], name: str | None) -> Profile:
     run = resolve.load(profile, overrides, name)
     resolve.check(run)
     resolve.check_start(run)
-    return choose_recompute(run)
+    return resolve_auto(run)
 
 
 @flow(name="pretrain", flow_run_name=run_name, task_runner=THREADS, **HOOKS)

@@ -147,14 +147,14 @@ def check_collectives(kind: str) -> Result:
 
 
 def check_parallel_training(kind: str) -> Result:
-    """Losses with the model spread over all devices along each mesh axis, against one process on the CPU."""
+    """Losses with the model spread over all devices in each way, against one process on the CPU."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     expected = _losses(_profile("cpu", "float32", ranks))  # before a process group exists
     device, local = _device(kind)
     device.start_process_group(local)
-    axes = ("tensor", "context", "pipeline", "data")
-    losses = {axis: _losses(_profile(kind, "float32", ranks, axis)) for axis in axes}
-    return _within_tolerance({axis: _error(actual, expected) for axis, actual in losses.items()})
+    ways = ("tensor", "context", "pipeline", "data", "fsdp")
+    losses = {way: _losses(_profile(kind, "float32", ranks, way)) for way in ways}
+    return _within_tolerance({way: _error(actual, expected) for way, actual in losses.items()})
 
 
 CHECKS = (
@@ -164,7 +164,7 @@ CHECKS = (
     Check("training, one device", "losses within 1e-5, bf16 2e-2", check_training),
     Check("compiled", "the same losses; again much faster", check_compilation),
     Check("collectives", "correct; near the link's bandwidth", check_collectives, True),
-    Check("training, all devices", "losses within 1e-5 on each axis", check_parallel_training, True),
+    Check("training, all devices", "losses within 1e-5 in each way", check_parallel_training, True),
 )
 
 
@@ -221,8 +221,11 @@ def _error(actual: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))
 
 
-def _profile(kind: str, precision: str, ranks: int, axis: str | None = None) -> Profile:
-    """A small Llama that `ranks` ranks can hold along any mesh axis; without an axis, on one process."""
+def _profile(kind: str, precision: str, ranks: int, way: str | None = None) -> Profile:
+    """A small Llama that `ranks` ranks can hold along any mesh axis, or sharded; without a way, on one process."""
+    parallel = {way: ranks} if way in ("tensor", "context", "pipeline") else {}
+    if way == "fsdp":
+        parallel = {"data_sharding": "fsdp"}
     heads = ranks * max(1, 8 // ranks)
     return Profile.model_validate(
         {
@@ -238,7 +241,7 @@ def _profile(kind: str, precision: str, ranks: int, axis: str | None = None) -> 
             },
             "tokenizer": {"source": "train", "vocabulary_size": 512},
             "data": {"sources": [{"kind": "python-docs"}]},
-            "parallel": {axis: ranks} if axis in ("tensor", "context", "pipeline") else {},
+            "parallel": parallel,
             "train": {
                 "steps": STEPS,
                 "global_batch_size": 2 * ranks,
@@ -246,7 +249,7 @@ def _profile(kind: str, precision: str, ranks: int, axis: str | None = None) -> 
                 "learning_rate": 1e-3,
                 "precision": precision,
             },
-            "cluster": {"device": kind, "devices_per_node": ranks if axis else 1},
+            "cluster": {"device": kind, "devices_per_node": ranks if way else 1},
         }
     )
 

@@ -25,13 +25,15 @@ from torch import nn
 from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from parallel.torch_internals import WRAP_LOGGER, all_reduce, reduce_scatter_tensor
+
 MODES = ("none", "selective", "full")
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _saved: set[Any] = {
     *_PRODUCTS,
-    torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    all_reduce.default,
+    reduce_scatter_tensor.default,
 }
 _RECOMPUTE_PRODUCTS = "recompute_products"
 
@@ -51,7 +53,7 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], mode: str, count
     if mode == "none":
         return
     # Silence its warning, once per compiled block, about in-place operations: the blocks have none.
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    logging.getLogger(WRAP_LOGGER).setLevel(logging.ERROR)
     contexts: dict[str, Any] = {}
     if mode == "selective":
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)

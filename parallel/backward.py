@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from parallel.torch_internals import will_engine_execute_node
+
 
 def needs_gradient(ctx: Any, index: int) -> bool:
     """Whether the running backward pass needs the gradient of a Function's tensor input (index among tensor inputs)."""
@@ -20,6 +22,6 @@ def needs_gradient(ctx: Any, index: int) -> bool:
     if node is None:
         return False
     try:
-        return torch._C._will_engine_execute_node(node)
+        return will_engine_execute_node(node)
     except RuntimeError:  # raised for leaves passed to `autograd.grad`
         return True

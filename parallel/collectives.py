@@ -29,8 +29,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from parallel.mesh import Axis
-
-_ops = torch.ops._c10d_functional
+from parallel.torch_internals import (
+    all_gather_into_tensor,
+    all_to_all_single,
+    reduce_scatter_tensor,
+    wait_tensor,
+)
+from parallel.torch_internals import all_reduce as functional_all_reduce
 
 
 class WaitTime:
@@ -45,9 +50,9 @@ wait_time = WaitTime()
 def wait(tensor: Tensor) -> Tensor:
     """Wait for the result of a `start_*` function."""
     if torch.compiler.is_compiling():
-        return _ops.wait_tensor(tensor)
+        return wait_tensor(tensor)
     begun = time.perf_counter()
-    result = _ops.wait_tensor(tensor)
+    result = wait_tensor(tensor)
     wait_time.seconds += time.perf_counter() - begun
     return result
 
@@ -74,7 +79,7 @@ def depend_on_gradient(x: Tensor, grad: Tensor) -> Tensor:
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """(p, ...) on each of n ranks -> (n·p, ...) in rank order; read the result after `wait`."""
     if axis.supports_reduction:
-        return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
+        return all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
     return start_all_to_all(x.expand(axis.size, *x.shape).flatten(0, 1), axis)  # a copy for each rank
 
 
@@ -89,12 +94,12 @@ def start_all_gather_into(out: Tensor, axis: Axis) -> dist.Work:
 def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """Send shard i of x (n·p, ...) to rank i; the result (n·p, ...) holds what each rank sent. Read it after `wait`."""
     sizes = [x.shape[0] // axis.size] * axis.size
-    return _ops.all_to_all_single(x.contiguous(), sizes, sizes, axis.name)
+    return all_to_all_single(x.contiguous(), sizes, sizes, axis.name)
 
 
 def start_uneven_all_to_all(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
     """Send the next `send[i]` rows of x to rank i; the result holds `receive[i]` rows from each. Read it after `wait`."""
-    return _ops.all_to_all_single(x.contiguous(), receive, send, axis.name)
+    return all_to_all_single(x.contiguous(), receive, send, axis.name)
 
 
 def start_ring_send_recv(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
@@ -104,7 +109,7 @@ def start_ring_send_recv(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
     send, receive = [0] * axis.size, [0] * axis.size
     send[(axis.rank + by) % axis.size] = count
     receive[(axis.rank - by) % axis.size] = count
-    return _ops.all_to_all_single(flat, receive, send, axis.name).view(x.shape)
+    return all_to_all_single(flat, receive, send, axis.name).view(x.shape)
 
 
 def _sum_shards(received: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
@@ -122,7 +127,7 @@ class PendingReduceScatter:
     def __init__(self, x: Tensor, axis: Axis) -> None:
         self.axis, self.dtype = axis, x.dtype
         if axis.supports_reduction:
-            self.pending = _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
+            self.pending = reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
         else:
             self.pending = start_all_to_all(x, axis)
 
@@ -138,7 +143,7 @@ class PendingAllReduce:
         self.axis, self.shape = axis, x.shape
         self.native = axis.supports_reduction
         if self.native:
-            self.pending = _ops.all_reduce(x.contiguous(), "sum", axis.name)
+            self.pending = functional_all_reduce(x.contiguous(), "sum", axis.name)
             return
         # Gather small or indivisible tensors and sum them locally; reduce-scatter and all-gather large ones.
         self.gathers = x.numel() % axis.size != 0 or x.numel() * x.element_size() <= 1 << 15 or axis.size == 2
@@ -163,7 +168,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
     """Elementwise maximum over the axis."""
-    return x if axis.size == 1 else wait(_ops.all_reduce(x, "max", axis.name))
+    return x if axis.size == 1 else wait(functional_all_reduce(x, "max", axis.name))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:

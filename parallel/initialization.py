@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parallel.layout import Box, layout_of
+from parallel.layout import Box, is_deferred, layout_of
 from parallel.mesh import Axis
 
 BLOCK_ELEMENTS = 1 << 22
@@ -58,9 +58,8 @@ def _generator(seed: int, *key: object) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-@torch.no_grad()
 def initialize(model: nn.Module, axis: Axis, seed: int) -> None:
-    """Initialize this rank's shard of every parameter; padding becomes zero.
+    """Initialize this rank's shard of every parameter, in new memory if it has none; padding becomes zero.
 
     Args:
         model: its parameters carry layouts, and their names are global.
@@ -68,7 +67,15 @@ def initialize(model: nn.Module, axis: Axis, seed: int) -> None:
         seed: of the run.
     """
     for name, parameter in model.named_parameters():
-        layout = layout_of(parameter)
-        parameter.zero_()
-        for box in layout.boxes(name, axis.rank):
-            layout.initializer.fill(box.view(parameter), box, seed)
+        if is_deferred(parameter):
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        initialize_parameter(name, parameter, axis, seed)
+
+
+@torch.no_grad()
+def initialize_parameter(name: str, parameter: nn.Parameter, axis: Axis, seed: int) -> None:
+    """Initialize this rank's shard of the parameter with this global name."""
+    layout = layout_of(parameter)
+    parameter.zero_()
+    for box in layout.boxes(name, axis.rank):
+        layout.initializer.fill(box.view(parameter), box, seed)

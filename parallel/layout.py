@@ -18,11 +18,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
 
 
 @dataclass(frozen=True)
@@ -149,9 +153,28 @@ def parameter(
     layout: Layout, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> nn.Parameter:
     """An uninitialized local parameter that carries its layout as `.global_layout`; fill it with `initialize`."""
-    result = nn.Parameter(torch.empty(layout.local_shape(), dtype=dtype, device=device))
+    shape = layout.local_shape()
+    if _deferred.get():
+        result = nn.Parameter(torch.empty((), dtype=dtype, device=device).expand(shape))
+    else:
+        result = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
     result.global_layout = layout
     return result
+
+
+@contextmanager
+def deferred_parameters() -> Iterator[None]:
+    """Parameters created in the block have a shape, but no memory until an optimizer or `initialize` gives them some."""
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+
+
+def is_deferred(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has no memory yet."""
+    return parameter.untyped_storage().nbytes() < parameter.nbytes
 
 
 def layout_of(parameter: nn.Parameter) -> Layout:

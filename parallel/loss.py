@@ -6,13 +6,14 @@ reduced over the t ranks, one number a token each (arXiv 1909.08053, section 3).
 `linear_cross_entropy` fuses the output projection z = X Wᵀ with the loss, in chunks of tokens, so that the full logits never
 exist: a chunk's logits are overwritten by their gradient, and forward computes dX and dW too (as Liger, arXiv 2410.10989).
 Memory: one chunk × v/t in float32, instead of tokens × v/t in float32 and in the model's dtype. Every chunk runs the same
-program, `chunk_loss`, so the graph is independent of the number of tokens.
+program, `chunk_loss`, so the graph is independent of the number of tokens. What runs before and after the loop are programs too
+(`LossPrograms`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ def linear_cross_entropy(
     vocabulary: int,
     sequence_parallel: bool = False,
     chunk: int | None = None,
-    compute: ChunkLoss | None = None,
+    programs: LossPrograms | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
     """Summed cross-entropy of the output projection X Wᵀ.
@@ -80,7 +81,7 @@ def linear_cross_entropy(
         first: 0-dim tensor, index of this rank's first row.
         vocabulary: v, unpadded.
         chunk: tokens a chunk; None: `chunk_tokens` for the tensors' device.
-        compute: computes a chunk; None: `chunk_loss`.
+        programs: what it computes with; None: the functions of this module, eager.
         weights: (b·s), of each token in the sum, without gradient; None: 1.
 
     Returns:
@@ -97,29 +98,27 @@ def linear_cross_entropy(
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"linear_cross_entropy: x has width {x.shape[1]}, the weight {weight.shape[1]}")
     chunk = chunk or chunk_tokens(tokens, weight.shape[0], devices.KINDS.get(x.device.type, devices.CPU))
-    compute = compute or chunk_loss
+    programs = programs or LossPrograms()
     train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     inputs, head = x.detach(), weight.detach()
     inputs = collectives.all_gather(inputs, axis) if sequence_parallel else inputs  # (b·s, h)
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    total = inputs.new_zeros((), dtype=wide)
     grad_x = torch.empty_like(inputs) if train else None
     # A frozen weight needs no gradient, and its product is saved.
-    grad_weight = torch.zeros_like(head, dtype=wide) if train and weight.requires_grad else None
+    total, grad_weight = programs.begin(head, train and weight.requires_grad)
     for start in range(0, tokens, chunk):
         rows = slice(start, start + chunk)
         gradients = (grad_x[rows], grad_weight) if train else None
         part = (inputs[rows], head, targets[rows], total, gradients, axis, first, vocabulary)
-        total = compute(*part) if weights is None else compute(*part, weights[rows])
+        total = programs.chunk(*part) if weights is None else programs.chunk(*part, weights[rows])
     if not train:
         return total
     if sequence_parallel:
         grad_x = collectives.reduce_scatter(grad_x, axis)  # (b·s/t, h)
     else:
         grad_x = collectives.all_reduce(grad_x, axis)
-    if grad_weight is not None:
-        grad_weight = grad_weight.to(weight.dtype)
-    return _WithGradients.apply(x, weight, total, grad_x, grad_weight)
+    if grad_weight is not None and grad_weight.dtype != weight.dtype:
+        grad_weight = programs.convert(grad_weight, weight.dtype)
+    return _WithGradients.apply(x, weight, total, grad_x, grad_weight, programs.scale)
 
 
 class _WithGradients(Function):
@@ -127,17 +126,40 @@ class _WithGradients(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, value: Tensor, grad_x: Tensor, grad_weight: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        value: Tensor,
+        grad_x: Tensor,
+        grad_weight: Tensor | None,
+        scale: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
         ctx.save_for_backward(grad_x, grad_weight)
-        return value.clone()
+        ctx.scale = scale
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        grad_x = grad_x * grad if needs_gradient(ctx, 0) else None
-        grad_weight = grad_weight * grad if grad_weight is not None and needs_gradient(ctx, 1) else None
-        return grad_x, grad_weight, None, None, None
+        grad_x = ctx.scale(grad_x, grad) if needs_gradient(ctx, 0) else None
+        used = grad_weight is not None and needs_gradient(ctx, 1)
+        return grad_x, ctx.scale(grad_weight, grad) if used else None, None, None, None, None
+
+
+def begin_sums(weight: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Zeros, float32: the total of the loss, and the gradient of the weight if it needs one."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return weight.new_zeros((), dtype=wide), torch.zeros_like(weight, dtype=wide) if gradient else None
+
+
+def convert(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient in another dtype."""
+    return gradient.to(dtype)
+
+
+def scale(gradient: Tensor, factor: Tensor) -> Tensor:
+    """A gradient times a 0-dim factor."""
+    return gradient * factor
 
 
 def chunk_loss(
@@ -151,7 +173,7 @@ def chunk_loss(
     vocabulary: int,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Return total + the loss of one chunk x (c, h), targets (c); the one part of the loss that is compiled.
+    """Return total + the loss of one chunk x (c, h), targets (c).
 
     Args:
         total: 0-dim sum of earlier chunks.
@@ -188,6 +210,15 @@ def token_cross_entropy(
         for part, wanted in zip(x.split(chunk), targets.split(chunk), strict=True)
     ]
     return torch.cat(losses)
+
+
+class LossPrograms(NamedTuple):
+    """What `linear_cross_entropy` computes with: the functions of this module, or compiled versions of them."""
+
+    chunk: ChunkLoss = chunk_loss
+    begin: Callable[[Tensor, bool], tuple[Tensor, Tensor | None]] = begin_sums
+    convert: Callable[[Tensor, torch.dtype], Tensor] = convert
+    scale: Callable[[Tensor, Tensor], Tensor] = scale
 
 
 def _logits_loss(

@@ -31,11 +31,11 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group as register
-from torch._C._distributed_c10d import _resolve_process_group as resolve
-from torch._C._distributed_c10d import _unregister_process_group as unregister
 
 from parallel.constraints import expert_shard_degree
+from parallel.torch_internals import register_process_group as register
+from parallel.torch_internals import resolve_process_group as resolve
+from parallel.torch_internals import unregister_process_group as unregister
 
 AXES = ("pipeline", "data", "context", "tensor")
 

@@ -17,6 +17,7 @@ from parallel import collectives
 from parallel.initialization import Constant
 from parallel.layout import Layout, Section, parameter
 from parallel.mesh import Axis, Mesh
+from parallel.torch_internals import fused_rms_norm
 
 
 class _RMSNorm(Function):
@@ -30,7 +31,7 @@ class _RMSNorm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         # All in float32: the fused kernel takes one dtype, and the mixed-dtype path is slower than the conversions.
         wide = torch.promote_types(x.dtype, torch.float32)
-        y, inverse = torch.ops.aten._fused_rms_norm(x.to(wide), weight.shape, weight.to(wide), epsilon)
+        y, inverse = fused_rms_norm(x.to(wide), weight.shape, weight.to(wide), epsilon)
         ctx.save_for_backward(x, weight, inverse)
         return y.to(x.dtype)
 
@@ -104,7 +105,7 @@ class _HeadRMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        hat, inverse = torch.ops.aten._fused_rms_norm(x.to(wide), x.shape[-1:], None, epsilon)
+        hat, inverse = fused_rms_norm(x.to(wide), x.shape[-1:], None, epsilon)
         ctx.save_for_backward(x, weight, inverse)
         return (hat * weight.to(wide)).to(x.dtype)
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from parallel.activation_checkpointing import save_outputs
+from parallel.torch_internals import scaled_mm
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
 MULTIPLE = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}  # of each dim of a factor
@@ -36,7 +37,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MX_BLOCK = 32
 TINY = 1e-12  # smallest magnitude of a scale, for rows of zeros
 
-save_outputs(torch.ops.aten._scaled_mm_v2.default)
+save_outputs(scaled_mm.default)
 
 
 class Products:

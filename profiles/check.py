@@ -247,8 +247,8 @@ def _sharding(profile: Profile) -> None:
         raise ProfileError("parallel.shard_degree", degree, f"does not divide data × context = {ranks} ranks")
     if parallel.keep_gathered and sharding != "fsdp":
         reason = f"has no effect: parallel.data_sharding is {sharding}"
-        raise ProfileError("parallel.keep_gathered", True, reason, [False])
-    if parallel.keep_gathered and profile.cluster.device == "neuron" and profile.compile.enabled:
+        raise ProfileError("parallel.keep_gathered", parallel.keep_gathered, reason, [False])
+    if parallel.keep_gathered is True and profile.cluster.device == "neuron" and profile.compile.enabled:
         reason = "is not supported on neuron, where compiled blocks gather their weights in each microbatch"
         raise ProfileError("parallel.keep_gathered", True, reason, [False])
 

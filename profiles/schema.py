@@ -216,10 +216,10 @@ class Parallel(Section):
         None,
         description="data and context ranks that states are sharded over, replicated beyond; null: all of data × context",
     )
-    keep_gathered: bool = Field(
+    keep_gathered: bool | Literal["auto"] = Field(
         False,
         description="fsdp: keep gathered weights and whole gradients for all microbatches of a step: less communication, more "
-        "memory",
+        "memory; auto: if that fits the device and makes steps shorter",
     )
     schedule: Literal["1f1b", "interleaved", "zero_bubble"] = Field(
         "1f1b",

@@ -102,6 +102,7 @@ class TrainingComparison:
         peer: module of `benchmarks.peers` and its arguments.
         ours: arguments of `benchmarks.harness.ours`.
         bound_target: fraction of the lower bound (`benchmarks.harness.bound`) to reach; None where there is no bound.
+        requires: package that the peer needs besides torch.
     """
 
     name: str
@@ -116,6 +117,7 @@ class TrainingComparison:
     bound_target: float | None = None
     workload: str = "small"
     device: str = "cpu"
+    requires: str | None = None
 
     def turns(self, schedule: Schedule) -> int:
         """How many scripts run."""
@@ -130,7 +132,7 @@ class TrainingComparison:
         if self.bound_target:
             scripts["bound"] = Script("harness.bound")
         common = ["--workload", self.workload, "--precision", self.precision, "--device", self.device]
-        common += ["--threads", str(THREADS // self.processes)]
+        common += ["--threads", str(max(1, THREADS // self.processes))]
         common += ["--warm-up", str(schedule.warm_up), "--steps", str(schedule.steps)]
         if self.compiled:
             common += ["--graphs", schedule.graphs]

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.harness import workload
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
-from parallel.layout import layout_of
+from parallel import ZeRO1
 from profiles.schema import Profile
 
 
@@ -20,8 +20,8 @@ def main() -> None:
     options, work, _, ranks = workload.start(parser())
     profile = make_profile(options, ranks)
     trainer = Trainer(profile, Path(options.graphs) if options.graphs else None)
-    load_initial_weights(trainer)
     optimizer = make_optimizer(trainer)
+    load_initial_weights(trainer, optimizer)
     data = trainer.mesh.data
 
     def step(samples: Tensor) -> Tensor:
@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
             f"--{axis}", type=int, default=1, help="degree; the remaining ranks are data-parallel"
         )
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="multiply the blocks' matrices in FP8 (rowwise)")
     parser.add_argument("--data-sharding", choices=("none", "zero1", "fsdp"), default="zero1")
     return parser
 
@@ -68,7 +69,7 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
                 "weight_decay": workload.ADAMW["weight_decay"],
                 "norm_weight_decay": True,
                 "clip": workload.CLIP,
-                "precision": options.precision,
+                "precision": "fp8" if options.fp8 else options.precision,
             },
             "cluster": {"device": options.device, "devices_per_node": ranks, "threads": options.threads},
         }
@@ -76,12 +77,12 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
 
 
 @torch.no_grad()
-def load_initial_weights(trainer: Trainer) -> None:
-    """Copy this rank's shards of the initial weights into the model."""
+def load_initial_weights(trainer: Trainer, optimizer: ZeRO1) -> None:
+    """Copy this rank's shards of the initial weights into the optimizer's master weights, and from there into the model."""
     weights = workload.initial_weights(trainer.profile.model)
-    for name, parameter in trainer.named_parameters():
-        for box in layout_of(parameter).boxes(name, trainer.mesh.tensor.rank):
-            box.view(parameter).copy_(weights[box.name][box.index()])
+    for box, states in optimizer.state_boxes():
+        states["master"].copy_(weights[box.name][box.index()])
+    optimizer.gather_parameters()
 
 
 if __name__ == "__main__":

@@ -74,9 +74,15 @@ LLAMA_1B = llama(
     rope_theta=500000.0,
     tie_word_embeddings=True,
 )
+LLAMA_8B_LAYERS = llama(
+    *(4096, 14336, 4, 32, 8, 128256),  # four of Llama 3 8B's 32 layers
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+)
 WORKLOADS = {
     "small": Workload(SMALL, sequence=512, batch=4),
     "1b": Workload(LLAMA_1B, sequence=8192, batch=2),
+    "8b-layers": Workload(LLAMA_8B_LAYERS, sequence=8192, batch=1),
 }
 
 

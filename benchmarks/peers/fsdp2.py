@@ -24,7 +24,7 @@ def main() -> None:
     optimizer = workload.adamw(model.parameters())
 
     def compute_loss(samples: Tensor) -> Tensor:
-        local = samples.chunk(ranks)[rank]
+        local = samples.chunk(ranks)[rank].to(options.device)
         return cross_entropy(model(local[:, :-1]), local[:, 1:])
 
     workload.measure_training(model, optimizer, compute_loss, options, workload.mean_over_ranks)

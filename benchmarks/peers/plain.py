@@ -1,4 +1,4 @@
-"""Plain torch Llama on one device, eager or compiled."""
+"""Plain torch Llama on one device, eager or compiled, in FP8 with torchao."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,23 @@ from benchmarks.peers.llama import Llama, cross_entropy
 
 
 def main() -> None:
-    options, work, _, _ = workload.start(workload.workload_parser(__doc__))
+    parser = workload.workload_parser(__doc__)
+    parser.add_argument("--fp8", action="store_true", help="torchao's rowwise float8 training of the blocks")
+    options, work, _, _ = workload.start(parser)
     model = Llama(work.model)
     workload.load_initial_weights(model, work.model)
     model.to(options.device)
     cos, sin = model.cos, model.sin
     model.to(workload.DTYPES[options.precision])
     model.cos, model.sin = cos, sin  # rotary tables stay in float32
+
+    if options.fp8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        recipe = Float8LinearConfig.from_recipe_name("rowwise")
+        convert_to_float8_training(
+            model, config=recipe, module_filter_fn=lambda _, name: ".layers." in f".{name}"
+        )
 
     def compute_loss(samples: Tensor) -> Tensor:
         return cross_entropy(model(samples[:, :-1]), samples[:, 1:])

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
+from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import Plan, plan, require_fit
-from modeling.planning.recompute import choose_recompute
 from modeling.planning.search import neighbours
 from modeling.planning.step_time import is_too_short
 from profiles import resolve
@@ -37,7 +37,7 @@ BYTES_PER_TOKEN = 4  # of text, roughly
 
 def show_plan(profile: Profile, *, as_json: bool) -> int:
     """Print the plan of a valid profile. Raises ProfileError if it does not fit in the device's memory."""
-    profile = choose_recompute(profile)
+    profile = resolve_auto(profile)
     planned = plan(profile)
     if as_json:
         json.dump(planned.to_json(), sys.stdout, indent=1)

@@ -117,9 +117,10 @@ def _row(profile: Profile, topology: Topology) -> tuple[str, ...]:
 
 
 def _sharding(topology: Topology) -> str:
-    """'zero1', 'fsdp' over all data and context ranks, or 'fsdp 16' with replicas beyond."""
+    """'zero1', 'fsdp' over all data and context ranks, or 'fsdp 16' with replicas beyond; 'kept' if weights stay gathered."""
     degree = topology.overrides["parallel.shard_degree"]
-    return topology.overrides["parallel.data_sharding"] + (f" {degree}" if degree else "")
+    kept = " kept" if topology.overrides["parallel.keep_gathered"] else ""
+    return topology.overrides["parallel.data_sharding"] + (f" {degree}" if degree else "") + kept
 
 
 def _reasons(rejected: Sequence[Rejected]) -> list[tuple[str, str]]:

@@ -60,7 +60,7 @@ class Compiler(ABC):
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Compile a captured graph, forward and backward; inputs may be fake tensors."""
-        import torch._functorch.config as functorch
+        from parallel.torch_internals import functorch_config as functorch
 
         # By default backward is compiled when first run, after its misses and hits have been counted.
         with functorch.patch(force_non_lazy_backward_lowering=True):
@@ -77,7 +77,7 @@ class Inductor(Compiler):
 
     def use_cache(self, folder: Path, *, ahead_of_time: bool = False, jobs: int | None = None) -> None:
         if jobs is not None:
-            import torch._inductor.config as inductor
+            from parallel.torch_internals import inductor_config as inductor
 
             inductor.compile_threads = jobs
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
@@ -85,18 +85,18 @@ class Inductor(Compiler):
     def prepare(self) -> None:
         """Compile a probe of each of the CPU's instruction sets, which takes 9 s of CPU."""
         if self.device == "cpu":
-            from torch._inductor.cpu_vec_isa import pick_vec_isa
+            from parallel.torch_internals import pick_vec_isa
 
             pick_vec_isa()
 
     def cache_counts(self) -> tuple[int, int]:
-        from torch._dynamo.utils import counters
+        from parallel.torch_internals import counters
 
         counts = counters["inductor"]
         return counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"], counts["fxgraph_cache_hit"]
 
     def _backend(self) -> Callable[[GraphModule, Sequence[Any]], Compiled]:
-        from torch._inductor.compile_fx import compile_fx
+        from parallel.torch_internals import compile_fx
 
         return compile_fx
 
@@ -131,7 +131,7 @@ class Neuron(Compiler):
         return misses, max(0, len(torch_neuronx.get_dynamo_metrics()) - misses)
 
     def _backend(self) -> Callable[[GraphModule, Sequence[Any]], Compiled]:
-        from torch._dynamo.backends.registry import lookup_backend
+        from parallel.torch_internals import lookup_backend
 
         return lookup_backend("neuron")
 

@@ -3,9 +3,9 @@
 Two regions of a model are compiled: the transformer block, one graph for all identical layers, and a chunk of the
 loss, one graph for all chunks. Each makes two programs: training (of a block a forward and a backward graph, of the loss
 one that computes gradients too) and evaluation (one graph). A device that compiles each operator at its first use gets
-more: the embedding lookups, the tables of rotary positions and the final norm. Elsewhere these stay eager: compiled, the
-lookup's backward would accumulate in no fixed order on several threads, and a resumed run must be bit-identical. The
-optimizer's update is torch's fused kernel where one exists, elsewhere a program of one graph for each length of shard. A
+more: the embedding lookups, the tables of rotary positions and the final norm, and the arithmetic between them and of the
+optimizer, small functions with one graph for each combination of shapes. Elsewhere these stay eager: compiled, the
+lookup's backward would accumulate in no fixed order on several threads, and a resumed run must be bit-identical. A
 user-defined loss runs eager.
 
 `CompileStatistics` counts cache misses and hits per program, and logs by name the programs that missed a precompiled
@@ -20,6 +20,7 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from torch.fx import GraphModule
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled, Compiler
 from parallel import device as devices
-from parallel.device import has_fused_adamw
-from parallel.optimizer.adamw import Update, update
+from parallel.loss import LossPrograms, chunk_loss
+from parallel.optimizer.arithmetic import Compile
 from profiles.schema import Profile, Train
 
 CACHE = "cache.tar"
@@ -41,9 +42,9 @@ ENDS = {
     "norm": "norm",
 }  # region of a model's modules around its layers
 REGIONS = ("embedding", "rotations", "block", "recomputed block", "norm", "loss")
-OPTIMIZER = "optimizer"
-PROGRAMS = (*(f"{region}, {mode}" for region in REGIONS for mode in ("training", "evaluation")), OPTIMIZER)
-SHARD_LENGTHS = 64  # distinct ones of a rank's buckets, at most
+STEP = "step"  # functions between the regions, and the optimizer's
+PROGRAMS = (*(f"{region}, {mode}" for region in REGIONS for mode in ("training", "evaluation")), STEP)
+COMBINATIONS = 64  # of shapes that a function is called with, at most
 OPTIONS = {"fullgraph": True, "dynamic": False}
 log = logging.getLogger("trainshed")
 
@@ -52,7 +53,7 @@ Backend = Callable[[GraphModule, Sequence[Any]], Compiled]
 
 def program_name(region: str) -> str:
     """The program that a region is compiled for: training or evaluation, by autograd's current state."""
-    if region == OPTIMIZER:
+    if region == STEP:
         return region
     return f"{region}, {'training' if torch.is_grad_enabled() else 'evaluation'}"
 
@@ -77,17 +78,20 @@ def compile_regions(model: nn.Module, train: Train, kind: str, backend: Callable
         if hasattr(model, "rotations"):
             model.rotations = torch.compile(model.rotations, backend=backend("rotations"), **OPTIONS)
     if model.last:
-        model.chunk_loss = torch.compile(model.chunk_loss, backend=backend("loss"), **OPTIONS)
+        programs = LossPrograms(torch.compile(chunk_loss, backend=backend("loss"), **OPTIONS))
+        if compile := function_compiler(kind, backend):
+            programs = LossPrograms(programs.chunk, *map(compile, programs[1:]))
+        model.loss_programs = programs
 
 
-def compiled_update(kind: str, backend: Callable[[str], Backend]) -> Update | None:
-    """AdamW's update, compiled for each length of shard; None for kinds of device with a fused kernel in torch."""
-    if has_fused_adamw(kind):
+def function_compiler(kind: str, backend: Callable[[str], Backend]) -> Compile | None:
+    """Compiles a function, with a graph for each combination of shapes; None for devices with a kernel for each operator."""
+    if not devices.KINDS[kind].compiles_operators:
         return None
-    import torch._dynamo.config as dynamo
+    from parallel.torch_internals import dynamo_config as dynamo
 
-    dynamo.recompile_limit = max(dynamo.recompile_limit, SHARD_LENGTHS)
-    return torch.compile(update, backend=backend(OPTIMIZER), **OPTIONS)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, COMBINATIONS)
+    return partial(torch.compile, backend=backend(STEP), **OPTIONS)
 
 
 class CompileStatistics:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from modeling.conversion import torch_files
@@ -36,6 +35,7 @@ from modeling.conversion.tensor_files import Entry, PreallocatedFile
 from modeling.conversion.torch_files import LazyTensor
 from modeling.conversion.weights import Part, Weights
 from parallel.layout import Box
+from parallel.torch_internals import FakeTensorMode
 from profiles.errors import ProfileError
 from profiles.model import Model
 

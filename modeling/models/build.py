@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -25,7 +25,10 @@ from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.experts.balance import Balance
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts
-from parallel.optimizer.adamw import Update
+from parallel.initialization import initialize_parameter
+from parallel.layout import is_deferred
+from parallel.optimizer.arithmetic import Arithmetic, Compile
+from parallel.optimizer.buckets import bucket_size
 from parallel.optimizer.fsdp import gather_in_graph, gather_on_use
 from parallel.pipeline.schedules import choose_extra_forwards
 from parallel.pipeline.stages import cut_layers
@@ -150,18 +153,19 @@ def gathers_in_graph(profile: Profile) -> bool:
 
 
 def build_optimizer(
-    profile: Profile, stages: Sequence[LanguageModel], mesh: Mesh, compiled: Update | None = None
+    profile: Profile, stages: Sequence[LanguageModel], mesh: Mesh, compile: Compile | None = None
 ) -> ZeRO1:
     """AdamW over the parameters of a rank's stages, with the profile's settings and sharding.
 
     Args:
-        stages: with `fsdp`, hooks on their modules gather the weights from now on.
-        compiled: compiled `adamw.update`.
+        stages: their parameters have values; or none has memory, and all are initialized now. Hooks on their modules wait for
+            the weights from now on, and with `fsdp` gather them.
+        compile: compiles the optimizer's arithmetic, for devices that run compiled programs only.
     """
+    deferred = any(is_deferred(parameter) for stage in stages for parameter in stage.parameters())
     train, keep_gathered = profile.train, profile.parallel.keep_gathered
-    units = []
-    if profile.parallel.data_sharding == "fsdp":
-        units = [stage.sharding_units(gathers_in_graph(profile)) for stage in stages]
+    units = [stage.sharding_units(gathers_in_graph(profile)) for stage in stages]
+    fsdp = profile.parallel.data_sharding == "fsdp"
     optimizer = ZeRO1(
         [named for stage in stages for named in stage.named_parameters()],
         mesh,
@@ -171,10 +175,19 @@ def build_optimizer(
         decays=lambda name, parameter: train.norm_weight_decay or parameter.dim() > 1,
         clip=train.clip,
         gradient_dtype=DTYPES[train.gradient_dtype],
-        units=[unit for stage in units for unit in stage],
+        bucket_size=optimizer_bucket_size(profile),
+        units=[unit for stage in units for unit in stage] if fsdp else (),
         keep_gathered=keep_gathered,
-        compiled=compiled,
+        arithmetic=Arithmetic(compile),
+        initialize=partial(initialize_parameter, axis=mesh.tensor, seed=train.seed) if deferred else None,
     )
-    for stage in units:
+    for stage in units if fsdp else ():
         gather_on_use(stage, keep_gathered)
+    optimizer.gather_before_use([unit for stage in units for unit in stage])
     return optimizer
+
+
+def optimizer_bucket_size(profile: Profile) -> int:
+    """Minimum number of elements of the optimizer's buckets."""
+    device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
+    return bucket_size(profile.shard_degree, device)

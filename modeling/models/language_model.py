@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from parallel import LayerNorm, Mesh, Normal, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
 from parallel.device import CPU, Device
 from parallel.logits import full_logits
-from parallel.loss import ChunkLoss, chunk_loss, chunk_tokens, token_cross_entropy
+from parallel.loss import LossPrograms, chunk_tokens, token_cross_entropy
 from parallel.optimizer.fsdp import Unit
 from parallel.products import EXACT, Products
 from profiles.model import Model
@@ -33,13 +33,13 @@ class LanguageModel(nn.Module):
         axis: tensor axis, over which the vocabulary is sharded.
         sequence_parallel: whether hidden states are really sharded; False on a tensor axis of one rank.
         first, last: whether this stage has the embedding, and the head.
-        chunk_loss: computes a chunk of the loss; compiled in compiled runs.
+        loss_programs: what the loss computes with; compiled in compiled runs.
         device: the run's device, which decides the chunks of the loss.
     """
 
     block: type[nn.Module]
     norm_layer: type[RMSNorm | LayerNorm]
-    chunk_loss: ChunkLoss = staticmethod(chunk_loss)
+    loss_programs = LossPrograms()
     device: Device = CPU
 
     def __init__(
@@ -79,7 +79,7 @@ class LanguageModel(nn.Module):
         """Add learned positions, in architectures that have them."""
 
     def sharding_units(self, in_graph: bool = False) -> list[Unit]:
-        """The parts of this stage whose weights FSDP gathers together, in the order of forward.
+        """The parts of this stage whose weights are gathered together, in the order of forward; they have all its parameters.
 
         Args:
             in_graph: whether blocks gather their weights themselves.
@@ -87,7 +87,7 @@ class LanguageModel(nn.Module):
         tied = self.model.tie_word_embeddings
         units = [Unit((layer,), (f"layers.{i}.",), True, in_graph) for i, layer in self.layers.items()]
         if self.last:
-            units.append(Unit((self.norm,), ("embedding.",) if tied else ("head.",)))
+            units.append(Unit((self.norm,), ("norm.", "embedding." if tied else "head.")))
         if self.first:
             units.insert(0, Unit((self.embedding,), ("embedding.", "positions.")))
         return units
@@ -98,17 +98,16 @@ class LanguageModel(nn.Module):
         Args:
             weights: (b, s/c), of each token in the sum; None: 1.
         """
-        compute = self.chunk_loss if weights is None else chunk_loss  # compiled without weights
+        programs = self.loss_programs if weights is None else LossPrograms()  # compiled without weights
         given = None if weights is None else weights.flatten()
-        arguments = self._loss_arguments(x, targets)
-        return linear_cross_entropy(**arguments, compute=compute, weights=given)
+        return linear_cross_entropy(**self._loss_arguments(x, targets), programs=programs, weights=given)
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy (b, s/c) of each token, without gradient; arguments as for `loss`."""
         return token_cross_entropy(**self._loss_arguments(x, targets)).view(targets.shape)
 
     def _loss_arguments(self, x: Tensor, targets: Tensor) -> dict[str, Any]:
-        head = self._output_embedding()
+        head = self.output_embedding()
         return {
             "x": x,
             "weight": head.weight,
@@ -122,17 +121,18 @@ class LanguageModel(nn.Module):
 
     def loss_chunk(self, tokens: int) -> int:
         """Tokens of one chunk of the loss over this many, b·s/c."""
-        return chunk_tokens(tokens, self._output_embedding().weight.shape[0], self.device)
+        return chunk_tokens(tokens, self.output_embedding().weight.shape[0], self.device)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (b·s/c, v), float32, of the last stage's hidden states; complete on every tensor rank."""
         return full_logits(
             x,
-            self._output_embedding().weight,
+            self.output_embedding().weight,
             self.axis,
             vocabulary=self.model.vocab_size,
             sequence_parallel=self.sequence_parallel,
         )
 
-    def _output_embedding(self) -> VocabParallelEmbedding:
+    def output_embedding(self) -> VocabParallelEmbedding:
+        """The head, or the embedding of a tied model."""
         return self.embedding if self.model.tie_word_embeddings else self.head

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from modeling.models.build import DTYPES, extra_warmup_forwards, partition_layers
+from modeling.models.build import DTYPES, extra_warmup_forwards, optimizer_bucket_size, partition_layers
 from modeling.planning.stage_costs import LayerCosts
 from parallel import device as devices
 from parallel.layout import layout_of
+from parallel.optimizer.buckets import pack
 from parallel.optimizer.zero1 import IN_FLIGHT, fill_buckets
 from parallel.pipeline.schedules import in_flight
 from profiles.schema import Profile
@@ -40,7 +41,8 @@ class PlannedBucket(NamedTuple):
         experts = layout_of(members[0][1]).expert_ranks is not None
         if experts:
             holders, shards = holders // profile.parallel.expert, profile.expert_shard_degree
-        size = math.ceil(sum(parameter.numel() for _, parameter in members) / shards) * shards
+        dtypes = members[0][1].dtype, DTYPES[profile.train.gradient_dtype]
+        _, size = pack([parameter.numel() for _, parameter in members], shards, *dtypes)
         block, frozen = members[0][0].startswith("layers."), not members[0][1].requires_grad
         return cls(size, resident, block, shards, holders // shards, experts, frozen)
 
@@ -63,8 +65,9 @@ def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedB
             remaining = [named for named in remaining if not unit.holds(*named)]
             groups = fill_buckets(held, decay, sys.maxsize)
             buckets += [PlannedBucket.of(profile, members, resident=False) for *_, members in groups]
-    resident = fill_buckets(remaining, decay) + (fill_buckets(trained, decay) if frozen else [])
-    return buckets + [PlannedBucket.of(profile, members, resident=True) for *_, members in resident]
+    least = optimizer_bucket_size(profile)
+    groups = fill_buckets(remaining, decay, least) + (fill_buckets(trained, decay, least) if frozen else [])
+    return buckets + [PlannedBucket.of(profile, members, resident=True) for *_, members in groups]
 
 
 def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, int]:

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from modeling.planning.operator_costs import Shape, operator_product, operator_volume, tensor_bytes
 from parallel.attention.kernels import Kernel
 from parallel.experts import grouped
+from parallel.torch_internals import TorchDispatchMode, tree_leaves
 
 
 class Meter(TorchDispatchMode):

@@ -15,26 +15,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # registers the meta implementations of the collectives
 from torch import Tensor
-from torch._ops import OpOverload
 
 from modeling.models.flops import visible_keys
 from parallel.attention import attention, ring  # noqa: F401  registers their operators
 from parallel.experts import grouped  # noqa: F401  registers its operators
 from parallel.mesh import Axis, Mesh
+from parallel.torch_internals import (
+    OpOverload,
+    all_gather_into_tensor,
+    all_gather_into_tensor_out,
+    all_reduce,
+    all_to_all_single,
+    functional_collectives,  # noqa: F401  registers meta implementations of collectives
+    reduce_scatter_tensor,
+    scaled_mm,
+)
 
-_aten, _c10d, _ours = torch.ops.aten, torch.ops._c10d_functional, torch.ops.trainshed
+_aten, _ours = torch.ops.aten, torch.ops.trainshed
 _PRODUCTS = {
     _aten.mm: 0,
-    _aten._scaled_mm_v2: 0,
+    scaled_mm: 0,
     _aten.bmm: 0,
     _aten.addmm: 1,
     _aten.addmm_: 1,
     _aten.baddbmm: 1,
 }  # index of the left factor
-_GATHERS = (_c10d.all_gather_into_tensor, _c10d.all_gather_into_tensor_out)
-_COLLECTIVES = (*_GATHERS, _c10d.reduce_scatter_tensor, _c10d.all_reduce, _c10d.all_to_all_single)
+_GATHERS = (all_gather_into_tensor, all_gather_into_tensor_out)
+_COLLECTIVES = (*_GATHERS, reduce_scatter_tensor, all_reduce, all_to_all_single)
 _RINGS = (_ours.ring_attention, _ours.ring_attention_backward)
 _EXPERTS = (_ours.experts, _ours.experts_backward)
 _ATTENTION = (_ours.attention, _ours.attention_backward, *_RINGS)
@@ -103,7 +111,7 @@ def operator_volume(
         n = sizes[axis]
         if packet in _GATHERS:
             return axis, size * (n - 1)  # the input is one shard
-        return axis, -(-(2 if packet is _c10d.all_reduce else 1) * size * (n - 1) // n)
+        return axis, -(-(2 if packet is all_reduce else 1) * size * (n - 1) // n)
     if packet in _EXPERTS:
         call = _bind(operator, arguments)
         rows = call["indices"].numel() * call["x"].shape[1] * call["x"].element_size()

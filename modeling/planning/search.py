@@ -4,8 +4,8 @@ A family is a tensor degree (the valid ones within a node, and powers of two to 
 pipeline degree that divides the remaining ranks, a context degree where sequences are long, of a model with experts an
 expert degree that divides them and data × context, and a sharding over the data
 and context ranks: ZeRO-1, FSDP over all of them, or HSDP, which shards over the ranks of a node and replicates beyond. Each
-family uses the least recomputation that fits. Nodes, devices, batch sizes, sequence length and schedule stay as in the
-profile.
+family uses the least recomputation that fits, and keeps gathered weights where that pays. Nodes, devices, batch sizes,
+sequence length and schedule stay as in the profile.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from modeling.planning.auto import AUTO, resolve_auto
 from modeling.planning.planner import Plan, plan
-from modeling.planning.recompute import choose_recompute
 from modeling.planning.stage_costs import CostCache
 from parallel.constraints import valid_tensor_degrees
 from profiles.check import check, get_value, with_value
@@ -90,7 +90,7 @@ def _shardings(profile: Profile, degrees: dict[str, int]) -> Iterator[dict[str, 
     in_node = profile.cluster.devices_per_node // degrees["tensor"]
     hybrid = in_node if 1 < in_node < ranks and ranks % in_node == 0 else None
     for degree in (None, *([hybrid] if hybrid else [])):
-        yield {"data_sharding": "fsdp", "shard_degree": degree, "keep_gathered": False}
+        yield {"data_sharding": "fsdp", "shard_degree": degree, "keep_gathered": AUTO}
 
 
 def _degrees(profile: Profile) -> Iterator[dict[str, int]]:
@@ -129,10 +129,11 @@ def _best(
         except ProfileError as error:
             rule = rule or str(ProfileError(error.key, error.value, error.reason))
             continue
-        candidate = choose_recompute(candidate, cache)
+        candidate = resolve_auto(candidate, cache)
         planned = plan(candidate, cache)
         if planned.fits:
             overrides["train.recompute"] = candidate.train.recompute
+            overrides["parallel.keep_gathered"] = candidate.parallel.keep_gathered
             if candidate.train.recompute_layers:
                 overrides["train.recompute_layers"] = candidate.train.recompute_layers
             return Topology(overrides, planned)

@@ -182,7 +182,7 @@ class Watchdog:
 
 def _flight_recorder() -> bytes:
     """The latest collectives of this process, pickled by torch; empty if the backend records none."""
-    from torch._C import _distributed_c10d as c10d
+    from parallel.torch_internals import distributed_c10d as c10d
 
     for name in ("_dump_nccl_trace", "_dump_fr_trace"):  # NCCL; other backends
         if hasattr(c10d, name):

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule
 
 from modeling.compilation import compilers
@@ -30,6 +29,7 @@ from modeling.compilation.graph_cache import Backend
 from modeling.tracing import graph_stats
 from modeling.tracing.trace import Recorder, run_stage
 from modeling.training.trainer import threads
+from parallel.torch_internals import FakeTensorMode, unset_fake_temporarily
 from profiles.resolve import load
 from profiles.schema import Profile
 

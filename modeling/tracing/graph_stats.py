@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_map
 
 from modeling.planning.operator_costs import operator_flops, operator_volume, tensors_in
+from parallel.torch_internals import OpOverload, tree_map
 
 
 @dataclass(frozen=True)

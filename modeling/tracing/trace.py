@@ -24,25 +24,35 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 from torch.fx import GraphModule
 
 from modeling.compilation import compilers
-from modeling.compilation.graph_cache import Backend, compile_regions, compiled_update, program_name
+from modeling.compilation.graph_cache import (
+    PROGRAMS,
+    Backend,
+    compile_regions,
+    function_compiler,
+    program_name,
+)
 from modeling.models.build import DTYPES, build_mesh, build_optimizer, build_stage, partition_layers
+from modeling.models.language_model import LanguageModel
 from modeling.planning.operator_costs import axis_sizes
 from modeling.tracing import graph_stats
 from modeling.tracing.graph_stats import GraphStats, StageStats
-from parallel import Mesh
+from modeling.training.step_functions import StepFunctions
+from parallel import Mesh, torch_internals
 from parallel import device as devices
 from parallel.attention.ring import zigzag_positions
+from parallel.experts.balance import EXTRA
+from parallel.optimizer.arithmetic import Compile
 from parallel.random import sample_keys
+from parallel.torch_internals import FakeTensorMode
 from profiles.resolve import load
 from profiles.schema import Profile
 
@@ -117,9 +127,9 @@ class Recorder:
         return self._backends.setdefault(region, lambda graph, inputs: self._record(region, graph, inputs))
 
     def _record(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        import torch._functorch.config as functorch
         from functorch.compile import min_cut_rematerialization_partition
-        from torch._dynamo.backends.common import aot_autograd
+
+        from parallel.torch_internals import aot_autograd, functorch_config
 
         graphs: list[GraphModule] = []
         self.programs.append((program_name(region), graphs))
@@ -130,7 +140,7 @@ class Recorder:
 
         partition = min_cut_rematerialization_partition
         capture = aot_autograd(fw_compiler=record, bw_compiler=record, partition_fn=partition)
-        with functorch.patch(force_non_lazy_backward_lowering=True):
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
             return capture(graph, inputs)
 
 
@@ -168,26 +178,39 @@ def run_stage(
             y = model(x.detach(), positions, documents)
             if compiles_loss:
                 model.loss(y, tokens)
-            if update := compiled_update(profile.cluster.device, backend):
-                for length in sorted(_shard_lengths(profile, mesh, number, device)):
-                    shards = (torch.zeros(length, device=device) for _ in range(4))
-                    scalars = tuple(torch.zeros((), device=device) for _ in range(4))
-                    update(*shards, scalars, torch.zeros(7, device=device))
+            if compile := function_compiler(profile.cluster.device, backend):
+                _rehearse_step(profile, model, mesh, y, compile)
+                layers = partition_layers(profile)
+                local = range(number % profile.parallel.pipeline, len(layers), profile.parallel.pipeline)
+                stages = [build_stage(profile, mesh, layers[stage], device) for stage in local]
+                build_optimizer(profile, stages, mesh, compile).rehearse(profile.accumulation_steps)
         return saved, model.last
 
 
-def _shard_lengths(profile: Profile, mesh: Mesh, number: int, device: torch.device) -> set[int]:
-    """Lengths of the optimizer's shards on the pipeline rank that has this stage."""
-    layers = partition_layers(profile)
-    local = range(number % profile.parallel.pipeline, len(layers), profile.parallel.pipeline)
-    stages = [build_stage(profile, mesh, layers[stage], device) for stage in local]
-    return {bucket.length for bucket in build_optimizer(profile, stages, mesh).buckets}
+def _rehearse_step(
+    profile: Profile, model: LanguageModel, mesh: Mesh, hidden: Tensor, compile: Compile
+) -> None:
+    """Run what a step computes between the model, the loss and the optimizer; `hidden` are the model's outputs."""
+    settings, device = profile.train, trace_device(profile)
+    count, s = settings.micro_batch_size * profile.accumulation_steps, settings.sequence_length
+    samples = torch.zeros(count, s + 1, dtype=torch.int64, device=device)
+    documents = torch.zeros_like(samples[:, 1:]) if settings.document_masks else None
+    positions = zigzag_positions(s, mesh.context.size, mesh.context.rank).to(device)
+    model_experts = profile.model.num_experts
+    experts = profile.model.num_hidden_layers * (model_experts + EXTRA) if model_experts else 0
+    counts = 2 + 3 * len(PROGRAMS) + mesh.size, experts
+    spikes = settings.spike_factor is not None
+    StepFunctions(compile).rehearse(samples, positions, documents, counts, mesh.tensor.size, spikes)
+    if model.last and settings.loss is None:
+        factor = torch.zeros((), device=device)
+        for gradient in (hidden, model.output_embedding().weight):
+            model.loss_programs.scale(gradient, factor)
 
 
 @contextlib.contextmanager
 def fake_world(profile: Profile, number: int, rank: int) -> Iterator[Mesh]:
     """The mesh as a rank of this stage sees it, in a fake process group of the run's world size."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from parallel.torch_internals import FakeStore
 
     ranks = profile.world_size // profile.parallel.pipeline  # of a stage
     rank = number % profile.parallel.pipeline * ranks + rank % ranks
@@ -224,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
     with ThreadPoolExecutor(1) as beside:  # which waits for its end
         if options.cache:
             # Modules of torch's compiler import each other, which two threads must not do at the same time.
-            import_module("torch._inductor.compile_fx")
+            torch_internals.find(torch_internals.NAMES["compile_fx"])
             compiler = compilers.make_compiler(profile)
             compiler.use_cache(options.cache)
             preparing = beside.submit(compiler.prepare)

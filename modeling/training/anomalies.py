@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ WINDOW = 50
 MINIMUM_LOSSES = 10  # good losses needed before one can be called a spike
 
 Ranges = list[tuple[int, int]]
+Functions = tuple[Callable[..., Tensor], Callable[..., None]]
 
 
 class AnomalyGuard:
@@ -34,9 +36,17 @@ class AnomalyGuard:
 
     Args:
         state: `state()` at the checkpoint that training resumes from, so that decisions are the same.
+        functions: compiled `decide` and `record`.
     """
 
-    def __init__(self, settings: Train, device: torch.device, state: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Train,
+        device: torch.device,
+        state: dict[str, Any] | None = None,
+        functions: Functions | None = None,
+    ) -> None:
+        self._decide, self._record = functions or (decide, record)
         self._factor, self._limit = settings.spike_factor, settings.bad_steps
         state = state or {"good": [], "in_a_row": 0}
         self._good_losses: deque[float] = deque(state["good"], maxlen=WINDOW)
@@ -53,20 +63,13 @@ class AnomalyGuard:
     @torch.no_grad()
     def decide(self, loss: Tensor) -> Tensor:
         """Whether the step with this loss must be skipped; 0-dim on the device."""
-        bad = loss.isfinite().logical_not()
-        if self._factor is None:
-            return bad
-        spike = loss > self._factor * _median(self._window, self._count.clamp(max=WINDOW))
-        return bad | (spike & (self._count >= MINIMUM_LOSSES))
+        return self._decide(loss, self._window, self._count, self._factor)
 
     @torch.no_grad()
     def record(self, loss: Tensor, skipped: Tensor) -> None:
         """Add a step's loss to the window unless it was skipped; both on the device."""
-        if self._factor is None:
-            return
-        replaced = (self._slots == self._count % WINDOW) & (skipped == 0)
-        self._window.copy_(loss.where(replaced, self._window))
-        self._count.add_(1 - skipped)
+        if self._factor is not None:
+            self._record(loss, skipped, self._window, self._count, self._slots)
 
     def reason(self, loss: float, gradient_norm: float) -> str:
         """Why a step was skipped; call it before `update`."""
@@ -94,6 +97,22 @@ class AnomalyGuard:
     def exhausted(self) -> bool:
         """Whether `bad_steps` steps in a row were skipped."""
         return self.skipped_in_a_row >= self._limit
+
+
+def decide(loss: Tensor, window: Tensor, count: Tensor, factor: float | None) -> Tensor:
+    """Whether a loss is not finite, or a spike above the good losses in the window, of which there were `count` so far."""
+    bad = loss.isfinite().logical_not()
+    if factor is None:
+        return bad
+    spike = loss > factor * _median(window, count.clamp(max=WINDOW))
+    return bad | (spike & (count >= MINIMUM_LOSSES))
+
+
+def record(loss: Tensor, skipped: Tensor, window: Tensor, count: Tensor, slots: Tensor) -> None:
+    """Write a loss into the window (50), whose slots are numbered, and count it, both in place, unless it was skipped."""
+    replaced = (slots == count % WINDOW) & (skipped == 0)
+    window.copy_(loss.where(replaced, window))
+    count.add_(1 - skipped)
 
 
 def _median(values: Tensor, count: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ def numbers(trainer: Trainer) -> int:
 
 def take(trainer: Trainer) -> Tensor:
     """This rank's counts of the step's backward passes, flat on the device, which start from zero again."""
+    if trainer.profile.model.num_experts is None:
+        return torch.empty(0, device=trainer.torch_device)
     counts = torch.zeros(numbers(trainer), device=trainer.torch_device)
     rows = counts.view(trainer.profile.model.num_hidden_layers, -1)
     for layer, experts in trainer.experts.items():

@@ -17,8 +17,8 @@ from modeling.supervision.stragglers import one_hot
 from modeling.training import expert_load
 from modeling.training.expert_load import ExpertLoad
 from modeling.training.trainer import Trainer
+from parallel.collectives import all_reduce
 from parallel.device import Download, Mark, upload
-from parallel.optimizer.zero1 import StepResult
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,11 @@ def reduce_statistics(trainer: Trainer, loss: Tensor, stop: bool, writing: bool,
     """
     mesh = trainer.mesh
     counts = trainer.compile_statistics.local_counts()
-    # Trainer.sum divides by the tensor degree, which only numbers equal on all tensor ranks cancel out.
+    # Divided by the tensor degree, which only numbers equal on all tensor ranks cancel out.
     rank_seconds = one_hot(mesh.rank, mesh.size, seconds * mesh.tensor.size)
     on_host = torch.cat((torch.tensor([float(stop), float(writing)]), counts.float(), rank_seconds))
-    return trainer.sum(torch.cat((loss[None], upload(on_host, loss.device), expert_load.take(trainer))))
+    numbers = upload(on_host, loss.device), expert_load.take(trainer)
+    return all_reduce(trainer.functions.pack(loss, mesh.tensor.size, *numbers), mesh.world)
 
 
 @dataclass
@@ -77,7 +78,7 @@ class QueuedStep:
     """A step whose work is queued on the device, and whose results are on their way to the host.
 
     Args:
-        statistics: result of `reduce_statistics`.
+        results: that of `reduce_statistics`, the norms of gradients and parameters, and whether the update was skipped.
         waits: seconds that the host waited in collectives: during forward and backward, and during the step.
     """
 
@@ -85,15 +86,12 @@ class QueuedStep:
         self,
         step: int,
         learning_rate: float,
-        statistics: Tensor,
-        update: StepResult,
-        parameter_norm: Tensor,
+        results: Tensor,
         marks: Marks,
         waits: tuple[float, float],
     ) -> None:
         self.step, self.learning_rate = step, learning_rate
-        results = torch.stack((update.gradient_norm, parameter_norm, update.skipped))
-        self._numbers = Download(torch.cat((statistics, results)))
+        self._numbers = Download(results)
         self._marks, self._waits = marks, waits
 
     def read(self, trainer: Trainer) -> tuple[StepStatistics, StepTimings]:

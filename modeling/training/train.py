@@ -94,7 +94,7 @@ class TrainingRun:
         self.checkpoints = Checkpoints(trainer, self.optimizer, run, location, options.attempt)
         with watchdog.phase("load"):
             self.step, state = self.checkpoints.resume(options.weights)
-        self.guard = AnomalyGuard(self.settings, trainer.torch_device, state.get("guard"))
+        self.guard = self._make_guard(state)
         cache = shard_cache.from_arguments(options, self.profile.data.cache_gigabytes)
         given = self.profile, options.dataset
         samples = open_samples(*given, "train", cache, reference=options.reference)
@@ -109,6 +109,10 @@ class TrainingRun:
             checkpoint_source = f"from the checkpoint of step {self.step}"
             source = checkpoint_source if self.step else "from the beginning, without a checkpoint"
             self.reporter.event("resumed", self.step, f"start {options.attempt}, {source}")
+
+    def _make_guard(self, state: dict[str, Any]) -> AnomalyGuard:
+        functions = self.trainer.functions.decide, self.trainer.functions.record
+        return AnomalyGuard(self.settings, self.trainer.torch_device, state.get("guard"), functions)
 
     def train(self) -> int:
         """Train to the end. Returns the exit code."""
@@ -169,10 +173,11 @@ class TrainingRun:
         marks.reduced = device.mark()
         update = optimizer.step(rate, skip=self.guard.decide(statistics[0]))
         self.guard.record(statistics[0], update.skipped)
-        parameter_norm = optimizer.parameter_norm()
+        norms = update.gradient_norm, optimizer.parameter_norm()
+        results = self.trainer.functions.join(statistics, *norms, update.skipped)
         marks.end = device.mark()
         waits = forward_waits, collectives.wait_time.seconds - waited_before
-        self._queued = QueuedStep(self.step, rate, statistics, update, parameter_norm, marks, waits)
+        self._queued = QueuedStep(self.step, rate, results, marks, waits)
 
     def _needs_results(self) -> bool:
         """Whether something follows this step that needs its results, so that it must be finished before the next."""
@@ -234,7 +239,7 @@ class TrainingRun:
             return False
         self.step, state = found
         excluded = self.data.exclude(first_bad, last_bad)
-        self.guard = AnomalyGuard(self.settings, self.trainer.torch_device, state.get("guard"))
+        self.guard = self._make_guard(state)
         self.data.seek(self.step)
         if self.reporter:
             skipped = f"steps {first_bad} to {last_bad} were skipped"
@@ -310,9 +315,7 @@ class TrainingData:
 
 def make_optimizer(trainer: Trainer) -> ZeRO1:
     """The optimizer of the trainer's parameters."""
-    return build_optimizer(
-        trainer.profile, [*trainer.stages.values()], trainer.mesh, trainer.compiled_update()
-    )
+    return build_optimizer(trainer.profile, [*trainer.stages.values()], trainer.mesh, trainer.compile)
 
 
 class StopSignal:

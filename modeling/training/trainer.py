@@ -1,6 +1,9 @@
 """Trainer: a profile's model on this rank's device, with its forward and backward passes.
 
-    device and process group -> mesh -> model or pipeline stages, initialized from (seed, name) -> compiled blocks
+    device and process group -> mesh -> model or pipeline stages -> compiled blocks
+
+Its parameters have no memory yet: an optimizer initializes them from (seed, name) in memory of its own, unit by unit
+(`build_optimizer`), so that with FSDP a rank never holds its whole stage. `initialize` does without one.
 
 Training, evaluation and the device check share it.
 """
@@ -23,17 +26,18 @@ from modeling.models.build import DTYPES, build_mesh, build_stage, extra_warmup_
 from modeling.models.language_model import LanguageModel
 from modeling.supervision.timeouts import Timeouts
 from modeling.training import preference, user_functions
+from modeling.training.step_functions import StepFunctions
 from parallel import device as devices
-from parallel import initialize
 from parallel.attention.ring import zigzag_positions
 from parallel.collectives import all_reduce
 from parallel.experts.layer import MixtureOfExperts
+from parallel.layout import deferred_parameters
 from parallel.loss import IGNORE_INDEX
 from parallel.random import sample_keys
 from profiles.schema import Profile
 
 if TYPE_CHECKING:
-    from parallel.optimizer.adamw import Update
+    from parallel.optimizer.arithmetic import Compile
     from parallel.pipeline.pipeline import Pipeline
 
 
@@ -92,12 +96,14 @@ class Trainer:
         self._answers: list[Tensor] | None = None
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
         s, context = profile.train.sequence_length, self.mesh.context
+        self.functions = StepFunctions(self.compile)
+        self._scales: dict[float, Tensor] = {}  # factors of losses on the device
         self.positions = zigzag_positions(s, context.size, context.rank).to(self.torch_device)  # (s/c)
         self.pipeline = self._pipeline(len(layers)) if self.mesh.pipeline.size > 1 else None
 
     def _build(self, layers: range) -> LanguageModel:
-        model = build_stage(self.profile, self.mesh, layers, self.torch_device)
-        initialize(model, self.mesh.tensor, self.profile.train.seed)
+        with deferred_parameters():
+            model = build_stage(self.profile, self.mesh, layers, self.torch_device)
         if isinstance(self.compile_statistics, CompileStatistics):
             statistics = self.compile_statistics
             graph_cache.compile_regions(model, self.profile.train, self.device.type, statistics.backend)
@@ -179,11 +185,12 @@ class Trainer:
         for stage in self.stages.values():
             yield from stage.named_parameters()
 
-    def compiled_update(self) -> Update | None:
-        """The compiled AdamW update; None when running eager."""
+    @property
+    def compile(self) -> Compile | None:
+        """Compiles functions for a device that runs compiled programs only; None elsewhere, and when running eager."""
         if not isinstance(self.compile_statistics, CompileStatistics):
             return None
-        return graph_cache.compiled_update(self.device.type, self.compile_statistics.backend)
+        return graph_cache.function_compiler(self.device.type, self.compile_statistics.backend)
 
     @property
     def leader(self) -> bool:
@@ -206,10 +213,10 @@ class Trainer:
         if samples is None:
             return None, None, {}
         samples = samples.to(self.torch_device, non_blocking=True)
-        masks = {}
         if documents is not None:
-            masks["documents"] = documents.to(self.torch_device, non_blocking=True)[:, self.positions]
-        tokens, targets = samples[:, self.positions], samples[:, self.positions + 1]
+            documents = documents.to(self.torch_device, non_blocking=True)
+        tokens, targets, documents = self.functions.shard(samples, self.positions, documents)
+        masks = {} if documents is None else {"documents": documents}
         if self.profile.objective.kind == "pretrain":
             return tokens, targets, masks
         ids = tokens.where(tokens >= 0, ~tokens).where(tokens != PADDING, 0)
@@ -250,16 +257,22 @@ class Trainer:
         if self.profile.model.has_dropout:
             step_samples = self.profile.micro_batch_rows * self.profile.accumulation_steps
             count = step_samples if samples is None else len(samples)
-            sample_numbers = torch.arange(first, first + count, device=self.torch_device)
-            extra = {"samples": sample_keys(settings.seed, sample_numbers), **masks}
+            keys = sample_keys(settings.seed, torch.arange(first, first + count))
+            extra = {"samples": devices.upload(keys, self.torch_device), **masks}
         if self.pipeline:
             return self.pipeline.train(tokens, targets, scale, **extra)
-        total = torch.zeros((), device=self.torch_device)
+        factor, total = self._scale(scale), None
         for x, y, inputs in self._microbatches(tokens, targets, extra):
             loss = self._loss(self.stages[0](x, self.positions, **inputs), y)
-            loss.backward(torch.full_like(loss, scale))
-            total += loss.detach()
-        return total * scale
+            loss.backward(factor.to(loss.dtype))
+            total = loss.detach() if total is None else self.functions.add(total, loss.detach())
+        return self.functions.multiply(total, factor)
+
+    def _scale(self, scale: float) -> Tensor:
+        """The factor of losses on the device, made once."""
+        if scale not in self._scales:
+            self._scales[scale] = devices.upload(torch.tensor(scale), self.torch_device)
+        return self._scales[scale]
 
     @torch.no_grad()
     def _count_choices(self, tokens: Tensor | None, targets: Tensor | None, masks: dict[str, Tensor]) -> None:

@@ -25,6 +25,7 @@ from parallel.attention import kernels, tiles
 from parallel.attention.ring import ring_attention
 from parallel.attention.sinks import merge_sinks, sink_gradient
 from parallel.mesh import Axis
+from parallel.torch_internals import cudnn_attention, efficient_attention, flash_attention
 
 
 def attention(
@@ -186,7 +187,7 @@ _attention.register_autograd(_differentiate, setup_context=_setup_context)
 save_outputs(
     torch.ops.trainshed.attention.default,
     # what scaled_dot_product_attention becomes on a GPU
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    flash_attention.default,
+    cudnn_attention.default,
+    efficient_attention.default,
 )

@@ -21,8 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel import device
-
-_aten = torch.ops.aten
+from parallel.torch_internals import (
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    efficient_attention,
+    efficient_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+    has_bf16_products,
+)
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -155,21 +162,19 @@ class CpuFlash(Kernel):
         return sums + rows * (10 * k.shape[2] + 4 * d)
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            block.q, block.k, block.v, 0.0, **self._options(block)
-        )
+        out, lse = cpu_flash_attention(block.q, block.k, block.v, 0.0, **self._options(block))
         return (out, lse) if block.mask is None else _zero_unseen(block.mask, out, lse)
 
     def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         if self._has_bf16_products(block.q.dtype):
             return MATH.backward(block, grad, out, lse)
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return cpu_flash_attention_backward(
             grad, block.q, block.k, block.v, out, lse, 0.0, **self._options(block)
         )
 
     @staticmethod
     def _has_bf16_products(dtype: torch.dtype) -> bool:
-        return dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+        return dtype == torch.bfloat16 and has_bf16_products()
 
     @staticmethod
     def _options(block: Block) -> dict[str, object]:
@@ -188,12 +193,10 @@ class CudaFlash(Kernel):
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q, k, v, s = block.q, block.k, block.v, block.q.shape[2]
         if self._flash(block):
-            out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-                q, k, v, 0.0, block.causal, scale=block.scale
-            )
+            out, lse, *_ = flash_attention(q, k, v, 0.0, block.causal, scale=block.scale)
             return out, lse
         k, v = _expand(k, q), _expand(v, q)
-        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        out, lse, *_ = efficient_attention(
             q, k, v, self._bias(block), True, 0.0, block.causal, scale=block.scale
         )
         lse = lse[:, :, :s]  # padded by the operator
@@ -203,14 +206,14 @@ class CudaFlash(Kernel):
         q, k, v, s, t = block.q, block.k, block.v, block.q.shape[2], block.k.shape[2]
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         if self._flash(block):
-            return _aten._scaled_dot_product_flash_attention_backward(
+            return flash_attention_backward(
                 *(grad, q, k, v, out, lse.contiguous(), None, None, s, t, 0.0, block.causal),
                 *(no_dropout, no_dropout),
                 scale=block.scale,
             )
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         padded = F.pad(lse, (0, -s % 32), value=torch.inf)  # as returned by forward
-        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        dq, dk, dv, _ = efficient_attention_backward(
             *(grad, q, _expand(k, q), _expand(v, q), self._bias(block), out, padded, seed, seed, 0.0),
             *([True, True, True, False], block.causal),
             scale=block.scale,

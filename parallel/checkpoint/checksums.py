@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 import numpy as np
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+
+from parallel.torch_internals import FileSystem
 
 BLOCK = 1 << 14  # bytes
 SUFFIX = ".checksums"

@@ -21,15 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from parallel.checkpoint.boxes import BoxedTensor
 from parallel.checkpoint.checksums import FileDescription
 from parallel.checkpoint.files import CheckpointFiles
 from parallel.checkpoint.locations import CorruptCheckpoint, Location
+from parallel.torch_internals import PyTorchFileReader, create_file_view, narrow_tensor_by_index
 
 REQUESTS = 16  # concurrent requests to a remote store
 COPIES = 2  # concurrent copies from mapped files: one verifies while the other copies
@@ -139,7 +138,7 @@ class Reader:
         if box not in self._data_starts:
             file = self._files.stream(box.file, box.start + box.length)
             with self._corruption_of(box):
-                archive = torch._C.PyTorchFileReader(_create_file_view(file, box.start, box.length))
+                archive = PyTorchFileReader(create_file_view(file, box.start, box.length))
                 needed = math.prod(box.sizes) * box.dtype.itemsize
                 found = archive.get_record_size("data/0")
                 if found != needed:

@@ -18,9 +18,6 @@ from typing import Any, Self
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -36,6 +33,7 @@ from torch.serialization import skip_data
 from parallel.checkpoint.checksums import SUFFIX, ChecksumFileSystem, FileDescription, describe
 from parallel.checkpoint.locations import Location, is_local, name_of
 from parallel.layout import GlobalBox
+from parallel.torch_internals import FakeTensorMode, FsspecWriter, StorageInfo, StoragePrefix
 
 
 class Writer(FsspecWriter):
@@ -51,7 +49,7 @@ class Writer(FsspecWriter):
     def begin(self, rank: int) -> None:
         """Create the folder and name this rank's file; call it before `write_data`."""
         self.fs.mkdir(self.path)
-        self.prefix = _StoragePrefix(f"{self.save_id}_{rank}_")
+        self.prefix = StoragePrefix(f"{self.save_id}_{rank}_")
 
     def write(self, plan: SavePlan, planner: Any) -> WrittenFiles:
         """Write this rank's file, and its checksums."""
@@ -161,7 +159,7 @@ def write_metadata(folder: Path, written: Iterable[Written]) -> None:
         properties = TensorProperties(dtype=getattr(torch, each.dtype))
         stored = state.setdefault(box.name, TensorStorageMetadata(properties, torch.Size(box.shape), []))
         stored.chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
-        info = _StorageInfo(each.file, each.offset, each.length)
+        info = StorageInfo(each.file, each.offset, each.length)
         results.append(WriteResult(MetadataIndex(box.name, box.offsets), each.length, info))
     writer = dcp.FileSystemWriter(folder)
     writer.set_up_storage_writer(True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel.device import has_fused_adamw
+from parallel.torch_internals import fused_adamw
 
 Scalars = tuple[Tensor, Tensor, Tensor, Tensor]
 Update = Callable[[Tensor, Tensor, Tensor, Tensor, Scalars, Tensor], None]
@@ -47,31 +48,29 @@ def adamw(
     weight_decay: float,
     constants: Tensor,
     step: Tensor,
-    learning_rate: float,
-    divisor: Tensor | None,
+    learning_rate: float | Tensor,
+    divisor: Tensor,
     skip: Tensor,
     compiled: Update | None = None,
 ) -> None:
-    """One in-place AdamW step on flat float32 tensors of equal length.
+    """One in-place AdamW step on flat tensors of equal length, float32 but for the gradient, which may be of any dtype.
 
     Args:
         constants: `settings.constants(weight_decay, ...)`.
-        step: number of this update, counted from 1; 0-dim float32 on the device, as are the next two.
-        divisor: of the gradient, for clipping; None for 1.
+        step: number of this update, counted from 1; 0-dim float32 on the device, as are the divisor and `skip`.
+        learning_rate: a number, or 0-dim float32 on the device, which a compiled update needs.
+        divisor: of the gradient, for clipping.
         skip: 1 leaves everything as it is, 0 does not.
         compiled: compiled `update`; None uses torch's fused kernel, or `update` if there is none.
     """
     if compiled is None and has_fused_adamw(weights.device.type):
-        torch._fused_adamw_(
-            [weights], [gradient], [exp_avg], [exp_avg_sq], [], [step],
+        fused_adamw(
+            [weights], [gradient.float()], [exp_avg], [exp_avg_sq], [], [step],
             lr=learning_rate, beta1=settings.betas[0], beta2=settings.betas[1], weight_decay=weight_decay,
             eps=settings.epsilon, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skip,
         )  # fmt: skip
         return
-    rate, divisor = (
-        torch.full_like(step, learning_rate),
-        torch.ones_like(step) if divisor is None else divisor,
-    )
+    rate = learning_rate if isinstance(learning_rate, Tensor) else torch.full_like(step, learning_rate)
     (compiled or update)(weights, gradient, exp_avg, exp_avg_sq, (step, rate, divisor, skip), constants)
 
 
@@ -87,7 +86,7 @@ def update(
     step, rate, divisor, skip = scalars
     new1, old2, new2, log1, log2, epsilon, decay = constants.unbind()
     skip = skip > 0
-    gradient = gradient / divisor
+    gradient = gradient.float() / divisor
     average = exp_avg + (gradient - exp_avg) * new1
     average_sq = exp_avg_sq * old2 + gradient * gradient * new2
     correction1, correction2 = -torch.expm1(step * log1), -torch.expm1(step * log2)

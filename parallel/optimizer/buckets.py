@@ -5,6 +5,8 @@ parameters become views of `values`, their summed gradients are views of `gradie
 in `expert_shard`, the flat memory is padded to d equal shards: rank r owns elements [r·n/d, (r+1)·n/d), and keeps float32
 master weights and Adam's moments of these only. Shard boundaries may fall inside a parameter.
 
+Parameters and shards begin at multiples of 128 bytes, which vector loads and collectives want. Gaps and padding are zero.
+
 A resident bucket (ZeRO-1) always has its flat memory. Another one (FSDP) has the memory of `values` from `start_gather` to
 `release`, that of `gradients` while it has unreduced ones, and its own memory for the shard of the summed gradients.
 """
@@ -12,16 +14,23 @@ A resident bucket (ZeRO-1) always has its flat memory. Another one (FSDP) has th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel import collectives
+from parallel.device import Device
 from parallel.layout import Box, GlobalBox, layout_of
 from parallel.mesh import Axis, Mesh
+from parallel.optimizer.arithmetic import EAGER, Arithmetic
+
+ALIGNMENT = 128  # bytes
+BUCKET_SIZE = 10_000_000  # elements
+LATENCY = 20e-6  # seconds of a message between nodes, which may cost a fifth of its time
 
 
 @dataclass(frozen=True)
@@ -62,12 +71,16 @@ class Bucket:
         gradient_dtype: of the summed gradients.
         resident: whether values and gradients stay in memory.
         frozen: whether they are never updated: no gradients, no states, and `master` in the parameters' dtype.
+        arithmetic: what it computes with.
+        initialize: fills a parameter that has no memory before (`layout.deferred_parameters`); None: parameters have values.
 
     Attributes:
         values: all parameters, in their dtype.
         gradients: of all parameters, of this rank; None if not resident and there are none.
         gradient_shard: this rank's shard of the summed gradients.
         master, exp_avg, exp_avg_sq: this rank's shard of the states, float32.
+        norm_weights: of equal blocks of the shard, for squared norms: 1 / replicas, so that each element counts once over all
+            ranks; 0 for padding.
     """
 
     def __init__(
@@ -79,8 +92,11 @@ class Bucket:
         gradient_dtype: torch.dtype,
         resident: bool = True,
         frozen: bool = False,
+        arithmetic: Arithmetic = EAGER,
+        initialize: Callable[[str, nn.Parameter], None] | None = None,
     ) -> None:
         self.mesh, self.weight_decay, self.resident, self.frozen = mesh, weight_decay, resident, frozen
+        self.arithmetic = arithmetic
         layout = layout_of(named_parameters[0][1])
         self.sign_step = layout.sign_step
         # A sign must not depend on rounding.
@@ -89,18 +105,21 @@ class Bucket:
         self.axis = mesh.expert_shard if experts else mesh.dp_shard
         self.replicate = mesh.expert_replicate if experts else mesh.dp_replicate  # ranks with the same shard
         self.partial: list[Axis] = [getattr(mesh, name) for name in partial]
-        self.slots: list[Slot] = []
-        numel = 0
-        for name, parameter in named_parameters:
-            self.slots.append(Slot(name, parameter, numel))
-            numel += parameter.numel()
         first = named_parameters[0][1]
-        padded = math.ceil(numel / self.axis.size) * self.axis.size
+        starts, padded = pack(
+            [p.numel() for _, p in named_parameters], self.axis.size, first.dtype, self.gradient_dtype
+        )
+        self.slots = [Slot(*named, start) for named, start in zip(named_parameters, starts, strict=True)]
+        ends = [slot.start + slot.parameter.numel() for slot in self.slots]
+        self._gaps = [gap for gap in zip(ends, [*starts[1:], padded], strict=True) if gap[0] < gap[1]]
         self.values = torch.zeros(padded, dtype=first.dtype, device=first.device)
         for slot in self.slots:
             view = slot.view(self.values)
-            view.copy_(slot.parameter.detach())
+            if initialize is None:
+                view.copy_(slot.parameter.detach())
             slot.parameter.data = view
+            if initialize is not None:
+                initialize(slot.name, slot.parameter)
         self.length = padded // self.axis.size  # of the shard
         self.first = self.axis.rank * self.length
         shard_values = self.local_shard(self.values)
@@ -118,7 +137,7 @@ class Bucket:
             self.gradient_shard = self.local_shard(self.gradients)
         else:
             self.gradient_shard = torch.zeros(self.length, dtype=self.gradient_dtype, device=first.device)
-        self.segments = self._segments()
+        self.norm_weights = self._norm_weights()
         self.transient = False  # whether to release the values when a microbatch's gradients are complete
         self.in_graph = False  # whether a graph gathers the values and reduces the gradients
         self._gathering: dist.Work | None = None
@@ -145,13 +164,10 @@ class Bucket:
         """Move a parameter's gradient into `gradients`, added to what is there."""
         if self.gradients is None:
             self.gradients = torch.empty_like(self.values, dtype=self.gradient_dtype)
-            last = self.slots[-1]
-            self.gradients[last.start + last.parameter.numel() :].zero_()
-        view, gradient = slot.view(self.gradients), slot.parameter.grad
-        if slot.filled:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
+            for start, end in self._gaps:
+                self.gradients[start:end].zero_()
+        combine = self.arithmetic.add if slot.filled else self.arithmetic.assign
+        combine(slot.view(self.gradients), slot.parameter.grad)
         slot.filled, slot.parameter.grad = True, None
         self.awaited -= 1
 
@@ -176,10 +192,8 @@ class Bucket:
     @torch.no_grad()
     def add_sum(self, shard: Tensor) -> None:
         """Add a shard of summed gradients to those of the step's earlier microbatches."""
-        if self._summed:
-            self.gradient_shard.add_(shard)
-        else:
-            self.gradient_shard.copy_(shard)
+        combine = self.arithmetic.add if self._summed else self.arithmetic.assign
+        combine(self.gradient_shard, shard)
         self._summed = True
 
     @torch.no_grad()
@@ -191,7 +205,7 @@ class Bucket:
             resize_storage(self.values, self.values.nbytes)
         self.gathered = True
         if not self.shares_master:
-            self.local_shard(self.values).copy_(self.master)
+            self.arithmetic.assign(self.local_shard(self.values), self.master)
         if self.axis.size > 1:
             self._gathering = collectives.start_all_gather_into(self.values, self.axis)
 
@@ -201,10 +215,11 @@ class Bucket:
             collectives.wait_work(self._gathering)
             self._gathering = None
 
-    def sizes(self) -> list[int]:
-        """Elements of each parameter, and of the padding at the end."""
-        sizes = [slot.parameter.numel() for slot in self.slots]
-        return [*sizes, self.values.numel() - sum(sizes)]
+    def parts(self) -> list[tuple[int, torch.Size | None]]:
+        """Elements and shape of each parameter, and of each gap between them (None), in order."""
+        held = [(slot.start, slot.parameter.numel(), slot.parameter.shape) for slot in self.slots]
+        gaps = [(start, end - start, None) for start, end in self._gaps]
+        return [part[1:] for part in sorted(held + gaps, key=lambda part: part[0])]
 
     def gather_in_graph(self, shard: nn.Parameter) -> None:
         """Take gradients from `shard`, the master weights as a parameter that a graph gathers, already summed over `dp_shard`."""
@@ -226,24 +241,18 @@ class Bucket:
         """This rank's shard of a flat tensor, as a view."""
         return flat[self.first : self.first + self.length]
 
-    def _segments(self) -> list[tuple[int, int, float]]:
-        """Ranges (start, stop, weight) of the shard without padding; weights 1 / replicas count each element once."""
+    def _norm_weights(self) -> Tensor:
         shared = math.prod(axis.size for axis in self.partial if axis.name == "embedding")
-        segments: list[tuple[int, int, float]] = []
+        # A rank's rows are its own, but all ranks must have blocks of one size: graphs do not depend on the rank.
+        rows = (math.prod(slot.parameter.shape[1:]) for slot in self.slots)
+        block = math.gcd(self.length, *rows, *(slot.start for slot in self.slots))
+        weights = torch.zeros(self.length // block)
         for start, box in self._local_boxes():
             low, high = max(start, 0), min(start + math.prod(box.sizes), self.length)
-            weight = 1 / (box.replicas * self.replicate.size * shared)
             if low < high:
-                if segments and segments[-1][1:] == (low, weight):
-                    low = segments.pop()[0]
-                segments.append((low, high, weight))
-        return segments
-
-    def square_norm(self, shard: Tensor) -> Tensor:
-        """This rank's term of a squared norm, 0-dim float32; summed over all ranks, each element counts once."""
-        wide = torch.float32
-        norms = [torch.linalg.vector_norm(shard[a:b], dtype=wide).square() * w for a, b, w in self.segments]
-        return torch.stack(norms).sum() if norms else shard.new_zeros((), dtype=wide)
+                weight = 1 / (box.replicas * self.replicate.size * shared)
+                weights[low // block : high // block] = weight
+        return weights.to(self.values.device)
 
     def boxes(self) -> Iterator[ShardBox]:
         """The boxes of global tensors in this rank's shard, without padding."""
@@ -263,6 +272,19 @@ class Bucket:
             for box in layout_of(slot.parameter).boxes(slot.name, self.mesh.tensor.rank):
                 assert box.sizes[1:] == tuple(row), "only rows are padded, so a box is contiguous"
                 yield slot.start - self.first + box.local_offsets[0] * math.prod(row), box
+
+
+def pack(sizes: Sequence[int], shards: int, *dtypes: torch.dtype) -> tuple[list[int], int]:
+    """Where tensors of these numbers of elements begin in flat memory of each dtype, and its length, cut in equal shards."""
+    unit = ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
+    ends = list(accumulate(math.ceil(size / unit) * unit for size in sizes))
+    return [0, *ends[:-1]], math.ceil(ends[-1] / (shards * unit)) * shards * unit
+
+
+def bucket_size(shards: int, device: Device) -> int:
+    """Minimum number of elements of a bucket, so that its messages are large: a rank sends one shard of it at a time."""
+    message = 4 * LATENCY * (device.network or 0) / torch.float32.itemsize
+    return max(BUCKET_SIZE, shards * round(message))
 
 
 def resize_storage(flat: Tensor, size: int) -> None:

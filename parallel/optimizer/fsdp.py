@@ -160,11 +160,7 @@ def _bind(unit: Unit) -> None:
             setattr(module, name, None)
             places.append((module, name))
         settings = {"axis": bucket.axis, "dtype": bucket.values.dtype, "wide": bucket.gradient_dtype}
-        settings["sizes"], settings["shapes"] = (
-            bucket.sizes(),
-            [slot.parameter.shape for slot in bucket.slots],
-        )
-        block.gathers.append((shard, partial(_gather, **settings), places))
+        block.gathers.append((shard, partial(_gather, parts=bucket.parts(), **settings), places))
 
 
 class _GatherWeights(Function):
@@ -185,9 +181,8 @@ def _gather(
     axis: Axis,
     dtype: torch.dtype,
     wide: torch.dtype,
-    sizes: Sequence[int],
-    shapes: Sequence[torch.Size],
+    parts: Sequence[tuple[int, torch.Size | None]],
 ) -> list[Tensor]:
-    """The weights of a bucket; `sizes` has one more entry for the padding."""
-    parts = _GatherWeights.apply(shard, axis, dtype, wide).split(sizes)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
+    """The weights of a bucket, from its `parts`."""
+    flat = _GatherWeights.apply(shard, axis, dtype, wide).split([size for size, _ in parts])
+    return [x.view(shape) for x, (_, shape) in zip(flat, parts, strict=True) if shape is not None]

@@ -7,7 +7,8 @@ One step over the d ranks of `dp_shard`:
     norm         over all ranks, each parameter once; if it is not finite, all ranks skip the step. It stays on the device,
                  as does what follows from it: the host waits for nothing
     AdamW        on the local shard (arXiv 1711.05101)
-    parameters   all-gathered bucket by bucket while the next bucket is updated: n(d-1)/d elements sent
+    parameters   all-gathered bucket by bucket while the next bucket is updated, and while the next forward runs, which
+                 waits before each part of the model for its weights (`gather_before_use`): n(d-1)/d elements sent
 
 Bytes per parameter in bf16 with float32 gradients: 2 + 4 + 12/d; with bf16 gradients 2 + 2 + 12/d. In float32 4 + 4 + 8/d: the
 master weights are the local shard of the parameters.
@@ -25,14 +26,15 @@ import torch
 from torch import Tensor, nn
 
 from parallel import collectives
+from parallel.device import upload
 from parallel.layout import layout_of
 from parallel.mesh import Mesh
-from parallel.optimizer.adamw import AdamW, Update, adamw
-from parallel.optimizer.buckets import Bucket, ShardBox, Slot
+from parallel.optimizer.adamw import AdamW, adamw
+from parallel.optimizer.arithmetic import EAGER, Arithmetic
+from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, ShardBox, Slot
 from parallel.optimizer.fsdp import Unit
 
 IN_FLIGHT = 2  # buckets in collectives at a time, each of which needs memory of the bucket's size again
-BUCKET_SIZE = 10_000_000  # elements
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -64,7 +66,9 @@ class ZeRO1:
         units: parts of the model whose matrices are sharded too (fsdp.py); with `gather_on_use` they are gathered in time.
             If some parameters are frozen (LoRA), only these are.
         keep_gathered: whether to reduce their gradients, and release their weights, once a step instead of each microbatch.
-        compiled: compiled `adamw.update`, for devices without torch's fused kernel.
+        arithmetic: what it computes with.
+        initialize: fills a parameter that has no memory before (`layout.deferred_parameters`), one bucket after the other, so
+            that only shards of all of them ever exist; None: parameters have values.
     """
 
     def __init__(
@@ -81,9 +85,10 @@ class ZeRO1:
         bucket_size: int = BUCKET_SIZE,
         units: Sequence[Unit] = (),
         keep_gathered: bool = False,
-        compiled: Update | None = None,
+        arithmetic: Arithmetic = EAGER,
+        initialize: Callable[[str, nn.Parameter], None] | None = None,
     ) -> None:
-        self.compiled = compiled
+        self.arithmetic, self._initialize = arithmetic, initialize
         self.mesh, self.clip, self.settings = mesh, clip, AdamW(betas, epsilon)
         self.pending_copy: Future[None] | None = None  # of the states, for a checkpoint
         self.buckets: list[Bucket] = []
@@ -92,10 +97,15 @@ class ZeRO1:
         def decay(name: str, parameter: nn.Parameter) -> float:
             return weight_decay * decays(name, parameter)
 
+        named_parameters = list(named_parameters)
+        order = {name: position for position, (name, _) in enumerate(named_parameters)}  # that of forward
         remaining, self.frozen = [], []
         for name, parameter in named_parameters:
             (remaining if parameter.requires_grad else self.frozen).append((name, parameter))
         self.frozen_buckets = self._shard_frozen(units)
+        for name, parameter in self.frozen if initialize else ():
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            initialize(name, parameter)
         for unit in () if self.frozen_buckets else units:
             held = [named for named in remaining if unit.holds(*named)]
             remaining = [named for named in remaining if not unit.holds(*named)]
@@ -104,6 +114,13 @@ class ZeRO1:
             for bucket in unit.buckets:
                 bucket.transient = unit.block and not keep_gathered
         self._resident = [self._add_bucket(*group) for group in fill_buckets(remaining, decay, bucket_size)]
+        # Those whose weights the next forward needs first are updated and gathered first.
+        self._updated = sorted(
+            self.buckets, key=lambda bucket: min(order[slot.name] for slot in bucket.slots)
+        )
+        self._to_gather: deque[Bucket] = deque()
+        self._gathering: deque[Bucket] = deque()
+        self._gathers_ahead = False  # whether `step` returns before the parameters are gathered
         device = self.buckets[0].values.device
         self.steps = torch.zeros((), device=device)  # updates applied, float32; bias correction counts them
         decays_used = {bucket.weight_decay for bucket in self.buckets}
@@ -118,6 +135,7 @@ class ZeRO1:
             self.frozen = [named for named in self.frozen if not unit.holds(*named)]
             for _, partial, members in fill_buckets(held, lambda name, parameter: 0.0, sys.maxsize):
                 options = {"resident": False, "frozen": True}
+                options |= {"arithmetic": self.arithmetic, "initialize": self._initialize}
                 unit.buckets.append(Bucket(members, self.mesh, 0.0, partial, self.gradient_dtype, **options))
             found += unit.buckets
         return found
@@ -129,7 +147,16 @@ class ZeRO1:
         members: list[tuple[str, nn.Parameter]],
         resident: bool = True,
     ) -> Bucket:
-        bucket = Bucket(members, self.mesh, weight_decay, partial, self.gradient_dtype, resident)
+        bucket = Bucket(
+            members,
+            self.mesh,
+            weight_decay,
+            partial,
+            self.gradient_dtype,
+            resident,
+            arithmetic=self.arithmetic,
+            initialize=self._initialize,
+        )
         self.buckets.append(bucket)
         for slot in bucket.slots:
             slot.parameter.register_post_accumulate_grad_hook(self._accumulation_hook(bucket, slot))
@@ -205,7 +232,8 @@ class ZeRO1:
             replicas = () if bucket.resident else (bucket.replicate,)
             for axis in (*replicas, *bucket.partial):
                 if axis.size > 1:
-                    bucket.gradient_shard.copy_(collectives.all_reduce(bucket.gradient_shard, axis))
+                    total = collectives.all_reduce(bucket.gradient_shard, axis)
+                    self.arithmetic.assign(bucket.gradient_shard, total)
 
     @torch.no_grad()
     def step(self, learning_rate: float, skip: Tensor | None = None) -> StepResult:
@@ -216,28 +244,79 @@ class ZeRO1:
         """
         self.reduce()
         adamw_buckets = [bucket for bucket in self.buckets if bucket.sign_step is None]
-        norm = self._global_norm((bucket, bucket.gradient_shard) for bucket in adamw_buckets)
-        skipped = norm.isfinite().logical_not()
-        skipped = (skipped if skip is None else skipped | skip.bool()).float()
-        divisor = None if self.clip is None else ((norm + 1e-6) / self.clip).clamp(min=1)
+        self._wait_for(self._resident)
+        square = self._square_norm([(bucket, bucket.gradient_shard) for bucket in adamw_buckets])
         self.wait_for_copy()
-        self.steps.add_(1 - skipped)
-        gathering: deque[Bucket] = deque()
-        for bucket in self.buckets:
-            self._update(bucket, learning_rate, divisor, skipped)
-            if not bucket.resident:
+        norm, skipped, divisor = self.arithmetic.clip(square, skip, self.steps, self.clip)
+        rate: float | Tensor = learning_rate
+        if self.arithmetic.compiled:
+            rate = upload(torch.tensor(learning_rate, dtype=torch.float32), norm.device)
+        for bucket in self._updated:
+            self._update(bucket, rate, divisor, skipped)
+            if bucket.resident:
+                self._to_gather.append(bucket)
+                self._start_gathers()
+            else:
                 bucket.release()  # what it holds, if an evaluation gathered it, is stale
-                continue
-            if len(gathering) == IN_FLIGHT:
-                gathering.popleft().wait()
-            bucket.start_gather()
-            gathering.append(bucket)
-        for bucket in gathering:
-            bucket.wait()
         for bucket in self.frozen_buckets:
             bucket.release()
+        if not self._gathers_ahead:
+            self._wait_for(self._resident)
         self.begin_step(1)
         return StepResult(norm, skipped)
+
+    def gather_before_use(self, units: Sequence[Unit]) -> None:
+        """Let `step` return before resident parameters are gathered; hooks wait for those of a unit before its forward.
+
+        Raises:
+            ValueError: a resident parameter is in none of the units.
+        """
+        covered = tuple(prefix for unit in units for prefix in unit.prefixes)
+        for slot in (slot for bucket in self._resident for slot in bucket.slots):
+            if not slot.name.startswith(covered):
+                raise ValueError(f"gather_before_use: no unit has the parameter {slot.name}")
+        for unit in units:
+            needed = [b for b in self._resident if any(s.name.startswith(unit.prefixes) for s in b.slots)]
+            for user in unit.users:
+                user.register_forward_pre_hook(lambda *_, needed=needed: self._wait_for(needed))
+        self._gathers_ahead = True
+
+    def _start_gathers(self) -> None:
+        while self._to_gather and len(self._gathering) < IN_FLIGHT:
+            self._gathering.append(self._to_gather.popleft())
+            self._gathering[-1].start_gather()
+
+    @torch.no_grad()
+    def _wait_for(self, buckets: Sequence[Bucket]) -> None:
+        """Wait until these buckets' parameters are gathered, and start to gather the next ones."""
+        while any(bucket in self._gathering or bucket in self._to_gather for bucket in buckets):
+            self._gathering.popleft().wait()
+            self._start_gathers()
+
+    @torch.no_grad()
+    def rehearse(self, microbatches: int) -> None:
+        """Compute what a step does between its collectives, on any values, so that all of it is compiled."""
+        self.begin_step(microbatches)
+        passes = min(microbatches, 2)  # the first gradient is assigned, the others are added
+        for bucket in self.buckets:
+            reductions = 1 if bucket.resident or (self.keep_gathered and not bucket.in_graph) else passes
+            for slot in bucket.slots if not bucket.in_graph else ():
+                for _ in range(passes):
+                    slot.parameter.grad = torch.zeros_like(slot.parameter)
+                    bucket.accumulate(slot)
+            for _ in range(reductions):
+                wide = torch.float32 if bucket.in_graph else bucket.gradient_dtype
+                bucket.add_sum(torch.zeros_like(bucket.gradient_shard, dtype=wide))
+            if not (bucket.shares_master or bucket.in_graph):
+                self.arithmetic.assign(bucket.local_shard(bucket.values), bucket.master)
+        adamw_buckets = [bucket for bucket in self.buckets if bucket.sign_step is None]
+        weights = [bucket.norm_weights for bucket in adamw_buckets]
+        square = self.arithmetic.square_norm([bucket.gradient_shard for bucket in adamw_buckets], weights)
+        weights = [bucket.norm_weights for bucket in self.buckets]
+        self.arithmetic.root(self.arithmetic.square_norm([b.master for b in self.buckets], weights))
+        _, skipped, divisor = self.arithmetic.clip(square, torch.zeros_like(square), self.steps, self.clip)
+        for bucket in self.buckets:
+            self._update(bucket, torch.zeros_like(square), divisor, skipped)
 
     def wait_for_copy(self) -> None:
         """Wait until an asynchronous checkpoint has copied the states, which are about to change."""
@@ -245,14 +324,13 @@ class ZeRO1:
             self.pending_copy.result()
             self.pending_copy = None
 
-    def _update(self, bucket: Bucket, learning_rate: float, divisor: Tensor | None, skip: Tensor) -> None:
-        gradient = bucket.gradient_shard.to(torch.float32)
+    def _update(self, bucket: Bucket, learning_rate: float | Tensor, divisor: Tensor, skip: Tensor) -> None:
         if bucket.sign_step is not None:
-            bucket.master.sub_(gradient.sign() * (1 - skip), alpha=bucket.sign_step)
+            self.arithmetic.sign_step(bucket.master, bucket.gradient_shard, skip, bucket.sign_step)
             return
         adamw(
             bucket.master,
-            gradient,
+            bucket.gradient_shard,
             bucket.exp_avg,
             bucket.exp_avg_sq,
             settings=self.settings,
@@ -262,18 +340,19 @@ class ZeRO1:
             learning_rate=learning_rate,
             divisor=divisor,
             skip=skip,
-            compiled=self.compiled,
+            compiled=self.arithmetic.update,
         )
 
     @torch.no_grad()
     def parameter_norm(self) -> Tensor:
         """Global norm of the weights, each counted once; 0-dim float32 on the device."""
-        return self._global_norm((bucket, bucket.master) for bucket in self.buckets)
+        return self.arithmetic.root(self._square_norm([(bucket, bucket.master) for bucket in self.buckets]))
 
-    def _global_norm(self, shards: Iterable[tuple[Bucket, Tensor]]) -> Tensor:
-        """Norm over all ranks of this rank's shard of each bucket; NaN if any element is NaN."""
-        terms = [bucket.square_norm(shard) for bucket, shard in shards]
-        return collectives.all_reduce(torch.stack(terms).sum(), self.mesh.world).sqrt()
+    def _square_norm(self, shards: Sequence[tuple[Bucket, Tensor]]) -> Tensor:
+        """Squared norm over all ranks of this rank's shard of each bucket; NaN if any element is NaN."""
+        weights = [bucket.norm_weights for bucket, _ in shards]
+        local = self.arithmetic.square_norm([shard for _, shard in shards], weights)
+        return collectives.all_reduce(local, self.mesh.world)
 
     def state_boxes(self) -> Iterator[tuple[ShardBox, dict[str, Tensor]]]:
         """The boxes of global tensors in this rank's shards, each with its view of every state in STATES."""
@@ -294,6 +373,7 @@ class ZeRO1:
     @torch.no_grad()
     def gather_parameters(self) -> None:
         """Set the parameters from the master weights, once those were loaded."""
+        self._wait_for(self._resident)
         for bucket in self.buckets:
             if bucket.resident:
                 bucket.start_gather()
@@ -309,7 +389,9 @@ def fill_buckets(
     weight_decay: Callable[[str, nn.Parameter], float],
     size: int = BUCKET_SIZE,
 ) -> list[tuple[float, tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
-    """Group parameters of equal dtype, weight decay, partial axes and update rule, of experts or of the rest, into buckets.
+    """Group parameters of equal dtype, weight decay, partial axes and update rule into buckets, matrices and vectors apart.
+
+    Those of experts have buckets of their own.
 
     Args:
         weight_decay: of a parameter.
@@ -322,8 +404,8 @@ def fill_buckets(
     # Backward computes the last parameters' gradients first, so buckets are filled from the end.
     for name, parameter in reversed(list(named_parameters)):
         layout = layout_of(parameter)
-        decay, rule = weight_decay(name, parameter), (layout.expert_ranks, layout.sign_step)
-        kind = (parameter.dtype, decay, layout.partial_axes, rule)
+        rule = layout.expert_ranks, layout.sign_step, parameter.dim() > 1
+        kind = (parameter.dtype, weight_decay(name, parameter), layout.partial_axes, rule)
         buckets = kinds.setdefault(kind, [[]])
         if sum(p.numel() for _, p in buckets[-1]) >= size:
             buckets.append([])

@@ -10,24 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
-from torch.distributed.pipelining.stage import _RecvInfo
 
 from parallel.pipeline.schedules import one_forward_one_backward
+from parallel.torch_internals import Action, ComputationType, PipelineScheduleRuntime, RecvInfo
 
 SENDS_IN_FLIGHT = 2  # of one stage
 
 
-class OneForwardOneBackward(_PipelineScheduleRuntime):
+class OneForwardOneBackward(PipelineScheduleRuntime):
     """1F1B as a torch runtime schedule, so that sends and receives overlap with compute, with extra warmup forwards."""
 
     def __init__(self, stages: list[PipelineStage], extra_forwards: int, **options: Any) -> None:
         super().__init__(stages, **options)
-        computations = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
+        computations = {"F": ComputationType.FORWARD, "B": ComputationType.FULL_BACKWARD}
         ranks = self.pp_group_size
         self.pipeline_order = {
             rank: [
-                _Action(rank, computations[kind], i)
+                Action(rank, computations[kind], i)
                 for kind, i in one_forward_one_backward(ranks, rank, self._n_microbatches, extra_forwards)
             ]
             for rank in range(ranks)
@@ -86,10 +85,10 @@ class LowMemoryStage(PipelineStage):
         infos = self._release_buffers(self.args_recv_info[0])
         self.args_recv_info = {i: tuple(map(copy, infos)) for i in range(num_microbatches)}
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[_RecvInfo, ...]:
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[RecvInfo, ...]:
         return self._release_buffers(super()._create_grad_recv_info(act_send_info))
 
-    def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
+    def _get_recv_ops(self, recv_infos: tuple[RecvInfo, ...]) -> list[dist.P2POp]:
         for info in recv_infos:
             if info.tensor_meta is not None and not info.is_root_arg:
                 meta = info.tensor_meta
@@ -107,7 +106,7 @@ class LowMemoryStage(PipelineStage):
         return received
 
     @staticmethod
-    def _release_buffers(recv_infos: tuple[_RecvInfo, ...]) -> tuple[_RecvInfo, ...]:
+    def _release_buffers(recv_infos: tuple[RecvInfo, ...]) -> tuple[RecvInfo, ...]:
         for info in recv_infos:
             info.buffer = None
         return recv_infos

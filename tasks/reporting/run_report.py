@@ -125,7 +125,7 @@ def _experts(experts: Mapping[str, Any] | None) -> list[str]:
 
 
 def _planned(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
-    """Mesh and parameters, and a table of planned against measured values."""
+    """Mesh, parameters and what planned times are based on, and a table of planned against measured values."""
     memory = "memory of the fullest rank"
     memory += ", with interpreter and libraries" if plan.get("host_bytes") else ""
     expected = {**plan, "memory_bytes": plan.get("needs_bytes")}
@@ -140,8 +140,9 @@ def _planned(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
         if any(pair):
             ratio = f"{pair[1] / pair[0]:.0%}" if all(pair) else ""
             rows.append((name, *(show(value) if value else "unknown" for value in pair), ratio))
-    model = html.properties({"mesh": format_mesh(plan["mesh"]), "parameters": f"{plan['parameters']:,}"})
-    return model + html.table(("", "planned", "measured", "measured / planned"), rows)
+    model = {"mesh": format_mesh(plan["mesh"]), "parameters": f"{plan['parameters']:,}"}
+    model["planned times"] = plan["basis"]
+    return html.properties(model) + html.table(("", "planned", "measured", "measured / planned"), rows)
 
 
 def _incidents(facts: Mapping[str, Any]) -> list[str]:

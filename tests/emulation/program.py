@@ -68,8 +68,13 @@ def resume_training(run: Path, dataset: Path) -> object:
 
 def check_devices(run: Path, dataset: Path) -> object:
     """The checks of check_device that do not measure speed; before a process group exists, which they start."""
+    register_compiler()
     words = {}
-    for check in (check_device.check_kernels, check_device.check_parallel_training):
+    for check in (
+        check_device.check_kernels,
+        check_device.check_compilation,
+        check_device.check_parallel_training,
+    ):
         result = check("neuron")
         assert result.holds, result.words
         words[check.__name__] = result.words
@@ -95,7 +100,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
         device.Download, "wait", lambda self: self._host
     ),
     "host tensors in collectives": lambda: mock.patch.object(
-        train.ZeRO1, "_global_norm", lambda self, _: all_reduce_on_host(torch.zeros((), device="neuron"), self.mesh.world)
+        train.ZeRO1, "_square_norm", lambda self, _: all_reduce_on_host(torch.zeros((), device="neuron"), self.mesh.world)
     ),
 }  # fmt: skip
 

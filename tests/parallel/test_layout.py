@@ -12,6 +12,7 @@ from modeling.models.llama import Llama
 from parallel import Mesh, Normal, ZeRO1, initialize, parameter
 from parallel.constraints import kv_replicas, valid_tensor_degrees
 from parallel.layout import Layout, Section, layout_of
+from parallel.optimizer.arithmetic import square_norm
 from parallel.optimizer.buckets import Bucket, split_range
 from profiles.model import Model
 
@@ -150,7 +151,7 @@ def test_every_element_is_saved_once_and_counted_once_in_norms(heads, data, cont
             kinds.setdefault(each.dim() > 1, []).append((name, each))
         for named in kinds.values():
             bucket = Bucket(named, mesh, 0.1, (), torch.float32)
-            squares += bucket.square_norm(bucket.master).item()
+            squares += square_norm([bucket.master], [bucket.norm_weights]).item()
             for piece in bucket.boxes():
                 if piece.saved:
                     full = saved.setdefault(piece.name, torch.full(piece.shape, torch.nan))

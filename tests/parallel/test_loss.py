@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from parallel import linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel.device import ACCELERATORS, CPU
-from parallel.loss import chunk_loss, chunk_tokens
+from parallel.loss import LossPrograms, chunk_loss, chunk_tokens
 from parallel.mesh import Axis
 from tests.parallel.replicated import check, shard
 from tests.pool import mesh
@@ -175,7 +175,7 @@ def test_all_chunks_run_one_graph():
     )
     x, weight, targets = problem(24, 4, 9)
     ours, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    options = {"first": FIRST, "vocabulary": 9, "chunk": 8, "compute": compiled}
+    options = {"first": FIRST, "vocabulary": 9, "chunk": 8, "programs": LossPrograms(compiled)}
     loss = linear_cross_entropy(ours, w, targets, ONE, **options)
     loss.backward()
     for mine, theirs in zip((loss.detach(), ours.grad, w.grad), exact(x, weight, targets), strict=True):

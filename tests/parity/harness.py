@@ -79,6 +79,7 @@ class Case:
     context: int = 1
     data: int = 1
     expert: int = 1
+    microbatches: int = 2  # a step and pipeline rank
     sequence_parallel: bool = True
     sharding: str = "zero1"
     shard_degree: int | None = None
@@ -114,9 +115,9 @@ class Case:
         return Case(**{name: getattr(self, name) for name in same})
 
     def profile(self) -> Profile:
-        """The profile: two microbatches per step and pipeline rank."""
+        """The profile."""
         size = BATCH // self.rows
-        micro_batch = max(1, size // self.data // (2 * self.pipeline))
+        micro_batch = max(1, size // self.data // (self.microbatches * self.pipeline))
         return Profile.model_validate(
             {
                 "name": "parity",

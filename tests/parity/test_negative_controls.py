@@ -32,7 +32,7 @@ def swap_kv_heads(trainer: Trainer, optimizer: ZeRO1) -> None:
 def count_replicas_twice(trainer: Trainer, optimizer: ZeRO1) -> None:
     """Both ranks that share a KV head count it fully in the gradient norm."""
     for bucket in optimizer.buckets:
-        bucket.segments = [(a, b, 1.0 if weight == 0.5 else weight) for a, b, weight in bucket.segments]
+        bucket.norm_weights[bucket.norm_weights == 0.5] = 1.0
 
 
 def ignore_a_boundary(trainer: Trainer, optimizer: ZeRO1) -> None:

@@ -19,6 +19,7 @@ from modeling.models.weight_names import huggingface_tensor
 from modeling.training.reference import log_probabilities
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
+from parallel import initialize
 from parallel.checkpoint import checkpoint
 from profiles.huggingface_config import from_config_json
 from profiles.model import Model
@@ -105,6 +106,7 @@ def ours(
     samples = open_samples(wanted, theirs.store.artifacts.path(dataset), "train", ordered=True)
     with Trainer(wanted) as trainer:
         model = trainer.stages[0]
+        initialize(model, trainer.mesh.tensor, 0)
 
         def load(weights) -> None:
             names = [box.name for _, box in boxes(model) if ".lora." not in box.name]

@@ -37,9 +37,12 @@ from modeling.conversion import convert as convert_module
 from modeling.conversion import formats, huggingface, journal, native
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert
+from parallel.checkpoint import checkpoint
 from parallel.checkpoint.reader import Reader
 from profiles.errors import ProfileError
 from tests.modeling.conversion import nxd_shards
+from tests.parallel.checkpoint.test_checkpoint import build, train_step
+from tests.parity.harness import Case
 
 LLAMA = {
     "hidden_size": 32,
@@ -111,6 +114,25 @@ def test_hugging_face_round_trips_through_a_topology(make, tmp_path, monkeypatch
         found = AutoModelForCausalLM.from_pretrained(tmp_path / f"back-{name}").state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def save_trained(folder: Path, case: Case) -> None:
+    trainer, optimizer = build(case)
+    try:
+        train_step(trainer, optimizer, case, 0)
+        checkpoint.save(folder, optimizer, {"step": 1, "profile": case.profile().model_dump(mode="json")})
+    finally:
+        trainer.mesh.close()
+
+
+def test_checkpoint_of_fsdp_converts_as_that_of_zero1(pool, tmp_path):
+    """Four ranks, two of which share out the parameters of a tensor rank."""
+    for sharding in ("fsdp", "zero1"):
+        case = Case(tensor=2, data=2, sharding=sharding)
+        pool.run(save_trained, case.world, folder=tmp_path / sharding, case=case)
+        convert(tmp_path / sharding, tmp_path / f"hf-{sharding}", Options("hf"))
+    fsdp, zero1 = (load_file(tmp_path / f"hf-{name}" / "model.safetensors") for name in ("fsdp", "zero1"))
+    torch.testing.assert_close(fsdp, zero1, rtol=1e-4, atol=1e-6)
 
 
 def test_checkpoint_is_as_large_as_its_weights(llama, tmp_path):

@@ -8,11 +8,11 @@ import torch
 
 from benchmarks.memory import CASES, case, measure
 from modeling.planning import calibration
+from modeling.planning.auto import resolve_auto
 from modeling.planning.calibration import Calibration
 from modeling.planning.levels import bandwidth
 from modeling.planning.measure import calibrate
 from modeling.planning.planner import plan, require_fit
-from modeling.planning.recompute import choose_recompute
 from modeling.planning.search import explain, search
 from parallel import device as devices
 from profiles import resolve
@@ -106,7 +106,7 @@ def test_recomputation_trades_memory_for_time():
 def test_auto_recomputation_is_the_least_that_fits(tensor):
     pipelined = [*ZERO1, "parallel.pipeline=4", f"parallel.tensor={tensor}"]
     profile = resolve.load("llama3-70b", [*pipelined, "train.recompute=auto", "train.recompute_layers=null"])
-    chosen = choose_recompute(profile)
+    chosen = resolve_auto(profile)
     mode, layers = chosen.train.recompute, chosen.train.recompute_layers
     assert mode == {8: "full", 16: "selective", 32: "none"}[tensor]
     assert plan(chosen).fits

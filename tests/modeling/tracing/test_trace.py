@@ -13,6 +13,7 @@ from modeling.tracing import compile, graph_stats
 from modeling.tracing.trace import trace
 from modeling.tracing.traced_plan import apply_trace, traced_ranks
 from modeling.training.trainer import Trainer
+from parallel import initialize
 from profiles.resolve import load
 from tests.modeling import micro
 
@@ -61,15 +62,13 @@ def test_user_defined_loss_has_no_graph(tmp_path):
     assert {program.name for program in found.programs} == {"block, evaluation", "block, training"}
 
 
-def test_device_that_compiles_each_operator_has_graphs_of_all_of_the_model_and_the_update(tmp_path):
+def test_device_that_compiles_each_operator_has_graphs_of_all_of_the_model_and_the_step(tmp_path):
     interleaved = ("parallel.pipeline=2", "parallel.tensor=1", "parallel.schedule=interleaved")
     found = trace(profile(tmp_path, "cluster.device=neuron", *interleaved, "model.num_hidden_layers=4"))
     regions = ("embedding", "rotations", "block", "norm", "loss")
     names = {f"{region}, {mode}" for region in regions for mode in ("training", "evaluation")}
-    assert {program.name for program in found.programs} == names | {"optimizer"}
-    updates = [program for program in found.programs if program.name == "optimizer"]
-    assert all(len(update.graphs) == 1 for update in updates)
-    assert len(updates) == 3  # matrices, and the norms of each of two pipeline ranks
+    assert {program.name for program in found.programs} == names | {"step"}
+    assert all(len(program.graphs) == 1 for program in found.programs if program.name == "step")
 
 
 def test_fsdp_gathers_in_both_graphs_of_a_block_and_saves_no_weights(tmp_path):
@@ -148,6 +147,7 @@ def test_traced_costs_agree_with_analytic_flops_and_eager_memory(tmp_path):
         return tensor
 
     with Trainer(one) as trainer:
+        initialize(trainer.stages[0], trainer.mesh.tensor, 0)
         known = {
             x.untyped_storage().data_ptr()
             for x in [*trainer.stages[0].parameters(), *trainer.stages[0].buffers()]

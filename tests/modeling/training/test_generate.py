@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from modeling.models.weight_names import huggingface_tensor
 from modeling.training import generate
 from modeling.training.trainer import Trainer
+from parallel import initialize
 from profiles.huggingface_config import to_config_json
 from tests.modeling.models.huggingface import as_stored, boxes
 from tests.parity.harness import Case, batch
@@ -26,6 +27,7 @@ class Prompts:
 def test_greedy_samples_equal_transformers(monkeypatch, family):
     monkeypatch.setattr(generate, "TOP_K", 1)
     trainer = Trainer(Case(family).profile())
+    initialize(trainer.stages[0], trainer.mesh.tensor, 0)
     try:
         samples = generate.generate_samples(trainer, Prompts)
     finally:

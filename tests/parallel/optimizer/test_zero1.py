@@ -10,9 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel import ColumnParallelLinear, Mesh, RMSNorm, VocabParallelEmbedding, ZeRO1, initialize
+from parallel import device as devices
+from parallel.initialization import initialize_parameter
+from parallel.layout import deferred_parameters
 from parallel.mesh import Axis
 from parallel.optimizer.adamw import AdamW, adamw, update
-from parallel.optimizer.buckets import Bucket
+from parallel.optimizer.arithmetic import square_norm
+from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, bucket_size
+from parallel.optimizer.fsdp import Unit
 from tests.pool import mesh
 
 ONE = Axis("tensor")
@@ -222,7 +227,7 @@ class LiveBytes(TorchDispatchMode):
 def peak_bytes_per_parameter(gradient_dtype: torch.dtype) -> float:
     """Peak over two steps of two microbatches of bf16 weights, one matrix at a time."""
     with mesh(data=torch.distributed.get_world_size()) as m, LiveBytes() as live:
-        layers = [ColumnParallelLinear(32, 31, ONE, dtype=torch.bfloat16) for _ in range(100)]
+        layers = [ColumnParallelLinear(32, 32, ONE, dtype=torch.bfloat16) for _ in range(100)]
         built = nn.ModuleList(layers)
         count = sum(p.numel() for p in built.parameters())
         optimizer = ZeRO1(built.named_parameters(), m, gradient_dtype=gradient_dtype, bucket_size=1000)
@@ -244,13 +249,92 @@ def test_memory_is_that_of_the_formula(pool, ranks, dtype, fixed):
         assert fixed + 12 / ranks <= found <= 1.05 * (fixed + 12 / ranks)
 
 
+def test_weights_are_initialized_shard_by_shard():
+    """With FSDP, one layer's weights exist in full at a time; the values are those of a model initialized at once."""
+    planned, full = Mesh(data=4, rank=1), []
+
+    def layers() -> nn.ModuleList:
+        return nn.ModuleList(ColumnParallelLinear(64, 64, ONE) for _ in range(10))
+
+    def fill(name: str, parameter: nn.Parameter) -> None:
+        full.append(sum(p.untyped_storage().nbytes() >= p.nbytes for p in built.parameters()))
+        initialize_parameter(name, parameter, ONE, seed=1)
+
+    with deferred_parameters():
+        built = layers()
+    units = [Unit((layer,), (f"{i}.",), block=True) for i, layer in enumerate(built)]
+    optimizer = ZeRO1(built.named_parameters(), planned, units=units, initialize=fill)
+    assert full == [1] * 10
+    initialize(at_once := layers(), ONE, 1)
+    for bucket, layer in zip(optimizer.buckets, at_once, strict=True):
+        assert torch.equal(bucket.master, bucket.local_shard(layer.weight.detach().flatten()))
+
+
 def test_norms_exclude_padding():
-    """5 rows on 2 tensor ranks are padded to 6; the 3 rows of each on 2 data ranks to 4."""
+    """5 rows on 2 tensor ranks are padded to 6; the 3 rows of each to a multiple of 128 bytes for each of 2 data ranks."""
     squares = 0.0
     for rank in range(4):
         planned = Mesh(data=2, tensor=2, rank=rank)
         table = VocabParallelEmbedding(5, 1, planned.tensor)
         bucket = Bucket([("weight", table.weight)], planned, 0.0, (), torch.float32)
         bucket.master.fill_(3.0)
-        squares += bucket.square_norm(bucket.master).item()
+        squares += square_norm([bucket.master], [bucket.norm_weights]).item()
     assert squares == pytest.approx(5 * 3.0**2)
+
+
+def test_parameters_and_shards_are_aligned_to_128_bytes():
+    """Also where sizes are odd, in bf16, on three ranks."""
+    for rank in range(3):
+        planned = Mesh(data=3, rank=rank)
+        built = model(dtype=torch.bfloat16)
+        optimizer = ZeRO1(built.named_parameters(), planned)
+        for bucket in optimizer.buckets:
+            offsets = [slot.parameter.data_ptr() - bucket.values.data_ptr() for slot in bucket.slots]
+            shard = bucket.local_shard(bucket.values)
+            assert [byte % 128 for byte in (*offsets, shard.data_ptr() - bucket.values.data_ptr())] == [0] * (
+                len(offsets) + 1
+            )
+            assert 3 * len(shard) == len(bucket.values)
+
+
+def test_buckets_grow_with_the_shard_group_where_messages_cost_latency():
+    h100, cpu = devices.ACCELERATORS["h100"], devices.CPU
+    assert bucket_size(8, h100) == bucket_size(4096, cpu) == BUCKET_SIZE
+    assert bucket_size(256, h100) == 2 * bucket_size(128, h100) > BUCKET_SIZE
+    assert bucket_size(256, devices.ACCELERATORS["trn2"]) < bucket_size(
+        256, h100
+    )  # a slower link, shorter messages
+
+
+def gathers_during_forward() -> list[list[int]]:
+    """Buckets whose gather was waited for: in a step, and before each layer of the next forward. The weights are those of
+    an optimizer that gathers at once."""
+    waited: list[int] = []
+
+    def take() -> list[int]:
+        return [waited.pop(0) for _ in range(len(waited))]
+
+    with mesh(data=2) as m:
+        layers, at_once = (nn.ModuleDict({str(i): RMSNorm(64, ONE) for i in range(4)}) for _ in range(2))
+        optimizers = []
+        for built in (layers, at_once):
+            initialize(built, ONE, 1)
+            optimizers.append(ZeRO1(built.named_parameters(), m, bucket_size=1))
+        ahead, reference = optimizers
+        ahead.gather_before_use([Unit((layer,), (f"{i}.",)) for i, layer in layers.items()])
+        for number, bucket in enumerate(ahead._updated):
+            wait = bucket.wait
+            bucket.wait = lambda wait=wait, number=number: (waited.append(number), wait())
+        for optimizer, built in ((ahead, layers), (reference, at_once)):
+            sum((i + 1) * layer.weight.sum() for i, layer in enumerate(built.values())).backward()
+            optimizer.step(RATE)
+        found = [take()]
+        for name, layer in layers.items():
+            layer(torch.ones(1, 64))
+            found.append(take())
+            torch.testing.assert_close(layer.weight, at_once[name].weight, rtol=0, atol=0)
+        return found
+
+
+def test_step_returns_before_the_weights_are_gathered_which_each_layer_waits_for(pool):
+    assert pool.run(gathers_during_forward, 2) == [[[], [0], [1], [2], [3]]] * 2

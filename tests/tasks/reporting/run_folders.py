@@ -89,7 +89,7 @@ def write_report(folder):
     ]
     stage = {"bytes": {"parameters": 1 << 29, "optimizer": 505 << 20, "activations": 7 << 20}, "flops": 1e12}
     plan = {"parameters": 2735424, "mesh": {"data": 1, "tensor": 2}, "step_seconds": 0.25, "stages": [stage]}
-    plan |= {"host_bytes": 450 << 20, "needs_bytes": 1474 << 20}
+    plan |= {"host_bytes": 450 << 20, "needs_bytes": 1474 << 20, "basis": "uncalibrated"}
     samples = [{"prompt": [0, 1], "text": [2, 3]}]
     evaluation = {
         "validation_loss": 7.4,

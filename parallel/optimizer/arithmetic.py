@@ -1,0 +1,91 @@
+"""What the optimizer computes on flat tensors, as functions that read nothing on the host.
+
+Devices that compile each operator at its first use run them as compiled programs, one graph for each combination of shapes, the
+same on every rank; others run torch's kernels one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.optimizer.adamw import Update, update
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Returns a compiled version of a function."""
+
+
+class Arithmetic:
+    """The functions of this module, compiled where a device wants it.
+
+    Args:
+        compile: None for devices with a kernel for each operator.
+
+    Attributes:
+        update: compiled `adamw.update`; None for torch's fused kernel, if it has one for the device.
+    """
+
+    def __init__(self, compile: Compile | None = None) -> None:
+        self.compiled = compile is not None
+        self.assign, self.add, self.square_norm, self.root, self.clip, self.sign_step = (
+            compile(function) if compile else function
+            for function in (assign, add, square_norm, root, clip, sign_step)
+        )
+        self.update: Update | None = compile(update) if compile else None
+
+
+def assign(target: Tensor, source: Tensor) -> None:
+    """Write the source over the target, in the target's dtype."""
+    target.copy_(source)
+
+
+def add(target: Tensor, source: Tensor) -> None:
+    """Add the source to the target, in the target's dtype."""
+    target.add_(source)
+
+
+def square_norm(shards: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Weighted sum of the squares of flat tensors, each with weights of its equal blocks; 0-dim float32."""
+    total = torch.zeros_like(weights[0][0])
+    for shard, weight in zip(shards, weights, strict=True):
+        norms = torch.linalg.vector_norm(shard.view(len(weight), -1), dim=1, dtype=torch.float32)
+        total = total + (norms.square() * weight).sum()
+    return total
+
+
+def root(square: Tensor) -> Tensor:
+    """The norm of a squared norm."""
+    return square.sqrt()
+
+
+def clip(
+    square: Tensor, skip: Tensor | None, steps: Tensor, limit: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Decide what an update does, and count it in `steps`.
+
+    Args:
+        square: global squared norm of the gradients; 0-dim, as are all tensors here.
+        skip: not 0 to skip the update, as is done if the norm is not finite.
+        steps: updates so far; incremented in place.
+        limit: maximum norm; None disables clipping.
+
+    Returns:
+        the norm, 1 if the update is skipped or 0, and the divisor of the gradients; float32.
+    """
+    norm = square.sqrt()
+    skipped = norm.isfinite().logical_not()
+    skipped = (skipped if skip is None else skipped | skip.bool()).float()
+    steps.add_(1 - skipped)
+    divisor = torch.ones_like(norm) if limit is None else ((norm + 1e-6) / limit).clamp(min=1)
+    return norm, skipped, divisor
+
+
+def sign_step(weights: Tensor, gradient: Tensor, skip: Tensor, size: float) -> None:
+    """Move weights by `size` against their gradient's sign, unless `skip` is 1."""
+    weights.sub_(gradient.float().sign() * (1 - skip), alpha=size)
+
+
+EAGER = Arithmetic()

@@ -1,0 +1,90 @@
+"""Private names of torch, all of them: a move to another version of torch must look at these, and nowhere else.
+
+The rest of the tree imports them from here, by names of ours: `from parallel.torch_internals import fused_adamw`. Each is looked
+up at its first import, because some of their modules take seconds to import.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+NAMES = {
+    # Collectives that torch.compile traces, and groups by name
+    "all_gather_into_tensor": "torch.ops._c10d_functional.all_gather_into_tensor",
+    "all_gather_into_tensor_out": "torch.ops._c10d_functional.all_gather_into_tensor_out",
+    "all_reduce": "torch.ops._c10d_functional.all_reduce",
+    "all_to_all_single": "torch.ops._c10d_functional.all_to_all_single",
+    "reduce_scatter_tensor": "torch.ops._c10d_functional.reduce_scatter_tensor",
+    "wait_tensor": "torch.ops._c10d_functional.wait_tensor",
+    "functional_collectives": "torch.distributed._functional_collectives",  # registers their meta implementations
+    "register_process_group": "torch._C._distributed_c10d._register_process_group",
+    "resolve_process_group": "torch._C._distributed_c10d._resolve_process_group",
+    "unregister_process_group": "torch._C._distributed_c10d._unregister_process_group",
+    "distributed_c10d": "torch._C._distributed_c10d",
+    # Kernels
+    "fused_adamw": "torch._fused_adamw_",
+    "fused_rms_norm": "torch.ops.aten._fused_rms_norm",
+    "scaled_mm": "torch.ops.aten._scaled_mm_v2",
+    "has_bf16_products": "torch.cpu._is_avx512_bf16_supported",
+    "cpu_flash_attention": "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    "cpu_flash_attention_backward": "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    "cudnn_attention": "torch.ops.aten._scaled_dot_product_cudnn_attention",
+    "efficient_attention": "torch.ops.aten._scaled_dot_product_efficient_attention",
+    "efficient_attention_backward": "torch.ops.aten._scaled_dot_product_efficient_attention_backward",
+    "flash_attention": "torch.ops.aten._scaled_dot_product_flash_attention",
+    "flash_attention_backward": "torch.ops.aten._scaled_dot_product_flash_attention_backward",
+    # Autograd and dispatch
+    "will_engine_execute_node": "torch._C._will_engine_execute_node",
+    "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
+    "tree_leaves": "torch.utils._pytree.tree_leaves",
+    "tree_map": "torch.utils._pytree.tree_map",
+    "OpOverload": "torch._ops.OpOverload",
+    "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
+    "unset_fake_temporarily": "torch._subclasses.fake_tensor.unset_fake_temporarily",
+    # Pipelines
+    "Action": "torch.distributed.pipelining.schedules._Action",
+    "ComputationType": "torch.distributed.pipelining.schedules._ComputationType",
+    "PipelineScheduleRuntime": "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
+    "RecvInfo": "torch.distributed.pipelining.stage._RecvInfo",
+    # Checkpoints
+    "PyTorchFileReader": "torch._C.PyTorchFileReader",
+    "narrow_tensor_by_index": "torch.distributed._shard._utils.narrow_tensor_by_index",
+    "FileSystem": "torch.distributed.checkpoint._fsspec_filesystem.FileSystem",
+    "FsspecWriter": "torch.distributed.checkpoint._fsspec_filesystem.FsspecWriter",
+    "StorageInfo": "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "StoragePrefix": "torch.distributed.checkpoint.filesystem._StoragePrefix",
+    "create_file_view": "torch.distributed.checkpoint.utils._create_file_view",
+    # Compilers and tracing
+    "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
+    "lookup_backend": "torch._dynamo.backends.registry.lookup_backend",
+    "dynamo_config": "torch._dynamo.config",
+    "counters": "torch._dynamo.utils.counters",
+    "functorch_config": "torch._functorch.config",
+    "compile_fx": "torch._inductor.compile_fx.compile_fx",
+    "inductor_config": "torch._inductor.config",
+    "pick_vec_isa": "torch._inductor.cpu_vec_isa.pick_vec_isa",
+    "FakeStore": "torch.testing._internal.distributed.fake_pg.FakeStore",
+}
+WRAP_LOGGER = "torch._higher_order_ops.wrap"  # name of a logger
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = find(NAMES[name])
+    return found
+
+
+def find(path: str) -> Any:
+    """The object with a dotted path, importing the modules on the way."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = import_module(".".join(parts[:end]))
+            break
+        except ModuleNotFoundError:
+            continue
+    for part in parts[end:]:
+        found = getattr(found, part)
+    return found
