@@ -28,6 +28,9 @@ for _name in ("PREFECT_API_URL", "PREFECT_PROFILE"):
 # Inductor otherwise compiles, and loads in another interpreter, a probe of every instruction set in each process: 9 s of CPU.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
+# Threads of OpenMP that wait give up the core, which another test needs.
+os.environ["OMP_WAIT_POLICY"] = "passive"
+
 # No deadlines: a loaded machine is not a failure.
 hypothesis.settings.register_profile(
     "trainshed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

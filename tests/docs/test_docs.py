@@ -35,6 +35,7 @@ SMALL = {
     "train.sequence_length": 32,
     "parallel.tensor": 1,
     "cluster.devices_per_node": 1,
+    "cluster.threads": 1,
     "compile.enabled": "false",
     "checkpoint.every": 2,
     "evaluate.batches": 1,

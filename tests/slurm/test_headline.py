@@ -22,11 +22,11 @@ from tests.hub import TOKEN, Hub
 from tests.slurm.conftest import register, until, worker
 
 REPOSITORY = "meta-llama/Meta-Llama-3-70B"  # of the profile's tokenizer, and here of weights to start from
-LENGTH, STEPS, KILLED_AT = 32, 60, 15
+LENGTH, STEPS, KILLED_AT = 32, 40, 15
 MODEL = {
     "hidden_size": 64,
     "intermediate_size": 224,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 1,
     "vocab_size": 300,
@@ -34,10 +34,16 @@ MODEL = {
 }
 OVERRIDES = (
     *(f"model.{name}={value}" for name, value in MODEL.items()),
-    *("parallel.tensor=2", "parallel.pipeline=2", "parallel.kv_replication=2"),
+    *("parallel.tensor=2", "parallel.kv_replication=2"),
     *(f"train.steps={STEPS}", "train.warmup_steps=6", "checkpoint.every=10"),
     *(f"train.sequence_length={LENGTH}", "train.global_batch_size=4"),
-    *("cluster.nodes=2", "cluster.devices_per_node=2", "cluster.device=cpu", "cluster.accelerator=null"),
+    *(
+        "cluster.nodes=2",
+        "cluster.devices_per_node=1",
+        "cluster.device=cpu",
+        "cluster.threads=1",
+        "cluster.accelerator=null",
+    ),
     f"init.from={REPOSITORY}",
 )
 TASKS = {"plan", "tokenizer", "dataset", "weights", "graphs", "train", "evaluate", "export", "report"}
