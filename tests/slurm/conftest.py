@@ -133,11 +133,12 @@ def ranks(folder: Path) -> list[psutil.Process]:
     return [found[rank] for rank in sorted(found)]
 
 
-def until(true, seconds: float = 180) -> None:
+def until(true, seconds: float = 180, every: float = 0.1) -> None:
+    """Wait for a condition; one that asks a server should not ask often."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(0.1)
+        time.sleep(every)
 
 
 def register(api: str, name: str) -> None:

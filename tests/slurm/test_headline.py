@@ -141,11 +141,13 @@ def test_llama3_70b_trains_through_server_worker_and_slurm_despite_a_dead_node(
             return state() in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
         metrics = folder / "metrics.jsonl"
-        until(
-            lambda: ended() or (metrics.exists() and metrics.read_text().count('"loss"') >= KILLED_AT), 1200
-        )
+
+        def trains() -> bool:
+            return metrics.exists() and metrics.read_text().count('"loss"') >= KILLED_AT
+
+        until(lambda: trains() or ended(), 1200, every=1)
         cluster.kill_node("n2")
-        until(ended, seconds=600)
+        until(ended, seconds=600, every=1)
         assert state() == "COMPLETED", (tmp_path / "worker.log").read_text()
 
     # Every step completed as a task; the server creates task runs from events, with a delay.
@@ -157,7 +159,7 @@ def test_llama3_70b_trains_through_server_worker_and_slurm_despite_a_dead_node(
             for each in ask(f"{prefect_server}/task_runs/filter", only(run["id"]))
         }
 
-    until(lambda: {name.split()[0] for name in tasks()} >= TASKS)
+    until(lambda: {name.split()[0] for name in tasks()} >= TASKS, every=1)
     assert {*tasks().values()} == {"Completed"}
 
     # The job restarted without the dead node, each step is recorded once, and no graph was compiled in training.

@@ -107,7 +107,7 @@ def test_run_cancelled_in_the_ui_saves_and_ends_its_job(deploy, prefect_server, 
         (run,) = ask(f"{prefect_server}/flow_runs/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})
         return run["state_type"] == "CANCELLED"
 
-    until(cancelled)
+    until(cancelled, every=1)
 
 
 def test_command_reattaches_to_the_job_of_a_killed_worker(
