@@ -150,31 +150,13 @@ def test_failure_is_shown_first_with_what_to_do(killed, prefect_ui, browser):
         assert page.complaints == []
 
 
-def test_deployment_form_offers_profiles_and_explains_fields(prefect_ui, browser, command):
-    code = "from flows.pretrain import pretrain; print(pretrain.to_deployment('tiny', parameters={'profile': 'tiny'}).apply())"
-    environment = {**os.environ, "PREFECT_API_URL": f"{prefect_ui}/api"}
-    made = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    identity = made.stdout.split()[-1]
-    with visit(browser, f"{prefect_ui}/deployments/deployment/{identity}/run", (1300, 1200)) as page:
-        page.page.get_by_text("Where artifacts and runs are kept").wait_for()
-        page.page.wait_for_timeout(500)
-        page.picture("prefect-form")
-        text = page.page.inner_text("body")
-        assert "A shipped profile, or the path of a YAML file" in text
-        assert "Keys to override" in text
-        assert "name in the store" in text  # beside Prefect's own "Run Name"
-        assert page.complaints == []
-        assert page.asked == []
-
-
 # Whether a form field has this value or shows it as the selection.
 SHOWN = """name => [...document.querySelectorAll("form *")].some(
     each => String(each.value || (each.children.length ? "" : each.textContent)).trim() === name)"""
 
 
-def test_every_deployment_form_opens_with_its_profile(prefect_ui, browser):
+def test_deployment_forms_open_with_their_profile_and_explain_their_fields(prefect_ui, browser):
+    """Of `tiny` and of a few others, which differ from it in their parameters alone, and of the other flows."""
     environment = {**os.environ, "PREFECT_API_URL": f"{prefect_ui}/api", "TRAINSHED_FOLDER": "/"}
     for setup in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--all"]):
         subprocess.run(
@@ -183,12 +165,21 @@ def test_every_deployment_form_opens_with_its_profile(prefect_ui, browser):
     deployments = ask(f"{prefect_ui}/api/deployments/filter", {})
     expected = yaml.safe_load((HOME / "prefect.yaml").read_text())["deployments"]
     assert sorted(each["name"] for each in deployments) == sorted(each["name"] for each in expected)
-    named = {
+    (tiny,) = (each for each in deployments if each["name"] == "tiny" and "pretrain" in each["tags"])
+    others = [each for each in deployments if "pretrain" not in each["tags"]]
+    forms = {
         f"{prefect_ui}/deployments/deployment/{each['id']}/run": each["parameters"].get("profile", "tiny")
-        for each in deployments
+        for each in (tiny, *others, *deployments[::12])
     }
-    with visit(browser, next(iter(named))) as seen:
-        for address, name in named.items():
+    with visit(browser, next(iter(forms)), (1300, 1200)) as seen:
+        seen.page.get_by_text("Where artifacts and runs are kept").wait_for()
+        seen.page.wait_for_timeout(500)
+        seen.picture("prefect-form")
+        text = seen.page.inner_text("body")
+        assert "A shipped profile, or the path of a YAML file" in text
+        assert "Keys to override" in text
+        assert "name in the store" in text  # beside Prefect's own "Run Name"
+        for address, name in forms.items():
             seen.page.goto(address)
             seen.page.wait_for_function(SHOWN, arg=name)
         assert seen.complaints == []

@@ -1,4 +1,4 @@
-"""A shipped profile of each family at small size on four ranks, from the tokenizer to an export.
+"""A shipped profile of each kind of parallelism at small size on two ranks, from the tokenizer to an export.
 
 That every shipped profile trains, with its own degrees, recomputation and schedule, is tested in tests/profiles/test_training.py.
 """
@@ -32,25 +32,20 @@ SMALL = (
         "compile.enabled=false",
     ),
     *(
-        "cluster={launcher: local, devices_per_node: 4, device: cpu, threads: 1}",
+        "cluster={launcher: local, devices_per_node: 2, device: cpu, threads: 1}",
         "parallel.kv_replication=null",
     ),
 )
 FAMILIES = {
-    "llama2-7b": ("parallel.tensor=2", "model.num_attention_heads=4", "model.num_key_value_heads=4"),
-    "llama3-70b": (
-        *("parallel.tensor=2", "parallel.pipeline=2"),
-        *("model.num_attention_heads=8", "model.num_key_value_heads=1"),
-    ),
+    "llama3-70b": ("parallel.tensor=2", "model.num_attention_heads=8", "model.num_key_value_heads=1"),
     "llama3-70b-cp": (
-        *("parallel.tensor=2", "parallel.context=2"),
+        *("parallel.tensor=1", "parallel.context=2"),
         *("model.num_attention_heads=8", "model.num_key_value_heads=1"),
     ),
-    "gpt3-175b": ("parallel.tensor=2", "parallel.pipeline=2", "model.num_attention_heads=4"),
+    "gpt3-175b": ("parallel.tensor=1", "parallel.pipeline=2", "model.num_attention_heads=4"),
     "deepseek-coder-1.3b": (
-        "parallel.tensor=2",
-        "model.num_attention_heads=4",
-        "model.num_key_value_heads=4",
+        *("parallel.tensor=1", "parallel.data_sharding=fsdp"),
+        *("model.num_attention_heads=4", "model.num_key_value_heads=4"),
     ),
 }
 

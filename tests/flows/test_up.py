@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -62,12 +61,47 @@ def only(flow_run: str) -> dict:
     return {"flow_runs": {"id": {"any_": [flow_run]}}}
 
 
-def test_deployment_runs_and_ctrl_c_saves_the_next_run_and_stops_everything(
-    up, command, free_port, profile, tmp_path
+@pytest.fixture
+def plain_server(free_port, prefect_home, tmp_path):
+    """API address of an empty Prefect server, started by hand."""
+    with (tmp_path / "server.log").open("wb") as output:
+        server = subprocess.Popen(
+            [sys.executable, *("-m", "prefect", "server", "start", "--port", str(free_port))],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    api = f"http://127.0.0.1:{free_port}/api"
+    while not healthy(api):
+        assert server.poll() is None
+        time.sleep(0.2)
+    yield api
+    server.terminate()
+    server.wait(timeout=60)
+
+
+def healthy(api: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{api}/health", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_run(
+    command, plain_server, free_port, profile, tmp_path
 ):
-    started, api = up
+    write_shadowing_modules(tmp_path)
+    api = plain_server
+    started = command("up", "--port", str(free_port))
+    line = started.process.stderr.readline()
+    assert "without the work pool trainshed" in line
+    assert "an online worker" in line
+    assert started.process.stderr.readline() == f"Prefect's UI: http://127.0.0.1:{free_port}\n"
+    assert ask(f"{api}/automations/filter")
     found = ask(f"{api}/deployments/filter")
     deployments = {each["name"]: each for each in found if "pretrain" in each["tags"]}
+    assert f"/deployment/{deployments['tiny']['id']}/run" in started.process.stderr.readline()
     form = deployments["tiny"]["parameter_openapi_schema"]["properties"]
     assert all(field["description"] for field in form.values())
     assert "null" not in json.dumps(form)
@@ -113,6 +147,8 @@ def test_deployment_runs_and_ctrl_c_saves_the_next_run_and_stops_everything(
     # A second `up` finds nothing to do; a second run is interrupted while it trains.
     code, _, err = command("up", "--port", str(free_port)).result()
     assert (code, "already running" in err) == (0, True)
+    (worker,) = ask(f"{api}/work_pools/trainshed/workers/filter")
+    assert worker["status"] == "ONLINE"
     parameters = {"profile": str(profile), "overrides": list(LONGER), "name": "interrupted"}
     ask(f"{api}/deployments/{deployments['tiny']['id']}/create_flow_run", {"parameters": parameters})
     folder = tmp_path / "store/runs/interrupted"
@@ -121,6 +157,7 @@ def test_deployment_runs_and_ctrl_c_saves_the_next_run_and_stops_everything(
     code, _, _ = started.result(timeout=180)
     assert code == 0
     assert started.processes() == []
+    assert healthy(api)  # it was there before
     done = len(losses(folder))
     assert (folder / f"checkpoints/step_{done}/complete.json").exists()
     assert final_state(Path(os.environ["PREFECT_HOME"]), "interrupted") == (
@@ -190,55 +227,6 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     assert code == 0
     assert "killing everything" in err
     assert started.processes() == []
-
-
-@pytest.fixture
-def plain_server(free_port, prefect_database, tmp_path):
-    """API address of an empty Prefect server, started by hand."""
-    (tmp_path / "home").mkdir()
-    shutil.copy(prefect_database, tmp_path / "home")
-    with (tmp_path / "server.log").open("wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, *("-m", "prefect", "server", "start", "--port", str(free_port))],
-            env={**os.environ, "PREFECT_HOME": str(tmp_path / "home")},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    api = f"http://127.0.0.1:{free_port}/api"
-    while not healthy(api):
-        assert server.poll() is None
-        time.sleep(0.2)
-    yield api
-    server.terminate()
-    server.wait(timeout=60)
-
-
-def healthy(api: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{api}/health", timeout=5):
-            return True
-    except OSError:
-        return False
-
-
-def test_up_completes_a_server_that_is_already_running(command, plain_server, free_port):
-    started = command("up", "--port", str(free_port))
-    line = started.process.stderr.readline()
-    assert "without the work pool trainshed" in line
-    assert "an online worker" in line
-    assert started.process.stderr.readline() == f"Prefect's UI: http://127.0.0.1:{free_port}\n"
-    code, _, err = command("up", "--port", str(free_port)).result()  # waits for the first one's worker
-    assert (code, "already running" in err) == (0, True)
-    (worker,) = ask(f"{plain_server}/work_pools/trainshed/workers/filter")
-    assert worker["status"] == "ONLINE"
-    assert {"tiny", "export"} <= {each["name"] for each in ask(f"{plain_server}/deployments/filter")}
-    assert ask(f"{plain_server}/automations/filter")
-    os.killpg(started.process.pid, signal.SIGINT)
-    code, _, _ = started.result(timeout=120)
-    assert code == 0
-    assert started.processes() == []
-    assert healthy(plain_server)
 
 
 def test_taken_port_is_an_error(command, free_port):
