@@ -37,31 +37,11 @@ class Match:
     different: tuple[str, ...]
 
 
-# Without a profile of its own.
-MIXTRAL = Published(
-    "mixtral-8x7b",
-    Model(
-        architecture="mixtral",
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        vocab_size=32000,
-        max_position_embeddings=32768,
-        rope_theta=1e6,
-    ),
-    "mistralai/Mixtral-8x7B-v0.1",
-)
-
-
 @cache
 def models() -> tuple[Published, ...]:
     """The published models, each once."""
     names = [name for name in resolve.names() if not name.startswith("tiny") and not name.endswith(HARDWARE)]
-    found = {MIXTRAL.model: MIXTRAL}
+    found: dict[Model, Published] = {}
     for name in sorted(names, key=len):
         profile = resolve.load(name)
         if profile.objective.kind == "pretrain":
