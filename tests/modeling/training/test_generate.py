@@ -50,6 +50,7 @@ def test_greedy_samples_equal_transformers(monkeypatch, family):
 
 def test_texts_of_preference_runs_follow_the_prompts_of_records():
     trainer = Trainer(Case(objective="dpo").profile())
+    initialize(trainer.stages[0], trainer.mesh.tensor, 0)
     try:
         samples = generate.generate_samples(trainer, Prompts)
     finally:
