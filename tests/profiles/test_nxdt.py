@@ -306,7 +306,7 @@ def test_command_writes_the_profile_and_ends_with_its_plan(tmp_path, capsys):
     assert shown.index("keys: ") < shown.index("differs") < shown.index("to do") < shown.index("wrote ")
     assert "log_gradient_norm" not in text
     assert "parameters 1,071,681,536" in text
-    assert "cannot start it here: cluster.accelerator = trn1" in text
+    assert "cannot start it here: - cluster.accelerator = trn1" in text
     assert "data.sources.0.path = /fsx/wikicorpus_llama2_4k: there is no such file or folder" in text
     assert main(["import-config", str(write(tmp_path, "hf_llama_7B")), str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
