@@ -127,7 +127,9 @@ def pretrain(
             if parent:
                 copy_checkpoint(opened, parent, run.name)
             graphs = compiling.result()
-            reference = runner.run(ReferenceStep(dataset, weights, graphs))
+            # Other objectives have no reference model, and no line that says so.
+            rated = run.objective.kind == "dpo"
+            reference = runner.run(ReferenceStep(dataset, weights, graphs)) if rated else None
             training = TrainingStep(dataset, identity, graphs, weights, reference)
             runner.run(training, following(runner.context))
             ledger.record(opened, run.name, identity, dataset, parent and parent.identity)

@@ -60,6 +60,7 @@ NAMES = {
     "lookup_backend": "torch._dynamo.backends.registry.lookup_backend",
     "dynamo_config": "torch._dynamo.config",
     "counters": "torch._dynamo.utils.counters",
+    "dynamo": "torch._dynamo",
     "functorch_config": "torch._functorch.config",
     "compile_fx": "torch._inductor.compile_fx.compile_fx",
     "inductor_config": "torch._inductor.config",

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from modeling.data.records import REFERENCE
-from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation import run_job
 from tasks.step import Context, Step
@@ -29,9 +28,6 @@ class ReferenceStep(Step):
 
     kind = "reference"
     name = "reference"
-
-    def skip_reason(self, profile: Profile) -> str | None:
-        return None if profile.objective.kind == "dpo" else "no reference model"
 
     def key(self, context: Context) -> str:
         return keys.reference(context.profile, self.weights.key, self.dataset.key)

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch._dynamo  # operators on the meta device import it; here it is part of a program's start
 from torch import Tensor, nn
 
 from modeling.models.build import DTYPES, build_mesh, build_model
@@ -22,6 +21,7 @@ from parallel import Mesh
 from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.attention import kernels
+from parallel.torch_internals import dynamo  # noqa: F401 operators on the meta device import it; here it is part of a program's start
 from profiles.schema import Profile
 
 META = torch.device("meta")
