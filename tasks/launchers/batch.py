@@ -96,7 +96,11 @@ case $$stopping in
   requeue) # sleeps until the requeue kills this script
     echo "$requeued"
     record null
-    scontrol requeue "$$SLURM_JOB_ID" && exec sleep 60
+    # The requeue ends this job's processes, perhaps before scontrol has heard that it succeeded.
+    if (trap "" TERM && exec scontrol requeue "$$SLURM_JOB_ID"); then
+      [ "$$stopping" = killed ] || exec sleep 60
+      exit 1
+    fi
     ;;
   killed)
     record null

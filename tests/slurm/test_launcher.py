@@ -192,8 +192,15 @@ def test_another_job_of_the_same_name_replaces_the_running_one_after_it_saved(pl
 
 
 @pytest.mark.parametrize("code", [0, 71, 143])
-def test_only_interrupted_jobs_are_requeued_at_the_time_limit(place, launcher, cluster, code):
+def test_only_interrupted_jobs_are_requeued_at_the_time_limit(place, launcher, cluster, code, monkeypatch):
     """Ranks that finish or fail by themselves near the time limit determine the job's exit code."""
+    if code == 143:  # the requeue begins to end the job's processes before scontrol says that it succeeded
+        slow = place.parent / "scontrol"
+        slow.write_text(
+            f'#!/bin/sh\n{shutil.which("scontrol")} "$@" && {{ test "$1" != requeue || sleep 2; }}\n'
+        )
+        slow.chmod(0o755)
+        monkeypatch.setenv("PATH", str(place.parent), prepend=os.pathsep)
     handle = launcher.submit(job(place, "ends-with", str(code), nodes=2, saves=True))
     wait_for(*(place / f"pid-{rank}" for rank in range(4)))
     with cluster.slow_epilogs() if code == 143 else contextlib.nullcontext():
