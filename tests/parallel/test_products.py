@@ -82,7 +82,7 @@ def losses(precision):
 def test_tensor_parallel_layers_train_in_emulated_fp8(pool):
     """KV heads on two ranks each; the scales of shards differ from those of the full tensors."""
     found = run(Case(tensor=4, precision="fp8", fp8_recipe="tensorwise"), pool).losses
-    assert found == pytest.approx(losses("bf16")[:20], rel=3e-2)
+    assert found == pytest.approx(losses("bf16")[: len(found)], rel=3e-2)
 
 
 def test_loss_in_emulated_fp8_is_within_a_percent_of_bf16_over_200_steps():

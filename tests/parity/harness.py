@@ -244,6 +244,7 @@ def _train(
             results.losses += trainer.sum(loss[None]).tolist()
             if save and step + 1 in save:
                 checkpoint.save(save[step + 1], optimizer, {"step": step + 1})
+        optimizer.gather_parameters()  # which the next forward would wait for; some tests look at them
         results.boxes += saved_boxes(
             "weights", ((box, states["master"]) for box, states in optimizer.state_boxes())
         )

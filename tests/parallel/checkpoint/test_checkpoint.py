@@ -290,4 +290,4 @@ def test_torch_distributed_checkpoint_reads_our_files(tmp_path):
     checkpoint.save(tmp_path / "step_1", ours := trained_optimizer(), {})
     state = {"weights.weight": torch.zeros(4)}
     torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "step_1", no_dist=True)
-    assert torch.equal(state["weights.weight"], ours.buckets[0].master)
+    assert torch.equal(state["weights.weight"], ours.buckets[0].master[:4])

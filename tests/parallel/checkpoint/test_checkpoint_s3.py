@@ -45,7 +45,8 @@ def optimizer(on: Mesh, seed: int) -> ZeRO1:
     values = torch.randn(WIDTH, generator=generator)
     bucket = built.buckets[0]
     for state in (bucket.master, bucket.exp_avg, bucket.exp_avg_sq):
-        state.copy_(values[bucket.first : bucket.first + bucket.length])
+        own = values[bucket.first : bucket.first + bucket.length]
+        state[: len(own)] = own  # padding follows
     return built
 
 

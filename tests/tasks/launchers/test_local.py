@@ -22,7 +22,7 @@ def save(*_):
     sys.exit(143)
 ignores = "all-ignore-sigterm" in sys.argv or "rank-1-ignores-sigterm" in sys.argv and rank == "1"
 signal.signal(signal.SIGTERM, signal.SIG_IGN if ignores else save)
-print("rank", rank, "here with secret", os.environ.get("PREFECT_API_KEY"))
+print(f"rank {rank} here with secret {os.environ.get('PREFECT_API_KEY')}\\n", end="")  # one write: lines of ranks may mix
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 while not (folder / "finish").exists():
     time.sleep(0.05)
