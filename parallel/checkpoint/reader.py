@@ -32,7 +32,7 @@ from parallel.torch_internals import PyTorchFileReader, create_file_view, narrow
 
 REQUESTS = 16  # concurrent requests to a remote store
 COPIES = 2  # concurrent copies from mapped files: one verifies while the other copies
-FETCH_ALL = 1 << 20  # bytes; of a smaller box all is fetched
+FETCH_ALL = 1 << 20  # bytes; of a smaller box all is fetched, and of a box of which nearly all is needed
 
 # Every class and function that the `.metadata` of tensors refers to.
 _ALLOWED = {
@@ -117,7 +117,7 @@ class Reader:
             mapped = self.map(box)
             self._files.verify_mapped(box.file, *self._rows(box, offsets, sizes))
             return narrow_tensor_by_index(mapped, offsets, sizes)
-        if box.length < FETCH_ALL or 4 * math.prod(sizes) > math.prod(box.sizes):
+        if box.length < FETCH_ALL or 10 * math.prod(sizes) > 9 * math.prod(box.sizes):
             data = self._files.fetch(box.file, box.start, box.start + box.length)
             with self._corruption_of(box):
                 stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
