@@ -126,7 +126,9 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
             yield
             return
         settings = {PREFECT_API_URL: server.wait()}
-        if server.started:  # nobody else asks it for heartbeats, and the last one takes up to a second
+        if (
+            server.started
+        ):  # no other client needs this run's heartbeats, and the last one delays the exit by up to a second
             settings[PREFECT_FLOWS_HEARTBEAT_FREQUENCY] = None
         with temporary_settings(settings):
             try:

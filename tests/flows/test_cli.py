@@ -373,7 +373,7 @@ def smoothed(logits, targets):
 def test_a_run_in_words_is_clean_finds_a_loss_and_says_where_everything_is(
     command, profile, prefect_server, tmp_path
 ):
-    """In a folder whose modules have the names of Trainshed's; again, it is cached and needs nobody who reads its output."""
+    """The folder's modules have the names of Trainshed's. A cached run follows, whose output nobody reads."""
     write_shadowing_modules(tmp_path)
     (tmp_path / "my_losses.py").write_text(LOSS)
     arguments = ("run", str(profile), "--name", "first", *settings("train.loss=my_losses:smoothed"))
