@@ -126,9 +126,8 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
             yield
             return
         settings = {PREFECT_API_URL: server.wait()}
-        if (
-            server.started
-        ):  # no other client needs this run's heartbeats, and the last one delays the exit by up to a second
+        # No other client needs this run's heartbeats, and the last one delays the exit by up to a second.
+        if server.started:
             settings[PREFECT_FLOWS_HEARTBEAT_FREQUENCY] = None
         with temporary_settings(settings):
             try:
