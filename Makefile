@@ -13,6 +13,9 @@ SYSTEM_PACKAGES := g++ slurm-wlm munge postgresql chromium
 # One worker more than cores. OMP_NUM_THREADS=1, because the tests themselves run side by side.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
+# Where bytecode is not written, each of a test's or a run's processes compiles torch again: 4 s each, and the suite starts hundreds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run up check-device lint test test-fast test-system
 
 run: .venv/installed
@@ -30,7 +33,6 @@ lint: .venv/installed-for-tests
 	$(BIN)/lint-imports --no-logo
 
 test: lint
-	@$(BIN)/python -m compileall -q flows tasks modeling parallel profiles tests  # once, not in each of a thousand processes
 	$(PYTEST)
 
 # Without the tests that start servers, clusters or processes.

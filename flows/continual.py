@@ -23,7 +23,7 @@ from flows.hooks import HOOKS
 from flows.parameters import ProfileName, RunName
 from flows.pretrain import load, run_name
 from flows.runner import THREADS, Runner
-from flows.secrets import hub_token
+from flows.server.secrets import hub_token
 from flows.steps import check_plan, following, open_run, read_lock, resolve_inputs
 from profiles import resolve
 from profiles.errors import ProfileError

@@ -19,8 +19,8 @@ from prefect.states import Cancelled, Failed
 
 from flows import working_folder
 from flows.hooks import show_stop
-from flows.prefect_settings import REJECTED, STOPPED
 from flows.runner import REJECTIONS, forward_logs
+from flows.server.prefect_settings import REJECTED, STOPPED
 
 P = ParamSpec("P")
 R = TypeVar("R")

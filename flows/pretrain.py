@@ -22,7 +22,7 @@ from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import ForkedFrom, ProfileName, RunName
 from flows.runner import THREADS, Runner
-from flows.secrets import hub_token
+from flows.server.secrets import hub_token
 from flows.steps import (
     RunCommand,
     check_plan,

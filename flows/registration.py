@@ -17,7 +17,7 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists
 
-from flows.prefect_settings import AUTOMATION, POOL, REJECTED, SILENCE_SECONDS, STOPPED
+from flows.server.prefect_settings import AUTOMATION, POOL, REJECTED, SILENCE_SECONDS, STOPPED
 
 CONCURRENT_RUNS = 4
 # Events of final states have the states' names, of which some are our own (final_states.py, continual.py).

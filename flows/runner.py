@@ -29,7 +29,7 @@ from prefect.logging.handlers import APILogHandler
 from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.prefect_settings import STOPPED
+from flows.server.prefect_settings import STOPPED
 from flows.ui.artifacts import show_table
 from flows.ui.console import PACKAGES, ProgressFilter, one_line
 from flows.ui.progress import progress_reporter

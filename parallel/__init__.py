@@ -9,13 +9,13 @@ from typing import Any
 
 _MODULES = {
     "attention.ring": ("ring_attention",),
-    "gqa": ("GQAQKVColumnParallelLinear",),
+    "layers.gqa": ("GQAQKVColumnParallelLinear",),
     "initialization": ("Constant", "Normal", "initialize"),
-    "layers": ("ColumnParallelLinear", "Embedding", "RowParallelLinear", "VocabParallelEmbedding"),
+    "layers.linear": ("ColumnParallelLinear", "Embedding", "RowParallelLinear", "VocabParallelEmbedding"),
     "layout": ("Layout", "Section", "parameter", "parameter_count"),
     "loss": ("linear_cross_entropy", "vocab_parallel_cross_entropy"),
     "mesh": ("Axis", "Mesh"),
-    "norms": ("LayerNorm", "RMSNorm"),
+    "layers.norms": ("LayerNorm", "RMSNorm"),
     "optimizer.zero1": ("ZeRO1",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

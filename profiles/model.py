@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from profiles import dbrx_config
 from profiles.errors import ProfileError
+from profiles.huggingface import dbrx_config
 
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 EXPERTS = ("mixtral", "qwen3_moe", "dbrx", "gpt_oss")  # architectures whose MLPs are mixtures of experts

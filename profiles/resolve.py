@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from profiles import yaml_text
 from profiles.check import check, check_start
 from profiles.errors import OVERRIDE_SYNTAX, ProfileError
-from profiles.hub import REPOSITORY, config_json
-from profiles.huggingface_config import from_config_json
+from profiles.huggingface.config import from_config_json
+from profiles.huggingface.hub import REPOSITORY, config_json
 from profiles.model import canonical
 from profiles.schema import Profile
 from profiles.validation_errors import profile_error

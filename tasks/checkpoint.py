@@ -15,7 +15,7 @@ from typing import Any
 from modeling.conversion import formats
 from modeling.models.build import partition_layers
 from profiles.errors import ProfileError
-from profiles.huggingface_config import to_config_json
+from profiles.huggingface.config import to_config_json
 from profiles.model import Model
 from profiles.schema import Profile
 from tasks import keys

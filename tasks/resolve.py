@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from profiles.check import RUN
 from profiles.errors import ProfileError
-from profiles.hub import resolve_commit
+from profiles.huggingface.hub import resolve_commit
 from profiles.schema import Data, Profile, Source, Tokenizer
 from tasks import keys
 from tasks.sources import corpus, weights

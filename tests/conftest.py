@@ -98,7 +98,7 @@ def prefect_server(prefect_database, tmp_path_factory):
     from prefect.logging.handlers import APILogWorker
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from flows.shared_server import Server
+    from flows.server.shared_server import Server
 
     home = tmp_path_factory.mktemp("prefect-server")
     shutil.copy(prefect_database, home)

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import workload
 from benchmarks.peers.llama import cross_entropy
-from profiles.huggingface_config import to_config_json
+from profiles.huggingface.config import to_config_json
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.prefect_settings import configure, may_name_server
-from flows.shared_server import Server, shared_server
+from flows.server.prefect_settings import configure, may_name_server
+from flows.server.shared_server import Server, shared_server
 from flows.ui.console import (
     PipeTolerantConsole,
     TerminalHandler,

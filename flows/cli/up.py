@@ -25,9 +25,9 @@ import psutil
 import yaml
 
 from flows.cli.exit_codes import DONE, FAILED
-from flows.prefect_settings import AUTOMATION, POOL, configure
-from flows.secrets import without_tokens
-from flows.shared_server import Registration, start_module, wait_healthy
+from flows.server.prefect_settings import AUTOMATION, POOL, configure
+from flows.server.secrets import without_tokens
+from flows.server.shared_server import Registration, start_module, wait_healthy
 from flows.ui.console import print_stderr
 
 GRACE = 60.0  # seconds for a flow run to save a checkpoint and stop

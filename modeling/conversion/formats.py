@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError
-from profiles.huggingface_config import from_config_json
+from profiles.huggingface.config import from_config_json
 from profiles.model import Model
 
 if TYPE_CHECKING:

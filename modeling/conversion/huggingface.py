@@ -20,7 +20,7 @@ from modeling.conversion.torch_files import LazyTensor, stamp
 from modeling.conversion.weights import Part, Weights, global_shapes
 from modeling.models import weight_names
 from modeling.models.weight_names import HuggingFaceTensor
-from profiles.huggingface_config import to_config_json
+from profiles.huggingface.config import to_config_json
 from profiles.model import Model
 
 SHARD_BYTES = 5 * 10**9

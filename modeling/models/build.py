@@ -8,31 +8,31 @@ from functools import lru_cache, partial
 
 import torch
 
-from modeling.models.dbrx import Dbrx
+from modeling.models.families.dbrx import Dbrx
+from modeling.models.families.gpt import GPT
+from modeling.models.families.gpt_oss import GptOss
+from modeling.models.families.llama import Llama
+from modeling.models.families.mistral import Mistral
+from modeling.models.families.mixtral import Mixtral
+from modeling.models.families.olmo2 import Olmo2
+from modeling.models.families.qwen3 import Qwen3
+from modeling.models.families.qwen3_moe import Qwen3Moe
 from modeling.models.flops import layer_multiply_adds
-from modeling.models.gpt import GPT
-from modeling.models.gpt_oss import GptOss
 from modeling.models.language_model import LanguageModel
-from modeling.models.llama import Llama
 from modeling.models.lora import apply_lora
-from modeling.models.mistral import Mistral
-from modeling.models.mixtral import Mixtral
-from modeling.models.olmo2 import Olmo2
-from modeling.models.qwen3 import Qwen3
-from modeling.models.qwen3_moe import Qwen3Moe
 from parallel import Mesh, ZeRO1
 from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.experts.balance import Balance
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts
 from parallel.initialization import initialize_parameter
+from parallel.layers.products import EXACT, Float8, Products
 from parallel.layout import is_deferred
 from parallel.optimizer.arithmetic import Arithmetic, Compile
 from parallel.optimizer.buckets import bucket_size
 from parallel.optimizer.fsdp import gather_in_graph, gather_on_use
 from parallel.pipeline.schedules import choose_extra_forwards
 from parallel.pipeline.stages import cut_layers
-from parallel.products import EXACT, Float8, Products
 from profiles.schema import Profile
 
 MODELS: dict[str, type[LanguageModel]] = {

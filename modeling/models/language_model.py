@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from parallel import LayerNorm, Mesh, Normal, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
 from parallel.device import CPU, Device
+from parallel.layers.products import EXACT, Products
 from parallel.logits import full_logits
 from parallel.loss import LossPrograms, chunk_tokens, token_cross_entropy
 from parallel.optimizer.fsdp import Unit
-from parallel.products import EXACT, Products
 from profiles.model import Model
 
 

@@ -8,8 +8,7 @@ from torch import nn
 
 from modeling.models.language_model import LanguageModel
 from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RowParallelLinear
-from parallel.layout import layout_of
-from parallel.lora import (
+from parallel.layers.lora import (
     ZERO,
     LowRankUpdate,
     ReplicatedLinear,
@@ -17,6 +16,7 @@ from parallel.lora import (
     first_factor,
     keep_sections_apart,
 )
+from parallel.layout import layout_of
 from profiles.model import Model
 from profiles.schema import Lora
 

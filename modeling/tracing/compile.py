@@ -103,7 +103,7 @@ def describe(error: BaseException) -> str:
 
 
 def _source_location(frame: tuple[str, str]) -> str | None:
-    """`MLP.forward (modeling/models/llama.py:85: return ...)` of a (file, line); None for code that is not ours."""
+    """`MLP.forward (modeling/models/families/llama.py:85: return ...)` of a (file, line); None for code that is not ours."""
     path, line = Path(frame[0]), int(frame[1])
     if not (path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES and path.is_file()):
         return None

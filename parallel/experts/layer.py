@@ -24,7 +24,7 @@ from parallel.experts.grouped import routed_experts
 from parallel.experts.router import Router, Routing
 from parallel.experts.slots import assign_slots, capacity, slotted_experts
 from parallel.initialization import Constant, Normal
-from parallel.layers import check_divisible
+from parallel.layers.linear import check_divisible
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Mesh
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles.errors import ProfileError, format_value
-from profiles.huggingface_config import from_config_json
+from profiles.huggingface.config import from_config_json
 from profiles.nxdt import experts, published
 from profiles.nxdt.published import Published
 from profiles.nxdt.rules import is_hugging_face

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from profiles.schema import Data, Source
-from tasks.sources import files, hub, listing, megatron, python_docs
+from tasks.sources import files, hub, listing, python_docs
 from tasks.sources.file_shards import split_files
+from tasks.sources.formats import megatron
 from tasks.sources.shard import Shard
 from tasks.store.digest_cache import DigestCache
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tasks import keys
-from tasks.sources import readers
-from tasks.sources.long_text import LongText
+from tasks.sources.formats import readers
+from tasks.sources.formats.long_text import LongText
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 

@@ -14,8 +14,8 @@ from itertools import chain
 from pathlib import Path
 
 from profiles.schema import Source
-from tasks.sources import columnar
 from tasks.sources.files import SourceFile, file_format, map_concurrently
+from tasks.sources.formats import columnar
 from tasks.sources.shard import Shard, local_path
 from tasks.store.digest_cache import DigestCache
 

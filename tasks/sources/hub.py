@@ -10,8 +10,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from profiles import hub as huggingface
 from profiles.errors import ProfileError
+from profiles.huggingface import hub as huggingface
 from profiles.schema import Source
 from tasks.sources.file_shards import split_files
 from tasks.sources.files import describe_files, require_known_formats

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from modeling.data.indexed import IndexedError
-from profiles import hub
+from profiles.huggingface import hub
 from tasks.sources import remote
 
 HUB_PREFIX = "hf://datasets/"

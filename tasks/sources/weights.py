@@ -11,9 +11,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from modeling.conversion import formats
-from profiles import hub, retries
+from profiles import retries
 from profiles.errors import ProfileError
-from profiles.hub import REPOSITORY, resolve_commit
+from profiles.huggingface import hub
+from profiles.huggingface.hub import REPOSITORY, resolve_commit
 from tasks import keys
 from tasks.sources import remote
 from tasks.sources.shard import SourceChanged, local_state, remote_state, shown

@@ -15,9 +15,10 @@ import numpy as np
 
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
 from modeling.data.records import RECORD_DTYPE
-from tasks.sources import corpus, duplicates, long_text, megatron, readers, records
-from tasks.sources.columnar import TokenIds
-from tasks.sources.long_text import LongText, TextSplitter
+from tasks.sources import corpus, duplicates
+from tasks.sources.formats import long_text, megatron, readers, records
+from tasks.sources.formats.columnar import TokenIds
+from tasks.sources.formats.long_text import LongText, TextSplitter
 from tasks.sources.shard import SourceError
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from profiles import hub
 from profiles.errors import ProfileError
+from profiles.huggingface import hub
 from tasks.sources import remote
 
 NAMES = (

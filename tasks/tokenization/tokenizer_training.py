@@ -20,8 +20,9 @@ from pathlib import Path
 import regex
 from tokenizers import models, pre_tokenizers, trainers
 
-from tasks.sources import corpus, readers
-from tasks.sources.long_text import LongText
+from tasks.sources import corpus
+from tasks.sources.formats import readers
+from tasks.sources.formats.long_text import LongText
 from tasks.sources.shard import Shard
 from tasks.tokenization.tokenizer_files import EOS, byte_level, write
 from tasks.tokenization.worker import answer, send

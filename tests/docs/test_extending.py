@@ -33,7 +33,8 @@ def test_every_python_block_names_its_file():
 
 @pytest.mark.parametrize("name", [name for name, (_, output) in EXAMPLES.items() if output])
 def test_program_prints_the_documented_output(examples, monkeypatch, capsys, name):
-    from tasks.sources import files, readers
+    from tasks.sources import files
+    from tasks.sources.formats import readers
 
     # Copies, so that what an example registers is gone after the test.
     monkeypatch.setattr(files, "FORMATS", dict(files.FORMATS))

@@ -15,8 +15,8 @@ from prefect.events import emit_event
 from prefect.settings import PREFECT_CLIENT_RETRY_JITTER_FACTOR
 from prefect.states import Completed, Running
 
-from flows.prefect_settings import AUTOMATION, CLIENT_RETRIES, HEARTBEAT_SECONDS, SILENCE_SECONDS
 from flows.registration import register_automation
+from flows.server.prefect_settings import AUTOMATION, CLIENT_RETRIES, HEARTBEAT_SECONDS, SILENCE_SECONDS
 
 SILENCE = 20.0  # twice the shortest that Prefect accepts, for a loaded machine
 

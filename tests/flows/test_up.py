@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from flows.parameters import STARTABLE
-from flows.prefect_settings import SETTINGS
+from flows.server.prefect_settings import SETTINGS
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
 from profiles.check import PLANNED_ONLY

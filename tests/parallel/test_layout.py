@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from modeling.models.llama import Llama
+from modeling.models.families.llama import Llama
 from parallel import Mesh, Normal, ZeRO1, initialize, parameter
 from parallel.constraints import kv_replicas, valid_tensor_degrees
 from parallel.layout import Layout, Section, layout_of

@@ -21,7 +21,7 @@ from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import initialize
 from parallel.checkpoint import checkpoint
-from profiles.huggingface_config import from_config_json
+from profiles.huggingface.config import from_config_json
 from profiles.model import Model
 from profiles.schema import Profile
 from tasks.dataset import DatasetStep

@@ -17,7 +17,7 @@ from parallel import device as devices
 from parallel.layout import layout_of
 from profiles import resolve
 from profiles.check import ACCELERATORS, PLANNED_ONLY
-from profiles.huggingface_config import from_config_json
+from profiles.huggingface.config import from_config_json
 from profiles.model import Model
 from profiles.schema import Cluster, Profile
 

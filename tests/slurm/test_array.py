@@ -7,7 +7,7 @@ import pytest
 import yaml
 from huggingface_hub import HfFileSystem
 
-from flows.secrets import HUB_BLOCK, hub_token
+from flows.server.secrets import HUB_BLOCK, hub_token
 from profiles import resolve
 from tasks.dataset import DatasetStep
 from tasks.sources.shard import SourceError

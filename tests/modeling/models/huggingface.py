@@ -9,7 +9,7 @@ from modeling.models import weight_names
 from modeling.models.build import MODELS
 from parallel import Mesh
 from parallel.layout import Box, layout_of
-from profiles.huggingface_config import from_config_json
+from profiles.huggingface.config import from_config_json
 from profiles.model import Model
 
 TOKENS = 24

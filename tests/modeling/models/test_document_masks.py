@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from modeling.models.gpt import GPT
-from modeling.models.llama import Llama
-from modeling.models.mistral import Mistral
+from modeling.models.families.gpt import GPT
+from modeling.models.families.llama import Llama
+from modeling.models.families.mistral import Mistral
 from parallel import Mesh, initialize
 from tests.modeling.data.datasets import write_dataset
 from tests.parity.harness import MODELS, Case

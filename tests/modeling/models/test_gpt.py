@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from modeling.models.gpt import GPT
+from modeling.models.families.gpt import GPT
 from parallel import Mesh, initialize
 from parallel.random import sample_keys
 from profiles.model import Model

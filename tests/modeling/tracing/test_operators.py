@@ -36,11 +36,13 @@ def test_dynamic_shape_is_rejected():
 
 
 def test_data_dependent_branch_is_rejected(tmp_path, monkeypatch):
-    import modeling.models.llama
+    import modeling.models.families.llama
 
-    forward = modeling.models.llama.MLP.forward
+    forward = modeling.models.families.llama.MLP.forward
     monkeypatch.setattr(
-        modeling.models.llama.MLP, "forward", lambda self, x: forward(self, x if x.sum() > 0 else x + 1)
+        modeling.models.families.llama.MLP,
+        "forward",
+        lambda self, x: forward(self, x if x.sum() > 0 else x + 1),
     )
     with pytest.raises(Exception, match="Data-dependent branching"):
         trace(profile(tmp_path))

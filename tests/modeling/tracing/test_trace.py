@@ -101,15 +101,15 @@ def test_graphs_are_the_same_on_every_rank(tmp_path):
 
 
 def test_graph_that_depends_on_the_rank_has_another_digest(tmp_path, monkeypatch):
-    import modeling.models.llama
+    import modeling.models.families.llama
 
     spread = profile(tmp_path, *SPREAD)
-    forward = modeling.models.llama.MLP.forward
+    forward = modeling.models.families.llama.MLP.forward
 
     def scaled_by_rank(self, x):
         return forward(self, x) * (1.0 + self.down.axis.rank)
 
-    monkeypatch.setattr(modeling.models.llama.MLP, "forward", scaled_by_rank)
+    monkeypatch.setattr(modeling.models.families.llama.MLP, "forward", scaled_by_rank)
     assert digests(trace(spread, 0))["block, training"] != digests(trace(spread, 1))["block, training"]
 
 
@@ -193,7 +193,7 @@ def test_compile_error_names_module_and_source_line(tmp_path, monkeypatch):
         library.impl("unknown", lambda x: x.clone(), "CPU")  # which has no fake implementation
         monkeypatch.setattr(torch.nn.functional, "silu", torch.ops.trainshed_tests.unknown)
         result = compile.compile_program(profile(tmp_path), 0, "block, training", "", Inductor("cpu"))
-    assert result["error"].startswith("MLP.forward (modeling/models/llama.py:")
+    assert result["error"].startswith("MLP.forward (modeling/models/families/llama.py:")
     assert "F.silu(gate) * up" in result["error"]
     assert "trainshed_tests.unknown" in result["error"]
 

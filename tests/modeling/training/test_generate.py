@@ -8,7 +8,7 @@ from modeling.models.weight_names import huggingface_tensor
 from modeling.training import generate
 from modeling.training.trainer import Trainer
 from parallel import initialize
-from profiles.huggingface_config import to_config_json
+from profiles.huggingface.config import to_config_json
 from tests.modeling.models.huggingface import as_stored, boxes
 from tests.parity.harness import Case, batch
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.sources import corpus, file_shards, long_text, readers
+from tasks.sources import corpus, file_shards
+from tasks.sources.formats import long_text, readers
 from tasks.sources.shard import Shard, SourceError
 from tests import s3
 from tests.tasks.source_files import (
@@ -69,7 +70,7 @@ def test_lines_option_reads_each_line_of_text_as_a_document(tmp_path, small_shar
 
 def test_a_long_text_file_is_read_in_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "LONG_FILE", 100)
-    monkeypatch.setattr("tasks.sources.long_text.READ", 64)
+    monkeypatch.setattr("tasks.sources.formats.long_text.READ", 64)
     (tmp_path / "a.txt").write_text("日本語 naïve " * 40)
     assert texts(profile(files(tmp_path / "a.txt"))) == [["日本語 naïve " * 40]]
     (tmp_path / "a.txt").write_bytes(b"good " * 40 + b"\xff")
@@ -87,7 +88,7 @@ def test_long_json_strings_decode_in_chunks_to_the_same_text(documents, ensure_a
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "LONG_FILE", 30)
         patch.setattr(readers, "LONG_STRING", 10)
-        patch.setattr("tasks.sources.long_text.READ", part)
+        patch.setattr("tasks.sources.formats.long_text.READ", part)
         records = ({"a": text, "text": text, "b": [text, 1.5]} for text in documents)
         made = (json.dumps(record, ensure_ascii=ensure_ascii).encode() for record in records)
         shard = Shard("a.jsonl", "jsonl", "digest", ("a.jsonl",), column="text")
@@ -97,7 +98,7 @@ def test_long_json_strings_decode_in_chunks_to_the_same_text(documents, ensure_a
 
 @pytest.mark.parametrize("text", ["12,3.5\n", "\n", "日本", "👩", "\\n", '"a" b'])
 def test_a_long_json_string_decodes_in_bounded_chunks(text, monkeypatch):
-    monkeypatch.setattr("tasks.sources.long_text.READ", 64)
+    monkeypatch.setattr("tasks.sources.formats.long_text.READ", 64)
     for ensure_ascii in True, False:
         literal = json.dumps(text * 1000, ensure_ascii=ensure_ascii).encode()[1:-1]
         chunks = list(long_text.of_json(memoryview(literal), lambda: "a.jsonl, line 1").chunks())
@@ -369,7 +370,7 @@ def test_every_arrow_string_type_is_read(kind, tmp_path):
 
 
 def test_long_texts_of_a_table_are_read_in_bounded_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("tasks.sources.columnar.LONG_VALUE", 1 << 18)
+    monkeypatch.setattr("tasks.sources.formats.columnar.LONG_VALUE", 1 << 18)
     documents = [f"{i} naïve " + "word " * 200_000 for i in range(30)] + ["short"]
     options = {"use_dictionary": False, "write_batch_size": 1, "data_page_size": 1}
     parquet.write_table(pa.table({"text": documents}), tmp_path / "a.parquet", **options)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.sources import long_text
-from tasks.sources.long_text import TextSplitter
+from tasks.sources.formats import long_text
+from tasks.sources.formats.long_text import TextSplitter
 from tests.tasks.tokenization.tokenizers import (
     PROSE,
     deepseek,

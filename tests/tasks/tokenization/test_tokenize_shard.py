@@ -7,7 +7,7 @@ import pytest
 
 from profiles.errors import ProfileError
 from tasks.dataset import DatasetStep
-from tasks.sources import long_text
+from tasks.sources.formats import long_text
 from tasks.step import Context
 from tasks.store.store import Store
 from tasks.tokenization import engines, tokenize_shard, tokenizer_files

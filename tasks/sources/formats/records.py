@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tasks.sources import columnar, python_docs
+from tasks.sources import python_docs
 from tasks.sources.changes import unchanged
-from tasks.sources.readers import LINES, parse_record
+from tasks.sources.formats import columnar
+from tasks.sources.formats.readers import LINES, parse_record
 from tasks.sources.shard import Shard, SourceError
 
 Record = dict[str, Any]

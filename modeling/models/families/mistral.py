@@ -6,7 +6,7 @@ Shapes as in `llama.py`.
 
 from __future__ import annotations
 
-from modeling.models import llama
+from modeling.models.families import llama
 
 
 class Mistral(llama.Llama):

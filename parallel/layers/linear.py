@@ -27,9 +27,9 @@ from parallel import collectives
 from parallel.activation_checkpointing import recompute_products
 from parallel.backward import needs_gradient
 from parallel.initialization import Constant, Normal
+from parallel.layers.products import EXACT, Products
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis
-from parallel.products import EXACT, Products
 
 
 class ColumnLinear(Function):

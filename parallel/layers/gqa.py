@@ -26,10 +26,10 @@ from parallel import collectives
 from parallel.backward import needs_gradient
 from parallel.constraints import kv_replicas, valid_tensor_degrees
 from parallel.initialization import Constant, Normal
-from parallel.layers import ColumnLinear, check_input, column_input_gradient
+from parallel.layers.linear import ColumnLinear, check_input, column_input_gradient
+from parallel.layers.products import EXACT, Products
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis, Mesh
-from parallel.products import EXACT, Products
 
 
 class ReplicatedKVLinear(Function):

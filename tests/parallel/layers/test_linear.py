@@ -18,7 +18,7 @@ from parallel import (
     initialize,
 )
 from parallel.collectives import all_reduce
-from parallel.layers import ColumnLinear, RowLinear
+from parallel.layers.linear import ColumnLinear, RowLinear
 from parallel.layout import layout_of
 from parallel.mesh import Axis
 from tests.parallel.replicated import check, gather, shard

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from modeling.models import llama, mixtral
+from modeling.models.families import llama, mixtral
 from parallel import Mesh
-from parallel.norms import CenteredNorm
+from parallel.layers.norms import CenteredNorm
 from profiles.model import Model
 
 

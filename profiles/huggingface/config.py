@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from profiles import dbrx_config
 from profiles.errors import ProfileError
+from profiles.huggingface import dbrx_config
 from profiles.model import ROTARY, WINDOWED, LinearRope, Llama3Rope, Model, YarnRope
 
 LLAMA_FIELDS = (

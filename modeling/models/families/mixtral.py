@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from modeling.models import llama
+from modeling.models.families import llama
 from parallel import Mesh, Normal
 from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.router import Routing

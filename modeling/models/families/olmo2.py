@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from modeling.models import llama
+from modeling.models.families import llama
 from parallel import Mesh
-from parallel.norms import ProjectionNorm
+from parallel.layers.norms import ProjectionNorm
 from profiles.model import Model
 
 

@@ -6,13 +6,13 @@ import sys
 import psutil
 import pytest
 
-from flows.shared_server import Server
+from flows.server.shared_server import Server
 from tests.flows.test_up import ask
 
 USER = """
 import sys, time
 from pathlib import Path
-from flows.shared_server import Server
+from flows.server.shared_server import Server
 server = Server(Path(sys.argv[1]), Path(sys.argv[2]))
 print(server.wait(), flush=True)
 time.sleep(600)
@@ -32,7 +32,7 @@ def servers() -> list[psutil.Process]:
         try:
             if (
                 process.environ().get("TRAINSHED_TEST") == "shared-server"
-                and "flows.shared_server" in process.cmdline()
+                and "flows.server.shared_server" in process.cmdline()
             ):
                 found.append(process)
         except psutil.Error:

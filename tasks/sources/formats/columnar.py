@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from profiles.errors import ProfileError
-from tasks.sources import long_text
-from tasks.sources.long_text import LongText
+from tasks.sources.formats import long_text
+from tasks.sources.formats.long_text import LongText
 from tasks.sources.shard import Shard, SourceError, is_corruption, local_path, open_file
 
 BATCH_BYTES = 1 << 21

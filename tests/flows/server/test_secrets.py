@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flows.secrets import hub_token
+from flows.server.secrets import hub_token
 from profiles import resolve
 
 HUB = json.dumps([{"kind": "hub", "repository": "org/texts"}])

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from flows.secrets import without_tokens
+from flows.server.secrets import without_tokens
 from modeling.start import without_collection
 from profiles.errors import ProfileError
 
@@ -139,7 +139,7 @@ class Server:
         environment = {**without_tokens(), "PREFECT_HOME": home}
         with self._registration.register(port) as alive:
             options = {"stdin": subprocess.DEVNULL, "pass_fds": [alive.fileno()], "env": environment}
-            start_module(("flows.shared_server", str(port), home), self._log_file, **options)
+            start_module(("flows.server.shared_server", str(port), home), self._log_file, **options)
 
     def wait(self) -> str:
         """Wait until the server is healthy and return its API's address. Raises RuntimeError after START_TIMEOUT."""

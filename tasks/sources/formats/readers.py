@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 from uuid import uuid4
 
-from tasks.sources import columnar, long_text, python_docs
+from tasks.sources import python_docs
 from tasks.sources.changes import unchanged
-from tasks.sources.columnar import TokenIds
-from tasks.sources.long_text import LongText
+from tasks.sources.formats import columnar, long_text
+from tasks.sources.formats.columnar import TokenIds
+from tasks.sources.formats.long_text import LongText
 from tasks.sources.shard import Shard, SourceError, is_corruption, open_file
 
 Document = str | LongText | TokenIds | None

@@ -9,7 +9,7 @@ attention have biases. Shapes as in `llama.py`.
 
 from __future__ import annotations
 
-from modeling.models import llama, mixtral
+from modeling.models.families import llama, mixtral
 from parallel import Mesh, Normal
 from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.router import Routing

@@ -6,8 +6,8 @@ divided by their sum or not. Shapes as in `llama.py`.
 
 from __future__ import annotations
 
-from modeling.models import mixtral, qwen3
-from modeling.models.llama import Llama
+from modeling.models.families import mixtral, qwen3
+from modeling.models.families.llama import Llama
 
 
 class Block(mixtral.Block):

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from parallel.products import E4M3, RECIPES, Float8, Products, dequantize, quantize, swizzle
+from parallel.layers.products import E4M3, RECIPES, Float8, Products, dequantize, quantize, swizzle
 from tests.parity.harness import Case, run, train
 
 EXACT = Products()

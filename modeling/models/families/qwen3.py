@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from modeling.models import llama
+from modeling.models.families import llama
 from parallel import Mesh
-from parallel.norms import HeadNorm
+from parallel.layers.norms import HeadNorm
 from profiles.model import Model
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from parallel import GQAQKVColumnParallelLinear, Mesh, Normal
 from parallel.constraints import kv_replicas, valid_tensor_degrees
-from parallel.gqa import ReplicatedKVLinear
+from parallel.layers.gqa import ReplicatedKVLinear
+from parallel.layers.products import EXACT
 from parallel.layout import layout_of
-from parallel.products import EXACT
 from tests.parallel.replicated import check, gather, shard
 from tests.parity.harness import Case, train
 from tests.pool import mesh
