@@ -11,9 +11,11 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from modeling.supervision.time_account import record_attempt
 from profiles import state_files
 from profiles.schema import Profile
 from tasks import failures, keys
@@ -79,7 +81,8 @@ class TrainingStep(Step):
             try:
                 with run.sync():
                     launcher = create(profile.cluster.launcher, profile.cluster)
-                    execute(launcher, job, watch, grace=profile.cluster.grace)
+                    submitted = partial(record_attempt, folder, "submitted")
+                    execute(launcher, job, watch, grace=profile.cluster.grace, on_submit=submitted)
             except JobFailed as failure:
                 log.warning("%s\n%s", failure, failure.detail)
                 raise failures.classify(profile, failure) from failure

@@ -25,6 +25,7 @@ from torch.distributed import run
 from modeling.exit_codes import HANG_MESSAGE
 from modeling.supervision import heartbeat
 from modeling.supervision.stragglers import node_name
+from modeling.supervision.time_account import BEGUN
 
 GRACE = 1.5  # seconds after the deadline in which a rank can dump its own stacks
 POLL = 0.5  # seconds
@@ -34,6 +35,7 @@ PY_SPY_TIMEOUT = 10.0  # seconds
 def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="trainshed-") as folder:
         os.environ[heartbeat.FOLDER] = folder
+        os.environ[BEGUN] = str(psutil.Process().create_time())
         thread = threading.Thread(target=watch, args=(Path(folder),), daemon=True, name="external-watchdog")
         thread.start()
         run.main(arguments)

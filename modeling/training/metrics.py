@@ -7,9 +7,11 @@ import errno
 import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from modeling.supervision.time_account import TOTALS
 from profiles import state_files
 
 log = logging.getLogger("trainshed")
@@ -30,6 +32,7 @@ GROUPS = {
     ),
     "memory": ("memory_bytes",),
     "consumed": ("consumed_samples", "consumed_tokens"),
+    "goodput": TOTALS,
     "graphs": ("cold_compiles", "warm_graphs"),
     "experts": ("balance_loss", "router_z_loss", "expert_load_max", "dropped_tokens"),
     "device": (
@@ -54,6 +57,9 @@ class MetricsWriter:
         run: the run folder.
         step: step that training resumes after; rows of later steps are dropped, so that each step has one row.
         total_steps: number of steps, shown in log lines.
+
+    Attributes:
+        kept, last: the last training row that was kept, and the last one before later steps were dropped; None without any.
     """
 
     def __init__(self, run: Path, step: int, total_steps: int) -> None:
@@ -61,9 +67,7 @@ class MetricsWriter:
 
         self.total_steps = total_steps
         path = run / "metrics.jsonl"
-        if path.exists():
-            lines = path.read_text(errors="replace").splitlines()
-            state_files.write(path, "".join(f"{line}\n" for line in lines if _step(line) <= step))
+        self.kept, self.last = truncate(path, step)
         self.file = path.open("ab", buffering=0)
         self._unwritten: list[bytes] = []
         self._tensorboard = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
@@ -80,7 +84,7 @@ class MetricsWriter:
                 log.warning(f"WARNING metrics cannot be written: {error}; buffering them until they can")
         try:
             for name, value in row.items():
-                if name != "step" and isinstance(value, int | float):
+                if name not in ("step", "time") and isinstance(value, int | float):
                     self._tensorboard.add_scalar(tag(name), value, row["step"])
                 elif name.endswith(BY_LAYER):
                     for layer, number in enumerate(value):
@@ -110,6 +114,23 @@ class MetricsWriter:
         self.file.close()
         with contextlib.suppress(OSError):
             self._tensorboard.close()
+
+
+def truncate(path: Path, step: int) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Drop the rows of later steps; returns the last training row that is kept, and the last one of the file before that."""
+    if not path.exists():
+        return None, None
+    lines = path.read_text(errors="replace").splitlines()
+    kept = [line for line in lines if _step(line) <= step]
+    state_files.write(path, "".join(f"{line}\n" for line in kept))
+    return _last_training_row(kept), _last_training_row(lines)
+
+
+def _last_training_row(lines: Sequence[str]) -> dict[str, Any] | None:
+    for line in reversed(lines):
+        if _step(line) < float("inf") and "loss" in (row := json.loads(line)):
+            return row
+    return None
 
 
 def record_event(run: Path, event: str, *, reason: str, **facts: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from modeling.models.flops import flops_per_token
 from modeling.supervision.stragglers import Stragglers
 from modeling.supervision.telemetry import Telemetry
+from modeling.supervision.time_account import TimeAccount, job_begin, record_attempt
 from modeling.training.evaluate import Evaluation
 from modeling.training.expert_load import ExpertLoad
 from modeling.training.metrics import EXPERT_LOADS, MetricsWriter, record_event
@@ -29,10 +31,13 @@ class Reporter:
         run: the run folder.
         step: step that training resumes after.
         nodes: name of each rank's node.
+        account: the run's time account, whose totals each training row gets.
     """
 
-    def __init__(self, trainer: Trainer, run: Path, step: int, nodes: list[str]) -> None:
-        self._trainer, self._run = trainer, run
+    def __init__(
+        self, trainer: Trainer, run: Path, step: int, nodes: list[str], account: TimeAccount
+    ) -> None:
+        self._trainer, self._run, self._nodes, self._account = trainer, run, nodes, account
         self._settings = trainer.profile.train
         self._peak_flops = trainer.device.peak(self._settings.precision)
         self._metrics = MetricsWriter(run, step, self._settings.steps)
@@ -43,6 +48,16 @@ class Reporter:
     def event(self, name: str, step: int, reason: str, **facts: Any) -> None:
         """Append an event to the run's events.jsonl."""
         record_event(self._run, name, step=step, **facts, reason=reason)
+
+    def started(self, step: int, attempt: int | None, restore_seconds: float) -> None:
+        """Record that training begins, and what of the attempt before is dropped: its steps after this one."""
+        last = self._metrics.last
+        self._account.restart(last)
+        dropped = self._account.restart(self._metrics.kept)
+        facts = {"restore_seconds": round(restore_seconds, 6), "devices": len(self._nodes)}
+        facts |= {"attempt": attempt, "begun": round(job_begin(), 3), "nodes": sorted(set(self._nodes))}
+        ended = {"last_time": last.get("time"), "last_step": last["step"]} if last else {}
+        record_attempt(self._run, "started", step=step, **facts, **ended, dropped=dropped)
 
     def step(self, record: StepRecord) -> None:
         """Write the metrics row of a step, its log line if due, and warnings."""
@@ -89,6 +104,8 @@ class Reporter:
             "mfu": flops / (self._peak_flops * trainer.mesh.size) if self._peak_flops else None,
             "consumed_samples": samples,
             "consumed_tokens": record.step * step_tokens,
+            "time": round(time.time(), 3),
+            **self._account.totals,
             "skipped": bool(record.skip_reason),
             "rank_seconds": [round(seconds, 6) for seconds in statistics.rank_seconds],
             **self._telemetry.readings(),
@@ -102,9 +119,16 @@ class Reporter:
         self._metrics.write(row)
         log.info(f"step {step}/{self._settings.steps}  validation loss {result.loss:.4f}")
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, restore_seconds: float) -> None:
         """Drop the metrics rows after a step that the run was rolled back to."""
         self._metrics = MetricsWriter(self._run, step, self._settings.steps)
+        dropped = self._account.restart(self._metrics.kept)
+        facts = {"restore_seconds": round(restore_seconds, 6), "dropped": dropped}
+        record_attempt(self._run, "rollback", step=step, **facts)
+
+    def ended(self, step: int) -> None:
+        """Record the end of this attempt, with the totals that include its last checkpoint."""
+        record_attempt(self._run, "ended", step=step, **self._account.totals)
 
     def close(self) -> None:
         self._telemetry.close()

@@ -11,6 +11,7 @@ import argparse
 import logging
 import signal
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
 from modeling.supervision.profiling import StepTrace
 from modeling.supervision.stragglers import node_names
+from modeling.supervision.time_account import TimeAccount
 from modeling.supervision.watchdog import Watchdog
 from modeling.training.anomalies import AnomalyGuard, Ranges, sample_number
 from modeling.training.checkpoints import Checkpoints, SaveGivenUp
@@ -92,8 +94,10 @@ class TrainingRun:
         run = options.run_folder
         location = options.checkpoints or run / "checkpoints"
         self.checkpoints = Checkpoints(trainer, self.optimizer, run, location, options.attempt)
+        begun = time.monotonic()
         with watchdog.phase("load"):
             self.step, state = self.checkpoints.resume(options.weights)
+        restore_seconds = time.monotonic() - begun
         self.guard = self._make_guard(state)
         cache = shard_cache.from_arguments(options, self.profile.data.cache_gigabytes)
         given = self.profile, options.dataset
@@ -103,8 +107,11 @@ class TrainingRun:
         self.data = TrainingData(trainer, samples, excluded)
         self.data.seek(self.step)
         nodes = node_names(trainer.mesh)
-        self.reporter = Reporter(trainer, run, self.step, nodes) if trainer.leader else None
+        self.account = TimeAccount()
+        self.reporter = Reporter(trainer, run, self.step, nodes, self.account) if trainer.leader else None
         self.trace = StepTrace(run, self.profile.cluster.trace if trainer.leader else None)
+        if self.reporter:
+            self.reporter.started(self.step, options.attempt, restore_seconds)
         if self.reporter and options.attempt is not None and options.attempt > 1:
             checkpoint_source = f"from the checkpoint of step {self.step}"
             source = checkpoint_source if self.step else "from the beginning, without a checkpoint"
@@ -136,9 +143,10 @@ class TrainingRun:
             if self._stopping:
                 self._report_stop()
                 break
-        with self.watchdog.phase("save"):
+        with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
             self.checkpoints.close()
         if self.reporter:
+            self.reporter.ended(self.step)
             self.reporter.close()
         return exit_codes.INTERRUPTED if self.step < self.settings.steps else 0
 
@@ -166,7 +174,7 @@ class TrainingRun:
         forward_waits = collectives.wait_time.seconds - waited_before
         marks.backward = device.mark()
         if self._queued:
-            self._finish_step()
+            self._finish_step(in_step=True)
 
         flags = self.stop.requested, self.checkpoints.writing
         statistics = reduce_statistics(self.trainer, loss, *flags, self._compute_seconds)
@@ -185,8 +193,8 @@ class TrainingRun:
         saves = self.step == self.settings.steps or self.checkpoints.due(self.step)
         return bool(evaluates or saves or self._stopping or self.guard.nearly_exhausted)
 
-    def _finish_step(self) -> float:
-        """Read the results of the queued step, and act on and report them. Returns its loss."""
+    def _finish_step(self, *, in_step: bool = False) -> float:
+        """Read the results of the queued step, and act on and report them; `in_step`: of the next one. Returns its loss."""
         queued, self._queued = self._queued, None
         found, timings = queued.read(self.trainer)
         reason = self.guard.reason(found.loss, found.gradient_norm) if found.skipped else ""
@@ -194,9 +202,10 @@ class TrainingRun:
         self._compute_seconds = timings.compute
         self._stopping |= bool(found.stop_requests)
         if self.checkpoints.written(found.checkpoint_writers):
-            with self.watchdog.phase("save"):
+            with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds", in_step=in_step):
                 self.checkpoints.complete()
         self.watchdog.beat(queued.step, timings.total)
+        self.account.step(timings.total, skipped=found.skipped)
         if self.reporter:
             self.reporter.step(StepRecord(queued.step, queued.learning_rate, found, reason, timings))
         return found.loss
@@ -206,7 +215,7 @@ class TrainingRun:
         every = self.profile.evaluate.every
         if not every or self.step % every:
             return None
-        with self.watchdog.phase("evaluate"):
+        with self.watchdog.phase("evaluate"), self.account.phase("evaluation_seconds"):
             result = evaluate_samples(self.trainer, self.validation, self.profile.evaluate.batches)
         if self.reporter:
             self.reporter.evaluation(self.step, result)
@@ -218,7 +227,7 @@ class TrainingRun:
         if not (finished or save_on_stop or self.checkpoints.due(self.step)):
             return
         state: dict[str, Any] = {"loss": loss, "left_out": self.data.excluded, "guard": self.guard.state()}
-        with self.watchdog.phase("save"):
+        with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
             self.checkpoints.save(self.step, validation_loss, last=finished or self._stopping, **state)
 
     def _roll_back(self) -> bool:
@@ -229,6 +238,7 @@ class TrainingRun:
         """
         first_bad, last_bad = self.step - self.guard.skipped_in_a_row + 1, self.step
         exhausted = len(self.data.excluded) >= self.settings.rollbacks
+        begun = time.monotonic()
         found = None if exhausted else self.checkpoints.roll_back(first_bad)
         if found is None:
             cause = f"rolled back {len(self.data.excluded)} times" if exhausted else "no earlier checkpoint"
@@ -246,7 +256,7 @@ class TrainingRun:
             reason = f"rolled back to step {self.step}: {skipped}; their samples are excluded"
             log.info(f"WARNING {reason}")
             self.reporter.event("rollback", last_bad, reason, back_to=self.step, samples=list(excluded))
-            self.reporter.rewind(self.step)
+            self.reporter.rewind(self.step, time.monotonic() - begun)
         return True
 
     def _report_stop(self) -> None:

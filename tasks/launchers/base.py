@@ -142,6 +142,7 @@ def execute(
     timeout: float | None = None,
     grace: float = 30.0,
     poll_seconds: float = 0.2,
+    on_submit: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a job to completion, or re-attach to it if it is already running.
 
@@ -152,6 +153,7 @@ def execute(
         watch: called after every poll, e.g. to show progress.
         timeout: seconds after which the job is cancelled.
         grace: seconds a cancelled job has to save a checkpoint.
+        on_submit: called before the job is submitted, if it is not running already.
 
     Raises:
         JobFailed: the job ended with an exit code other than 0, or its status was unknown for STATUS_TIMEOUT.
@@ -160,6 +162,7 @@ def execute(
     if handle := launcher.find(job):
         log.warning("%s is already running: re-attached to it", job.name)
     else:
+        on_submit()
         handle = launcher.submit(job)
     start = last_known = time.monotonic()
     warnings = _Warnings()

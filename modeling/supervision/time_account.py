@@ -1,0 +1,104 @@
+"""Time account of a run: how long its devices trained, compiled, evaluated and saved.
+
+Each training row of metrics.jsonl has `time`, when it was written, and the totals since the run's first step (TOTALS). Rows of
+later steps are dropped when training resumes or is rolled back, and the totals go back with them; RUN/attempts.jsonl records what
+was dropped, so that all time is counted exactly once, and one row of metrics is enough to know a run's totals. Its rows:
+
+    submitted   a job was given to the launcher, by the flow
+    started     its ranks are ready to train: when the job began, seconds to restore the checkpoint, the last row and the totals
+                that were dropped
+    rollback    the same for a rollback
+    ended       the last step is saved, or training was stopped: the totals
+
+tasks/fleet/goodput.py turns them into the run's goodput.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+FILE = "attempts.jsonl"  # in a run folder
+BEGUN = (
+    "TRAINSHED_BEGUN"  # environment variable of ranks: when their job's torchrun began, in seconds since 1970
+)
+TOTALS = (
+    "trained_seconds",  # steps, without their share of the next ones
+    "skipped_seconds",  # steps whose update was skipped
+    "compile_seconds",  # what the first step of a process took beyond the second
+    "evaluation_seconds",
+    "checkpoint_seconds",  # that training waited for
+)
+
+
+class TimeAccount:
+    """Totals of this process's run; `totals` are those of the last step that it resumes after."""
+
+    def __init__(self) -> None:
+        self._totals = dict.fromkeys(TOTALS, 0.0)
+        self._in_step = 0.0  # of other phases, while the next step was queued already
+        self._first: float | None = None  # seconds of the first step, until the second is known
+        self._steps = 0  # of this process
+
+    @property
+    def totals(self) -> dict[str, float]:
+        return {name: round(seconds, 6) for name, seconds in self._totals.items()}
+
+    def restart(self, row: Mapping[str, Any] | None) -> dict[str, float]:
+        """Go back to the totals of a metrics row, None before the first step; returns what that drops."""
+        before, self._totals = self._totals, totals_of(row)
+        self._first = None
+        return {name: round(before[name] - self._totals[name], 6) for name in TOTALS}
+
+    def step(self, seconds: float, *, skipped: bool) -> None:
+        """Add a finished step."""
+        self._steps += 1
+        seconds, self._in_step = max(0.0, seconds - self._in_step), 0.0
+        self._totals["skipped_seconds" if skipped else "trained_seconds"] += seconds
+        if self._steps == 1 and not skipped:
+            self._first = seconds
+        elif self._first is not None:
+            compiling, self._first = max(0.0, self._first - seconds), None
+            self._totals["trained_seconds"] -= compiling
+            self._totals["compile_seconds"] += compiling
+
+    @contextlib.contextmanager
+    def phase(self, name: str, *, in_step: bool = False) -> Iterator[None]:
+        """Add the time of the block; `in_step`: the next step was queued before it, so its seconds include the block."""
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, time.monotonic() - begun, in_step=in_step)
+
+    def add(self, name: str, seconds: float, *, in_step: bool = False) -> None:
+        """Add seconds to a total."""
+        self._totals[name] += seconds
+        if in_step:
+            self._in_step += seconds
+
+
+def totals_of(row: Mapping[str, Any] | None) -> dict[str, float]:
+    """The totals in a metrics row; zeros without one, or in a row of an earlier version."""
+    return {name: float((row or {}).get(name, 0.0)) for name in TOTALS}
+
+
+def record_attempt(run: Path, event: str, **facts: Any) -> None:
+    """Append a row to RUN/attempts.jsonl; `facts` may override `time`. A write error loses the row and does not stop the run."""
+    row = {"event": event, "time": round(time.time(), 3), **facts}
+    with contextlib.suppress(OSError), (run / FILE).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def job_begin() -> float:
+    """When this rank's job began on its node, in seconds since 1970."""
+    with contextlib.suppress(KeyError, ValueError):
+        return float(os.environ[BEGUN])
+    return psutil.Process().create_time()
