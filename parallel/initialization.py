@@ -25,6 +25,7 @@ class Constant:
     """Initializer: the same value everywhere."""
 
     value: float
+    rate: float = 1.0  # factor of the learning rate
 
     def fill(self, local: Tensor, box: Box, seed: int) -> None:
         local.fill_(self.value)
@@ -35,6 +36,7 @@ class Normal:
     """Initializer: independent draws from N(0, std²)."""
 
     std: float
+    rate: float = 1.0  # factor of the learning rate
 
     def fill(self, local: Tensor, box: Box, seed: int) -> None:
         row_size = math.prod(box.shape[1:])

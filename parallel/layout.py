@@ -60,7 +60,11 @@ class Box(GlobalBox):
 
 
 class Initializer(Protocol):
-    """Initial values of a global tensor."""
+    """Initial values of a global tensor, and the factor of its learning rate, which scales with them."""
+
+    @property
+    def rate(self) -> float:
+        """Factor of the learning rate."""
 
     def fill(self, local: Tensor, box: Box, seed: int) -> None:
         """Write the values of the shard `box` into `local`, a view of that shard."""
@@ -131,6 +135,11 @@ class Layout:
                 name = global_name(parameter, section.name)
                 yield Box(name, section.shape, tuple(offsets), tuple(sizes), local, replicas, rank % replicas)
             row += self.local_rows(section)
+
+    @property
+    def rate(self) -> float:
+        """Factor of the optimizer's learning rate; weight decay per step does not depend on it."""
+        return self.initializer.rate
 
     def replicas(self, section: Section) -> int:
         """Number of tensor ranks that hold the same shard of a section."""

@@ -19,6 +19,9 @@ EXPERTS = ("mixtral", "qwen3_moe", "dbrx", "gpt_oss")  # architectures whose MLP
 # Architectures with Llama's fields; the others have GPT's.
 ROTARY = ("llama", "mistral", "qwen3", "olmo2", *EXPERTS)
 WINDOWED = ("mistral", "mixtral", "gpt_oss")  # architectures with a sliding window
+# Keys on which initial weights and learning rates depend, and nothing else.
+PARAMETRIZATION = ("parametrization", "base_hidden_size", "base_num_hidden_layers")
+PARAMETRIZED = ("llama", "mistral", "qwen3")  # architectures with parametrizations other than standard
 OPTIONAL = (  # fields of some architectures only
     ("sliding_window", WINDOWED, "sliding window"),
     ("full_attention_every", ("gpt_oss",), "layers of different windows"),
@@ -126,6 +129,17 @@ class Model(Section):
     mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt)")
     hidden_act: str = Field(description="MLP activation function (default: gelu for gpt, else silu)")
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
+    parametrization: Literal["standard", "mup", "completep"] = Field(
+        "standard",
+        description="how initial weights and learning rates depend on size: not; on width; or on width and depth, relative to a "
+        "base model whose train.learning_rate is kept (llama, mistral, qwen3)",
+    )
+    base_hidden_size: Size | None = Field(
+        None, description="mup, completep: hidden_size of the base model, for which the rate was tuned"
+    )
+    base_num_hidden_layers: Count | None = Field(
+        None, description="completep: num_hidden_layers of the base model"
+    )
     scaled_initialization: bool = Field(
         description="divide initializer_range by √(2 · layers) for projections onto the residual stream (default: true for gpt)"
     )
@@ -156,9 +170,22 @@ class Model(Section):
         return bool(self.dropout or self.mlp_dropout)
 
     @property
+    def width_factor(self) -> float:
+        """hidden_size relative to the base model's; 1 under the standard parametrization."""
+        return 1.0 if self.parametrization == "standard" else self.hidden_size / (self.base_hidden_size or 1)
+
+    @property
+    def depth_factor(self) -> float:
+        """num_hidden_layers relative to the base model's; 1 unless the parametrization depends on depth."""
+        if self.parametrization != "completep":
+            return 1.0
+        return self.num_hidden_layers / (self.base_num_hidden_layers or 1)
+
+    @property
     def residual_initializer_range(self) -> float:
-        """Standard deviation of initial weights of projections onto the residual stream."""
-        scale = math.sqrt(2 * self.num_hidden_layers) if self.scaled_initialization else 1.0
+        """Standard deviation of initial weights of projections onto the residual stream, under the standard parametrization."""
+        layers = self.base_num_hidden_layers or self.num_hidden_layers
+        scale = math.sqrt(2 * layers) if self.scaled_initialization else 1.0
         return self.initializer_range / scale
 
     def window(self, layer: int) -> int | None:
@@ -242,6 +269,7 @@ class Model(Section):
             reason = "is set, but no sliding_window that the other layers attend within"
             raise ProfileError("full_attention_every", self.full_attention_every, reason, ["null"])
         self._check_experts()
+        self._check_parametrization()
         if self.architecture in ROTARY:
             for name in ("dropout", "mlp_dropout"):
                 if rate := getattr(self, name):
@@ -274,6 +302,29 @@ class Model(Section):
         if self.rope_scaling:
             raise ProfileError("rope_scaling", self.rope_scaling.rope_type, "gpt has no RoPE", ["null"])
         return self
+
+    def _check_parametrization(self) -> None:
+        kind = self.parametrization
+        bases = {
+            "base_hidden_size": kind != "standard",
+            "base_num_hidden_layers": kind == "completep",
+        }
+        for name, needed in bases.items():
+            given = getattr(self, name)
+            if needed and given is None:
+                size = getattr(self, name.removeprefix("base_"))
+                reason = f"is missing; parametrization {kind} is relative to a base model"
+                raise ProfileError(name, None, reason, [size])
+            if given is not None and not needed:
+                raise ProfileError(name, given, f"has no effect with parametrization {kind}", ["null"])
+        if kind == "standard":
+            return
+        if self.architecture not in PARAMETRIZED:
+            reason = f"is not supported for {self.architecture}; its scales are known for {', '.join(PARAMETRIZED)}"
+            raise ProfileError("parametrization", kind, reason, ["standard"])
+        for name in ("attention_bias", "mlp_bias"):
+            if getattr(self, name):
+                raise ProfileError(name, True, f"is not supported with parametrization {kind}", [False])
 
     def _check_experts(self) -> None:
         kind, experts, chosen = self.architecture, self.num_experts, self.num_experts_per_tok

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles import user_functions
+from profiles.model import PARAMETRIZATION
 from profiles.schema import Profile, Train
 
 # Keys of `train` that change how the same mathematics is computed or logged, and those that guard it.
@@ -176,7 +177,7 @@ def run_identity(
         inputs["objective"] = profile.objective.model_dump(mode="json")
     if profile.lora.rank:
         inputs["lora"] = profile.lora.model_dump(mode="json")
-    return digest({"model": _model(profile), "train": train, **inputs})
+    return digest({"model": _model(profile, trained=True), "train": train, **inputs})
 
 
 def training(run: str, identity: str, train: Train) -> str:
@@ -230,5 +231,8 @@ def _function(name: str) -> list[str | None]:
     return [name, file_digest(path) if path else None]
 
 
-def _model(profile: Profile) -> dict[str, Any]:
-    return profile.model.model_dump(mode="json")
+def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
+    """The model's keys; of its parametrization, which matters to training alone, those that are not standard if `trained`."""
+    found = profile.model.model_dump(mode="json")
+    scales = {name: found.pop(name) for name in PARAMETRIZATION}
+    return found | scales if trained and scales["parametrization"] != "standard" else found

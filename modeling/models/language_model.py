@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel import LayerNorm, Mesh, Normal, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
+from modeling.models import parametrization
+from parallel import LayerNorm, Mesh, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
 from parallel.device import CPU, Device
 from parallel.layers.products import EXACT, Products
 from parallel.logits import full_logits
@@ -60,20 +61,23 @@ class LanguageModel(nn.Module):
         self.first, self.last = 0 in layers, model.num_hidden_layers - 1 in layers
         options = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         norm = {"epsilon": model.norm_eps, **options}
-        options["initializer"] = Normal(model.initializer_range)
+        embedding = {**options, "initializer": parametrization.embedding(model)}
+        options["initializer"] = parametrization.hidden(model)
         tied, vocabulary = model.tie_word_embeddings, (model.vocab_size, model.hidden_size, mesh.tensor)
         if self.first or (self.last and tied):
             shared = ("embedding",) if tied and mesh.pipeline.size > 1 else ()
-            self.embedding = VocabParallelEmbedding(*vocabulary, partial_axes=shared, **options)
+            self.embedding = VocabParallelEmbedding(*vocabulary, partial_axes=shared, **embedding)
         if self.first:
-            self.add_position_embedding(**options)
+            self.add_position_embedding(**embedding)
         self.layers = nn.ModuleDict(
             {str(i): self.block(model, mesh, i, norm, products=products, **options) for i in layers}
         )
         if self.last:
+            norm["initializer"] = parametrization.final_norm(model)
             self.norm = self.norm_layer(model.hidden_size, mesh.tensor, **norm)
             if not tied:
-                self.head = VocabParallelEmbedding(*vocabulary, **options)
+                head = {**options, "initializer": parametrization.head(model)}
+                self.head = VocabParallelEmbedding(*vocabulary, **head)
 
     def add_position_embedding(self, **options: object) -> None:
         """Add learned positions, in architectures that have them."""

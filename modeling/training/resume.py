@@ -7,6 +7,7 @@ from typing import Any
 
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
+from profiles.model import PARAMETRIZATION
 from profiles.schema import Profile
 
 
@@ -46,9 +47,14 @@ def reject_beyond_last_step(profile: Profile, saved: dict[int, Location]) -> Non
 
 
 def check_same_model(profile: Profile, marker: dict[str, Any], source: Location) -> None:
-    """Raise `Rejected` with the first model field in which a checkpoint differs from the profile."""
+    """Raise `Rejected` with the first model field in which a checkpoint differs from the profile.
+
+    A checkpoint of an earlier version lacks newer fields, which then have their defaults.
+    """
     ours = profile.model.model_dump(mode="json")
     theirs = marker.get("profile", {}).get("model", ours)
+    if theirs is not ours:
+        theirs = {**dict.fromkeys(PARAMETRIZATION), "parametrization": "standard", **theirs}
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
             raise Rejected(

@@ -15,9 +15,11 @@ from torch.autograd import Function
 
 from parallel import collectives
 from parallel.initialization import Constant
-from parallel.layout import Layout, Section, parameter
+from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis, Mesh
 from parallel.torch_internals import fused_rms_norm
+
+ONES = Constant(1.0)
 
 
 class _RMSNorm(Function):
@@ -65,6 +67,7 @@ class RMSNorm(nn.Module):
         *,
         epsilon: float = 1e-5,
         sequence_parallel: bool = False,
+        initializer: Initializer = ONES,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -72,7 +75,7 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
         partial_axes = ("tensor",) if sequence_parallel and axis.size > 1 else ()
         self.weight = parameter(
-            Layout((Section("", (hidden,), None),), axis.size, Constant(1.0), partial_axes), dtype, device
+            Layout((Section("", (hidden,), None),), axis.size, initializer, partial_axes), dtype, device
         )
 
     def forward(self, x: Tensor) -> Tensor:

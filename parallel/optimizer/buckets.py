@@ -1,7 +1,7 @@
 """Buckets: parameters end to end in flat memory, so that one collective and one kernel serve many of them.
 
-A bucket holds parameters of one dtype, weight decay, update rule and set of partial axes, of experts or of the rest. The
-parameters become views of `values`, their summed gradients are views of `gradients`. With d ranks in `dp_shard`, for experts
+A bucket holds parameters of one dtype, weight decay, factor of the learning rate, update rule and set of partial axes, of
+experts or of the rest. The parameters become views of `values`, their summed gradients are views of `gradients`. With d ranks in `dp_shard`, for experts
 in `expert_shard`, the flat memory is padded to d equal shards: rank r owns elements [r·n/d, (r+1)·n/d), and keeps float32
 master weights and Adam's moments of these only. Shard boundaries may fall inside a parameter.
 
@@ -75,6 +75,7 @@ class Bucket:
         initialize: fills a parameter that has no memory before (`layout.deferred_parameters`); None: parameters have values.
 
     Attributes:
+        rate: factor of the learning rate of all of them.
         values: all parameters, in their dtype.
         gradients: of all parameters, of this rank; None if not resident and there are none.
         gradient_shard: this rank's shard of the summed gradients.
@@ -98,7 +99,7 @@ class Bucket:
         self.mesh, self.weight_decay, self.resident, self.frozen = mesh, weight_decay, resident, frozen
         self.arithmetic = arithmetic
         layout = layout_of(named_parameters[0][1])
-        self.sign_step = layout.sign_step
+        self.sign_step, self.rate = layout.sign_step, layout.rate
         # A sign must not depend on rounding.
         self.gradient_dtype = gradient_dtype if layout.sign_step is None else torch.float32
         experts = layout.expert_ranks is not None

@@ -248,11 +248,16 @@ class ZeRO1:
         square = self._square_norm([(bucket, bucket.gradient_shard) for bucket in adamw_buckets])
         self.wait_for_copy()
         norm, skipped, divisor = self.arithmetic.clip(square, skip, self.steps, self.clip)
-        rate: float | Tensor = learning_rate
+        rates: dict[float, float | Tensor] = {
+            factor: learning_rate * factor for factor in {bucket.rate for bucket in self.buckets}
+        }
         if self.arithmetic.compiled:
-            rate = upload(torch.tensor(learning_rate, dtype=torch.float32), norm.device)
+            rates = {
+                factor: upload(torch.tensor(rate, dtype=torch.float32), norm.device)
+                for factor, rate in rates.items()
+            }
         for bucket in self._updated:
-            self._update(bucket, rate, divisor, skipped)
+            self._update(bucket, rates[bucket.rate], divisor, skipped)
             if bucket.resident:
                 self._to_gather.append(bucket)
                 self._start_gathers()
@@ -389,9 +394,10 @@ def fill_buckets(
     weight_decay: Callable[[str, nn.Parameter], float],
     size: int = BUCKET_SIZE,
 ) -> list[tuple[float, tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
-    """Group parameters of equal dtype, weight decay, partial axes and update rule into buckets, matrices and vectors apart.
+    """Group parameters of equal dtype, weight decay, learning rate, partial axes and update rule; matrices and vectors apart.
 
-    Those of experts have buckets of their own.
+    Those of experts have buckets of their own. Weight decay is divided by the factor of the learning rate, so that all weights
+    of one decay shrink alike in a step.
 
     Args:
         weight_decay: of a parameter.
@@ -404,8 +410,8 @@ def fill_buckets(
     # Backward computes the last parameters' gradients first, so buckets are filled from the end.
     for name, parameter in reversed(list(named_parameters)):
         layout = layout_of(parameter)
-        rule = layout.expert_ranks, layout.sign_step, parameter.dim() > 1
-        kind = (parameter.dtype, weight_decay(name, parameter), layout.partial_axes, rule)
+        rule = layout.expert_ranks, layout.sign_step, parameter.dim() > 1, layout.rate
+        kind = (parameter.dtype, weight_decay(name, parameter) / layout.rate, layout.partial_axes, rule)
         buckets = kinds.setdefault(kind, [[]])
         if sum(p.numel() for _, p in buckets[-1]) >= size:
             buckets.append([])

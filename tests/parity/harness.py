@@ -44,6 +44,8 @@ MODELS = {
     "llama 4 layers": {**LLAMA, "num_hidden_layers": 4},
     "llama tied": {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "vocab_size": 101,
                    "scaled_initialization": True},
+    "llama completep": {**LLAMA, "tie_word_embeddings": True, "parametrization": "completep", "base_hidden_size": 16,
+                        "base_num_hidden_layers": 1},
     "mistral": {**LLAMA, "architecture": "mistral", "sliding_window": 9},
     "qwen3": {**LLAMA, "architecture": "qwen3", "head_dim": 16},
     "olmo2": {**LLAMA, "architecture": "olmo2"},

@@ -65,6 +65,9 @@ CASES = {
     "fsdp 2, pipeline 2, interleaved, weights kept": Case(
         "llama 4 layers", data=2, pipeline=2, schedule="interleaved", sharding="fsdp", keep_gathered=True
     ),
+    "fsdp 2, pipeline 2, tensor 2, tied, completep": Case(
+        "llama completep", data=2, pipeline=2, tensor=2, sharding="fsdp"
+    ),
     "fsdp 2, pipeline 2, zero bubble": Case(data=2, pipeline=2, schedule="zero_bubble", sharding="fsdp"),
     "fsdp 2, gathered in the graph": Case(data=2, sharding="fsdp", in_graph=True, recompute="full"),
     "hsdp 2 x 2, gathered in the graph, tied": Case(

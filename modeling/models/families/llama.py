@@ -15,13 +15,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modeling.models import parametrization
 from modeling.models.language_model import LanguageModel
 from modeling.models.rope import attention_factor, cos_sin, inverse_frequencies, rotate
 from parallel import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
     Mesh,
-    Normal,
     RMSNorm,
     RowParallelLinear,
 )
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         options["bias"] = model.attention_bias
         self.qkv = GQAQKVColumnParallelLinear(h, n, k, self.d, mesh, **options)
         self.register_parameter("sinks", None)  # only some families have them
-        options["initializer"] = Normal(model.residual_initializer_range)
+        options["initializer"] = parametrization.residual(model)
         self.output = RowParallelLinear(n * self.d, h, mesh.tensor, **options)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
@@ -68,7 +68,7 @@ class MLP(nn.Module):
         h, f = model.hidden_size, model.intermediate_size
         options["bias"] = model.mlp_bias
         self.gate_up = ColumnParallelLinear(h, {"gate": f, "up": f}, mesh.tensor, **options)
-        options["initializer"] = Normal(model.residual_initializer_range)
+        options["initializer"] = parametrization.residual(model)
         self.down = RowParallelLinear(f, h, mesh.tensor, **options)
 
     def forward(self, x: Tensor) -> Tensor:
