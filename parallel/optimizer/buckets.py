@@ -1,9 +1,10 @@
 """Buckets: parameters end to end in flat memory, so that one collective and one kernel serve many of them.
 
 A bucket holds parameters of one dtype, weight decay, factor of the learning rate, update rule and set of partial axes, of
-experts or of the rest. The parameters become views of `values`, their summed gradients are views of `gradients`. With d ranks in `dp_shard`, for experts
-in `expert_shard`, the flat memory is padded to d equal shards: rank r owns elements [r·n/d, (r+1)·n/d), and keeps float32
-master weights and Adam's moments of these only. Shard boundaries may fall inside a parameter.
+experts or of the rest. The parameters become views of `values`, their summed gradients are views of `gradients`. With d ranks
+in `dp_shard`, for experts in `expert_shard`, the flat memory is padded to d equal shards: rank r owns elements
+[r·n/d, (r+1)·n/d), and keeps float32 master weights and Adam's moments of these only. Shard boundaries may fall inside a
+parameter.
 
 Parameters and shards begin at multiples of 128 bytes, which vector loads and collectives want. Gaps and padding are zero.
 

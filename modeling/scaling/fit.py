@@ -1,0 +1,182 @@
+"""Robust fit of the scaling law, and its bootstrap.
+
+Minimises, over E, A, B ≥ 0 and the exponents,
+
+    Σ w_i · huber((log L_i - log L̂_i) / s) + ½ ((α - 0.35)² + (β - 0.35)²) / 0.2²
+
+by variable projection: for given exponents the law is linear in E, A and B, which iteratively reweighted least squares of the
+relative error solves with non-negativity, for a grid of exponents at once; the grid is then refined around its best point. `s` is
+the noise of one run: the spread of the residuals, corrected for the fitted coefficients, and at least `NOISE`. The prior on the
+exponents is wide next to what fits of it found (0.28 to 0.37: arXiv 2203.15556, 2404.10102); it only decides what the rungs leave
+open. IsoFLOP parabolas are not used: they are biased unless each is centred on its optimum.
+
+Each draw of the bootstrap weights the rungs anew (Bayesian bootstrap: no draw loses all rungs of a size), adds noise
+of one run with heavy tails to their losses, and draws the centre of the prior from the prior, so that what the rungs do not
+determine widens the interval and is not settled by the prior (randomize-then-optimize). A forecast adds the noise of the
+forecast run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from modeling.scaling.law import Law
+
+LEAST_RUNGS = 5  # one more than would leave the fit without residuals
+NOISE = 0.003  # least relative noise of the loss of one run, about that of another seed
+HUBER = 1.0  # residuals beyond so many s count linearly
+PRIOR, SPREAD = 0.35, 0.2  # of the exponents: mean and standard deviation
+LOWEST, HIGHEST = 0.05, 1.5  # exponents
+TAILS = 4  # degrees of freedom of Student's t, of the noise
+DRAWS = 300
+GRID, FINE = 16, 7  # points a side of the grid of exponents and of its refinements
+SUBSETS = [subset for size in (3, 2, 1) for subset in combinations(range(3), size)]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A finished run: multiply-adds per token, training tokens, and held-out loss in nats per token."""
+
+    n: float
+    d: float
+    loss: float
+
+    @property
+    def flops(self) -> float:
+        """Training FLOPs."""
+        return 6 * self.n * self.d
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted law, laws of bootstrap draws, and the relative noise of one run."""
+
+    law: Law
+    draws: tuple[Law, ...]
+    noise: float
+
+    def interval(self, n: float, d: float, seed: int = 0, share: float = 0.9) -> tuple[float, float]:
+        """Interval that the loss of one run lies in with probability `share`."""
+        chance = np.random.default_rng(seed)
+        losses = np.array([float(law.loss(n, d)) for law in self.draws])
+        losses = losses * np.exp(self.noise * _noise(chance, len(losses)))
+        low, high = np.quantile(losses, [(1 - share) / 2, (1 + share) / 2])
+        return float(low), float(high)
+
+
+def fit(observations: Sequence[Observation], seed: int = 0, draws: int = DRAWS) -> Fit:
+    """Fit the law to finished runs. Deterministic in the seed.
+
+    Raises:
+        ValueError: fewer than `LEAST_RUNGS` runs, or fewer than 3 different sizes or lengths, or a loss that is not positive.
+    """
+    points = list(observations)
+    n, d, losses = (
+        np.array([getattr(point, name) for point in points], float) for name in ("n", "d", "loss")
+    )
+    if len(points) < LEAST_RUNGS:
+        raise ValueError(
+            f"{len(points)} rungs are too few for 5 coefficients; add rungs, at least {LEAST_RUNGS} in all"
+        )
+    for name, values in (("sizes", n), ("numbers of tokens", d)):
+        if len(set(values)) < 3:
+            raise ValueError(f"the rungs have {len(set(values))} different {name}; the fit needs at least 3")
+    if not (np.isfinite(losses).all() and (losses > 0).all()):
+        raise ValueError("a rung's loss is not a positive number; its run diverged")
+    scale = (float(np.exp(np.log(n).mean())), float(np.exp(np.log(d).mean())))
+    n, d = n / scale[0], d / scale[1]
+    weights, noise = np.ones((1, len(n))), NOISE
+    center = np.full((1, 2), PRIOR)
+    for _ in range(3):  # the noise and the fit depend on each other
+        found = _solve(n, d, losses[None], weights, center, noise)
+        residuals = np.log(losses) - np.log(_predict(found, n, d)[0])
+        freedom = max(1, len(n) - 3)  # E, A, B; the prior carries part of the exponents
+        spread = max(np.sqrt((residuals**2).sum() / freedom), 1.4826 * np.median(np.abs(residuals)))
+        noise = max(NOISE, float(spread))
+    chance = np.random.default_rng(seed)
+    shape = (draws, len(n))
+    counts = _resample(chance, shape)
+    # What a few residuals say of the noise is uncertain itself: scaled by √(ν/χ²).
+    unsure = np.sqrt(len(n) / chance.chisquare(len(n), (draws, 1)))
+    noisy = losses * np.exp(noise * unsure * _noise(chance, shape))
+    centers = np.clip(chance.normal(PRIOR, SPREAD, (draws, 2)), LOWEST, HIGHEST)
+    laws = [Law(*map(float, row), scale) for row in (*found, *_solve(n, d, noisy, counts, centers, noise))]
+    return Fit(laws[0], tuple(laws[1:]), noise)
+
+
+def _noise(chance: np.random.Generator, shape: int | tuple[int, ...]) -> np.ndarray:
+    """Student's t with `TAILS` degrees of freedom, of unit variance."""
+    return chance.standard_t(TAILS, shape) * np.sqrt((TAILS - 2) / TAILS)
+
+
+def _resample(chance: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Weights (draws, rungs) of the rungs in each draw, 1 on average, from a Dirichlet distribution."""
+    return chance.dirichlet(np.full(shape[1], 4.0), shape[0]) * shape[1]
+
+
+def _predict(laws: np.ndarray, n: np.ndarray, d: np.ndarray) -> np.ndarray:
+    """Losses (laws, rungs) of laws (laws, 5): E, A, B, α, β."""
+    e, a, b, alpha, beta = (column[:, None] for column in laws.T)
+    return e + a * n**-alpha + b * d**-beta
+
+
+def _solve(
+    n: np.ndarray, d: np.ndarray, losses: np.ndarray, weights: np.ndarray, centers: np.ndarray, noise: float
+) -> np.ndarray:
+    """Best laws (draws, 5) for losses and weights (draws, rungs) and centres of the prior (draws, 2)."""
+    axis = np.geomspace(LOWEST, HIGHEST, GRID)
+    grid = np.stack(np.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)  # (points, 2)
+    step = axis[1] / axis[0]
+    best = []
+    for y, w, center in zip(losses, weights, centers, strict=True):
+        points, ratio = grid, step
+        for _ in range(4):
+            coefficients, cost = _project(n, d, y, w, points, noise)
+            cost = cost + 0.5 * (((points - center) / SPREAD) ** 2).sum(1)
+            chosen = int(cost.argmin())
+            found = np.concatenate((coefficients[chosen], points[chosen]))
+            around = ratio ** np.linspace(-1, 1, FINE)
+            points = np.stack(np.meshgrid(around, around, indexing="ij"), -1).reshape(-1, 2) * points[chosen]
+            points, ratio = points.clip(LOWEST, HIGHEST), ratio ** (2 / (FINE - 1))
+        best.append(found)
+    return np.array(best)
+
+
+def _project(
+    n: np.ndarray, d: np.ndarray, y: np.ndarray, w: np.ndarray, points: np.ndarray, noise: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Best E, A, B (points, 3) for each pair of exponents (points, 2), and their costs (points)."""
+    features = np.stack([np.ones((len(points), len(n))), n ** -points[:, :1], d ** -points[:, 1:]], -1)
+    relative = features / y[:, None]  # (points, rungs, 3): a relative error is the logarithm's to first order
+    robust = np.ones((len(points), len(n)))
+    for _ in range(4):
+        coefficients = _non_negative(relative, w * robust)
+        predicted = np.einsum("prc,pc->pr", features, coefficients)
+        residuals = np.abs(np.log(np.maximum(predicted, 1e-9) / y)) / noise
+        robust = np.minimum(1, HUBER / np.maximum(residuals, 1e-12))
+    huber = np.where(residuals <= HUBER, 0.5 * residuals**2, HUBER * (residuals - 0.5 * HUBER))
+    return coefficients, (w * huber).sum(1)
+
+
+def _non_negative(features: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Non-negative least squares of Σ_c x_c·features = 1 for each point: the best over all subsets of coefficients."""
+    gram = np.einsum("prc,pr,prk->pck", features, weights, features)  # (points, 3, 3)
+    right = np.einsum("prc,pr->pc", features, weights)  # (points, 3)
+    best, lowest = np.zeros(right.shape), np.zeros(len(right))
+    for subset in SUBSETS:
+        index = np.array(subset)
+        part = gram[:, index[:, None], index]
+        part = part + 1e-12 * np.trace(part, axis1=1, axis2=2)[:, None, None] * np.eye(len(index))
+        found = np.linalg.solve(part, right[:, index, None])[..., 0]
+        # The sum of squares but for its constant part.
+        value = -(found * right[:, index]).sum(1)
+        better = (found >= 0).all(1) & (value < lowest)
+        lowest = np.where(better, value, lowest)
+        full = np.zeros(right.shape)
+        full[:, index] = found
+        best = np.where(better[:, None], full, best)
+    return best

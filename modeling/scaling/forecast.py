@@ -1,0 +1,93 @@
+"""Forecast of a target run from the finished rungs of a ladder, with its backtest, as one JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from modeling.scaling.fit import LEAST_RUNGS, Fit, Observation, fit
+
+SHARE = 0.9  # of the intervals
+LENGTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # shares of the target's tokens that the forecast has a loss for
+BUDGETS = (1.0, 10.0)  # multiples of the target's compute that the best size is given for
+BACKTEST_DRAWS = 100
+
+
+def forecast(observations: Sequence[Observation], n: float, d: float, seed: int = 0) -> dict[str, Any]:
+    """Forecast a run with n multiply-adds per token on d tokens.
+
+    Returns:
+        loss and interval at the end and, in `lengths`, of runs of the target's size that end earlier; the law's coefficients and
+        the noise of a run; `extrapolation`, the target's compute over the largest rung's; in `budgets`, the best size for the
+        target's compute and ten times that; `backtest`, or None with too few rungs.
+
+    Raises:
+        ValueError: the law cannot be fitted; the message says what is missing.
+    """
+    fitted = fit(observations, seed)
+    largest = max(point.flops for point in observations)
+    return {
+        **_at(fitted, n, d, seed),
+        "share": SHARE,
+        "lengths": [{"tokens": share * d, **_at(fitted, n, share * d, seed)} for share in LENGTHS],
+        "law": asdict(fitted.law),
+        "noise": fitted.noise,
+        "flops": 6 * n * d,
+        "extrapolation": 6 * n * d / largest,
+        "budgets": _budgets(fitted, 6 * n * d, seed),
+        "backtest": backtest(observations, seed),
+    }
+
+
+def backtest(observations: Sequence[Observation], seed: int = 0) -> list[dict[str, Any]] | None:
+    """Forecasts of the largest rungs by the others: a quarter of the rungs is left out, as far as enough remain.
+
+    Returns None if too few would remain, or if those that remain cannot be fitted.
+    """
+    ordered = sorted(observations, key=lambda point: point.flops)
+    count = min(max(1, len(ordered) // 4), len(ordered) - LEAST_RUNGS)
+    if count < 1:
+        return None
+    try:
+        fitted = fit(ordered[:-count], seed, BACKTEST_DRAWS)
+    except ValueError:
+        return None
+    rows = []
+    for point in ordered[-count:]:
+        found = _at(fitted, point.n, point.d, seed)
+        rows.append({**asdict(point), "forecast": found["loss"], "interval": found["interval"]})
+    return rows
+
+
+def _at(fitted: Fit, n: float, d: float, seed: int) -> dict[str, Any]:
+    return {"loss": float(fitted.law.loss(n, d)), "interval": list(fitted.interval(n, d, seed, SHARE))}
+
+
+def _budgets(fitted: Fit, flops: float, seed: int) -> list[dict[str, Any]]:
+    """The best size and length for multiples of a budget, their losses, and what each gains over the target's budget."""
+    rows: list[dict[str, Any]] = []
+    for multiple in BUDGETS:
+        try:
+            n, d = fitted.law.optimum(flops * multiple)
+        except ValueError:
+            return []
+        sizes = [_optimum(law, flops * multiple) for law in fitted.draws if law.size and law.data]
+        low, high = np.quantile(sizes, [(1 - SHARE) / 2, (1 + SHARE) / 2]) if sizes else (n, n)
+        row = {"flops": flops * multiple, "n": n, "n_interval": [float(low), float(high)], "tokens": d}
+        rows.append({**row, **_at(fitted, n, d, seed)})
+    gains = [
+        float(law.loss(*law.optimum(flops)) - law.loss(*law.optimum(flops * BUDGETS[-1])))
+        for law in fitted.draws
+        if law.size and law.data
+    ]
+    if gains:
+        rows[-1]["gain"] = rows[0]["loss"] - rows[-1]["loss"]
+        rows[-1]["gain_interval"] = np.quantile(gains, [(1 - SHARE) / 2, (1 + SHARE) / 2]).tolist()
+    return rows
+
+
+def _optimum(law: Any, flops: float) -> float:
+    return law.optimum(flops)[0]

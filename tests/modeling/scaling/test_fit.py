@@ -1,0 +1,76 @@
+"""The fitted law against a planted one: forecasts, their intervals, optimal sizes, and what cannot be fitted."""
+
+import numpy as np
+import pytest
+
+from modeling.scaling import forecast as forecasts
+from modeling.scaling.fit import Observation, fit
+from modeling.scaling.law import Law
+
+PLANTED = Law(1.7, 0.9, 0.6, 0.34, 0.31, (1e6, 1e8))
+DRAWS = 60
+
+
+def ladder(noise: float = 0.0, seed: int = 0) -> list[Observation]:
+    """Nine rungs: three sizes and three lengths, with noise of heavy tails on their losses."""
+    chance = np.random.default_rng(seed)
+    return [
+        Observation(n, d, float(PLANTED.loss(n, d) * np.exp(noise * chance.standard_t(4) / 2**0.5)))
+        for n in (1e6, 2e6, 4e6)
+        for d in (5e7, 1e8, 2e8)
+    ]
+
+
+def test_the_planted_law_is_found_without_noise():
+    found = fit(ladder(), draws=DRAWS)
+    n, d = 12e6, 5.4e8  # 8 times the compute of the largest rung
+    assert float(found.law.loss(n, d)) == pytest.approx(float(PLANTED.loss(n, d)), rel=3e-3)
+    low, high = found.interval(n, d)
+    assert low < float(PLANTED.loss(n, d)) < high
+
+
+def test_intervals_contain_noisy_outcomes_and_an_outlier_does_not_decide():
+    n, d = 12e6, 5.4e8
+    truth = float(PLANTED.loss(n, d))
+    contained = []
+    for seed in range(6):
+        low, high = fit(ladder(0.003, seed), draws=DRAWS).interval(n, d)
+        contained.append(low <= truth <= high)
+        assert (high - low) / truth < 0.08
+    assert sum(contained) >= 5
+    bad = ladder()
+    bad[4] = Observation(bad[4].n, bad[4].d, bad[4].loss * 1.1)  # a run that went wrong
+    assert float(fit(bad, draws=DRAWS).law.loss(n, d)) == pytest.approx(truth, rel=0.02)
+
+
+def test_the_optimum_minimises_the_loss_of_a_budget():
+    flops = 1e16
+    n, d = PLANTED.optimum(flops)
+    assert 6 * n * d == pytest.approx(flops)
+    for factor in (0.9, 1.1):
+        assert PLANTED.loss(n * factor, d / factor) > PLANTED.loss(n, d)
+
+
+def test_a_forecast_has_a_backtest_and_says_what_more_compute_buys():
+    found = forecasts.forecast(ladder(0.002), 12e6, 5.4e8)
+    assert found["extrapolation"] == pytest.approx(12e6 * 5.4e8 / (4e6 * 2e8))
+    assert [row["tokens"] for row in found["lengths"]][-1] == 5.4e8
+    assert found["lengths"][0]["loss"] > found["loss"]
+    left_out = found["backtest"]
+    assert (len(left_out), left_out[-1]["n"], left_out[-1]["d"]) == (2, 4e6, 2e8)
+    for row in left_out:
+        assert row["forecast"] == pytest.approx(row["loss"], rel=0.02)
+    assert 0 < found["budgets"][1]["gain"] < found["loss"]
+
+
+@pytest.mark.parametrize(
+    ("observations", "says"),
+    [
+        (ladder()[:4], "too few"),
+        ([Observation(1e6, d, 3.0) for d in (1e7, 2e7, 3e7, 4e7, 5e7)], "different sizes"),
+        ([Observation(n, n * 20, 3.0 if n > 1 else float("nan")) for n in (1, 2, 3, 4, 5)], "diverged"),
+    ],
+)
+def test_what_cannot_be_fitted_is_an_error(observations, says):
+    with pytest.raises(ValueError, match=says):
+        fit(observations)
