@@ -1,7 +1,8 @@
 """Final states of flow runs beside Prefect's own, for what is neither a crash nor a bug.
 
-Stopped   (cancelled)  Ctrl-C or SIGTERM: in the terminal, by `trainshed up`, by Slurm; the message says what is saved
-Rejected  (failed)     an invalid profile or source; the message is that of the terminal, without a traceback
+Stopped (cancelled)   Ctrl-C or SIGTERM: in the terminal, by `trainshed up`, by Slurm; the message says what is saved
+Rejected (failed)     an invalid profile or source; the message is that of the terminal, without a traceback
+GateMissed (failed)   a run of a chain whose evaluation missed its gate
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from prefect.states import Cancelled, Failed
 from flows import working_folder
 from flows.hooks import show_stop
 from flows.runner import REJECTIONS, forward_logs
-from flows.server.prefect_settings import REJECTED, STOPPED
+from flows.server.prefect_settings import GATE_MISSED, REJECTED, STOPPED
+from tasks.gate import GateMissed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,6 +42,8 @@ def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
             return function(*arguments, **named)
         except REJECTIONS as error:
             return Failed(name=REJECTED, message=str(error), data=error)
+        except GateMissed as error:
+            return Failed(name=GATE_MISSED, message=str(error), data=error)
         except (KeyboardInterrupt, TerminationSignal):
             if _is_cancelled():
                 raise  # Prefect completes a cancellation

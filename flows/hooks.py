@@ -14,6 +14,7 @@ from typing import Any
 from uuid import UUID
 
 from flows import working_folder
+from flows.chained_runs import chained_runs
 from flows.ui.artifacts import PrefectArtifact
 from flows.ui.overview import KEY, Overview, failure_markdown, stop_markdown
 from profiles import resolve
@@ -27,15 +28,18 @@ log = logging.getLogger(__name__)
 
 def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     """Cancel the running jobs of this flow run; idempotent."""
-    store, name = _locate_run(flow_run.parameters)
-    for folder in runs.folders_of_flow_run(store, name, str(flow_run.id)):
+    located = _locate_runs(flow_run.parameters)
+    for folder in (
+        folder
+        for store, name in located
+        for folder in runs.folders_of_flow_run(store, name, str(flow_run.id))
+    ):
         cluster = resolve.load(str(folder / "profile.yaml")).cluster
         launcher = create(cluster.launcher, cluster)
         for handle in latest_jobs(folder / "logs"):
             launcher.cancel(handle, cluster.grace)
-    for folder in runs.scratch_folders_of_flow_run(
-        store, str(flow_run.id)
-    ):  # of compiles, which run on this machine
+    # of compiles, which run on this machine
+    for folder in runs.scratch_folders_of_flow_run(located[0][0], str(flow_run.id)):
         launcher = create("local")
         for handle in latest_jobs(folder / "logs"):
             launcher.cancel(handle, grace=0)
@@ -45,8 +49,7 @@ def show_failure(flow: Any, flow_run: Any, state: Any) -> None:
     """Show the failure on the overview of the flow run, which may have failed before it had a profile or a run folder."""
     failure = _failure(state)
     try:
-        store, name = _locate_run(flow_run.parameters)
-        folders = runs.folders_of_flow_run(store, name, str(flow_run.id))
+        store, name, folders = _latest(flow_run.parameters, str(flow_run.id))
         folder = folders[0] if folders else store.run_folder(name).path
         checkpoints = store.run_folder(folder.name).checkpoint_steps()
         notice = failure_markdown(failure, folder / "logs", checkpoints)
@@ -61,8 +64,7 @@ def show_failure(flow: Any, flow_run: Any, state: Any) -> None:
 def show_stop(flow_run: str, parameters: Mapping[str, Any]) -> str:
     """Show on the overview that the flow run was stopped, and what is saved; returns the latter in a line."""
     try:
-        store, name = _locate_run(parameters)
-        folders = runs.folders_of_flow_run(store, name, flow_run)
+        store, _, folders = _latest(parameters, flow_run)
         if not folders:
             return "before training; completed steps are kept"
         steps = store.run_folder(folders[0].name).checkpoint_steps()
@@ -81,16 +83,27 @@ def _profile(folder: Path) -> Profile:
     return resolve.load(str(folder / "profile.yaml"))
 
 
-def _locate_run(parameters: Mapping[str, Any]) -> tuple[Store, str]:
-    """The store and the run name of a flow run with these parameters."""
+def _latest(parameters: Mapping[str, Any], flow_run: str) -> tuple[Store, str, list[Path]]:
+    """The store, name and folders of the run that a flow run works on: of a chain, the last that it began."""
+    located = _locate_runs(parameters)
+    for store, name in reversed(located):
+        if folders := runs.folders_of_flow_run(store, name, flow_run):
+            return store, name, folders
+    return *located[0], []
+
+
+def _locate_runs(parameters: Mapping[str, Any]) -> list[tuple[Store, str]]:
+    """The store and the name of each run of a flow run with these parameters; several of a chain."""
     working_folder.enter()
     uri = parameters.get("store") or "./store"
     if "run" in parameters:  # the flow `export`
-        return Store(uri, parameters.get("work_dir") or "store"), parameters["run"]
-    run = resolve.load(
-        parameters["profile"], parameters.get("overrides") or (), parameters.get("name") or None
-    )
-    return Store(uri, run.cluster.work_dir or "store"), run.name
+        return [(Store(uri, parameters.get("work_dir") or "store"), parameters["run"])]
+    overrides, name = parameters.get("overrides") or (), parameters.get("name") or ""
+    if "profiles" in parameters:  # the flow `chain`
+        found = [each.run for each in chained_runs(parameters["profiles"], overrides, name)]
+    else:
+        found = [resolve.load(parameters["profile"], overrides, name or None)]
+    return [(Store(uri, run.cluster.work_dir or "store"), run.name) for run in found]
 
 
 def _failure(state: Any) -> BaseException:

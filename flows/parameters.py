@@ -18,10 +18,14 @@ ProfileName = Annotated[
     Field(description="A shipped profile's name, or the path of a YAML file."),
 ]
 
+ProfileNames = Annotated[list[ProfileName], Field(min_length=1, title="profiles, in order")]
+
 # One property without a choice of "None" in the form; Python callers may pass None.
 _Optional = Annotated[str, BeforeValidator(lambda value: value or "")]
 
 # The form's own field "Run Name" names only Prefect's record. A title as `Field(title=...)` would be replaced by Prefect.
 RunName = Annotated[_Optional, Field(json_schema_extra={"title": "name in the store"})]
+
+NamePrefix = Annotated[_Optional, Field(json_schema_extra={"title": "prefix of the names in the store"})]
 
 ForkedFrom = Annotated[_Optional, Field(json_schema_extra={"title": "fork of"})]

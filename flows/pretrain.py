@@ -36,7 +36,8 @@ from flows.steps import (
 )
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import plan
-from profiles import resolve
+from modeling.training.metrics import BEFORE
+from profiles import resolve, state_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.checkpoint import CheckpointStep
@@ -54,12 +55,24 @@ from tasks.store.store import Store
 from tasks.tokenizer import TokenizerStep, check_fits
 from tasks.training import TrainingStep
 
+EVALUATION = ("validation_loss", "perplexity", "metrics")  # of an evaluation, in the result
+
+
+def read_before(folder: Path) -> dict[str, Any] | None:
+    """The evaluation of the weights that a fine-tuning run started from; None for other runs."""
+    before = state_files.read_json(folder / BEFORE)
+    return before and {name: before[name] for name in EVALUATION}
+
 
 def run_name() -> str:
     """Name of the flow run in Prefect's UI: the run's name, else its profile's."""
-    profile = Path(flow_run.parameters["profile"])
-    name = profile.stem if profile.suffix in (".yaml", ".yml") else profile.name
-    return flow_run.parameters["name"] or name
+    return flow_run.parameters["name"] or profile_name(flow_run.parameters["profile"])
+
+
+def profile_name(profile: str) -> str:
+    """Name of a profile that is given by its name or path."""
+    path = Path(profile)
+    return path.stem if path.suffix in (".yaml", ".yml") else path.name
 
 
 def load(profile: str, overrides: Sequence[str], name: str | None) -> Profile:
@@ -93,14 +106,26 @@ def pretrain(
         fork: RUN or RUN@STEP: a new run starts from this run's checkpoint, with its optimizer and data position; empty: none.
     """
     run = load(profile, overrides, name or None)
-    opened = Store(store, run.cluster.work_dir or "store")
+    command = RunCommand(profile, overrides, name or None, store)
+    return train_profile(run, command, update=update, replace=replace, fork=fork)
+
+
+def train_profile(
+    run: Profile, command: RunCommand, *, update: bool = False, replace: bool = False, fork: str = ""
+) -> dict[str, Any]:
+    """Train and export one profile within a flow run; the result is that of `pretrain`, and so are the other arguments.
+
+    Args:
+        run: the resolved profile.
+        command: what it was resolved from.
+    """
+    opened = Store(command.store, run.cluster.work_dir or "store")
     run = locate_runs(run, opened)
     context = Context(run, opened, token=hub_token(run), flow_run=str(flow_run.id))
     with runs.lock_run(opened, run.name) as lock, Runner(context) as runner:
         parent = find_parent(opened, fork) if fork else None
         if parent:
             require_forkable(opened, parent, run)
-        command = RunCommand(profile, overrides, name or None, store)
         if not replace:
             with ways_out(command, run.name):
                 runs.check_name(opened, run)
@@ -147,6 +172,8 @@ def pretrain(
             "parameters": planned.parameters,
             "validation_loss": evaluated.summary["validation_loss"],
             "perplexity": evaluated.summary["perplexity"],
+            "evaluation": {name: evaluated.summary[name] for name in EVALUATION},
+            "before": read_before(folder),
             "steps": [asdict(outcome) for outcome in runner.outcomes],
         }
 

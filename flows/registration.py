@@ -17,7 +17,7 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists
 
-from flows.server.prefect_settings import AUTOMATION, POOL, REJECTED, SILENCE_SECONDS, STOPPED
+from flows.server.prefect_settings import AUTOMATION, GATE_MISSED, POOL, REJECTED, SILENCE_SECONDS, STOPPED
 
 CONCURRENT_RUNS = 4
 # Events of final states have the states' names, of which some are our own (final_states.py, continual.py).
@@ -28,6 +28,7 @@ FINAL_STATES = (
     "Crashed",
     STOPPED,
     REJECTED,
+    GATE_MISSED,
     "Promoted",
     "NotPromoted",
     "NothingNew",

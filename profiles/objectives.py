@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+
 from profiles.errors import ProfileError
 from profiles.schema import Objective, Profile
 
@@ -16,6 +19,7 @@ KINDS = {
     "loss": ("dpo",),
     "label_smoothing": ("dpo",),
 }
+PAIR_METRICS = ("accuracy", "margin", "kl")  # of evaluations of preference pairs, means over pairs
 IMPLEMENTED = ("pretrain", "sft", "dpo", "orpo")
 # Targets of `lora` that are parts of another.
 PARTS = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
@@ -27,6 +31,7 @@ def check(profile: Profile) -> None:
     """Check that the objective and LoRA can be planned. Raises ProfileError for the first rule that is broken."""
     _objective(profile)
     _data(profile)
+    _gate(profile)
     _lora(profile)
 
 
@@ -89,6 +94,20 @@ def _data(profile: Profile) -> None:
             raise ProfileError("train.loss", profile.train.loss, own, ["null"])
         if profile.evaluate.metrics:
             raise ProfileError("evaluate.metrics", profile.evaluate.metrics, own, ["[]"])
+
+
+def _gate(profile: Profile) -> None:
+    """Each condition of the gate names a value that the final evaluation has."""
+    metrics = [name.partition(":")[2] for name in profile.evaluate.metrics]
+    if profile.rows_per_sample > 1:
+        metrics = [*PAIR_METRICS]
+    known = ["validation_loss", "perplexity", *metrics]
+    for number, condition in enumerate(profile.evaluate.gate):
+        name = re.match(r"\w+", condition)[0]
+        if name not in known:
+            reason = f"{name} is no result of the evaluation with objective.kind {profile.objective.kind}"
+            choices = difflib.get_close_matches(name, known, 3, 0.4) or known
+            raise ProfileError(f"evaluate.gate.{number}", condition, reason, choices)
 
 
 def _lora(profile: Profile) -> None:

@@ -39,6 +39,7 @@ WORD = r"^[\w@.,+-]+$"
 LINE = r"^[^\x00-\x1f\x7f]+$"
 OPTION = r"^--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?$"
 TIME = r"^(\d+-)?\d+(:\d+){0,2}$"
+CONDITION = r"^[A-Za-z_]\w* *(<=|>=) *[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 LoraTarget = Literal[
     *("qkv", "output", "gate_up", "down"),
@@ -355,7 +356,13 @@ class Evaluate(Section):
     )
     tolerance: Rate = Field(
         0.0,
-        description="increase in validation loss, in nats per token, up to which continual pretraining promotes a model",
+        description="increase in validation loss, in nats per token, up to which continual pretraining promotes a model, and a "
+        "chain goes on",
+    )
+    gate: list[Annotated[str, Field(pattern=CONDITION)]] = Field(
+        [],
+        description="conditions on the final evaluation without which a chain stops after this run, such as validation_loss <= "
+        "2.5 or accuracy >= 0.6; []: the validation loss is that of the initial weights at most, within tolerance",
     )
     metrics: list[Annotated[str, Field(pattern=FUNCTION)]] = Field(
         [],

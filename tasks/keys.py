@@ -130,6 +130,7 @@ def graphs(profile: Profile) -> str:
             "recompute": [train.recompute, train.recompute_layers],
             "loss": train.loss,
             "document_masks": profile.document_masks,
+            "lora": profile.lora.model_dump(mode="json", exclude={"alpha"}) if profile.lora.rank else None,
             "compiler": _compiler(profile),
             "code": code_digest("modeling", "parallel"),
         }

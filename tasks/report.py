@@ -19,6 +19,8 @@ from typing import Any
 
 from modeling.planning.planner import Plan
 from modeling.tracing import traced_plan
+from modeling.training.metrics import BEFORE
+from profiles import state_files
 from profiles.schema import Profile
 from tasks.reporting import advice, run_report
 from tasks.reporting.history import REPORT_JSON, History
@@ -65,7 +67,8 @@ def write_report(
     outcomes: Sequence[Outcome],
 ) -> Path:
     """Write report.json and report.html, whose path it returns, into the run folder, each atomically."""
-    history = History.read(folder)
+    history, tokenizer = History.read(folder), _tokenizer_file(folder)
+    before = state_files.read_json(folder / BEFORE) or {}
     facts = {
         "run": profile.name,
         "description": profile.description,
@@ -75,7 +78,9 @@ def write_report(
         "traced": _traced(profile, outcomes),
         "measured": history.measurements(profile),
         "evaluation": {key: value for key, value in evaluation.items() if key != "samples"},
-        "samples": _decode_samples(_tokenizer_file(folder), evaluation.get("samples", [])),
+        "before": {key: value for key, value in before.items() if key != "samples"},
+        "samples": _decode_samples(tokenizer, evaluation.get("samples", [])),
+        "samples_before": _decode_samples(tokenizer, before.get("samples", [])),
         "steps": [asdict(outcome) for outcome in outcomes],
         "events": read_events(folder),
         "experts": _experts(folder, history),

@@ -80,6 +80,19 @@ def parser() -> argparse.ArgumentParser:
     run.set_defaults(fork=None)
     _json(run)
 
+    about = "run profiles in order, each from the export of the one before"
+    example = "trainshed chain tiny tiny-sft tiny-dpo"
+    chain = _command(commands, "chain", "PROFILE [PROFILE ...]", about, example)
+    chain.add_argument(
+        "profiles", nargs="+", metavar="PROFILE", help="profiles' names or paths of YAML files"
+    )
+    _overrides(chain, "; PROFILE:KEY.PATH=VALUE for one profile")
+    _store(chain)
+    chain.add_argument("--name", help="put before the runs' names, as NAME-PROFILE")
+    about = "move runs of these names with other mathematics to NAME~N, and start over"
+    chain.add_argument("--replace", action="store_true", help=about)
+    _json(chain)
+
     about = "start a new run from another run's checkpoint"
     example = "trainshed fork tiny@200 colder --set train.learning_rate=1e-4"
     fork = _command(commands, "fork", "RUN[@STEP] NEW", about, example)
@@ -174,8 +187,8 @@ def _profile(command: argparse.ArgumentParser) -> None:
     _overrides(command)
 
 
-def _overrides(command: argparse.ArgumentParser) -> None:
-    about = "override a profile key, for instance train.steps=100; repeatable"
+def _overrides(command: argparse.ArgumentParser, more: str = "") -> None:
+    about = f"override a profile key, for instance train.steps=100{more}; repeatable"
     options = {"dest": "overrides", "action": "append", "default": [], "metavar": "KEY.PATH=VALUE"}
     options["type"] = _override
     command.add_argument("-s", "--set", help=about, **options)

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +31,7 @@ from flows.ui.console import (
 from modeling.start import without_collection
 from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.schema import Profile
 from tasks.reporting.format import format_perplexity
 from tasks.sources.shard import SOURCE_ERRORS
 from tasks.store.store import Store
@@ -45,10 +46,40 @@ def run(options: argparse.Namespace) -> int:
     profile = resolve.load(options.profile, options.overrides, options.name)
     resolve.check(profile)
     resolve.check_start(profile)
+
+    def start() -> dict[str, Any]:
+        from flows.pretrain import finetune, pretrain
+
+        flags = {"update": options.update, "replace": options.replace, "fork": options.fork}
+        flow = finetune if profile.fine_tunes else pretrain
+        return flow(options.profile, options.overrides, options.name, options.store, **flags)
+
+    return run_flow(options, profile, profile.name, start, print_results)
+
+
+def run_flow(
+    options: argparse.Namespace,
+    profile: Profile,
+    name: str,
+    start: Callable[[], Any],
+    show: Callable[[Console, Any], None],
+) -> int:
+    """Run a flow in this process and print its result; returns the exit code.
+
+    Args:
+        options: `store` and `json`.
+        profile: whose `cluster.work_dir` is used with a remote store.
+        name: of the log file.
+        start: calls the flow.
+        show: prints the result in words.
+
+    Raises:
+        ProfileError: an invalid profile or store.
+    """
     Store(options.store, profile.cluster.work_dir or "store")  # rejects an unknown scheme
     remote = "://" in options.store
     work_dir = Path(profile.cluster.work_dir or "store") if remote else Path(options.store)
-    log_file = work_dir / "logs" / f"{profile.name}.log"
+    log_file = work_dir / "logs" / f"{name}.log"
     terminal = TerminalHandler(PipeTolerantConsole(stderr=options.json, highlight=False))
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -60,13 +91,9 @@ def run(options: argparse.Namespace) -> int:
         with prefect_api(work_dir):
             from prefect.exceptions import CancelledRun
 
-            from flows.pretrain import finetune, pretrain
-
             configure_logging(terminal, log_file)
-            flags = {"update": options.update, "replace": options.replace, "fork": options.fork}
             try:
-                flow = finetune if profile.fine_tunes else pretrain
-                result = flow(options.profile, options.overrides, options.name, options.store, **flags)
+                result = start()
             except CancelledRun as stop:
                 raise KeyboardInterrupt(f", {stop}") from None
     except ProfileError:
@@ -82,8 +109,9 @@ def run(options: argparse.Namespace) -> int:
         log.debug("the run failed", exc_info=True)
         print_stderr(f"trainshed: {one_line(error)}")
         from tasks.failures import FatalError
+        from tasks.gate import GateMissed
 
-        if not isinstance(error, FatalError):
+        if not isinstance(error, FatalError | GateMissed):
             print_stderr("run the same command again to resume")
         if log_file.is_file():
             print_stderr(f"traceback: {log_file}")
@@ -93,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(result, indent=1))
     else:
-        print_results(terminal.console, result)
+        show(terminal.console, result)
     return DONE
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 POOL = "trainshed"  # the work pool
 AUTOMATION = "Runs without a heartbeat have crashed"
-STOPPED, REJECTED = "Stopped", "Rejected"  # final states (final_states.py)
+STOPPED, REJECTED, GATE_MISSED = "Stopped", "Rejected", "GateMissed"  # final states (final_states.py)
 
 HEARTBEAT_SECONDS = 30
 CLIENT_RETRIES = 7  # an unreachable server is retried after 2, 4, ... 128 s: for four minutes, and a fifth with Prefect's jitter

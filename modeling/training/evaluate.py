@@ -118,6 +118,11 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
     checkpoint.load(location, optimizer, weights_only=True)
     cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
     samples = open_samples(profile, options.dataset, "validation", cache, reference=options.reference)
+    evaluate_into(options.output, trainer, samples, step)
+
+
+def evaluate_into(output: Path, trainer: Trainer, samples: Samples | RecordSamples, step: int) -> Evaluation:
+    """Evaluate a whole split, generate samples, and write both as JSON. Every rank calls it, after so many steps."""
     evaluation = evaluate_samples(trainer, samples)
     generated = generate_samples(trainer, samples)
     if trainer.leader:
@@ -130,9 +135,10 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
             "samples": generated,
             **evaluation.graphs,
         }
-        state_files.write(options.output, json.dumps(result, indent=1))
+        state_files.write(output, json.dumps(result, indent=1))
         loss, perplexity = evaluation.loss, evaluation.perplexity
         log.info(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.1f}")
+    return evaluation
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from profiles import state_files
 
 log = logging.getLogger("trainshed")
 
+BEFORE = "before.json"  # of a run folder: the evaluation of the weights that a fine-tuning run starts from
 EXPERT_LOADS = "expert_loads.json"  # of a run folder: tokens that chose each expert in one step, by layer
 BY_LAYER = "_by_layer"  # ends the names of metrics with a number for each layer
 # TensorBoard tag groups; a metric in none of them is a user metric, named after its function.

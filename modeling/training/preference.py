@@ -23,9 +23,10 @@ from torch import Tensor
 
 from parallel import collectives
 from parallel.mesh import Axis
+from profiles.objectives import PAIR_METRICS
 from profiles.schema import Objective
 
-METRICS = ("accuracy", "margin", "kl")  # means over pairs
+METRICS = PAIR_METRICS
 
 
 class Answers(NamedTuple):

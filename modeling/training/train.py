@@ -16,6 +16,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from modeling import exit_codes
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
@@ -29,8 +31,9 @@ from modeling.supervision.time_account import TimeAccount
 from modeling.supervision.watchdog import Watchdog
 from modeling.training.anomalies import AnomalyGuard, Ranges, sample_number
 from modeling.training.checkpoints import Checkpoints, SaveGivenUp
-from modeling.training.evaluate import evaluate_samples
+from modeling.training.evaluate import evaluate_into, evaluate_samples
 from modeling.training.learning_rate import learning_rate
+from modeling.training.metrics import BEFORE
 from modeling.training.reporter import Reporter
 from modeling.training.resume import Rejected
 from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statistics
@@ -92,6 +95,8 @@ class TrainingRun:
         self._stopping = False  # whether a rank received a stop signal
         self._compute_seconds = 0.0  # of this rank in the last finished step
         run = options.run_folder
+        # where the evaluation of the weights that fine-tuning starts from is kept; None without such weights
+        self.before = run / BEFORE if self.profile.fine_tunes and options.weights else None
         location = options.checkpoints or run / "checkpoints"
         self.checkpoints = Checkpoints(trainer, self.optimizer, run, location, options.attempt)
         begun = time.monotonic()
@@ -123,6 +128,7 @@ class TrainingRun:
 
     def train(self) -> int:
         """Train to the end. Returns the exit code."""
+        self._evaluate_before()
         while self.step < self.settings.steps:
             self.step += 1
             self.trace.begin(self.step)
@@ -149,6 +155,18 @@ class TrainingRun:
             self.reporter.ended(self.step)
             self.reporter.close()
         return exit_codes.INTERRUPTED if self.step < self.settings.steps else 0
+
+    def _evaluate_before(self) -> None:
+        """Evaluate the weights that a fine-tuning run starts from, as those that it ends with will be; once in a run."""
+        if self.before is None or self.step:
+            return
+        known = torch.tensor([float(self.trainer.leader and self.before.exists())])
+        if sum(self.trainer.sum_on_host(known)):
+            return
+        with self.watchdog.phase("evaluate"):
+            result = evaluate_into(self.before, self.trainer, self.validation, 0)
+        if self.reporter:
+            self.reporter.evaluation(0, result)
 
     def _queue_step(self) -> None:
         """Queue a step's work on the device, and finish the step before in the meantime."""

@@ -50,8 +50,10 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
             html.section("Experts", *_experts(facts["experts"])),
             html.section("Planned and measured", _planned(facts["plan"], facts["measured"])),
             html.section("Incidents", *_incidents(facts)),
-            html.section("Evaluation on the whole validation split", _evaluation(facts["evaluation"])),
-            html.section("Samples", *map(_sample, facts["samples"])),
+            html.section(
+                "Evaluation on the whole validation split", _evaluation(facts["evaluation"], facts["before"])
+            ),
+            html.section("Samples", *_samples(facts)),
             html.section("Exported model", _export(facts["export"]) if facts["export"] else ""),
             html.section("Data", _data(profile, summaries)),
             html.section("Compiled graphs", *_graphs(summaries.get("graphs", {}), facts)),
@@ -160,12 +162,36 @@ def _incidents(facts: Mapping[str, Any]) -> list[str]:
     return shown or [html.paragraph("No retries and no skipped steps.", muted=True)]
 
 
-def _evaluation(evaluation: Mapping[str, Any]) -> str:
+def _evaluation(evaluation: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """The evaluation; of fine-tuning, with that of the weights it started from."""
+    if before:
+        one, other = (
+            {name: each[name] for name in ("validation_loss", "perplexity")} | each["metrics"]
+            for each in (before, evaluation)
+        )
+        rows = [
+            (name.replace("_", " "), format_value(one[name]), format_value(other[name]))
+            for name in other
+            if name in one
+        ]
+        return html.table(("", "before", "after"), rows) + _evaluation(evaluation, {})
     shown = {k.replace("_", " "): format_value(v) for k, v in evaluation.items() if k != "metrics"}
     shown["perplexity"] = format_perplexity(evaluation["perplexity"])
     # Runs of earlier versions have no user metrics.
     user_metrics = {name: format_value(value) for name, value in evaluation.get("metrics", {}).items()}
     return html.properties(shown | user_metrics)
+
+
+def _samples(facts: Mapping[str, Any]) -> list[str]:
+    """Generated samples; of fine-tuning, each beside that of the weights it started from."""
+    after, before = facts["samples"], facts["samples_before"]
+    if [sample["prompt"] for sample in before] != [sample["prompt"] for sample in after]:
+        return [_sample(sample) for sample in after]
+    pairs = [(_sample(one), _sample(other)) for one, other in zip(before, after, strict=True)]
+    return [
+        html.columns(html.paragraph("Before"), html.paragraph("After")),
+        *(html.columns(*pair) for pair in pairs),
+    ]
 
 
 def _sample(sample: Mapping[str, str]) -> str:

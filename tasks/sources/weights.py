@@ -83,7 +83,8 @@ def pin(
         commit = resolve_commit(source, revision, token, key)
         return {"digest": keys.digest([source, commit]), "commit": commit}
     path = formats.locate(path)
-    files = _files(path, key)
+    # The adapter in an export of LoRA is no part of the merged weights, and names the path of those that it updates.
+    files = [file for file in _files(path, key) if file.parent != path / "adapter"]
     with ThreadPoolExecutor(PARALLEL_FILES) as pool:
         contents = [*pool.map(digests.sha256, files)]
     names = [file.relative_to(path).as_posix() for file in files]

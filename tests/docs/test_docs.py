@@ -75,8 +75,19 @@ def reduced(page: Path, line: str) -> str:
     if line.startswith("trainshed run "):
         own = TEXTS if page.stem != "README" and line.startswith("trainshed run tiny") else {}
         own = RECORDS if line.startswith("trainshed run tiny-") else own
-        return " ".join([line, *(f"--set {key}={value}" for key, value in (SMALL | own).items())])
+        return " ".join([line, *settings(SMALL | own)])
+    if line.startswith("trainshed chain "):
+        named = [word for word in line.split() if word.startswith("tiny")]
+        own = {name: RECORDS if name.startswith("tiny-") else TEXTS for name in named}
+        overrides = SMALL | {"evaluate.tolerance": 1}
+        for name, values in own.items():
+            overrides |= {f"{name}:{key}": value for key, value in values.items()}
+        return " ".join([line, *settings(overrides)])
     return line
+
+
+def settings(overrides: dict[str, object]) -> list[str]:
+    return [f"--set {key}={value}" for key, value in overrides.items()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

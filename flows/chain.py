@@ -1,0 +1,71 @@
+"""Chain of training stages in one flow run, such as pretraining → SFT → DPO.
+
+    profile 1 ─> train … export ─> gate ─> profile 2, from that export ─> train … export ─> gate ─> …
+
+Every run is one of `pretrain`, under its own name and with its steps: a run that is complete in the store is cached. A run starts
+only if the evaluation of the one before met its gate, `evaluate.gate`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from flows.chained_runs import ChainedRun, chained_runs
+from flows.final_states import final_states
+from flows.hooks import HOOKS
+from flows.parameters import NamePrefix, ProfileNames
+from flows.pretrain import profile_name, train_profile
+from flows.runner import THREADS
+from flows.steps import RunCommand
+from modeling.planning.auto import resolve_auto
+from profiles import resolve
+from tasks.gate import check_gate
+
+log = logging.getLogger(__name__)
+
+
+def run_name() -> str:
+    """Name of the flow run in Prefect's UI: the profiles, in order."""
+    return " > ".join(map(profile_name, flow_run.parameters["profiles"]))
+
+
+def load_chain(profiles: Sequence[str], overrides: Sequence[str], name: str) -> list[ChainedRun]:
+    """The runs of a chain. Raises ProfileError if one is invalid or cannot start here, before any work."""
+    runs = chained_runs(profiles, overrides, name)
+    for each in runs:
+        resolve.check(each.run)
+        resolve.check_start(each.run)
+    return runs
+
+
+@flow(name="finetune", flow_run_name=run_name, task_runner=THREADS, **HOOKS)
+@final_states
+def chain(
+    profiles: ProfileNames,
+    overrides: Sequence[str] = (),
+    name: NamePrefix = "",
+    store: str = "./store",
+    replace: bool = False,
+) -> list[dict[str, Any]]:
+    """Train profiles one after the other, each from the export of the one before; returns the result of each run.
+
+    Args:
+        profiles: Shipped profiles, or paths of YAML files, in order. The first may start from anything.
+        overrides: Keys to override: KEY=VALUE for all, PROFILE:KEY=VALUE for one.
+        name: Put before the names of the runs, as NAME-PROFILE; empty: the profiles' names.
+        store: Where artifacts and runs are kept: a folder or an s3:// prefix.
+        replace: If a run with other mathematics has a name, move it to NAME~N and start over.
+    """
+    results = []
+    for number, each in enumerate(load_chain(profiles, overrides, name), 1):
+        log.info("run %d of %d: %s", number, len(profiles), each.name)
+        command = RunCommand(each.profile, each.overrides, each.name if name else None, store)
+        result = train_profile(resolve_auto(each.run), command, replace=replace)
+        check_gate(each.name, each.run.evaluate, result["evaluation"], result["before"])
+        results.append(result)
+    return results

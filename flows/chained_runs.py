@@ -1,0 +1,74 @@
+"""The runs of a chain: each profile after the first starts from the export of the one before it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from profiles import resolve
+from profiles.check import RUN
+from profiles.errors import OVERRIDE_SYNTAX, ProfileError
+from profiles.schema import Profile
+
+
+@dataclass(frozen=True)
+class ChainedRun:
+    """One run of a chain."""
+
+    profile: str  # a shipped profile's name, or the path of a YAML file
+    overrides: tuple[str, ...]
+    run: Profile  # resolved
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+
+def chained_runs(profiles: Sequence[str], overrides: Sequence[str] = (), name: str = "") -> list[ChainedRun]:
+    """The runs of a chain of profiles, resolved.
+
+    Args:
+        overrides: `KEY=VALUE` for every run, or `PROFILE:KEY=VALUE` for the runs of one profile.
+        name: put before the names of the profiles, as NAME-PROFILE; empty: they are the runs' names.
+
+    Raises:
+        ProfileError: a profile is invalid, or cannot start from the one before it.
+    """
+    from modeling.conversion.weights import global_shapes
+
+    if not profiles:
+        raise ProfileError("profiles", [], "a chain has at least one profile", ["[tiny, tiny-sft]"])
+    found: list[ChainedRun] = []
+    for profile in profiles:
+        own = _overrides_of(profile, profiles, overrides)
+        if found:
+            start = f"{RUN}{found[-1].name}"
+            own += [f"init={{from: '{start}'}}", f"tokenizer.source={start}", "tokenizer.revision=null"]
+        run = resolve.load(profile, own)
+        if name:
+            run = run.model_copy(update={"name": f"{name}-{run.name}"})
+        if run.name in [each.name for each in found]:
+            reason = "stands twice in the chain, and two runs of a store cannot have the same name"
+            raise ProfileError("profiles", profile, reason)
+        if found and global_shapes(run.model) != global_shapes(found[-1].run.model):
+            reason = f"has another model than {found[-1].profile}, from whose weights it would start"
+            raise ProfileError("profiles", profile, reason)
+        found.append(ChainedRun(profile, tuple(own), run))
+    return found
+
+
+def _overrides_of(profile: str, profiles: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """The overrides that apply to a profile of the chain."""
+    found = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ProfileError("overrides", override, OVERRIDE_SYNTAX)
+        only, colon, own_key = key.rpartition(":")
+        if colon and only not in profiles:
+            choices = difflib.get_close_matches(only, profiles) or profiles
+            raise ProfileError("overrides", override, f"{only} is no profile of the chain", choices)
+        if not colon or only == profile:
+            found.append(f"{own_key}={value}")
+    return found

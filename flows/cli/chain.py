@@ -1,0 +1,39 @@
+"""`trainshed chain`: several profiles in one flow run, each from the export of the one before."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from flows.chained_runs import chained_runs
+from flows.cli.run import print_results, run_flow
+from profiles import resolve
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the flow and print the results; returns the exit code. Raises ProfileError for an invalid profile or store."""
+    runs = chained_runs(options.profiles, options.overrides, options.name or "")
+    for each in runs:
+        resolve.check(each.run)
+        resolve.check_start(each.run)
+
+    def start() -> list[dict[str, Any]]:
+        from flows.chain import chain
+
+        given = options.profiles, options.overrides, options.name, options.store
+        return chain(*given, replace=options.replace)
+
+    return run_flow(options, runs[0].run, "-".join(each.name for each in runs), start, _print)
+
+
+def _print(console: Console, results: list[dict[str, Any]]) -> None:
+    """Print the validation loss of each run, and the outputs of the last."""
+    console.print()
+    width = max(len(result["run"]) for result in results)
+    for result in results:
+        before = result["before"] and f"{result['before']['validation_loss']:.4f} before, "
+        line = f"{result['run']:<{width}}  validation loss {before or ''}{result['validation_loss']:.4f}"
+        console.print(line + (" after" if before else ""), soft_wrap=True, markup=False)
+    print_results(console, results[-1])

@@ -1,0 +1,44 @@
+"""Gate of a chain: whether the evaluation of a finished run lets the next one start."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from profiles.schema import Evaluate
+
+OPERATORS = {"<=": operator.le, ">=": operator.ge}
+CONDITION = re.compile(r"(\w+) *(<=|>=) *(.+)")
+
+
+class GateMissed(Exception):
+    """A run of a chain ended with a worse evaluation than its gate asks for."""
+
+
+def check_gate(
+    run: str, settings: Evaluate, evaluation: Mapping[str, Any], before: Mapping[str, Any] | None
+) -> None:
+    """Check the evaluation of a run against `evaluate.gate`.
+
+    Args:
+        evaluation: `validation_loss`, `perplexity` and `metrics`.
+        before: the evaluation of the weights that it started from; None if there were none.
+
+    Raises:
+        GateMissed: with every condition that does not hold.
+    """
+    values = {name: evaluation[name] for name in ("validation_loss", "perplexity")} | evaluation["metrics"]
+    missed = []
+    for condition in settings.gate:
+        name, symbol, bound = CONDITION.fullmatch(condition).groups()
+        if not OPERATORS[symbol](values[name], float(bound)):
+            missed.append(f"{name} is {values[name]:.4g}, not {symbol} {bound}")
+    if not settings.gate and before is not None:
+        limit = before["validation_loss"] + settings.tolerance
+        if not values["validation_loss"] <= limit:
+            loss, start = values["validation_loss"], before["validation_loss"]
+            missed.append(f"validation loss rose from {start:.4f} to {loss:.4f}")
+    if missed:
+        raise GateMissed(f"run {run} missed its gate: {'; '.join(missed)}; the chain stops here")

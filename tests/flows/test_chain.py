@@ -1,0 +1,156 @@
+"""A chain of training stages in one flow run: each from the one before, cached, and stopped by a gate that is missed."""
+
+import contextlib
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.chained_runs import chained_runs
+from flows.cli.main import main
+from profiles.errors import ProfileError
+from tests.flows.micro import losses, shown
+from tests.forked_jobs import forked_jobs
+
+EASY = "evaluate.gate=[validation_loss <= 1000]"
+DONE = ["train", "evaluate", "export"]
+
+
+def write_stages(folder: Path, micro: Path) -> list[str]:
+    """Paths of profiles of SFT with LoRA, and of DPO, on records in a folder, which go on from the profile `micro`."""
+    chance = random.Random(1)
+    names = ["".join(chance.choices("abcdefgh", k=3)) for _ in range(60)]
+    records = [
+        {"prompt": name, "completion": f" {name}{name}", "chosen": f" {name}{name}", "rejected": " hh"}
+        for name in names
+    ]
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    source = {"kind": "files", "path": str(folder / "records.jsonl")}
+    common = {"data": {"sources": [source], "validation_fraction": 0.3}, "evaluate": {"every": 0}}
+    tuned = {
+        "sft": {"objective": {"kind": "sft"}, "lora": {"rank": 4}, "train": {"learning_rate": 0.03}},
+        "dpo": {"objective": {"kind": "dpo"}, "train": {"micro_batch_size": 2, "learning_rate": 0.001}},
+    }
+    paths = []
+    for name, sections in tuned.items():
+        paths.append(folder / f"{name}.yaml")
+        paths[-1].write_text(yaml.safe_dump({"extends": str(micro), **common, **sections}))
+    return [str(path) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def stages(profile, tmp_path_factory):
+    return [str(profile), *write_stages(tmp_path_factory.mktemp("stages"), profile)]
+
+
+@pytest.fixture(scope="module")
+def run(prefect_server, stages):
+    """Run the chain in this process: `run(store, *overrides)` returns the results, and how each step ended by run."""
+    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+    from flows.chain import chain
+
+    def call(store: Path, *overrides: str) -> tuple[list[dict], dict[str, list[str]]]:
+        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), forked_jobs():
+            results = chain(stages, list(overrides), "", str(store))
+        kinds = ("plan", "resolve", "report")
+        done = {
+            each["run"]: [
+                step["step"] for step in each["steps"] if step["how"] == "done" and step["step"] not in kinds
+            ]
+            for each in results
+        }
+        return results, done
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def finished(run, tmp_path_factory):
+    """A store with a finished chain, and what it returned."""
+    store = tmp_path_factory.mktemp("chain") / "store"
+    return store, *run(store)
+
+
+def test_a_chain_trains_each_stage_from_the_one_before_and_evaluates_before_and_after(finished):
+    store, (_, sft, dpo), done = finished
+    assert done["sft"] == ["tokenizer", "dataset", "checkpoint", *DONE]
+    assert "reference" in done["dpo"]
+    assert sft["validation_loss"] < sft["before"]["validation_loss"]
+    # DPO begins with the weights of the reference model: all margins are 0.
+    assert dpo["before"]["validation_loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert dpo["before"]["metrics"].keys() == {"accuracy", "margin", "kl"}
+    report = json.loads((store / "runs/sft/report.json").read_text())
+    prompts = [sample["prompt"] for sample in report["samples"]]
+    assert [sample["prompt"] for sample in report["samples_before"]] == prompts != []
+    page = (store / "runs/sft/report.html").read_text()
+    assert "<p>Before</p>" in page
+    assert f"{sft['before']['validation_loss']:.4f}" in page
+    rows = [json.loads(line) for line in (store / "runs/sft/metrics.jsonl").read_text().splitlines()]
+    assert (rows[0]["step"], rows[0]["validation_loss"]) == (0, sft["before"]["validation_loss"])
+    assert "All 6 steps are done" in shown("micro > sft > dpo")["run"]
+
+
+def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(run, finished, stages, tmp_path, capsys):
+    from tasks.gate import GateMissed
+
+    store = shutil.copytree(finished[0], tmp_path / "store")
+    results, done = run(store)
+    assert done == {"micro": [], "sft": [], "dpo": []}
+    assert [each["before"] for each in results] == [each["before"] for each in finished[1]]
+    shutil.rmtree(store / "runs/dpo")
+    with pytest.raises(
+        GateMissed, match=r"run sft missed its gate: perplexity is [\d.]+, not <= 1.5; the chain"
+    ):
+        run(store, f"{stages[1]}:evaluate.gate=[validation_loss >= 0, perplexity <= 1.5]")
+    assert not (store / "runs/dpo").exists()
+    (store / "runs/sft/before.json").write_text(
+        json.dumps({"validation_loss": 0.5, "perplexity": 1.6, "metrics": {}})
+    )
+    with pytest.raises(GateMissed, match=r"validation loss rose from 0.5000 to"):
+        run(store)
+
+
+def test_an_interrupted_lora_run_resumes_with_identical_losses(run, finished, tmp_path, monkeypatch):
+    store = shutil.copytree(finished[0], tmp_path / "store")
+    before = losses(store / "runs/sft")
+    for path in (store / "runs/sft/checkpoints").iterdir():
+        if path.name != "step_2":
+            shutil.rmtree(path)
+    shutil.rmtree(store / "artifacts/training")
+    _, done = run(store)
+    assert losses(store / "runs/sft") == before
+    assert "resum" in (store / "runs/sft/logs/train.log").read_text()
+    assert done["sft"] == ["train"]
+
+
+def test_a_chain_that_cannot_work_is_rejected_before_it_starts(stages, tmp_path, capsys):
+    micro, sft, _ = stages
+    chained = chained_runs(stages, [f"{sft}:train.steps=3"], "night")
+    assert [each.name for each in chained] == ["night-micro", "night-sft", "night-dpo"]
+    assert [each.run.train.steps for each in chained] == [6, 3, 6]
+    assert [each.run.init.from_ for each in chained] == [None, "run:night-micro", "run:night-sft"]
+    with pytest.raises(ProfileError, match="has another model than"):
+        chained_runs([micro, sft], [f"{sft}:model.hidden_size=64"])
+    with pytest.raises(ProfileError, match="stands twice"):
+        chained_runs([micro, micro])
+    with pytest.raises(
+        ProfileError, match="tiny-dpo is no profile of the chain; nearest valid: tiny, tiny-sft"
+    ):
+        chained_runs(["tiny", "tiny-sft"], ["tiny-dpo:train.steps=3"])
+    arguments = [
+        "chain",
+        micro,
+        sft,
+        "--store",
+        str(tmp_path),
+        "--set",
+        f"{sft}:evaluate.gate=[acuracy >= 1]",
+    ]
+    assert main(arguments) == 2
+    assert "evaluate.gate.0 = acuracy >= 1: acuracy is no result of the evaluation" in capsys.readouterr().err
+    with contextlib.suppress(FileNotFoundError):
+        assert not list((tmp_path / "runs").iterdir())
