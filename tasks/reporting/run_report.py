@@ -185,7 +185,7 @@ def _evaluation(evaluation: Mapping[str, Any], before: Mapping[str, Any]) -> str
 def _samples(facts: Mapping[str, Any]) -> list[str]:
     """Generated samples; of fine-tuning, each beside that of the weights it started from."""
     after, before = facts["samples"], facts["samples_before"]
-    if [sample["prompt"] for sample in before] != [sample["prompt"] for sample in after]:
+    if not before or [sample["prompt"] for sample in before] != [sample["prompt"] for sample in after]:
         return [_sample(sample) for sample in after]
     pairs = [(_sample(one), _sample(other)) for one, other in zip(before, after, strict=True)]
     return [
