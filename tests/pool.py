@@ -29,7 +29,7 @@ from parallel.mesh import Mesh
 from tests.forkserver import forkserver
 
 WORKERS = 8
-RUNS = 20
+RUNS = 3
 """Cases after which workers are replaced: gloo keeps the threads of destroyed groups, each waking 100 times a second."""
 GRACE = 2.0
 """Seconds to wait for the errors of the other ranks once one has failed."""
