@@ -96,17 +96,19 @@ def prefect_server(prefect_database, tmp_path_factory):
     """Start one Prefect server per worker; yields the URL of its API."""
     from prefect import context
     from prefect.logging.handlers import APILogWorker
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_URL, temporary_settings
 
+    from flows.server.prefect_settings import few_certificates
     from flows.server.shared_server import Server
 
     home = tmp_path_factory.mktemp("prefect-server")
     shutil.copy(prefect_database, home)
     server = Server(home, home / "server.log")
     url = server.wait()
+    certificate = few_certificates(home)["PREFECT_API_SSL_CERT_FILE"]
     # The settings of all threads, as Prefect's own test harness sets them.
     with (
-        temporary_settings({PREFECT_API_URL: url}),
+        temporary_settings({PREFECT_API_URL: url, PREFECT_API_SSL_CERT_FILE: certificate}),
         context._temporary_global_settings_context(context.get_settings_context()),
     ):
         yield url

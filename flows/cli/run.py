@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.server.prefect_settings import configure, may_name_server
+from flows.server.prefect_settings import configure, few_certificates, may_name_server
 from flows.server.shared_server import Server, shared_server
 from flows.ui.console import (
     PipeTolerantConsole,
@@ -141,6 +141,7 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         with without_collection():
             from prefect.logging.handlers import APILogWorker
             from prefect.settings import (
+                PREFECT_API_SSL_CERT_FILE,
                 PREFECT_API_URL,
                 PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
                 temporary_settings,
@@ -153,7 +154,8 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         if configured:
             yield
             return
-        settings = {PREFECT_API_URL: server.wait()}
+        certificate = few_certificates(home)["PREFECT_API_SSL_CERT_FILE"]
+        settings = {PREFECT_API_URL: server.wait(), PREFECT_API_SSL_CERT_FILE: certificate}
         # No other client needs this run's heartbeats, and the last one delays the exit by up to a second.
         if server.started:
             settings[PREFECT_FLOWS_HEARTBEAT_FREQUENCY] = None

@@ -25,7 +25,7 @@ import psutil
 import yaml
 
 from flows.cli.exit_codes import DONE, FAILED
-from flows.server.prefect_settings import AUTOMATION, POOL, configure
+from flows.server.prefect_settings import AUTOMATION, POOL, configure, few_certificates
 from flows.server.secrets import without_tokens
 from flows.server.shared_server import Registration, start_module, wait_healthy
 from flows.ui.console import print_stderr
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     registration = Registration(configure(logs.parent))
     variables = {"PREFECT_API_URL": f"{address}/api", "TRAINSHED_FOLDER": str(Path.cwd())}
-    variables["PREFECT_HOME"] = str(registration.home)
+    variables |= {"PREFECT_HOME": str(registration.home), **few_certificates(registration.home)}
     settings = {"env": {**without_tokens(), **variables}, "stdin": subprocess.DEVNULL}
     children: list[subprocess.Popen[bytes]] = []
     try:

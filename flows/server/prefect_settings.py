@@ -42,6 +42,24 @@ def configure(store: Path) -> Path:
     return Path(os.environ["PREFECT_HOME"]).expanduser()
 
 
+def few_certificates(home: Path) -> dict[str, str]:
+    """The setting with which a client of a server on loopback loads one certificate, where by default it loads all of them.
+
+    Each of Prefect's clients loads its certificates, whether or not it needs any, and deploying starts hundreds of clients.
+    """
+    path = home / "certificate.pem"
+    if not path.exists():
+        import certifi
+
+        end = "-----END CERTIFICATE-----\n"
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(
+            Path(certifi.where()).read_text(encoding="utf-8").partition(end)[0] + end, encoding="utf-8"
+        )
+        partial.replace(path)
+    return {"PREFECT_API_SSL_CERT_FILE": str(path)}
+
+
 def may_name_server(home: Path) -> bool:
     """Whether the user's settings could name a Prefect server, which only Prefect itself can tell, a second later."""
     if "prefect" in sys.modules:  # then it can be asked at once
