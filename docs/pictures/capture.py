@@ -1,6 +1,7 @@
-"""Take the README's pictures of a run: `python docs/pictures/capture.py RUN_FOLDER`, after `trainshed run tiny` with a server.
+"""Take the pictures of a run: `python docs/pictures/capture.py RUN_FOLDER [NAME ...]`, after `trainshed run tiny` with a server.
 
-PREFECT_API_URL names the server, for instance that of `trainshed up`. Needs Playwright and Chromium (`make test-system`).
+Names are those of SIZES, all by default; `fleet` is of the store's fleet.html (`trainshed fleet`). PREFECT_API_URL names the
+server, for instance that of `trainshed up`. Needs Playwright and Chromium (`make test-system`).
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from pathlib import Path
 from playwright.sync_api import Browser, sync_playwright
 
 HERE = Path(__file__).parent
-SIZES = {"prefect": (1200, 1130), "report": (1000, 1130)}
+SIZES = {"prefect": (1200, 1130), "report": (1000, 1130), "fleet": (1300, 1100)}
+SHOWN = {"prefect": "fullest rank", "report": "mean of", "fleet": "last change"}  # text that appears late
 
 
-def main(run: Path) -> None:
-    """Write prefect.png, the page of the run's last flow run in Prefect's UI, and report.png."""
+def main(run: Path, *names: str) -> None:
+    """Write prefect.png, the page of the run's last flow run in Prefect's UI, report.png, and fleet.png."""
     pages = {
-        "prefect": _page_address((run / "flow-run").read_text().strip()),
-        "report": (run / "report.html").resolve().as_uri(),
+        "prefect": lambda: _page_address((run / "flow-run").read_text().strip()),
+        "report": lambda: (run / "report.html").resolve().as_uri(),
+        "fleet": lambda: (run.parents[1] / "fleet.html").resolve().as_uri(),
     }
     with sync_playwright() as playwright:
         path = shutil.which("chromium") or shutil.which("google-chrome")
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        for name, address in pages.items():
-            _capture(browser, name, address)
+        for name in names or pages:
+            _capture(browser, name, pages[name]())
         browser.close()
 
 
@@ -48,7 +51,7 @@ def _capture(browser: Browser, name: str, address: str) -> None:
     width, height = SIZES[name]
     page = browser.new_page(viewport={"width": width, "height": height})
     page.goto(address)
-    page.get_by_text("mean of" if name == "report" else "fullest rank").first.wait_for()
+    page.get_by_text(SHOWN[name]).first.wait_for()
     page.wait_for_timeout(1000)  # for fonts and images
     paths = page.get_by_role("heading", name="Paths").bounding_box() if name == "prefect" else None
     clip = {"x": 0, "y": 0, "width": width, "height": min(height, paths["y"]) if paths else height}
@@ -56,4 +59,4 @@ def _capture(browser: Browser, name: str, address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

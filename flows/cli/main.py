@@ -112,6 +112,12 @@ def parser() -> argparse.ArgumentParser:
     _store(runs)
     _json(runs)
 
+    about = "write a page of all runs of a store: progress, speed, goodput, failing nodes and cost"
+    fleet = _command(commands, "fleet", "", about, "trainshed fleet --output fleet.html")
+    _store(fleet)
+    _with_default(fleet, "--output", "fleet.html", "HTML page to write", metavar="FILE")
+    _json(fleet)
+
     about = "show or remove what no run of a store refers to"
     collect = _command(commands, "gc", "", about, "trainshed gc")
     _store(collect)

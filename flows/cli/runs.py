@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from rich.console import Console
@@ -12,6 +13,8 @@ from rich.table import Table
 
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_stderr
+from tasks.fleet.page import format_cost
+from tasks.fleet.runs import RunView, read_fleet
 from tasks.reporting.format import format_age, format_bytes
 from tasks.store.inventory import Run, list_runs
 from tasks.store.store import Store
@@ -19,31 +22,57 @@ from tasks.store.store import Store
 
 def run(options: argparse.Namespace) -> int:
     """Print the runs, the latest first. Raises ProfileError for an invalid store."""
-    found = sorted(list_runs(Store(options.store)), key=lambda each: -(each.changed or 0))
+    store = Store(options.store)
+    found = sorted(list_runs(store), key=lambda each: -(each.changed or 0))
+    views = {view.name: view for view in read_fleet(store).runs}
     if options.json:
-        print(json.dumps([asdict(each) for each in found], indent=1))
+        rows = [
+            {**views[each.name].to_json(), **asdict(each)} if each.name in views else asdict(each)
+            for each in found
+        ]
+        print(json.dumps(rows, indent=1))
     elif found:
-        _print(found)
+        _print(found, views)
     else:
         print_stderr(f"no runs in {options.store}")
     return DONE
 
 
-def _print(found: list[Run]) -> None:
+def _print(found: list[Run], views: Mapping[str, RunView]) -> None:
+    """Print a table; without the optional columns of which no run has a value."""
+    optional = {
+        name: [_OPTIONAL[name](views[run.name]) if run.name in views else "" for run in found]
+        for name in _OPTIONAL
+    }
+    optional = {name: values for name, values in optional.items() if any(values)}
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("run", "state"):
         table.add_column(title, no_wrap=True)
-    for title in ("step", "loss", "age", "size"):
+    for title in ("step", "loss", *optional, "age", "size"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("parent", no_wrap=True)
-    for each in found:
+    for index, each in enumerate(found):
         table.add_row(
             each.name,
-            each.state,
+            _state(each, views.get(each.name)),
             f"{each.step:,} of {each.steps:,}" if each.steps else f"{each.step:,}",
             f"{each.loss:.4f}" if each.loss is not None else "",
+            *(values[index] for values in optional.values()),
             format_age(time.time() - each.changed) if each.changed else "",
             format_bytes(each.bytes),
             each.parent or "",
         )
     Console(highlight=False).print(table)
+
+
+def _state(run: Run, view: RunView | None) -> str:
+    """The state, or what its files know better: that it waits in the queue, or failed."""
+    finer = {"queued": "running", "failed": "stopped"}
+    return view.state if view and finer.get(view.state) == run.state else run.state
+
+
+_OPTIONAL: dict[str, Callable[[RunView], str]] = {
+    "of plan": lambda view: f"{view.speed_of_plan:.0%}" if view.speed_of_plan else "",
+    "goodput": lambda view: f"{view.use.goodput:.0%}" if view.use.goodput else "",
+    "cost": lambda view: format_cost(view.cost) if view.cost is not None else "",
+}

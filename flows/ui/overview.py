@@ -88,7 +88,7 @@ def failure_markdown(
     Args:
         checkpoints: steps of the complete ones.
     """
-    parts = ["# Failed", f"**What happened:** {_escape(str(failure) or type(failure).__name__)}"]
+    parts = ["# Failed", f"**What happened:** {escape(str(failure) or type(failure).__name__)}"]
     if detail := str(getattr(failure, "detail", "")):
         last_lines = "\n".join(detail.splitlines()[-MAX_DETAIL_LINES:]).replace("```", "'''")
         parts.append(f"```\n{last_lines}\n```")
@@ -132,7 +132,7 @@ def _training(profile: Profile, history: History, *, ended: bool) -> str:
 def _warnings(plan: Mapping[str, Any] | None, history: History) -> str:
     rise = rise_warning(history.lowest_evaluation, history.last_evaluation)
     warnings = [*(plan or {}).get("warnings", ()), *([rise] if rise else [])]
-    return "## Warnings\n\n" + "\n".join(f"- {_escape(text)}" for text in warnings) if warnings else ""
+    return "## Warnings\n\n" + "\n".join(f"- {escape(text)}" for text in warnings) if warnings else ""
 
 
 def _plan(plan: Mapping[str, Any] | None) -> str:
@@ -155,7 +155,7 @@ def _incidents(folder: Path) -> str:
     lines = []
     for event in read_events(folder)[-MAX_EVENTS:]:
         step = f"step {event['step']:,}: " if "step" in event else ""
-        lines.append(f"- {step}{event['event']}: {_escape(event.get('reason', ''))}")
+        lines.append(f"- {step}{event['event']}: {escape(event.get('reason', ''))}")
     return "## Incidents\n\n" + "\n".join(lines) if lines else ""
 
 
@@ -169,6 +169,6 @@ def _paths(profile: Profile, folder: Path) -> str:
     return "## Paths\n\n" + "\n".join(lines)
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """A text in one line, with Markdown's special characters escaped."""
     return "".join(f"\\{mark}" if mark in "\\`*_{}[]<>#|!" else mark for mark in " ".join(text.split()))

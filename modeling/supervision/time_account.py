@@ -7,8 +7,8 @@ was dropped, so that all time is counted exactly once, and one row of metrics is
     submitted   a job was given to the launcher, by the flow
     started     its ranks are ready to train: when the job began, seconds to restore the checkpoint, the last row and the totals
                 that were dropped
-    rollback    the same for a rollback
-    ended       the last step is saved, or training was stopped: the totals
+    rollback    seconds to restore the checkpoint, and the totals that were dropped
+    ended       the last step is saved, or training was stopped: what followed the last row
 
 tasks/fleet/goodput.py turns them into the run's goodput.
 """
@@ -55,7 +55,11 @@ class TimeAccount:
         """Go back to the totals of a metrics row, None before the first step; returns what that drops."""
         before, self._totals = self._totals, totals_of(row)
         self._first = None
-        return {name: round(before[name] - self._totals[name], 6) for name in TOTALS}
+        return _difference(before, self._totals)
+
+    def since(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """What was added since these totals."""
+        return _difference(self._totals, totals)
 
     def step(self, seconds: float, *, skipped: bool) -> None:
         """Add a finished step."""
@@ -83,6 +87,10 @@ class TimeAccount:
         self._totals[name] += seconds
         if in_step:
             self._in_step += seconds
+
+
+def _difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(after[name] - before[name], 6) for name in TOTALS}
 
 
 def totals_of(row: Mapping[str, Any] | None) -> dict[str, float]:

@@ -43,6 +43,7 @@ class Reporter:
         self._metrics = MetricsWriter(run, step, self._settings.steps)
         self._telemetry = Telemetry(trainer.device)
         self._stragglers = Stragglers(nodes)
+        self._row_totals = account.totals  # of the last row
         self._recent_seconds: deque[float] = deque(maxlen=20)
 
     def event(self, name: str, step: int, reason: str, **facts: Any) -> None:
@@ -54,8 +55,15 @@ class Reporter:
         last = self._metrics.last
         self._account.restart(last)
         dropped = self._account.restart(self._metrics.kept)
-        facts = {"restore_seconds": round(restore_seconds, 6), "devices": len(self._nodes)}
-        facts |= {"attempt": attempt, "begun": round(job_begin(), 3), "nodes": sorted(set(self._nodes))}
+        self._row_totals = self._account.totals
+        settings, cluster = self._settings, self._trainer.profile.cluster
+        facts = {"attempt": attempt, "begun": round(job_begin(), 3), "nodes": sorted(set(self._nodes))}
+        facts |= {"restore_seconds": round(restore_seconds, 6), "devices": len(self._nodes)}
+        facts |= {
+            "steps": settings.steps,
+            "step_tokens": settings.global_batch_size * settings.sequence_length,
+        }
+        facts |= {"node_count": cluster.nodes, "node_price": cluster.node_price}
         ended = {"last_time": last.get("time"), "last_step": last["step"]} if last else {}
         record_attempt(self._run, "started", step=step, **facts, **ended, dropped=dropped)
 
@@ -69,6 +77,7 @@ class Reporter:
         if straggler := self._stragglers.update(step, record.statistics.rank_seconds):
             log.warning(f"WARNING {straggler}")
             self.event("straggler", step, straggler)
+        self._row_totals = self._account.totals
         row = self._row(record)
         self._metrics.write(row)
         if step % settings.log_every == 0 or step in (1, settings.steps):
@@ -105,7 +114,7 @@ class Reporter:
             "consumed_samples": samples,
             "consumed_tokens": record.step * step_tokens,
             "time": round(time.time(), 3),
-            **self._account.totals,
+            **self._row_totals,
             "skipped": bool(record.skip_reason),
             "rank_seconds": [round(seconds, 6) for seconds in statistics.rank_seconds],
             **self._telemetry.readings(),
@@ -123,12 +132,13 @@ class Reporter:
         """Drop the metrics rows after a step that the run was rolled back to."""
         self._metrics = MetricsWriter(self._run, step, self._settings.steps)
         dropped = self._account.restart(self._metrics.kept)
+        self._row_totals = self._account.totals
         facts = {"restore_seconds": round(restore_seconds, 6), "dropped": dropped}
         record_attempt(self._run, "rollback", step=step, **facts)
 
     def ended(self, step: int) -> None:
-        """Record the end of this attempt, with the totals that include its last checkpoint."""
-        record_attempt(self._run, "ended", step=step, **self._account.totals)
+        """Record the end of this attempt, with what followed its last row: an evaluation, and the last checkpoint."""
+        record_attempt(self._run, "ended", step=step, after_last=self._account.since(self._row_totals))
 
     def close(self) -> None:
         self._telemetry.close()

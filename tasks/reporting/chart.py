@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
@@ -43,6 +43,30 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, from_zer
         f'<div class="x">{"".join(f"<span>{tick:,g}</span>" for tick in frame.x_ticks)}</div>'
         f'<div class="label">{escape(x_label)}</div></figure>'
     )
+
+
+def sparkline(points: Points, *, label: str, style: str = "smooth") -> str:
+    """HTML of a small line without axes; "" without two finite points."""
+    shown = [point for point in points if math.isfinite(point[1])]
+    if len(shown) < 2:
+        return ""
+    frame = Frame(*(_ends([point[axis] for point in shown]) for axis in (0, 1)))
+    path = frame.line(shown, "{:.0f},{:.0f}")
+    view = f'viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none"'
+    return f'<svg class="spark" {view} role="img" aria-label="{escape(label)}"><path class="{style}" d="{path}"/></svg>'
+
+
+def stacked_bar(parts: Mapping[str, float]) -> str:
+    """HTML of a bar of shares, each with the CSS class of its name and its share as a tooltip; "" if all are 0."""
+    total = sum(parts.values())
+    if not total:
+        return ""
+    shares = {name: value / total for name, value in parts.items() if value / total >= 0.001}
+    spans = "".join(
+        f'<i class="{escape(name)}" style="width:{100 * share:.1f}%" title="{escape(name)} {share:.1%}"></i>'
+        for name, share in shares.items()
+    )
+    return f'<span class="stack">{spans}</span>'
 
 
 def svg_data_uri(series: Sequence[Series], *, x_label: str) -> str:
@@ -107,10 +131,20 @@ class Frame:
                 parts.append(f'<path class="dots {line.style}" d="{dots}"/>')
         return "".join(parts)
 
+    def line(self, points: Points, form: str) -> str:
+        """Path of a line, its positions written by a format of x and y."""
+        return "M" + "L".join(form.format(*map(float, self._position(*point).split(","))) for point in points)
+
     def _position(self, x: float, y: float) -> str:
         across = (x - self.x_ticks[0]) / (self.x_ticks[-1] - self.x_ticks[0])
         up = (y - self.y_ticks[0]) / (self.y_ticks[-1] - self.y_ticks[0])
         return f"{across * WIDTH:.1f},{(1 - up) * HEIGHT:.1f}"
+
+
+def _ends(values: Sequence[float]) -> Sequence[float]:
+    """The least and the largest value, a little apart if they are equal."""
+    low, high = min(values), max(values)
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:

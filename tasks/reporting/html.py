@@ -10,11 +10,14 @@ from string import Template
 NOWRAP_LENGTH = 12  # characters of a table cell that is not wrapped
 
 
-def page(title: str, description: str, sections: Iterable[str]) -> str:
-    """A complete HTML file from the template report.html."""
+def page(title: str, description: str, sections: Iterable[str], *, wide: bool = False) -> str:
+    """A complete HTML file from the template report.html; `wide`: for tables of many columns."""
     template = Template(Path(__file__).with_name("report.html").read_text())
     return template.substitute(
-        title=escape(title), description=escape(description), sections="\n".join(sections)
+        title=escape(title),
+        description=escape(description),
+        sections="\n".join(sections),
+        main='<main class="wide">' if wide else "<main>",
     )
 
 

@@ -15,6 +15,8 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Protocol, TypeVar
 from uuid import uuid4
@@ -25,6 +27,7 @@ from profiles.state_files import retried
 
 PARALLEL_DOWNLOADS = 8
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+MODIFIED = ("LastModified", "mtime", "created", "updated")  # in listings of fsspec's file systems
 T = TypeVar("T")
 NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
@@ -42,6 +45,19 @@ def checked_path(name: str) -> str:
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
         raise ValueError(f"{name!r} is not the name of a file below this folder")
     return name
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file or folder, as its listing shows it."""
+
+    size: int
+    stamp: str  # differs after a change of the contents; "" of a folder
+    modified: float = 0.0  # seconds since 1970; 0 if unknown
+
+    @property
+    def is_folder(self) -> bool:
+        return not self.stamp
 
 
 class Backend(Protocol):
@@ -66,6 +82,12 @@ class Backend(Protocol):
 
     def files(self, name: str) -> dict[str, int]:
         """Sizes in bytes of all files below a folder, by their paths relative to it; empty only if there are none."""
+
+    def entries(self, name: str) -> dict[str, Entry]:
+        """What is directly in a folder, by name; empty if it does not exist. Costs one listing."""
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Bytes [start, end) of a file, fewer at its end; b"" if it does not exist."""
 
     def move(self, name: str, target: str) -> None:
         """Rename a folder; `target` must not exist."""
@@ -120,6 +142,27 @@ class FolderBackend:
                 if stat.S_ISREG(status.st_mode):
                     sizes[file] = status.st_size
         return sizes
+
+    def entries(self, name: str) -> dict[str, Entry]:
+        found = {}
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for entry in retried(lambda: _scan(self.path(name))):
+                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                    status = entry.stat()
+                    stamp = f"{status.st_ino}.{status.st_mtime_ns}" if stat.S_ISREG(status.st_mode) else ""
+                    found[entry.name] = Entry(status.st_size, stamp, status.st_mtime)
+        return found
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        def read() -> bytes:
+            with self.path(name).open("rb") as file:
+                file.seek(start)
+                return file.read(end - start)
+
+        try:
+            return retried(read)
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
 
     def move(self, name: str, target: str) -> None:
         source, path = self.path(name), self.path(target)
@@ -182,6 +225,30 @@ class ObjectBackend:
         root = self._path(name)
         found = self._retried(name, lambda: self._filesystem.find(root, detail=True))
         return {path.removeprefix(root).lstrip("/"): info["size"] for path, info in found.items()}
+
+    def entries(self, name: str) -> dict[str, Entry]:
+        try:
+            listed = self._retried(name, lambda: self._filesystem.ls(self._path(name), detail=True))
+        except FileNotFoundError:
+            return {}
+        found = {}
+        for info in listed:
+            file = info["name"].rstrip("/").rpartition("/")[2]
+            if info["type"] == "directory":
+                found[file] = Entry(0, "")
+                continue
+            moment = next((info[key] for key in MODIFIED if info.get(key)), 0.0)
+            modified = moment.timestamp() if isinstance(moment, datetime) else float(moment)
+            found[file] = Entry(info["size"], str(info.get("ETag") or modified or info["size"]), modified)
+        return found
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        try:
+            return self._retried(
+                name, lambda: self._filesystem.cat_file(self._path(name), start=start, end=end)
+            )
+        except FileNotFoundError:
+            return b""
 
     def remove(self, name: str) -> None:
         with self._os_errors(name), contextlib.suppress(FileNotFoundError):

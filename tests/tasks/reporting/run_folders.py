@@ -9,7 +9,7 @@ from profiles import resolve
 from tasks import report
 from tasks.reporting.outcome import Outcome
 
-VOID = {"meta", "link", "br", "img"}
+VOID = {"meta", "link", "br", "img", "input"}
 TRACED = {
     "programs": [
         {"name": "block, training", "graphs": [{"flops": 10**9}, {"flops": 2 * 10**9}]},

@@ -1,0 +1,146 @@
+"""Time of the page of all runs: the first look at a store, a refresh, and the page in a browser.
+
+Runs of N steps and of N / 10 steps: a look must not depend on the length. Metrics files are hard links to a few distinct ones, so
+they are in the page cache; their contents have the size of real rows. `changed` of the runs get another row before each refresh.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.harness.timing import make_parser
+from tasks.fleet.page import write_page
+from tasks.fleet.runs import CACHE, read_fleet
+from tasks.store.store import Store
+
+DISTINCT = 4  # metrics files
+BEGIN = 1_790_000_000.0
+
+
+def main() -> None:
+    parser = make_parser(__doc__, rounds=5)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--changed", type=int, default=20)
+    options = parser.parse_args()
+    for steps in (options.steps // 10, options.steps):
+        with tempfile.TemporaryDirectory() as folder:
+            measure(Path(folder), options.runs, steps, options.changed, options.rounds)
+
+
+def measure(folder: Path, count: int, steps: int, changed: int, rounds: int) -> None:
+    """Print the times of a store of so many runs."""
+    size = write_store(folder, count, steps)
+    store, page = Store(str(folder)), folder / "fleet.html"
+    times: dict[str, list[float]] = {"first look": [], "refresh": [], "browser": []}
+    for _ in range(rounds):
+        (store.local_cache / CACHE).unlink(missing_ok=True)
+        times["first look"].append(timed(lambda: write_page(read_fleet(store), page)))
+        for number in range(changed):
+            append(folder / f"runs/run-{number}", steps)
+        times["refresh"].append(timed(lambda: write_page(read_fleet(store), page)))
+        times["browser"] += opening(page)
+    print(
+        f"{count:,} runs of {steps:,} steps, {size / 2**20:.0f} MiB of metrics each; page {page.stat().st_size / 1e6:.1f} MB"
+    )
+    for name, values in times.items():
+        if values:
+            print(
+                f"  {name:<12} {statistics.median(values):6.2f} s   (of {len(values)}: {min(values):.2f} to {max(values):.2f})"
+            )
+
+
+def opening(page: Path) -> list[float]:
+    """Time until the page is loaded and drawn in Chromium; empty without it."""
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        return []
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        view = browser.new_page(viewport={"width": 1300, "height": 1000})
+        seconds = timed(lambda: (view.goto(page.resolve().as_uri()), view.screenshot()))
+        browser.close()
+    return [seconds]
+
+
+def write_store(folder: Path, count: int, steps: int) -> int:
+    """Write the runs; returns the size of a metrics file."""
+    sources = [folder / f"metrics-{number}.jsonl" for number in range(min(DISTINCT, count))]
+    for number, path in enumerate(sources):
+        with path.open("w") as file:
+            file.writelines(row(step, number) for step in range(1, steps + 1))
+    started = {"event": "started", "begun": BEGIN, "time": BEGIN + 60, "restore_seconds": 5.0, "step": 0}
+    started |= {"steps": steps, "step_tokens": 4_194_304, "node_count": 4, "node_price": 30.0, "dropped": {}}
+    for number in range(count):
+        run = folder / f"runs/run-{number}"
+        run.mkdir(parents=True)
+        os.link(sources[number % len(sources)], run / "metrics.jsonl")
+        (run / "attempts.jsonl").write_text(json.dumps(started) + "\n")
+        (run / "run.json").write_text(json.dumps({"identity": str(number)}))
+        (run / "plan.json").write_text(
+            json.dumps({"step_seconds": 0.9, "tokens_per_second": 4_194_304 / 0.9})
+        )
+        event = {
+            "event": "train tried again",
+            "time": BEGIN + 90,
+            "reason": f"rank 3 on n{number % 50} was killed",
+        }
+        (run / "events.jsonl").write_text(json.dumps(event) + "\n")
+    return sources[0].stat().st_size
+
+
+def row(step: int, number: int) -> str:
+    """A row of metrics of 8 ranks."""
+    seconds = dict.fromkeys(
+        ("data_wait_seconds", "forward_backward_seconds", "optimizer_seconds"), 0.123456789
+    )
+    totals = {
+        "trained_seconds": float(step),
+        "checkpoint_seconds": step / 50,
+        "evaluation_seconds": step / 80,
+    }
+    contents = {"step": step, "loss": 2.0 + 8 * (1 + step / 50) ** -0.5 + number / 10, "learning_rate": 1e-4}
+    contents |= {
+        "gradient_norm": 0.51,
+        "parameter_norm": 120.3,
+        "step_seconds": 1.0,
+        "tokens_per_second": 4_194_304.0,
+    }
+    contents |= {
+        **seconds,
+        "mfu": 0.41,
+        "consumed_samples": step * 512,
+        "time": BEGIN + 60 + 1.05 * step,
+        **totals,
+    }
+    contents |= {"rank_seconds": [0.912345] * 8, "memory_bytes": 61_234_567_890, "skipped": False}
+    return json.dumps(contents) + "\n"
+
+
+def append(run: Path, steps: int) -> None:
+    """Add a row to a run's metrics, in a file of its own if that is a link: the last rows of it."""
+    path = run / "metrics.jsonl"
+    if path.stat().st_nlink > 1:
+        text = path.read_bytes()
+        path.unlink()
+        path.write_bytes(text)
+    with path.open("a") as file:
+        file.write(row(steps, 0))
+
+
+def timed(function: object) -> float:
+    begun = time.perf_counter()
+    function()  # type: ignore[operator]
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main()

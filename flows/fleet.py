@@ -1,0 +1,37 @@
+"""All runs of a store at a glance: writes fleet.html into the store, and an artifact in Prefect's UI.
+
+Its deployment refreshes both on a schedule, which is off until someone switches it on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import flow
+
+from flows.final_states import final_states
+from flows.ui.artifacts import PrefectArtifact
+from flows.ui.fleet import KEY, markdown
+from tasks.fleet.page import render
+from tasks.fleet.runs import read_fleet
+from tasks.store.store import Store
+
+PAGE = "fleet.html"  # in the store
+
+
+@flow(name="fleet")
+@final_states
+def fleet(store: str = "./store", work_dir: str = "./store") -> str:
+    """Write the page of all runs; returns its location.
+
+    Args:
+        store: Where runs are kept: a folder or an s3:// prefix.
+        work_dir: With a store on S3, the local folder of run folders, as the profile's cluster.work_dir.
+    """
+    opened = Store(store, Path(work_dir))
+    found = read_fleet(opened)
+    opened.backend.write(PAGE, render(found).encode())
+    location = opened.backend.location(PAGE)
+    artifact = PrefectArtifact("markdown", KEY, "All runs: progress, speed, goodput and cost")
+    artifact.update(lambda: markdown(found, location), now=True)
+    return location

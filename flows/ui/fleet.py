@@ -1,0 +1,41 @@
+"""All runs of a store as an artifact in Prefect's UI."""
+
+from __future__ import annotations
+
+from flows.ui.overview import escape
+from tasks.fleet.page import format_cost, key_figures, warning_texts
+from tasks.fleet.runs import Fleet, RunView
+from tasks.reporting.format import format_duration
+
+KEY = "fleet"
+MAX_RUNS = 50  # the active ones and the latest
+HEADINGS = ("run", "state", "step", "loss", "of planned speed", "goodput", "left", "cost")
+
+
+def markdown(fleet: Fleet, page: str) -> str:
+    """Totals, warnings and a table of runs; `page`: where the HTML page is."""
+    figures = ", ".join(f"{name} **{value}**" for name, value in key_figures(fleet).items())
+    warnings = "\n".join(f"- {escape(text)}" for text in warning_texts(fleet))
+    rows = "\n".join(f"| {' | '.join(_cells(run))} |" for run in fleet.runs[:MAX_RUNS])
+    table = f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}\n{rows}" if rows else ""
+    more = (
+        f"{len(fleet.runs) - MAX_RUNS:,} earlier runs are on the page." if len(fleet.runs) > MAX_RUNS else ""
+    )
+    parts = [figures, f"## Warnings\n\n{warnings}" if warnings else "", table, more, f"Page: `{page}`"]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _cells(run: RunView) -> list[str]:
+    digest, speed, goodput = run.digest, run.speed_of_plan, run.use.goodput
+    left = run.seconds_left if run.state in ("running", "queued") else None
+    loss = digest.last["loss"] if digest.last else None
+    return [
+        escape(run.name),
+        run.state,
+        f"{run.step:,} of {digest.steps:,}" if digest.steps else f"{run.step:,}",
+        f"{loss:.4f}" if loss is not None else "",
+        f"{speed:.0%}" if speed else "",
+        f"{goodput:.0%}" if goodput else "",
+        format_duration(left) if left else "",
+        format_cost(run.cost) if run.cost is not None else "",
+    ]

@@ -1,0 +1,196 @@
+"""Digest of one run, at a cost that does not depend on the run's length.
+
+The last row of metrics.jsonl has the totals of the run, and rows are in order of their steps, so the loss curve is read at
+POINTS equally distant places of the file. Everything else is in small files. A digest is JSON, and is read again only if one of
+its files has changed (runs.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import isfinite
+from statistics import median
+from typing import Any
+
+import orjson
+import yaml
+
+from tasks.fleet.goodput import FAILURES
+from tasks.store.backends import Backend, Entry
+from tasks.store.run_folder import IDENTITY
+
+METRICS, EVENTS, ATTEMPTS, PLAN = "metrics.jsonl", "events.jsonl", "attempts.jsonl", "plan.json"
+PROFILE, REPORT = "profile.yaml", "report.html"
+FILES = (METRICS, EVENTS, ATTEMPTS, PLAN, PROFILE, IDENTITY, REPORT)
+POINTS = 48  # of a loss curve
+TAIL = 64 << 10  # bytes: the last rows, of which speed is the median
+WHOLE = 192 << 10  # bytes of a metrics file that is read in one go
+EVENT_BYTES = 1 << 20  # the latest ones
+ROWS = 3.0  # to read at each place of a curve
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+OF_LAST = ("step", "loss", "time")
+PLANNED = ("step_seconds", "tokens_per_second", "price", "parameters")
+Row = dict[str, Any]
+
+
+@dataclass
+class Digest:
+    """What the files of a run say."""
+
+    name: str
+    steps: int | None = None
+    step_tokens: int | None = None
+    node_count: int | None = None
+    node_price: float | None = None  # per node hour
+    parent: str | None = None  # RUN@STEP
+    begun: bool = False  # whether it has an identity
+    planned: dict[str, float | None] = field(default_factory=dict)
+    last: Row | None = None  # step, loss, time and totals of the last training row
+    curve: list[tuple[float, float]] = field(default_factory=list)  # (step, loss)
+    validation_loss: float | None = None  # of the last evaluation
+    step_seconds: float | None = None  # of the latest steps
+    tokens_per_second: float | None = None
+    attempts: list[Row] = field(default_factory=list)
+    events: list[Row] = field(default_factory=list)  # failures and stragglers
+    changed: float = 0.0  # seconds since 1970
+
+
+def read_digest(backend: Backend, name: str, entries: Mapping[str, Entry]) -> Digest:
+    """Read the run of this name, of which `entries` are the files."""
+    reader = _Reader(backend, f"runs/{name}", entries)
+    digest = Digest(
+        name, changed=max((entries[file].modified for file in FILES if file in entries), default=0.0)
+    )
+    digest.attempts = list(reader.rows(ATTEMPTS))
+    events = reader.rows(EVENTS, EVENT_BYTES)
+    kept = (*FAILURES, "straggler")
+    digest.events = [
+        {key: row.get(key) for key in ("event", "time", "reason")}
+        for row in events
+        if row.get("event") in kept
+    ]
+    plan = reader.json(PLAN)
+    digest.planned = {key: plan.get(key) for key in PLANNED}
+    identity = reader.json(IDENTITY)
+    digest.begun = "identity" in identity
+    if parent := identity.get("parent"):
+        digest.parent = f"{parent['run']}@{parent['step']}"
+    _add_size(digest, reader)
+    _add_metrics(digest, reader)
+    return digest
+
+
+def _add_size(digest: Digest, reader: _Reader) -> None:
+    """Steps, tokens and nodes, as the latest start had them, else as the profile says."""
+    started = next((row for row in reversed(digest.attempts) if "step_tokens" in row), None)
+    if started:
+        digest.steps, digest.step_tokens = started["steps"], started["step_tokens"]
+        digest.node_count, digest.node_price = started["node_count"], started["node_price"]
+        return
+    profile = yaml.load(reader.read(PROFILE) or b"", LOADER) or {}
+    train, cluster = profile.get("train", {}), profile.get("cluster", {})
+    digest.steps = train.get("steps")
+    if "global_batch_size" in train and "sequence_length" in train:
+        digest.step_tokens = train["global_batch_size"] * train["sequence_length"]
+    digest.node_count, digest.node_price = cluster.get("nodes", 1), cluster.get("node_price")
+
+
+def _add_metrics(digest: Digest, reader: _Reader) -> None:
+    size = reader.size(METRICS)
+    if not size:
+        return
+    if size <= WHOLE:
+        rows = tail = list(reader.rows(METRICS))
+    else:
+        tail = list(_complete_rows(reader.range(METRICS, size - TAIL, size)))
+        length = TAIL / max(1, len(tail))
+        width = int((ROWS + 1) * length)
+        starts = [int(size * index / POINTS) for index in range(POINTS)]
+        chunks = (reader.range(METRICS, start, start + width) for start in starts)
+        rows = [row for chunk in chunks for row in _complete_rows(chunk)] + tail[-int(ROWS) :]
+    trained = [row for row in tail if "loss" in row]
+    if trained:
+        totals = {
+            key: value for key, value in trained[-1].items() if key in OF_LAST or key.endswith("_seconds")
+        }
+        digest.last = totals
+        digest.step_seconds = _median(trained, "step_seconds")
+        digest.tokens_per_second = _median(trained, "tokens_per_second")
+    evaluated = [row["validation_loss"] for row in tail if "validation_loss" in row]
+    digest.validation_loss = evaluated[-1] if evaluated else None
+    digest.curve = curve(rows)
+
+
+def curve(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """At most about POINTS means of neighbouring losses, in order of their steps."""
+    losses = {row["step"]: row["loss"] for row in rows if isinstance(row.get("loss"), int | float)}
+    points = sorted((step, loss) for step, loss in losses.items() if isfinite(loss))
+    bounds = sorted({len(points) * index // POINTS for index in range(POINTS + 1)})
+    groups = [points[start:end] for start, end in pairwise(bounds)]
+    return [
+        tuple(sum(values) / len(group) for values in zip(*group, strict=True)) for group in groups if group
+    ]
+
+
+def _median(rows: Sequence[Row], key: str) -> float | None:
+    """Median of the latest values; without the first step of a process, which includes warm-up, if there are others."""
+    values = [row[key] for row in rows if isinstance(row.get(key), int | float)]
+    return median(values[1:] or values) if values else None
+
+
+def _complete_rows(data: bytes) -> Iterator[Row]:
+    """The rows between the first and the last newline of a piece of a file; damaged ones are left out."""
+    for line in data.split(b"\n")[1:-1]:
+        yield from _row(line)
+
+
+def _row(line: bytes) -> Iterator[Row]:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        try:
+            row = json.loads(line)  # takes NaN and Infinity, as a run that diverged has them
+        except ValueError:
+            return
+    if isinstance(row, dict) and (isinstance(row.get("step"), int) or _is_attempt(row)):
+        yield row
+
+
+def _is_attempt(row: Row) -> bool:
+    return isinstance(row.get("event"), str) and isinstance(row.get("time"), int | float)
+
+
+class _Reader:
+    """Files of one run."""
+
+    def __init__(self, backend: Backend, prefix: str, entries: Mapping[str, Entry]) -> None:
+        self._backend, self._prefix, self._entries = backend, prefix, entries
+
+    def size(self, file: str) -> int:
+        return self._entries[file].size if file in self._entries else 0
+
+    def read(self, file: str) -> bytes:
+        return (self._backend.read(f"{self._prefix}/{file}") or b"") if file in self._entries else b""
+
+    def range(self, file: str, start: int, end: int) -> bytes:
+        return self._backend.read_range(f"{self._prefix}/{file}", max(0, start), min(end, self.size(file)))
+
+    def json(self, file: str) -> dict[str, Any]:
+        """A JSON object; empty if it does not exist or is damaged, which the run's own commands report."""
+        try:
+            value = orjson.loads(self.read(file) or b"{}")
+        except orjson.JSONDecodeError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def rows(self, file: str, latest: int | None = None) -> Iterator[Row]:
+        """Rows of a JSON Lines file; `latest`: of its last bytes only."""
+        size = self.size(file)
+        if latest is not None and size > latest:
+            yield from _complete_rows(self.range(file, size - latest, size))
+            return
+        for line in self.read(file).split(b"\n")[:-1]:
+            yield from _row(line)

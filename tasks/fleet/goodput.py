@@ -1,0 +1,152 @@
+"""Goodput of a run: the share of its time that trained steps which were kept, and where the rest went.
+
+Computed from what every run records: attempts.jsonl and the totals in the last row of metrics.jsonl
+(modeling/supervision/time_account.py), and the failures in events.jsonl. The time of a run, from its first submission to its end,
+is divided without remainder:
+
+    trained      steps of the current history
+    queue        a job waited for devices
+    start        from a job's begin until its ranks are ready, without the next line; also jobs that failed before that
+    restore      reading the checkpoint, also in a rollback
+    compile      what the first step of a process took beyond the second
+    repeated     steps that a later start or a rollback dropped, what a failed job did after its last recorded step, and steps
+                 whose update was skipped
+    checkpoint   training waited for a checkpoint
+    evaluation   evaluations during training
+    hang         from the last step of a hung job to its end
+    idle         no job, or a job between steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from modeling.supervision.time_account import TOTALS, totals_of
+
+CATEGORIES = (
+    *("trained", "queue", "start", "restore", "compile", "repeated", "checkpoint", "evaluation", "hang"),
+    "idle",
+)
+SUBMITTED, STARTED, ROLLBACK, ENDED = "submitted", "started", "rollback", "ended"
+FAILURES = ("train tried again", "train failed")  # events of the flow (flows/runner.py)
+OF_TOTAL = dict(zip(TOTALS, ("trained", "repeated", "compile", "evaluation", "checkpoint"), strict=True))
+Row = Mapping[str, Any]
+
+
+@dataclass
+class TimeUse:
+    """Seconds of a run by category."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
+    released: float = 0.0  # idle seconds without a job, in which no devices were held
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def held(self) -> float:
+        """Seconds in which a job held its devices."""
+        return self.total - self.seconds["queue"] - self.released
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of the time that trained kept steps; None before the first."""
+        return self.seconds["trained"] / self.total if self.total and self.seconds["trained"] else None
+
+    def add(self, category: str, seconds: float) -> None:
+        """Add seconds; clocks of two machines may differ, so a negative difference counts as none."""
+        self.seconds[category] += max(0.0, seconds)
+
+
+def time_use(
+    attempts: Sequence[Row], events: Sequence[Row], last: Row | None, now: float | None = None
+) -> TimeUse:
+    """Divide the time of a run.
+
+    Args:
+        attempts: rows of attempts.jsonl.
+        events: rows of events.jsonl, of which the failures of jobs count.
+        last: the last training row of metrics.jsonl.
+        now: the present, if the run is active; it counts as far as a job is in the queue, or none is submitted yet.
+    """
+    use, timeline = TimeUse(), _Timeline(attempts, events, last)
+    running = 0.0  # seconds from a start to the end of what it recorded
+    cursor, submitted, started = timeline.begin, False, False
+    for row, reached in timeline:
+        event, time = row["event"], row["time"]
+        if event == SUBMITTED:
+            use.add("idle", time - cursor)
+            use.released += max(0.0, time - cursor)
+            submitted, started = True, False
+        elif event == STARTED:
+            begun = min(max(row.get("begun", time), cursor), time)
+            restoring = min(row.get("restore_seconds", 0.0), time - begun)
+            use.add("queue", begun - cursor)  # without a submission: requeued by its scheduler
+            use.add("restore", restoring)
+            use.add("start", time - begun - restoring)
+            running += max(0.0, reached - time)
+            cursor, submitted, started = max(time, reached), False, True
+            continue
+        elif event == ENDED:  # its time is what the start has reached
+            started = False
+            continue
+        elif started:  # a failure
+            use.add("hang" if "hung" in str(row.get("reason", "")) else "repeated", time - cursor)
+            started = False
+        else:
+            use.add("start" if submitted else "idle", time - cursor)
+            use.released += 0.0 if submitted else max(0.0, time - cursor)
+            submitted = False
+        cursor = max(cursor, time)
+    if now is not None and not started and timeline.begin:
+        use.add("queue" if submitted else "idle", now - cursor)
+        use.released += 0.0 if submitted else max(0.0, now - cursor)
+    _add_phases(use, attempts, last, running)
+    return use
+
+
+def _add_phases(use: TimeUse, attempts: Sequence[Row], last: Row | None, running: float) -> None:
+    """Divide the time in which jobs trained by the totals of the last row, and by what other rows have."""
+    phases = dict.fromkeys(CATEGORIES, 0.0)
+    for name, seconds in totals_of(last).items():
+        phases[OF_TOTAL[name]] += seconds
+    for row in attempts:
+        for name, seconds in row.get("dropped", {}).items():
+            phases["repeated" if name == "trained_seconds" else OF_TOTAL[name]] += seconds
+        for name, seconds in row.get("after_last", {}).items():
+            phases[OF_TOTAL[name]] += seconds
+        if row["event"] == ROLLBACK:
+            phases["restore"] += row.get("restore_seconds", 0.0)
+    for category, seconds in phases.items():
+        use.add(category, seconds)
+    use.add("idle", running - sum(phases.values()))
+
+
+class _Timeline:
+    """Submissions, starts, ends and failures in order of time, each start with the time that its last record reached."""
+
+    def __init__(self, attempts: Sequence[Row], events: Sequence[Row], last: Row | None) -> None:
+        kinds = (SUBMITTED, STARTED, ENDED)
+        self._recorded = [row["time"] for row in attempts if row["event"] in (ROLLBACK, ENDED)]
+        rows = [row for row in attempts if row["event"] in kinds]
+        rows += [row for row in events if row["event"] in FAILURES]
+        self._rows = sorted(rows, key=lambda row: row["time"])
+        self._last = (last or {}).get("time", 0.0)
+        first = self._rows[0] if self._rows else {}
+        self.begin = min(first.get("begun", first.get("time", 0.0)), first.get("time", 0.0))
+
+    def __iter__(self) -> Iterator[tuple[Row, float]]:
+        starts = [row for row in self._rows if row["event"] == STARTED]
+        following = {id(row): after for row, after in zip(starts, [*starts[1:], None], strict=False)}
+        for row in self._rows:
+            yield row, self._reached(row, following[id(row)]) if row["event"] == STARTED else row["time"]
+
+    def _reached(self, start: Row, after: Row | None) -> float:
+        """When a start recorded something last: a step, a rollback or its end."""
+        until = after["time"] if after else float("inf")
+        recorded = [time for time in self._recorded if start["time"] <= time < until]
+        last = after.get("last_time", 0.0) if after else self._last
+        return max(start["time"], last, *recorded)

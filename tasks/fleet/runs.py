@@ -1,0 +1,268 @@
+"""The runs of a store as the page shows them: reads what changed since the last look, and computes time, speed and cost.
+
+The digests of the last look are in the store's local cache, each with the stamps of the files that it was read from. A run of
+which no file has changed costs one listing of its folder.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import orjson
+
+from profiles import state_files
+from tasks.fleet.digest import FILES, Digest, read_digest
+from tasks.fleet.goodput import CATEGORIES, STARTED, SUBMITTED, TimeUse, time_use
+from tasks.store.backends import Backend, Entry, FolderBackend
+from tasks.store.run_folder import REPLACED
+from tasks.store.store import Store
+
+CACHE = "fleet.json"  # in the store's local cache
+VERSION = 1  # of its contents
+READERS = 16
+NODE = re.compile(r"\brank \d+ on ([^\s:;,]+)")  # in reasons of failures and stragglers
+NODE_FAILURES = 3  # after which a node is named
+ACTIVE = ("running", "queued")
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One run as it is shown."""
+
+    digest: Digest
+    state: str  # running, queued, done, failed, stopped, preparing or replaced
+    use: TimeUse
+
+    @property
+    def name(self) -> str:
+        return self.digest.name
+
+    @property
+    def step(self) -> int:
+        return self.digest.last["step"] if self.digest.last else 0
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens that it has trained on."""
+        return self.step * self.digest.step_tokens if self.digest.step_tokens else None
+
+    @property
+    def speed_of_plan(self) -> float | None:
+        """Tokens per second of the latest steps over those planned."""
+        planned, measured = self.digest.planned.get("tokens_per_second"), self.digest.tokens_per_second
+        return measured / planned if planned and measured else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time to the last step at the latest steps' pace and the goodput so far."""
+        return self._left(self.use.goodput)
+
+    @property
+    def cost(self) -> float | None:
+        """Of the node hours that jobs held; None without a price."""
+        hourly = self._hourly
+        return None if hourly is None or not self.use.total else self.use.held / 3600 * hourly
+
+    @property
+    def final_cost(self) -> float | None:
+        """The cost up to the last step."""
+        held = self.use.held
+        left = self._left(self.use.seconds["trained"] / held if held else None)
+        return None if self.cost is None or left is None else self.cost + left / 3600 * (self._hourly or 0.0)
+
+    @property
+    def planned_cost(self) -> float | None:
+        """The cost at the planned step time, if nothing but training took time."""
+        digest, hourly = self.digest, self._hourly
+        seconds = digest.planned.get("step_seconds")
+        if seconds is None or hourly is None or digest.steps is None:
+            return None
+        return digest.steps * seconds / 3600 * hourly
+
+    @property
+    def _hourly(self) -> float | None:
+        price, count = self.digest.node_price, self.digest.node_count
+        return None if price is None else price * (count or 1)
+
+    def _left(self, share: float | None) -> float | None:
+        if self.digest.steps is None:
+            return None
+        steps = max(0, self.digest.steps - self.step)
+        if steps == 0:
+            return 0.0
+        return steps * self.digest.step_seconds / share if share and self.digest.step_seconds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Name, state, progress, speed, time by category and cost."""
+        digest = self.digest
+        return {
+            "name": self.name,
+            "state": self.state,
+            "step": self.step,
+            "steps": digest.steps,
+            "loss": digest.last["loss"] if digest.last else None,
+            "validation_loss": digest.validation_loss,
+            "tokens": self.tokens,
+            "tokens_per_second": digest.tokens_per_second,
+            "speed_of_plan": self.speed_of_plan,
+            "goodput": self.use.goodput,
+            "seconds": {name: round(seconds, 3) for name, seconds in self.use.seconds.items()},
+            "seconds_left": self.seconds_left,
+            "cost": self.cost,
+            "final_cost": self.final_cost,
+            "planned_cost": self.planned_cost,
+            "parent": digest.parent,
+            "changed": digest.changed,
+        }
+
+
+@dataclass(frozen=True)
+class Node:
+    """What happened on a node."""
+
+    name: str
+    failures: int
+    runs: tuple[str, ...]  # that failed there
+    stragglers: int  # warnings
+    latest: float  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """All runs of a store, the latest first, and the nodes on which something happened, the worst first."""
+
+    uri: str
+    time: float
+    runs: Sequence[RunView]
+    nodes: Sequence[Node]
+
+    @property
+    def use(self) -> dict[str, float]:
+        """Device seconds of all runs by category, weighted with the nodes of each."""
+        totals = dict.fromkeys(CATEGORIES, 0.0)
+        for run in self.runs:
+            for name, seconds in run.use.seconds.items():
+                totals[name] += seconds * (run.digest.node_count or 1)
+        return totals
+
+    @property
+    def bad_nodes(self) -> list[Node]:
+        return [node for node in self.nodes if node.failures >= NODE_FAILURES]
+
+
+def read_fleet(store: Store, now: float | None = None) -> Fleet:
+    """Read all runs of a store; what did not change since the last look is taken from the local cache."""
+    now = time.time() if now is None else now
+    path = store.local_cache / CACHE
+    cached = _load(state_files.read(path))
+    local = FolderBackend(store.work_dir)
+    with ThreadPoolExecutor(READERS) as pool:
+        names = sorted(
+            {
+                name
+                for backend in {store.backend, local}
+                for name, entry in _runs(backend).items()
+                if entry.is_folder
+            }
+        )
+        found = dict(
+            zip(names, pool.map(lambda name: _read(store, local, name, cached.get(name)), names), strict=True)
+        )
+        states = list(pool.map(lambda name: _state(store, found[name][1], now), names))
+    if {name: entry[0] for name, entry in found.items()} != {
+        name: entry[0] for name, entry in cached.items()
+    }:
+        contents = {name: [stamps, asdict(digest)] for name, (stamps, digest) in found.items()}
+        state_files.write(path, orjson.dumps({"version": VERSION, "runs": contents}), durable=False)
+    runs = [RunView(found[name][1], *state) for name, state in zip(names, states, strict=True)]
+    runs.sort(key=lambda run: (run.state not in ACTIVE, -run.digest.changed))
+    return Fleet(store.uri, now, runs, nodes_of(runs))
+
+
+Cached = tuple[dict[str, str], Digest]  # stamps of files, and what was read from them
+
+
+def _load(data: bytes | None) -> dict[str, Cached]:
+    """The digests of the last look; none if they are damaged or of another version."""
+    known = {each.name for each in fields(Digest)}
+    try:
+        contents = orjson.loads(data or b"{}")
+        if contents.get("version") != VERSION:
+            return {}
+        return {
+            name: (stamps, Digest(**digest))
+            for name, (stamps, digest) in contents["runs"].items()
+            if digest.keys() == known
+        }
+    except (orjson.JSONDecodeError, AttributeError, TypeError, ValueError):
+        return {}
+
+
+def _runs(backend: Backend) -> Mapping[str, Entry]:
+    return backend.entries("runs")
+
+
+def _read(store: Store, local: FolderBackend, name: str, cached: Cached | None) -> Cached:
+    """Stamps and digest of a run, from the copy that changed last: of a remote store, or this machine's."""
+    backend: Backend = local
+    entries = local.entries(f"runs/{name}")
+    if store.is_remote:
+        remote = store.backend.entries(f"runs/{name}")
+        if _changed(remote) >= _changed(entries):
+            backend, entries = store.backend, remote
+    stamps = {file: f"{entries[file].size}.{entries[file].stamp}" for file in FILES if file in entries}
+    if cached and cached[0] == stamps:
+        return cached
+    return stamps, read_digest(backend, name, entries)
+
+
+def _changed(entries: Mapping[str, Entry]) -> float:
+    return max((entry.modified for file, entry in entries.items() if file in FILES), default=0.0)
+
+
+def _state(store: Store, digest: Digest, now: float) -> tuple[str, TimeUse]:
+    """State and time of a run. Only one that has not ended by its own files needs a look at its lock."""
+    ended = time_use(digest.attempts, digest.events, digest.last)
+    latest = max([*digest.attempts, *digest.events], key=lambda row: row["time"], default={}).get("event")
+    done = digest.last is not None and digest.steps is not None and digest.last["step"] >= digest.steps
+    if REPLACED.search(digest.name):
+        return "replaced", ended
+    if done and latest != "train failed":
+        return "done", ended
+    if store.lock_holder(f"run-{digest.name}"):
+        use = time_use(digest.attempts, digest.events, digest.last, now)
+        return "queued" if latest == SUBMITTED else "running", use
+    if latest == "train failed":
+        return "failed", ended
+    begun = digest.last is not None or latest == STARTED or bool(digest.attempts)
+    return "stopped" if begun else "preparing", ended
+
+
+def nodes_of(runs: Sequence[RunView]) -> list[Node]:
+    """Nodes that failures and straggler warnings name, by number of failures."""
+    failures: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    stragglers: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        for row in run.digest.events:
+            if match := NODE.search(row.get("reason") or ""):
+                if row["event"] == "straggler":
+                    stragglers[match[1]].append(row["time"])
+                else:
+                    failures[match[1]].append((row["time"], run.name))
+    found = [
+        Node(
+            name,
+            len(failures[name]),
+            tuple(sorted({run for _, run in failures[name]})),
+            len(stragglers[name]),
+            max([moment for moment, _ in failures[name]] + stragglers[name]),
+        )
+        for name in sorted(failures.keys() | stragglers.keys())
+    ]
+    return sorted(found, key=lambda node: (-node.failures, -node.stragglers, node.name))

@@ -1,0 +1,128 @@
+"""All runs of a store: states, what is read again, nodes, cost and the page."""
+
+import json
+
+import pytest
+
+from tasks.fleet import digest, runs
+from tasks.fleet.page import render
+from tasks.fleet.runs import read_fleet
+from tasks.store.store import Store
+from tests import s3
+from tests.tasks.fleet.histories import SimulatedRun
+from tests.tasks.reporting.run_folders import WellFormed
+
+
+def simulated(store, name, steps=20, until=20, **facts):
+    run = SimulatedRun(store / "runs" / name, steps, **facts)
+    (run.folder / "run.json").write_text(json.dumps({"identity": name}))
+    plan = {"step_seconds": 1.0, "tokens_per_second": 100.0}
+    (run.folder / "plan.json").write_text(json.dumps(plan))
+    run.submit(0, 100)
+    run.start(8, 2)
+    for _ in range(until):
+        run.train(2.0, 0.0)
+    return run
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A finished run, one that failed three times on n7, one in the queue, one that was replaced and one without a step."""
+    simulated(tmp_path, "done").end()
+    failed = simulated(tmp_path, "failed", until=5, node_price=3600.0)
+    failed.save(0)
+    for _ in range(3):
+        failed.fail("rank 3 on n7 was killed by SIGKILL")
+        failed.submit(10, 10)
+        failed.start(1, 1)
+    failed.wait("repeated", 1)
+    failed.fail("rank 0 on n8 ended with exit code 1")
+    simulated(tmp_path, "done~1", until=3)
+    waiting = simulated(tmp_path, "waiting", until=4)
+    waiting.end()
+    waiting.submit(10, 0)
+    (tmp_path / "runs" / "new").mkdir()
+    return Store(str(tmp_path))
+
+
+def by_name(fleet):
+    return {run.name: run for run in fleet.runs}
+
+
+def test_runs_of_a_store(store):
+    with store.lock("run-waiting"):
+        fleet = read_fleet(store, now=1_800_001_000.0)  # of the simulated clock
+    found = by_name(fleet)
+    states = {
+        "done": "done",
+        "done~1": "replaced",
+        "failed": "stopped",
+        "new": "preparing",
+        "waiting": "queued",
+    }
+    assert {name: run.state for name, run in found.items()} == states
+    assert found["done"].use.goodput == pytest.approx(40 / 150)
+    assert found["done"].speed_of_plan == pytest.approx(0.5)
+    assert found["done"].tokens == 2000
+    assert found["waiting"].use.seconds["queue"] > 100  # until now
+    assert [(node.name, node.failures, node.runs) for node in fleet.bad_nodes] == [("n7", 3, ("failed",))]
+
+
+def test_cost_is_that_of_the_hours_in_which_jobs_held_nodes(store):
+    run = by_name(read_fleet(store))["failed"]
+    assert run.cost == pytest.approx(8 + 2 + 5 * 2 + 3 * 2 + 1)  # a node second costs 1; no queue
+    assert run.planned_cost == 20
+    assert run.final_cost > run.cost
+
+
+def test_only_runs_with_changed_files_are_read_again(store, monkeypatch):
+    first = read_fleet(store)
+    read = []
+
+    def reader(backend, name, entries):
+        read.append(name)
+        return digest.read_digest(backend, name, entries)
+
+    monkeypatch.setattr(runs, "read_digest", reader)
+    second = read_fleet(store, now=first.time)
+    assert not read
+    assert [run.to_json() for run in second.runs] == [run.to_json() for run in first.runs]
+    with (store.work_dir / "runs/waiting/metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": NaN, "time": 1.9e9}\n{"step": 6, "lo')
+    assert by_name(read_fleet(store))["waiting"].step == 5
+    assert read == ["waiting"]
+    (store.local_cache / "fleet.json").write_text("{damaged")
+    assert len(read_fleet(store).runs) == 5
+
+
+def test_page_is_well_formed_and_escapes_names_of_nodes(store):
+    event = {"event": "straggler", "time": 1.8e9, "reason": "rank 1 on <b> is a straggler"}
+    (store.work_dir / "runs/done/events.jsonl").write_text(json.dumps(event) + "\n")
+    parser = WellFormed()
+    parser.feed(render(read_fleet(store)))
+    assert not parser.open
+    assert parser.addresses == ["data:,"]
+    text = " ".join(parser.text)
+    assert "Node n7 failed 3 times" in text
+    assert "<b>" in text
+
+
+def test_a_long_curve_is_read_at_few_places(store, monkeypatch):
+    """The curve of a file that is not read whole has the course of all its rows."""
+    monkeypatch.setattr(digest, "WHOLE", 0)
+    monkeypatch.setattr(digest, "TAIL", 2000)
+    rows = [{"step": step, "loss": 10 - step / 1000} for step in range(1, 5001)]
+    path = store.work_dir / "runs/done/metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    curve = by_name(read_fleet(store))["done"].digest.curve
+    assert len(curve) == digest.POINTS
+    assert all(loss == pytest.approx(10 - step / 1000) for step, loss in curve)
+    assert curve[0][0] < 100
+    assert curve[-1][0] > 4900
+
+
+def test_runs_on_s3_are_read_without_a_local_copy(store, tmp_path, monkeypatch):
+    with s3.bucket(monkeypatch) as uri:
+        s3.fill(store.work_dir / "runs/done", "store/runs/done")
+        (run,) = read_fleet(Store(f"{uri}/store", tmp_path / "elsewhere")).runs
+    assert (run.state, run.step) == ("done", 20)
