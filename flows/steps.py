@@ -21,6 +21,7 @@ from tasks.store import runs
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import LOCK, Parent
 from tasks.store.store import Store
+from tasks.tracking.process import labels_of, results, tracking
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,12 @@ def open_run(
     runner.open(profile, folder)
     overview = Overview(profile, folder)
     overview.begin(plan, warnings)
-    yield overview
+    source = command.profile if command else profile.name
+    origin = f"{parent.run}@{parent.step}" if parent else None
+    with tracking(profile, folder, labels_of(profile, source, origin)) as ending:
+        yield overview
+        if profile.tracking.trackers:
+            ending.files += results(context.store, folder, parent)
 
 
 def following(context: Context) -> Context:

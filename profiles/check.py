@@ -18,7 +18,7 @@ from parallel.constraints import (
     supports_microbatches,
     valid_tensor_degrees,
 )
-from profiles import data_sources, objectives, user_functions
+from profiles import data_sources, objectives, tracking, user_functions
 from profiles.errors import ProfileError
 from profiles.model import LARGEST, neighbours
 from profiles.schema import Profile
@@ -411,6 +411,7 @@ INDEPENDENT = (
     _compile,
     data_sources.check,
     objectives.check,
+    tracking.check_names,
 )
 # Rules of a run that starts: hardware, launcher, and files on this machine.
 START = (
@@ -422,6 +423,7 @@ START = (
     _initial_weights,
     data_sources.check_files,
     user_functions.check,
+    tracking.check_installed,
 )
 # Keys whose nearest valid values are searched, with further keys that may be changed instead.
 SEARCHED: dict[str, tuple[str, ...]] = {

@@ -6,12 +6,14 @@ sees the same one, which is stored with the run.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from parallel.constraints import expert_shard_degree, kv_replicas
+from profiles.cluster import Cluster, Natural
 from profiles.model import Count, Model, Section, Size
+from profiles.tracking import Tracking
 
 __all__ = [
     "Checkpoint",
@@ -27,29 +29,20 @@ __all__ = [
     "Profile",
     "Source",
     "Tokenizer",
+    "Tracking",
     "Train",
 ]
 
-Natural = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Wide = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Rate = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
-WORD = r"^[\w@.,+-]+$"
-LINE = r"^[^\x00-\x1f\x7f]+$"
-OPTION = r"^--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?$"
-TIME = r"^(\d+-)?\d+(:\d+){0,2}$"
 CONDITION = r"^[A-Za-z_]\w* *(<=|>=) *[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 LoraTarget = Literal[
     *("qkv", "output", "gate_up", "down"),
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),  # Hugging Face's names
 ]
-
-
-def _as_text(value: Any) -> Any:
-    """Accept minutes, which YAML reads as a number."""
-    return str(value) if type(value) is int else value
 
 
 class Tokenizer(Section):
@@ -371,67 +364,6 @@ class Evaluate(Section):
     )
 
 
-class Cluster(Section):
-    """Cluster and launcher."""
-
-    launcher: Literal["local", "slurm"] = Field(
-        "local", description="local: this machine; slurm: a Slurm cluster"
-    )
-    nodes: Size = Field(1, description="number of nodes")
-    devices_per_node: Size = Field(1, description="devices per node, with one process each")
-    device: Literal["cpu", "cuda", "neuron"] = Field(description="device type; never detected automatically")
-    accelerator: Literal["trn1", "trn2", "trn3", "h100", "h200", "b200"] | None = Field(
-        None, description="accelerator model, which gives memory and speed for planning"
-    )
-    node_price: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="price per node hour in any currency, for planning"
-    )
-    work_dir: str | None = Field(
-        None, min_length=1, description="local folder for runs if the store is on S3"
-    )
-    threads: Count | None = Field(
-        None, description="torch threads per process; null: the node's cores divided among its processes"
-    )
-    retries: Natural = Field(
-        2, description="retries after consecutive failures; a new checkpoint resets the count"
-    )
-    hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
-        20.0,
-        description="hang timeout of a step = hang_factor × median step time + this; null: no hang detection",
-    )
-    hang_factor: Annotated[float, Field(ge=1)] = Field(
-        5.0, description="multiple of the median step time in the hang timeout"
-    )
-    partition: str | None = Field(
-        None, pattern=WORD, description="Slurm partition; null: the cluster's default"
-    )
-    shards_partition: str | None = Field(
-        None,
-        pattern=WORD,
-        description="Slurm partition that tokenizes shards in parallel; null: tokenize on this machine",
-    )
-    account: str | None = Field(None, pattern=WORD, description="Slurm account; null: the user's default")
-    time: Annotated[str, Field(pattern=TIME), BeforeValidator(_as_text)] | None = Field(
-        None, description="Slurm time limit of a job, such as 1-12:00:00; the run resumes in the next job"
-    )
-    time_left: Count = Field(
-        120, description="seconds before the time limit at which training saves and requeues"
-    )
-    grace: Natural = Field(
-        30, description="seconds to save after a stop signal before the processes are killed"
-    )
-    constraint: str | None = Field(
-        None, pattern=LINE, description="required Slurm node features, such as trn2&efa"
-    )
-    exclusive: bool = Field(True, description="request exclusive nodes from Slurm")
-    slurm: list[Annotated[str, Field(pattern=OPTION)]] = Field(
-        [], description="further sbatch options, such as --reservation=name"
-    )
-    trace: Annotated[tuple[Count, Count], Field(strict=False)] | None = Field(
-        None, description="first and last step to profile with torch.profiler, as a Chrome trace; null: none"
-    )
-
-
 class Profile(Section):
     """A run: the sections of the YAML file, and quantities derived from them."""
 
@@ -451,6 +383,7 @@ class Profile(Section):
     checkpoint: Checkpoint = Field(Checkpoint(), description="checkpoints and resume")
     evaluate: Evaluate = Field(Evaluate(), description="evaluation during training")
     cluster: Cluster = Field(description="cluster and launcher")
+    tracking: Tracking = Field(Tracking(), description="experiment trackers")
 
     @property
     def world_size(self) -> int:

@@ -61,7 +61,7 @@ def check(profile: Profile) -> None:
         if function not in defined:
             close = [f"{module}:{match}" for match in difflib.get_close_matches(function, defined)]
             raise ProfileError(key, name, f"{path.name} has no {function}", close)
-        if key != "train.loss":
+        if key.startswith("evaluate."):
             if function in metrics:
                 raise ProfileError(key, name, f"{function} is already the name of another metric; rename it")
             metrics.add(function)
@@ -73,6 +73,9 @@ def _named_functions(profile: Profile) -> Iterator[tuple[str, str]]:
         yield "train.loss", profile.train.loss
     for number, name in enumerate(profile.evaluate.metrics):
         yield f"evaluate.metrics.{number}", name
+    for number, name in enumerate(profile.tracking.trackers):
+        if ":" in name:
+            yield f"tracking.trackers.{number}", name
 
 
 def _defined_names(path: Path) -> list[str]:

@@ -9,9 +9,11 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from profiles.cluster import LINE, OPTION, TIME, WORD
 from profiles.errors import ProfileError
 from profiles.model import NORM_EPS_ALIASES, Model
-from profiles.schema import FUNCTION, LINE, OPTION, TIME, WORD
+from profiles.schema import FUNCTION
+from profiles.tracking import TAG, TRACKER
 
 NOT_A_SECTION = "is not a section with keys"
 INVALID_NAME = "may have letters, digits, '.', '_' and '-', at most 100, and begins with a letter or digit"
@@ -33,6 +35,8 @@ REASONS = {  # by pydantic's error type
 PATTERN_REASONS = {  # by the pattern that a value does not match
     FUNCTION: "is not of the form module:function",
     LINE: "is not one line of text",
+    TAG: "is not one line of 1 to 64 characters",
+    TRACKER: "is neither wandb, mlflow, trackio nor of the form module:Class",
     OPTION: "is not an option of sbatch of the form --name or --name=value",
     TIME: "is not a Slurm time limit, such as 90, 12:00:00 or 1-12:00:00",
     WORD: "may only have letters, digits and @ . , + - _",

@@ -7,7 +7,7 @@ import errno
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +84,8 @@ class MetricsWriter:
             if len(self._unwritten) == 1:
                 log.warning(f"WARNING metrics cannot be written: {error}; buffering them until they can")
         try:
-            for name, value in row.items():
-                if name not in ("step", "time") and isinstance(value, int | float):
-                    self._tensorboard.add_scalar(tag(name), value, row["step"])
-                elif name.endswith(BY_LAYER):
-                    for layer, number in enumerate(value):
-                        layer_tag = f"{tag(name.removesuffix(BY_LAYER))}/layer_{layer}"
-                        self._tensorboard.add_scalar(layer_tag, number, row["step"])
+            for name, value in scalars(row):
+                self._tensorboard.add_scalar(name, value, row["step"])
         except OSError as error:  # a full disk, raised by TensorBoard's writer thread
             log.debug(f"TensorBoard file is incomplete: {error}")
 
@@ -142,6 +137,16 @@ def record_event(run: Path, event: str, *, reason: str, **facts: Any) -> None:
     row = {"event": event, "time": round(time.time(), 3), "reason": reason, **facts}
     with contextlib.suppress(OSError), (run / "events.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Tag and value of each number in a row of metrics.jsonl, as TensorBoard and trackers get them."""
+    for name, value in row.items():
+        if name not in ("step", "time") and isinstance(value, int | float):
+            yield tag(name), value
+        elif name.endswith(BY_LAYER):
+            for layer, number in enumerate(value):
+                yield f"{tag(name.removesuffix(BY_LAYER))}/layer_{layer}", number
 
 
 def tag(name: str) -> str:

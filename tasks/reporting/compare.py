@@ -108,7 +108,7 @@ def _find_folder(store: Store, name: str) -> Path:
 
 def _load_run(folder: Path, history: History) -> dict[str, Any]:
     profile = resolve.load(str(folder / "profile.yaml"))
-    run: dict[str, Any] = {"run": folder.name, "folder": str(folder), "profile": _flat_profile(profile)}
+    run: dict[str, Any] = {"run": folder.name, "folder": str(folder), "profile": flat_profile(profile)}
     run |= history.measurements(profile)
     if history.last_evaluation:
         run["last_validation_loss"] = history.last_evaluation["validation_loss"]
@@ -132,7 +132,7 @@ def _read_report(path: Path) -> dict[str, Any]:
     return results
 
 
-def _flat_profile(profile: Profile) -> dict[str, Any]:
+def flat_profile(profile: Profile) -> dict[str, Any]:
     """Values of all sections by key path: 'train.steps': 300, 'data.sources.0.kind': 'files', ..."""
     values = profile.model_dump(mode="json", by_alias=True)
     return _flatten({section: keys for section, keys in values.items() if isinstance(keys, dict)})

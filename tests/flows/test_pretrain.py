@@ -18,6 +18,7 @@ from tasks.keys import file_digest
 from tasks.reporting.format import format_bytes, format_count
 from tasks.store.store import Store
 from tests import faults, s3
+from tests.docs.test_extending import EXAMPLES
 from tests.flows.micro import exported, losses, shown
 
 STEPS = [
@@ -234,7 +235,9 @@ def test_a_finished_run_is_extended_where_its_schedule_allows_it(pretrain, store
         pretrain(store, *constant, name="extended")
 
 
-def test_a_fork_continues_its_parent_and_records_it(pretrain, store, capsys):
+def test_a_fork_continues_its_parent_and_records_it_and_a_tracker_follows(
+    pretrain, store, tmp_path, monkeypatch, capsys
+):
     before = losses(store / "runs/micro")
     with pytest.raises(
         ProfileError, match="no complete checkpoint of step 5; nearest valid: micro@4, micro@6"
@@ -244,7 +247,17 @@ def test_a_fork_continues_its_parent_and_records_it(pretrain, store, capsys):
         pretrain(store, "train.global_batch_size=8", name="child", fork="micro@4")
     assert done(pretrain(store, name="same", fork="micro@4")) == ["train", "evaluate", "export"]
     assert losses(store / "runs/same") == before  # the optimizer and the data position are the parent's
-    pretrain(store, "train.learning_rate=1e-2", "train.steps=8", name="child", fork="micro@4")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json_tracker.py").write_text(EXAMPLES["json_tracker"][0])
+    settings = ("train.learning_rate=1e-2", "train.steps=8", "tracking.trackers=[json_tracker:JsonTracker]")
+    pretrain(store, *settings, name="child", fork="micro@4")
+    first, *tracked = map(json.loads, (tmp_path / "child.tracked.jsonl").read_text().splitlines())
+    assert first == {"profile": "micro", "resumes": False}
+    assert [(row["step"], row["loss"]) for row in tracked if row.get("loss")] == [
+        *losses(store / "runs/child").items()
+    ]
+    files = {"profile": "profile.yaml"}, {"report": "report.html"}, {"comparison": "compare.html"}
+    assert tracked[-4:] == [*files, {"state": "finished"}]
     child = losses(store / "runs/child")
     assert [child[step] for step in (1, 2, 3, 4)] == [before[step] for step in (1, 2, 3, 4)]
     assert child[6] != before[6]

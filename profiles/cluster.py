@@ -1,0 +1,81 @@
+"""The section `cluster`: where a run's jobs run, what starts them, and how they are watched."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from profiles.model import Count, Section, Size
+
+Natural = Annotated[int, Field(ge=0, le=2**31 - 1)]
+WORD = r"^[\w@.,+-]+$"
+LINE = r"^[^\x00-\x1f\x7f]+$"
+OPTION = r"^--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?$"
+TIME = r"^(\d+-)?\d+(:\d+){0,2}$"
+
+
+def _as_text(value: Any) -> Any:
+    """Accept minutes, which YAML reads as a number."""
+    return str(value) if type(value) is int else value
+
+
+class Cluster(Section):
+    """Cluster and launcher."""
+
+    launcher: Literal["local", "slurm"] = Field(
+        "local", description="local: this machine; slurm: a Slurm cluster"
+    )
+    nodes: Size = Field(1, description="number of nodes")
+    devices_per_node: Size = Field(1, description="devices per node, with one process each")
+    device: Literal["cpu", "cuda", "neuron"] = Field(description="device type; never detected automatically")
+    accelerator: Literal["trn1", "trn2", "trn3", "h100", "h200", "b200"] | None = Field(
+        None, description="accelerator model, which gives memory and speed for planning"
+    )
+    node_price: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="price per node hour in any currency, for planning"
+    )
+    work_dir: str | None = Field(
+        None, min_length=1, description="local folder for runs if the store is on S3"
+    )
+    threads: Count | None = Field(
+        None, description="torch threads per process; null: the node's cores divided among its processes"
+    )
+    retries: Natural = Field(
+        2, description="retries after consecutive failures; a new checkpoint resets the count"
+    )
+    hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
+        20.0,
+        description="hang timeout of a step = hang_factor × median step time + this; null: no hang detection",
+    )
+    hang_factor: Annotated[float, Field(ge=1)] = Field(
+        5.0, description="multiple of the median step time in the hang timeout"
+    )
+    partition: str | None = Field(
+        None, pattern=WORD, description="Slurm partition; null: the cluster's default"
+    )
+    shards_partition: str | None = Field(
+        None,
+        pattern=WORD,
+        description="Slurm partition that tokenizes shards in parallel; null: tokenize on this machine",
+    )
+    account: str | None = Field(None, pattern=WORD, description="Slurm account; null: the user's default")
+    time: Annotated[str, Field(pattern=TIME), BeforeValidator(_as_text)] | None = Field(
+        None, description="Slurm time limit of a job, such as 1-12:00:00; the run resumes in the next job"
+    )
+    time_left: Count = Field(
+        120, description="seconds before the time limit at which training saves and requeues"
+    )
+    grace: Natural = Field(
+        30, description="seconds to save after a stop signal before the processes are killed"
+    )
+    constraint: str | None = Field(
+        None, pattern=LINE, description="required Slurm node features, such as trn2&efa"
+    )
+    exclusive: bool = Field(True, description="request exclusive nodes from Slurm")
+    slurm: list[Annotated[str, Field(pattern=OPTION)]] = Field(
+        [], description="further sbatch options, such as --reservation=name"
+    )
+    trace: Annotated[tuple[Count, Count], Field(strict=False)] | None = Field(
+        None, description="first and last step to profile with torch.profiler, as a Chrome trace; null: none"
+    )

@@ -1,0 +1,61 @@
+"""The section `tracking`: experiment trackers beside TensorBoard, and the check that they can be imported here.
+
+Connection settings and keys are those of each tracker's own environment variables, so that a profile holds no secret.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from profiles.errors import ProfileError
+from profiles.model import Section
+
+if TYPE_CHECKING:
+    from profiles.schema import Profile
+
+TRACKER = r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$"
+TAG = r"^[^\x00-\x1f\x7f]{1,64}$"
+PACKAGES = {
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+}  # tracker: package, and extra that has it
+
+
+class Tracking(Section):
+    """Experiment trackers that get the run's metrics beside TensorBoard."""
+
+    trackers: list[Annotated[str, Field(pattern=TRACKER)]] = Field(
+        [],
+        description="wandb, mlflow, trackio, or a class of your own, module:Class; none is imported unless named",
+    )
+    project: Annotated[str, Field(pattern=TAG)] = Field(
+        "trainshed", description="W&B or Trackio project, MLflow experiment"
+    )
+    tags: list[Annotated[str, Field(pattern=TAG)]] = Field(
+        [], description="tags beside those that every run gets: profile, parent and cluster"
+    )
+
+
+def check_names(profile: Profile) -> None:
+    """Check that trackers are known, and named once. Raises ProfileError."""
+    trackers = profile.tracking.trackers
+    for number, name in enumerate(trackers):
+        key = f"tracking.trackers.{number}"
+        if ":" not in name and name not in PACKAGES:
+            close = difflib.get_close_matches(name, PACKAGES) or [*PACKAGES, "module:Class"]
+            raise ProfileError(key, name, "is no tracker", close)
+        if name in trackers[:number]:
+            raise ProfileError(key, name, "is named twice")
+
+
+def check_installed(profile: Profile) -> None:
+    """Check that the packages of the trackers are installed, without importing them. Raises ProfileError."""
+    for number, name in enumerate(profile.tracking.trackers):
+        if name in PACKAGES and find_spec(PACKAGES[name]) is None:
+            reason = f"is not installed; install it with: pip install -c constraints.txt -e '.[{name}]'"
+            raise ProfileError(f"tracking.trackers.{number}", name, reason)

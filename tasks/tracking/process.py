@@ -1,0 +1,167 @@
+"""The flow's side of trackers: starts their processes, and tells them how the run ended.
+
+Nothing here waits for a tracker while the run goes on. At its end, trackers have FINISH_SECONDS in all to send what is left;
+after that they are killed. Of whatever goes wrong, a tracker's first error is logged, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+from tasks.launchers.base import SAFE_PATH
+from tasks.reporting.compare import flat_profile, load_runs, write_page
+from tasks.store.run_folder import Parent
+from tasks.store.store import Store
+
+log = logging.getLogger(__name__)
+
+FINISH_SECONDS = 60.0
+# Nobody is told about this run but the tracker's own service.
+QUIET = {"DO_NOT_TRACK": "1", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+
+
+@dataclass
+class Ending:
+    """How a run ended, and the files to attach to it."""
+
+    state: str = "finished"
+    files: list[tuple[Path, str]] = field(default_factory=list)  # path and kind
+
+
+@contextlib.contextmanager
+def tracking(profile: Profile, folder: Path, labels: Mapping[str, str]) -> Iterator[Ending]:
+    """Let the profile's trackers follow the run in this folder during the block; yields what it may add files to."""
+    ending = Ending(files=[(folder / "profile.yaml", "profile")])
+    processes = [TrackerProcess(name, profile, folder, labels) for name in profile.tracking.trackers]
+    try:
+        yield ending
+    except Exception:
+        ending.state = "failed"
+        raise
+    except BaseException:
+        ending.state = "stopped"
+        raise
+    finally:
+        _finish(processes, ending)
+
+
+class TrackerProcess:
+    """The process of one tracker; an error in starting it is a warning."""
+
+    def __init__(self, name: str, profile: Profile, folder: Path, labels: Mapping[str, str]) -> None:
+        self.name = name
+        self._warned = False
+        self._child: subprocess.Popen[str] | None = None
+        run = {
+            "name": profile.name,
+            "project": profile.tracking.project,
+            "config": flat_profile(profile),
+            "labels": dict(labels),
+            "tags": profile.tracking.tags,
+        }
+        first = json.dumps({"tracker": name, "folder": str(folder.absolute()), "run": run})
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+        log_file = folder / "logs" / f"tracker-{name.replace(':', '.')}.log"
+        try:
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            with log_file.open("ab") as output:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-m", "tasks.tracking.worker"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=output,
+                    env={**QUIET, **environment, **SAFE_PATH},
+                    text=True,
+                    start_new_session=True,  # Ctrl-C is for the flow, which then says how the run ended
+                )
+            self._say(first)
+        except OSError as error:
+            self._warn(str(error))
+            return
+        threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True).start()
+
+    def end(self, ending: Ending) -> None:
+        """Say how the run ended."""
+        files = [(str(path.absolute()), kind) for path, kind in ending.files]
+        with contextlib.suppress(OSError):  # it has ended before
+            self._say(json.dumps({"state": ending.state, "files": files}))
+
+    def wait(self, deadline: float) -> None:
+        """Wait for the process until a time.monotonic, and kill it then."""
+        if self._child is None:
+            return
+        try:
+            code = self._child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+            self._warn(f"did not finish within {FINISH_SECONDS:.0f} s")
+        else:
+            if code:
+                self._warn(f"ended with exit code {code}")
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+
+    def _say(self, line: str) -> None:
+        if self._child is not None and self._child.stdin is not None:
+            self._child.stdin.write(f"{line}\n")
+            self._child.stdin.flush()
+
+    def _listen(self) -> None:
+        """Log the first of the errors that the process reports."""
+        assert self._child is not None
+        for line in self._child.stdout or ():
+            self._warn(line.strip())
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            advice = "the run continues, and metrics.jsonl and TensorBoard have all metrics"
+            log.warning("tracker %s: %s; %s", self.name, reason, advice)
+
+
+def _finish(processes: Sequence[TrackerProcess], ending: Ending) -> None:
+    try:
+        for process in processes:
+            process.end(ending)
+        deadline = time.monotonic() + FINISH_SECONDS
+        for process in processes:
+            process.wait(deadline)
+    finally:  # also if Ctrl-C interrupts the wait
+        for process in processes:
+            process.kill()
+
+
+def results(store: Store, folder: Path, parent: Parent | None) -> list[tuple[Path, str]]:
+    """Files of a finished run for its trackers: the report, and for a fork the comparison with its parent."""
+    found = [(folder / "report.html", "report")]
+    if parent is not None:
+        try:
+            page = write_page(*load_runs(store, [parent.run, folder.name]), folder / "compare.html")
+            found.append((page, "comparison"))
+        except (ProfileError, OSError) as error:  # the parent may have been removed
+            log.warning("no comparison with %s: %s", parent.run, error)
+    return found
+
+
+def labels_of(profile: Profile, source: str, parent: str | None) -> dict[str, str]:
+    """Tags that every run gets: its profile, its parent if it is a fork, and the cluster."""
+    cluster = profile.cluster
+    devices = f"{cluster.nodes} x {cluster.devices_per_node} {cluster.accelerator or cluster.device}"
+    name = Path(source).stem if source.endswith((".yaml", ".yml")) else source
+    labels = {"profile": name, "cluster": f"{cluster.launcher} {devices}"}
+    return {**labels, "parent": parent} if parent else labels

@@ -1,0 +1,194 @@
+"""The process of one tracker: `python -m tasks.tracking.worker`, started by `process.py`; reads its orders from standard input.
+
+The first line is the run, as JSON. The second, once the run has ended, says how, and which files to attach; if standard input is
+closed without it, the flow's process has ended, and the run counts as stopped. Standard output has one line for each error.
+
+RUN/metrics.jsonl is the queue: a tracker that is slow or away for hours loses nothing and costs no memory. What it has got is in
+RUN/trackers/<tracker>.json, so that the next process of the run resumes there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+from modeling.training.metrics import scalars
+from profiles import state_files
+from profiles.user_functions import search_path
+from tasks.launchers.log_follower import LogFollower, is_metrics
+from tasks.tracking.protocol import TrackedRun, Tracker
+
+FOLDER = "trackers"  # of a run folder
+POLL_SECONDS = 1.0
+MAX_ROWS = 200  # between flushes
+RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)  # before another try; the last applies to all further ones
+TRACKERS = {
+    "wandb": "tasks.tracking.wandb_tracker:WandbTracker",
+    "mlflow": "tasks.tracking.mlflow_tracker:MlflowTracker",
+    "trackio": "tasks.tracking.trackio_tracker:TrackioTracker",
+}
+Row = dict[str, Any]
+
+
+@dataclass
+class Orders:
+    """What the flow has said: nothing yet, or how the run ended."""
+
+    over: threading.Event = field(default_factory=threading.Event)
+    state: str = "stopped"
+    files: list[tuple[str, str]] = field(default_factory=list)  # path and kind
+
+    def read(self, stream: IO[str]) -> None:
+        """Wait for the second line."""
+        with contextlib.suppress(ValueError):  # of a process that was killed while writing it
+            said = json.loads(stream.readline() or "{}")
+            self.state, self.files = said.get("state", "stopped"), said.get("files", [])
+        self.over.set()
+
+
+class NewRows:
+    """Rows of metrics.jsonl that a tracker has not got.
+
+    A file that starts over, after a resume or a rollback, is read again; of its rows, those that were sent before are left out,
+    and those of repeated steps are not: they took another time.
+
+    Args:
+        sent: the last training step that an earlier process sent. Evaluations, of which there are few, are sent again.
+    """
+
+    def __init__(self, path: Path, sent: int) -> None:
+        self._follower, self._before = LogFollower(path), sent
+        self._sent: set[int] = set()  # hashes of rows
+        self._rows: Iterator[Row] = iter(())
+
+    def take(self) -> list[Row]:
+        """The next rows, at most MAX_ROWS; none if there are no more yet."""
+        if not (taken := list(islice(self._rows, MAX_ROWS))):
+            self._rows = filter(self._is_new, self._follower.rows(is_metrics))
+            taken = list(islice(self._rows, MAX_ROWS))
+        if not taken:
+            self._before = 0
+        return taken
+
+    def _is_new(self, row: Row) -> bool:
+        row_hash = hash(json.dumps(row))
+        known = row_hash in self._sent or ("loss" in row and row["step"] <= self._before)
+        self._sent.add(row_hash)
+        return not known
+
+
+class Sender:
+    """Calls a tracker, again and again where it fails; `report` is told of each error."""
+
+    def __init__(self, tracker: Tracker, orders: Orders, report: Callable[[BaseException], None]) -> None:
+        self._tracker, self._orders, self._report = tracker, orders, report
+
+    def start(self, run: TrackedRun) -> str | None:
+        """Open the run; returns its identifier, None if the run ended before that was possible."""
+        return self._persist(lambda: self._tracker.start(run))
+
+    def send(self, rows: list[Row]) -> bool:
+        """Log rows; returns whether the tracker has them."""
+
+        def send() -> bool:
+            for row in rows:
+                self._tracker.log(row["step"], dict(scalars(row)))
+            self._tracker.flush()
+            return True
+
+        return bool(self._persist(send))
+
+    def finish(self) -> None:
+        for path, kind in self._orders.files:
+            self._persist(lambda path=path, kind=kind: self._tracker.artifact(Path(path), kind))
+        self._persist(lambda: self._tracker.finish(self._orders.state))
+
+    def _persist(self, call: Callable[[], Any]) -> Any:
+        """Make a call until it succeeds, once more after the run has ended; returns its result, None if it never did."""
+        attempt, last = 0, False
+        while True:
+            try:
+                return call()
+            except Exception as error:
+                self._report(error)
+                if last:
+                    return None
+            delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
+            last, attempt = self._orders.over.wait(delay), attempt + 1
+
+
+def main() -> int:
+    os.nice(10)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what trackers print goes to the log
+    given = json.loads(sys.stdin.readline())
+    failed = False
+
+    def report(error: BaseException) -> None:
+        nonlocal failed
+        failed = True
+        with contextlib.suppress(OSError):
+            print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=answers, flush=True)
+
+    orders = Orders()
+    threading.Thread(target=orders.read, args=(sys.stdin,), daemon=True).start()
+    try:
+        sender = Sender(load(given["tracker"])(), orders, report)
+    except Exception as error:
+        report(error)
+        return 1
+    run, failed = Path(given["folder"]), False
+    follow(run, given, sender, orders)
+    return int(failed)
+
+
+def follow(run: Path, given: dict[str, Any], sender: Sender, orders: Orders) -> None:
+    """Send a run's metrics to its end."""
+    path = run / FOLDER / f"{given['tracker'].replace(':', '.')}.json"
+    known = state_files.read_json(path) or {}
+    files = run / FOLDER
+    files.mkdir(exist_ok=True)
+    identifier = known.get("identifier")
+    facts = {**given["run"], "tags": tuple(given["run"]["tags"]), "folder": files}
+    opened = sender.start(
+        TrackedRun(**facts, identifier=identifier or uuid.uuid4().hex, resumes=bool(identifier))
+    )
+    if opened is None:
+        return
+    sent = known.get("step", 0)
+    rows = NewRows(run / "metrics.jsonl", sent)
+    state_files.write(path, json.dumps({"identifier": opened, "step": sent}))
+    while True:
+        over = orders.over.is_set()  # asked first, so that what was written before the end is read
+        while taken := rows.take():
+            if not sender.send(taken):
+                break
+            sent = next((row["step"] for row in reversed(taken) if "loss" in row), sent)
+            state_files.write(path, json.dumps({"identifier": opened, "step": sent}))
+        if over:
+            break
+        orders.over.wait(POLL_SECONDS)
+    sender.finish()
+
+
+def load(name: str) -> Callable[[], Tracker]:
+    """The class of a tracker."""
+    module, _, attribute = TRACKERS.get(name, name).partition(":")
+    sys.path[:] = search_path()
+    return getattr(importlib.import_module(module), attribute)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # threads that a tracker left behind do not matter
