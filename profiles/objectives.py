@@ -45,9 +45,6 @@ def check_start(profile: Profile) -> None:
     if profile.objective.kind not in IMPLEMENTED:
         reason = "can be planned, but training is not implemented yet"
         raise ProfileError("objective.kind", profile.objective.kind, reason, list(IMPLEMENTED))
-    if profile.lora.rank and profile.lora.dropout:
-        reason = "can be planned, but training with it is not implemented yet"
-        raise ProfileError("lora.dropout", profile.lora.dropout, reason, [0.0])
 
 
 def _objective(profile: Profile) -> None:
@@ -114,9 +111,11 @@ def _lora(profile: Profile) -> None:
     lora = profile.lora
     if not lora.rank:
         return
-    if profile.model.architecture in ("gpt", "dbrx"):
-        reason = f"does not support model.architecture {profile.model.architecture}"
-        raise ProfileError("lora.rank", lora.rank, reason, ["null"])
+    apart = [target for target in lora.targets if target in (*PARTS["qkv"], "gate_proj")]
+    if profile.model.architecture in ("gpt", "dbrx") and apart:
+        reason = f"names a part of a weight that model.architecture {profile.model.architecture} has in one"
+        fitting = dict.fromkeys(LAYER[target] if target in apart else target for target in lora.targets)
+        raise ProfileError("lora.targets", lora.targets, reason, [[*fitting]])
     experts = [target for target in lora.targets if LAYER[target] in ("gate_up", "down")]
     if profile.model.num_experts and experts:
         reason = f"names layers that model.architecture {profile.model.architecture} has in experts, which are not supported"

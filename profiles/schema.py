@@ -178,7 +178,7 @@ class Lora(Section):
         None, description="rank of the updates; null: no LoRA, all weights are trained"
     )
     alpha: float = Field(16.0, gt=0, description="scale of the updates: alpha / rank")
-    dropout: Fraction = Field(0.0, description="dropout of the updates' input")
+    dropout: Fraction = Field(0.0, description="dropout of the updates' inputs, in training")
     targets: list[LoraTarget] = Field(
         ["qkv", "output", "gate_up", "down"],
         min_length=1,
@@ -417,6 +417,11 @@ class Profile(Section):
     def fine_tunes(self) -> bool:
         """Whether the run trains for an objective of its own, or with LoRA."""
         return self.objective.kind != "pretrain" or bool(self.lora.rank)
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training drops anything, in the model or in its updates."""
+        return self.model.has_dropout or bool(self.lora.rank and self.lora.dropout)
 
     @property
     def rows_per_sample(self) -> int:

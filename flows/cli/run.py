@@ -32,6 +32,7 @@ from modeling.start import without_collection
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
+from tasks.gate import GateMissed
 from tasks.reporting.format import format_perplexity
 from tasks.sources.shard import SOURCE_ERRORS
 from tasks.store.store import Store
@@ -101,6 +102,9 @@ def run_flow(
     except KeyboardInterrupt as stop:  # its message is what is saved, if the flow has said so
         print_stderr(f"stopped{stop}; run the same command again to resume")
         return FAILED
+    except GateMissed as error:
+        print_stderr(f"trainshed: {error}")
+        return FAILED
     except SOURCE_ERRORS as error:
         log.debug("a source was rejected", exc_info=True)
         print_stderr(f"trainshed: {one_line(error)}")
@@ -109,9 +113,8 @@ def run_flow(
         log.debug("the run failed", exc_info=True)
         print_stderr(f"trainshed: {one_line(error)}")
         from tasks.failures import FatalError
-        from tasks.gate import GateMissed
 
-        if not isinstance(error, FatalError | GateMissed):
+        if not isinstance(error, FatalError):
             print_stderr("run the same command again to resume")
         if log_file.is_file():
             print_stderr(f"traceback: {log_file}")

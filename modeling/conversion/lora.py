@@ -17,7 +17,7 @@ from torch import Tensor
 
 from modeling.conversion.weights import Part, Weights
 from modeling.models.build import DTYPES
-from modeling.models.lora import PATHS, SECTIONS, groups_of
+from modeling.models.lora import groups_of, layers_of
 from modeling.models.weight_names import huggingface_tensor
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.reader import Reader
@@ -54,11 +54,11 @@ class Adapters:
         self._reader = Reader(folder, about.get("files"))
 
     def __iter__(self) -> Iterator[Factors]:
-        rank, targets = self.lora.rank, self.lora.targets
-        for number in range(self.profile.model.num_hidden_layers):
-            for layer, path in PATHS.items():
-                groups, prefix = groups_of(layer, targets), f"layers.{number}.{path}"
-                whole = len(groups) == 1 and len(groups[0]) == len(SECTIONS[layer])
+        rank, targets, model = self.lora.rank, self.lora.targets, self.profile.model
+        for number in range(model.num_hidden_layers):
+            for layer, (path, sections) in layers_of(model).items():
+                groups, prefix = groups_of(layer, targets, model), f"layers.{number}.{path}"
+                whole = len(groups) == 1 and len(groups[0]) == len(sections)
                 for index, group in enumerate(groups):
                     a = self._read(f"{prefix}.lora.a", "" if whole else "_".join(group))
                     for section in group:
@@ -90,13 +90,19 @@ class Adapters:
         """Write PEFT's folder."""
         from safetensors.torch import save_file
 
-        tensors, modules = {}, set()
+        model = self.profile.model
+        stored: dict[
+            str, list[Factors]
+        ] = {}  # by the module of the Hugging Face model, which may have several weights in one
         for factors in self:
-            name = huggingface_tensor(self.profile.model, factors.tensor).name
-            module = name.removesuffix(".weight")
-            modules.add(module.rpartition(".")[2])
-            tensors[f"base_model.model.{module}.lora_A.weight"] = factors.a.clone()
-            tensors[f"base_model.model.{module}.lora_B.weight"] = factors.b.contiguous()
+            name = huggingface_tensor(model, factors.tensor).name
+            stored.setdefault(name.removesuffix(".weight"), []).append(factors)
+        tensors, modules = {}, set()
+        for module, parts in stored.items():
+            # In GPT-2, the last part of a name alone is that of two modules.
+            modules.add(".".join(module.split(".")[-2 if model.architecture == "gpt" else -1 :]))
+            tensors[f"base_model.model.{module}.lora_A.weight"] = parts[0].a.clone()
+            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.cat([part.b for part in parts])
         configuration = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -105,6 +111,7 @@ class Adapters:
             "lora_alpha": self.lora.alpha,
             "lora_dropout": self.lora.dropout,
             "target_modules": sorted(modules),
+            "fan_in_fan_out": model.architecture == "gpt",
             "bias": "none",
             "inference_mode": True,
         }

@@ -14,8 +14,15 @@ def layer_multiply_adds(profile: Profile) -> list[int]:
 
     Per layer: h·d·(2n + 2k) of the attention projections, 3·h·f (gated) or 2·h·f (gpt) of the MLP, and 2·n·d for each key that a
     token sees on average: s/2 in causal attention, w - w²/2s in a sliding window of w. Of experts, the MLPs of a token's own ones
-    and the router count.
+    and the router count. Updates of LoRA are left out.
     """
+    layers = [weights + scores for weights, scores in _weights_and_scores(profile)]
+    layers[-1] += _head(profile)
+    return layers
+
+
+def _weights_and_scores(profile: Profile) -> list[tuple[int, int]]:
+    """Forward multiply-adds per token of each layer: of its weights, and of attention's scores and values."""
     model, s = profile.model, profile.train.sequence_length
     h, d = model.hidden_size, model.head_dim
     projections = h * d * (2 * model.num_attention_heads + 2 * model.num_key_value_heads)
@@ -23,13 +30,13 @@ def layer_multiply_adds(profile: Profile) -> list[int]:
     mlp = matrices * h * model.expert_width
     if model.num_experts is not None:
         mlp = model.num_experts_per_tok * mlp + h * model.num_experts
-    weights = projections + mlp
     windows = [model.window(layer) for layer in range(model.num_hidden_layers)]
-    layers = [
-        weights + int(2 * visible_keys(s, window) * model.num_attention_heads * d) for window in windows
-    ]
-    layers[-1] += model.vocab_size * h
-    return layers
+    scores = [int(2 * visible_keys(s, window) * model.num_attention_heads * d) for window in windows]
+    return [(projections + mlp, each) for each in scores]
+
+
+def _head(profile: Profile) -> int:
+    return profile.model.vocab_size * profile.model.hidden_size
 
 
 def visible_keys(sequence: int, window: int | None = None) -> float:
@@ -39,5 +46,32 @@ def visible_keys(sequence: int, window: int | None = None) -> float:
 
 
 def flops_per_token(profile: Profile) -> float:
-    """Training FLOPs per token: 6 per forward multiply-add, 2 in forward and 4 in backward."""
-    return 6 * sum(layer_multiply_adds(profile))
+    """Training FLOPs per token: 6 per forward multiply-add, 2 in forward and 4 in backward.
+
+    A weight that LoRA freezes has no gradient, so its multiply-adds count 4; those of the updates count 6.
+    """
+    if not profile.lora.rank:
+        return 6 * sum(layer_multiply_adds(profile))
+    layers = _weights_and_scores(profile)
+    frozen = sum(weights for weights, _ in layers) + _head(profile)
+    trained = sum(scores for _, scores in layers) + len(layers) * _updates(profile)
+    return 4 * frozen + 6 * trained
+
+
+def _updates(profile: Profile) -> int:
+    """Forward multiply-adds per token of a layer's updates: rank · (input + output) of each first factor."""
+    model, targets = profile.model, profile.lora.targets
+    h, f, q = model.hidden_size, model.intermediate_size, model.num_attention_heads * model.head_dim
+    kv, gated = model.num_key_value_heads * model.head_dim, model.architecture != "gpt"
+    layers = {
+        "qkv": (h, {"q_proj": q, "k_proj": kv, "v_proj": kv}),
+        "output": (q, {"o_proj": h}),
+        "gate_up": (h, {"gate_proj": f, "up_proj": f} if gated else {"up_proj": f}),
+        "down": (f, {"down_proj": h}),
+    }
+    widths = 0
+    for layer, (width, sections) in layers.items():
+        if layer in targets:
+            widths += width + sum(sections.values())
+        widths += sum(width + size for name, size in sections.items() if name in targets)
+    return profile.lora.rank * widths

@@ -14,6 +14,7 @@ from parallel.layers.products import EXACT, Products
 from parallel.logits import full_logits
 from parallel.loss import LossPrograms, chunk_tokens, token_cross_entropy
 from parallel.optimizer.fsdp import Unit
+from parallel.random import Keys, token_keys
 from profiles.model import Model
 
 
@@ -36,12 +37,14 @@ class LanguageModel(nn.Module):
         first, last: whether this stage has the embedding, and the head.
         loss_programs: what the loss computes with; compiled in compiled runs.
         device: the run's device, which decides the chunks of the loss.
+        update_dropout: rate of the dropout in updates of LoRA.
     """
 
     block: type[nn.Module]
     norm_layer: type[RMSNorm | LayerNorm]
     loss_programs = LossPrograms()
     device: Device = CPU
+    update_dropout: float = 0.0
 
     def __init__(
         self,
@@ -81,6 +84,12 @@ class LanguageModel(nn.Module):
 
     def add_position_embedding(self, **options: object) -> None:
         """Add learned positions, in architectures that have them."""
+
+    def dropout_keys(self, samples: Tensor | None, positions: Tensor) -> Keys | None:
+        """Keys of a microbatch's tokens from those of its samples (b); None if nothing is dropped."""
+        if samples is None or not (self.model.has_dropout or self.update_dropout):
+            return None
+        return token_keys(samples, positions, self.axis, self.sequence_parallel)
 
     def sharding_units(self, in_graph: bool = False) -> list[Unit]:
         """The parts of this stage whose weights are gathered together, in the order of forward; they have all its parameters.

@@ -254,10 +254,11 @@ class Trainer:
         if self.experts and settings.balance == "global":
             self._count_choices(tokens, targets, masks)
         extra = masks
-        if self.profile.model.has_dropout:
+        if self.profile.has_dropout:
             step_samples = self.profile.micro_batch_rows * self.profile.accumulation_steps
             count = step_samples if samples is None else len(samples)
-            keys = sample_keys(settings.seed, torch.arange(first, first + count))
+            rows = first * self.profile.rows_per_sample
+            keys = sample_keys(settings.seed, torch.arange(rows, rows + count))
             extra = {"samples": devices.upload(keys, self.torch_device), **masks}
         if self.pipeline:
             return self.pipeline.train(tokens, targets, scale, **extra)

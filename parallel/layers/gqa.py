@@ -30,6 +30,7 @@ from parallel.layers.linear import ColumnLinear, check_input, column_input_gradi
 from parallel.layers.products import EXACT, Products
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis, Mesh
+from parallel.random import Keys
 
 
 class ReplicatedKVLinear(Function):
@@ -122,8 +123,11 @@ class GQAQKVColumnParallelLinear(nn.Module):
             entries = tuple(Section(name, (size,), 0, m) for name, size, m in sections)
             self.bias = parameter(Layout(entries, degree, Constant(0.0)), dtype, device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(b·s, h) or (b·s/t, h) -> (b·s, (n + 2k)·d) with this rank's n and k: its Q heads, then K, then V."""
+    def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
+        """(b·s, h) or (b·s/t, h) -> (b·s, (n + 2k)·d) with this rank's n and k: its Q heads, then K, then V.
+
+        `keys` are for the dropout of an attached update (lora.py).
+        """
         check_input(self, x, self.hidden)
         if self.axis.size == 1 and self.products is EXACT:
             return F.linear(x, self.weight, self.bias)

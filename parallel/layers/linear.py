@@ -30,6 +30,7 @@ from parallel.initialization import Constant, Normal
 from parallel.layers.products import EXACT, Products
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis
+from parallel.random import Keys
 
 
 class ColumnLinear(Function):
@@ -161,7 +162,8 @@ class ColumnParallelLinear(nn.Module):
             entries = tuple(Section(name, (size,), 0) for name, size in sizes.items())
             self.bias = parameter(Layout(entries, axis.size, Constant(0.0)), dtype, device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
+        """Y; `keys` are for the dropout of an attached update (lora.py)."""
         check_input(self, x, self.in_features)
         if self.axis.size == 1 and self.products is EXACT:
             return F.linear(x, self.weight, self.bias)
@@ -207,7 +209,8 @@ class RowParallelLinear(nn.Module):
             layout = Layout((Section("", (out_features,), None),), axis.size, Constant(0.0), partial_axes)
             self.bias = parameter(layout, dtype, device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
+        """Y; `keys` are for the dropout of an attached update (lora.py)."""
         check_input(self, x, self.in_features // self.axis.size)
         if self.axis.size == 1 and self.products is EXACT:
             return F.linear(x, self.weight, self.bias)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from parallel.initialization import Constant, Normal
 from parallel.layout import Initializer, Layout, Section, layout_of, parameter
 from parallel.mesh import Axis
+from parallel.random import Keys, dropout
 
 ZERO = Constant(0.0)
 
@@ -57,13 +58,34 @@ class ReplicatedLinear(nn.Module):
 
 
 class LowRankUpdate(nn.Module):
-    """α/r · B A x; `a` and `b` are linear layers."""
+    """α/r · B A dropout(x).
 
-    def __init__(self, a: nn.Module, b: nn.Module, scale: float) -> None:
+    Args:
+        a, b: linear layers.
+        rate: of dropout.
+        site: number of the layer in its block, which tells its dropout masks from those of others.
+        columns: global indices of the features of x on this rank; None: x has all features, of this rank's tokens.
+    """
+
+    def __init__(
+        self,
+        a: nn.Module,
+        b: nn.Module,
+        scale: float,
+        rate: float = 0.0,
+        site: int = 0,
+        columns: Tensor | None = None,
+    ) -> None:
         super().__init__()
-        self.a, self.b, self.scale = a, b, scale
+        self.a, self.b, self.scale, self.rate, self.site = a, b, scale, rate, site
+        self.register_buffer("columns", columns, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
+        """The update of the layer's output; `keys` of the tokens, in training with dropout."""
+        if self.rate and keys is not None:
+            own = keys.fold(self.site)
+            rows = own.hidden if self.columns is None else own.attention.flatten()
+            x = dropout(x, rows, self.rate, self.columns)
         return self.b(self.a(x)) * self.scale
 
 
@@ -75,7 +97,7 @@ def first_factor(in_features: int) -> Normal:
 def attach(linear: nn.Module, update: LowRankUpdate) -> None:
     """Add an update to the output of a linear layer, as its submodule `lora`."""
     linear.lora = update
-    linear.register_forward_hook(lambda module, inputs, y: y + module.lora(inputs[0]))
+    linear.register_forward_hook(lambda module, inputs, y: y + module.lora(*inputs))
 
 
 def keep_sections_apart(weight: nn.Parameter, groups: Sequence[Sequence[str]], rank: int) -> None:

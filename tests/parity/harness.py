@@ -97,7 +97,7 @@ class Case:
     objective: str = (
         "pretrain"  # sft: the loss counts some tokens only; dpo, orpo: two rows of the batch are a pair
     )
-    lora: tuple[str, ...] = ()  # targets of updates of rank 4
+    lora: tuple[str, ...] = ()  # targets of updates of rank 4, with dropout
     in_graph: bool = False  # whether FSDP's collectives are operators of the blocks, as on neuron
     native: bool = False  # whether to use the backend's reductions, as on accelerators
 
@@ -127,7 +127,7 @@ class Case:
                 "tokenizer": {"source": "train"},
                 "data": {"sources": [{"kind": "python-docs"}]},
                 "objective": {"kind": self.objective},
-                **({"lora": {"rank": 4, "targets": [*self.lora]}} if self.lora else {}),
+                **({"lora": {"rank": 4, "targets": [*self.lora], "dropout": 0.2}} if self.lora else {}),
                 "parallel": {
                     "tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "expert": self.expert,
                     "sequence_parallel": self.sequence_parallel, "schedule": self.schedule,
@@ -238,7 +238,9 @@ def _train(
             if case.objective == "dpo":
                 pairs["reference"] = -torch.arange(first, first + samples).float() - step
             starts = document_starts(first, samples) if case.documents else None
-            loss = trainer.forward_backward(local, 1 / counted, step * BATCH + first, starts, **pairs)
+            loss = trainer.forward_backward(
+                local, 1 / counted, (step * BATCH + first) // case.rows, starts, **pairs
+            )
             if step == steps[0]:
                 optimizer.reduce()
                 results.boxes += saved_boxes("gradients", gradient_boxes(optimizer))

@@ -59,6 +59,11 @@ CASES = {
     "fsdp 2, context 2, pipeline 2, lora": Case(
         data=2, context=2, pipeline=2, sharding="fsdp", lora=("qkv", "down"), recompute="full"
     ),
+    "tensor 2, data 2, lora, gpt": Case("gpt", tensor=2, data=2, lora=("qkv", "output", "gate_up", "down")),
+    "tensor 2, pipeline 2, lora, dbrx": Case("dbrx", tensor=2, pipeline=2, lora=("qkv", "output")),
+    "tensor 2, expert 2, lora, dpo": Case(
+        "gpt_oss", tensor=2, data=2, expert=2, lora=("q_proj", "v_proj"), objective="dpo", sharding="fsdp"
+    ),
     "fsdp 2, tensor 4, KV replicated": Case(data=2, tensor=4, sharding="fsdp"),
     "fsdp 4, tensor 2": Case(tensor=2, context=2, data=2, sharding="fsdp", native=True),
     "fsdp 2, pipeline 2, tied": Case("llama tied", data=2, pipeline=2, sharding="fsdp"),

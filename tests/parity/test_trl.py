@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from modeling.conversion import formats
+from modeling.conversion.convert import Options, convert
 from modeling.conversion.lora import Adapters
 from modeling.data.prefetch import read_batch
 from modeling.data.records import open_samples
@@ -188,10 +189,16 @@ def base(theirs) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(theirs.folder / "model")
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo"])
+# TRL has no smoothed sigmoid loss, but what it is a sum of: s = -log σ(βΔ), and r = ((1 - ε) s + ε log σ(-βΔ)) / (1 - 2ε).
+# (1 - ε) s - ε log σ(-βΔ) = 2 (1 - ε) s - (1 - 2ε) r
+SMOOTHED = {"loss_type": ["sigmoid", "robust"], "loss_weights": [1.6, -0.6], "label_smoothing": 0.2}
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "smoothed", "hinge", "ipo"])
 def test_dpo_equals_trl(theirs, loss):
     from trl import DPOConfig, DPOTrainer
 
+    kind = SMOOTHED if loss == "smoothed" else {"loss_type": loss}
     torch.manual_seed(2)
     reference = base(theirs)
     with torch.no_grad():
@@ -200,11 +207,12 @@ def test_dpo_equals_trl(theirs, loss):
     trainer = DPOTrainer(
         base(theirs),
         reference,
-        settings(DPOConfig, theirs.folder, beta=0.3, loss_type=loss, disable_dropout=True),
+        settings(DPOConfig, theirs.folder, beta=0.3, disable_dropout=True, **kind),
         train_dataset=pairs(),
         processing_class=theirs.tokenizer,
     )
-    wanted = profile(theirs, objective={"kind": "dpo", "beta": 0.3, "loss": loss})
+    ours_of = {"label_smoothing": 0.2} if loss == "smoothed" else {"loss": loss}
+    wanted = profile(theirs, objective={"kind": "dpo", "beta": 0.3, **ours_of})
     assert_equal(theirs, ours(theirs, wanted, reference=reference.state_dict()), *step(trainer))
 
 
@@ -287,3 +295,33 @@ def test_lora_equals_peft_and_is_exported_as_its_adapter_and_merged(theirs, tmp_
         ours_of = {huggingface_tensor(theirs.description, each).name: each for each in merged.shapes}
         found_tensor = merged.read(ours_of[name], (0,) * tensor.dim(), tuple(tensor.shape))
         torch.testing.assert_close(found_tensor, tensor, rtol=0, atol=1e-6)
+
+
+def test_lora_of_weights_that_gpt2_has_in_one_is_exported_as_its_adapter_and_merged(theirs, tmp_path):
+    from peft import PeftModel
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=258, n_positions=S)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    lora = {"rank": RANK, "alpha": ALPHA, "targets": ["qkv", "output", "gate_up", "down"]}
+    wanted = profile(theirs, model=from_config_json(config.to_dict()), lora=lora)
+    with Trainer(wanted) as trainer:
+        model = trainer.stages[0]
+        initialize(model, trainer.mesh.tensor, 0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".lora.b." in name:
+                    parameter.normal_(std=0.1)
+        about = {"profile": wanted.model_dump(mode="json")}
+        checkpoint.save(tmp_path / "saved", make_optimizer(trainer), about)
+    convert(tmp_path / "base", tmp_path / "merged", Options("hf", adapters=str(tmp_path / "saved")))
+    Adapters(tmp_path / "saved").write(tmp_path / "adapter")
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        plain, merged = (
+            GPT2LMHeadModel.from_pretrained(tmp_path / name).eval() for name in ("base", "merged")
+        )
+        expected = merged(tokens).logits
+        assert (plain(tokens).logits - expected).abs().max() > 1e-2
+        loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()(tokens).logits
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=1e-6)

@@ -13,6 +13,7 @@ from torch import Tensor
 from modeling.models.families import llama, mixtral
 from parallel import Mesh
 from parallel.layers.norms import CenteredNorm
+from parallel.random import Keys
 from profiles.model import Model
 
 
@@ -21,8 +22,8 @@ class Attention(llama.Attention):
         super().__init__(model, mesh, layer, **options)
         self.clip = model.clip_qkv
 
-    def project(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(x)
+    def project(self, x: Tensor, keys: Keys | None) -> Tensor:
+        qkv = self.qkv(x, keys)
         return qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
 
 

@@ -29,7 +29,7 @@ from parallel import (
 )
 from parallel.attention.attention import attention
 from parallel.attention.dropout import dropout_attention
-from parallel.random import Keys, dropout, token_keys
+from parallel.random import Keys, dropout
 from profiles.model import Model
 
 
@@ -49,14 +49,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None, keys: Keys | None) -> Tensor:
         heads = self.qkv.heads  # on this rank: n/t
-        qkv = self.qkv(x).view(-1, positions.shape[-1], 3 * heads, self.d)  # (b, s/c, 3n/t, d)
+        qkv = self.qkv(x, keys).view(-1, positions.shape[-1], 3 * heads, self.d)  # (b, s/c, 3n/t, d)
         q, k, v = qkv.transpose(1, 2).split(heads, 1)  # (b, n/t, s/c, d) each
         if keys is None or not self.dropout:
             y = attention(q, k, v, self.context, documents=documents)  # (b, n/t, s/c, d)
         else:
             mask = {"positions": positions, "keys": keys.attention, "heads": self.heads, "rate": self.dropout}
             y = dropout_attention(q, k, v, self.context, **mask, documents=documents)  # (b, n/t, s/c, d)
-        return self.output(y.transpose(1, 2).reshape(-1, heads * self.d))  # (b·s/c, h)
+        return self.output(y.transpose(1, 2).reshape(-1, heads * self.d), keys)  # (b·s/c, h)
 
 
 class MLP(nn.Module):
@@ -75,10 +75,10 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(f, h, mesh.tensor, **options)
 
     def forward(self, x: Tensor, keys: Keys | None) -> Tensor:
-        y = F.gelu(self.up(x), approximate=self.approximate)  # (b·s/c, f/t)
+        y = F.gelu(self.up(x, keys), approximate=self.approximate)  # (b·s/c, f/t)
         if keys is not None and self.dropout:
             y = dropout(y, keys.attention.flatten(), self.dropout, self.features)
-        return self.down(y)  # (b·s/c, h)
+        return self.down(y, keys)  # (b·s/c, h)
 
 
 class Block(nn.Module):
@@ -127,9 +127,7 @@ class GPT(LanguageModel):
                 learned positions restart with it. None: attention crosses documents.
             samples: (b), dropout keys of the samples (`sample_keys`); None disables dropout.
         """
-        keys = None
-        if samples is not None and self.model.has_dropout:
-            keys = token_keys(samples, positions, self.axis, self.sequence_parallel)
+        keys = self.dropout_keys(samples, positions)
         if self.first:
             offsets = positions if documents is None else positions - documents  # (s/c) or (b, s/c)
             x = self.embedding(x) + self.positions(offsets.expand(x.shape))  # (b·s/c, h)

@@ -26,6 +26,7 @@ from parallel import (
     RowParallelLinear,
 )
 from parallel.attention.attention import attention
+from parallel.random import Keys
 from profiles.model import Model
 
 
@@ -41,9 +42,11 @@ class Attention(nn.Module):
         options["initializer"] = parametrization.residual(model)
         self.output = RowParallelLinear(n * self.d, h, mesh.tensor, **options)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None, keys: Keys | None = None
+    ) -> Tensor:
         heads, kv_heads = self.qkv.heads, self.qkv.kv_heads  # on this rank: n/t and k/t
-        qkv = self.project(x)  # (b·s/c, (n + 2k)/t·d)
+        qkv = self.project(x, keys)  # (b·s/c, (n + 2k)/t·d)
         qkv = qkv.view(-1, cos.shape[1], heads + 2 * kv_heads, self.d)  # (b, s/c, (n + 2k)/t, d)
         qk = self.normalize(qkv[:, :, : heads + kv_heads])
         qk = rotate(qk, cos, sin).transpose(1, 2)  # (b, (n + k)/t, s/c, d)
@@ -51,11 +54,11 @@ class Attention(nn.Module):
         v = qkv[:, :, heads + kv_heads :].transpose(1, 2)  # (b, k/t, s/c, d)
         masks = {"documents": documents, "window": self.window, "sinks": self.sinks}
         y = attention(q, k, v, self.context, **masks)  # (b, n/t, s/c, d)
-        return self.output(y.transpose(1, 2).reshape(-1, heads * self.d))  # (b·s/c, h)
+        return self.output(y.transpose(1, 2).reshape(-1, heads * self.d), keys)  # (b·s/c, h)
 
-    def project(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor, keys: Keys | None) -> Tensor:
         """Hidden states to heads, (b·s/c, (n + 2k)/t·d): queries, keys, values; families that clip them do it here."""
-        return self.qkv(x)
+        return self.qkv(x, keys)
 
     def normalize(self, qk: Tensor) -> Tensor:
         """Query and key heads (b, s/c, (n + k)/t, d) before they are rotated; families with QK-norms normalize them here."""
@@ -71,9 +74,9 @@ class MLP(nn.Module):
         options["initializer"] = parametrization.residual(model)
         self.down = RowParallelLinear(f, h, mesh.tensor, **options)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)  # (b·s/c, f/t) each
-        return self.down(F.silu(gate) * up)  # (b·s/c, h)
+    def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
+        gate, up = self.gate_up(x, keys).chunk(2, -1)  # (b·s/c, f/t) each
+        return self.down(F.silu(gate) * up, keys)  # (b·s/c, h)
 
 
 class Block(nn.Module):
@@ -93,9 +96,11 @@ class Block(nn.Module):
         """The layer after attention; families with experts build them here."""
         return MLP(model, mesh, **options)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, documents)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, keys: Keys | None = None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, documents, keys)
+        return x + self.mlp(self.mlp_norm(x), keys)
 
 
 class Llama(LanguageModel):
@@ -117,13 +122,14 @@ class Llama(LanguageModel):
             positions: (s/c), of this context rank's tokens.
             documents: (b, s/c), the position where each token's document starts: attention stays within a document, and
                 positions restart with it. None: attention crosses documents.
-            samples: (b), dropout keys; unused, Llama has no dropout.
+            samples: (b), dropout keys of the samples (`sample_keys`), which only updates of LoRA use; None disables dropout.
         """
         cos, sin = self.rotations(positions, documents)  # (1 or b, s/c, 1, d)
         if self.first:
             x = self.embedding(x)  # (b·s/c, h)
-        for layer in self.layers.values():
-            x = layer(x, cos, sin, documents)
+        keys = self.dropout_keys(samples, positions)
+        for number, layer in self.layers.items():
+            x = layer(x, cos, sin, documents, keys and keys.fold(int(number)))
         return self.norm(x) if self.last else x
 
     def rotations(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from modeling.models.families import llama
 from parallel import Mesh, Normal
 from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.router import Routing
+from parallel.random import Keys
 from profiles.model import Model
 
 
@@ -24,8 +25,10 @@ class Block(llama.Block):
         options["output_initializer"] = Normal(model.residual_initializer_range)
         return MixtureOfExperts(model.hidden_size, model.expert_width, routing, mesh, **options)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, documents)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, keys: Keys | None = None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, documents, keys)
         return x + self.mlp(self.mlp_norm(x), cos.shape[1])  # s/c tokens of a sample
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from modeling.models.families import llama
 from parallel import Mesh
 from parallel.layers.norms import ProjectionNorm
+from parallel.random import Keys
 from profiles.model import Model
 
 
@@ -32,9 +33,11 @@ class Attention(llama.Attention):
 class Block(llama.Block):
     attention_layer = Attention
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None) -> Tensor:
-        x = x + self.attention_norm(self.attention(x, cos, sin, documents))
-        return x + self.mlp_norm(self.mlp(x))
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, keys: Keys | None = None
+    ) -> Tensor:
+        x = x + self.attention_norm(self.attention(x, cos, sin, documents, keys))
+        return x + self.mlp_norm(self.mlp(x, keys))
 
 
 class Olmo2(llama.Llama):
