@@ -10,6 +10,7 @@ profile alone, so they compile while the data is tokenized.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -39,7 +40,7 @@ from modeling.planning.planner import plan
 from modeling.training.metrics import BEFORE
 from profiles import resolve, state_files
 from profiles.schema import Profile
-from tasks import keys
+from tasks import keys, ladder
 from tasks.checkpoint import CheckpointStep
 from tasks.dataset import DatasetStep, with_steps
 from tasks.evaluation import EvaluationStep
@@ -54,6 +55,8 @@ from tasks.store import ledger, runs
 from tasks.store.store import Store
 from tasks.tokenizer import TokenizerStep, check_fits
 from tasks.training import TrainingStep
+
+log = logging.getLogger(__name__)
 
 EVALUATION = ("validation_loss", "perplexity", "metrics")  # of an evaluation, in the result
 
@@ -151,6 +154,9 @@ def train_profile(
         ) as overview:
             if parent:
                 copy_checkpoint(opened, parent, run.name)
+            if forecast := ladder.record(opened, run, opened.run_folder(run.name)):
+                low, high = forecast["interval"]
+                log.info("forecast of %s: loss %.4f, %.4f to %.4f", forecast["written"], forecast["loss"], low, high)
             graphs = compiling.result()
             # Other objectives have no reference model, and no line that says so.
             rated = run.objective.kind == "dpo"

@@ -22,6 +22,7 @@ from modeling.tracing import traced_plan
 from modeling.training.metrics import BEFORE
 from profiles import state_files
 from profiles.schema import Profile
+from tasks import ladder
 from tasks.reporting import advice, run_report
 from tasks.reporting.history import REPORT_JSON, History
 from tasks.reporting.outcome import Outcome
@@ -84,6 +85,7 @@ def write_report(
         "steps": [asdict(outcome) for outcome in outcomes],
         "events": read_events(folder),
         "experts": _experts(folder, history),
+        "forecast": _forecast(folder, evaluation),
         "warnings": _warnings(profile, outcomes, history),
         "export": str(folder / EXPORT) if (folder / EXPORT).is_dir() else None,
     }
@@ -120,6 +122,14 @@ def _experts(folder: Path, history: History) -> dict[str, Any] | None:
     with contextlib.suppress(FileNotFoundError):
         loads = json.loads((folder / "expert_loads.json").read_text())
     return {**{name: row[name] for name in names}, **loads}
+
+
+def _forecast(folder: Path, evaluation: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The forecast that was written before the run started against its held-out loss; None without one."""
+    file = folder / ladder.FILE
+    if not file.exists():
+        return None
+    return ladder.outcome(json.loads(file.read_text()), evaluation["validation_loss"])
 
 
 def _versions() -> dict[str, str]:

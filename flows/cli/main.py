@@ -107,6 +107,16 @@ def parser() -> argparse.ArgumentParser:
     _with_default(fork, "--work-dir", "./store", about, metavar="FOLDER")
     _json(fork)
 
+    about = "forecast a run from small ones: plan or run the rungs of a ladder file"
+    ladder = _command(commands, "ladder", "plan|run FILE", about, "trainshed ladder plan ladder.yaml")
+    about = "plan: show the rungs and what they cost; run: train those that are missing, and write the forecast"
+    ladder.add_argument("action", choices=("plan", "run"), metavar="plan|run", help=about)
+    ladder.add_argument("file", metavar="FILE", help="a ladder file (docs/ladder.md)")
+    _store(ladder)
+    about = "run: also train the target, once its forecast is in the store"
+    ladder.add_argument("--target", action="store_true", help=about)
+    _json(ladder)
+
     about = "list the runs of a store, with their state and size"
     runs = _command(commands, "runs", "", about, "trainshed runs")
     _store(runs)

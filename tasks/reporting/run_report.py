@@ -53,6 +53,7 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
             html.section(
                 "Evaluation on the whole validation split", _evaluation(facts["evaluation"], facts["before"])
             ),
+            html.section("Forecast and outcome", _forecast(facts.get("forecast"))),
             html.section("Samples", *_samples(facts)),
             html.section("Exported model", _export(facts["export"]) if facts["export"] else ""),
             html.section("Data", _data(profile, summaries)),
@@ -124,6 +125,23 @@ def _experts(experts: Mapping[str, Any] | None) -> list[str]:
     }
     picture = heat_map(experts["loads"], row_label="layer", column_label="expert")
     return [html.properties(shown), picture]
+
+
+def _forecast(forecast: Mapping[str, Any] | None) -> str:
+    """The forecast of a ladder, made before the run started, and the loss that the run reached."""
+    if forecast is None:
+        return ""
+    low, high = forecast["interval"]
+    shown = {
+        "forecast of the validation loss": f"{forecast['loss']:.4f}",
+        f"{forecast['share']:.0%} interval": f"{low:.4f} to {high:.4f}",
+        "outcome": f"{forecast['outcome']:.4f}, {'inside' if forecast['within'] else 'outside'} the interval",
+        "error": f"{forecast['error']:+.2%}",
+        "compute of the run over the largest rung's": f"{forecast['extrapolation']:.1f}",
+        "forecast written, before the run started": forecast["written"],
+        "artifact": forecast["key"],
+    }
+    return html.properties(shown)
 
 
 def _planned(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:

@@ -1,0 +1,163 @@
+"""The runs of a ladder: the target's family at smaller sizes and lengths, as overrides of the target's profile.
+
+A rung keeps the target's head size, ratio of query to KV heads, MLP ratio, vocabulary, sequence length, and the shares that
+warm-up and plateaus have of its schedule. Its batch is the target's, or with `batch_exponent` γ grows as D^γ (the critical batch
+size grows with data and hardly with size: γ about 0.5, arXiv 2410.21676), and its rate as the square root of the batch (Adam's
+rule: arXiv 2205.10287). How rate and initial weights depend on size is the model's parametrization (modeling/models).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from modeling.models.flops import flops_per_token
+from profiles import resolve
+from profiles.errors import ProfileError
+from profiles.ladder import Ladder, RungSize
+from profiles.schema import Profile
+
+MULTIPLE = 8  # of a rung's MLP width
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A run of the ladder, or its target.
+
+    Attributes:
+        overrides: of the target's profile, with which `profile` is resolved.
+    """
+
+    profile: Profile
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.profile.name
+
+    @property
+    def n(self) -> float:
+        """Multiply-adds per token of a forward pass."""
+        return flops_per_token(self.profile) / 6
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens."""
+        train = self.profile.train
+        return train.steps * train.global_batch_size * train.sequence_length
+
+    @property
+    def flops(self) -> float:
+        """Training FLOPs."""
+        return 6 * self.n * self.tokens
+
+
+def target_of(ladder: Ladder) -> Rung:
+    """The target. Raises ProfileError if its profile is invalid, or no run that a ladder can forecast."""
+    profile = resolve.load(ladder.target, ladder.overrides)
+    resolve.check(profile)
+    if profile.train.steps is None:
+        reason = "is missing; a ladder needs the target's length in steps, not epochs"
+        raise ProfileError("train.steps", None, reason)
+    if profile.fine_tunes or profile.init.from_ is not None:
+        raise ProfileError("target", ladder.target, "is no pretraining run from scratch, which a ladder is for")
+    if profile.model.num_experts is not None:
+        raise ProfileError("target", ladder.target, "has experts, whose sizes a ladder does not vary")
+    return Rung(profile, tuple(ladder.overrides))
+
+
+def rungs_of(ladder: Ladder, target: Rung) -> list[Rung]:
+    """The rungs in the order of their compute. Raises ProfileError with the rung's key for a size that is impossible."""
+    found: dict[str, Rung] = {}
+    for number, size in enumerate(ladder.rungs):
+        for length in size.tokens_per_parameter:
+            try:
+                rung = _rung(ladder, target, size, length)
+            except ProfileError as error:
+                raise error.within(f"rungs.{number}") from None
+            if rung.name in found:
+                raise ProfileError(f"rungs.{number}", rung.name, "is listed twice")
+            found[rung.name] = rung
+    return sorted(found.values(), key=lambda rung: rung.flops)
+
+
+def _rung(ladder: Ladder, target: Rung, size: RungSize, length: float) -> Rung:
+    model, train = target.profile.model, target.profile.train
+    layers = size.num_hidden_layers or model.num_hidden_layers
+    sizes = {"hidden_size": size.hidden_size, **_shapes(target.profile, size.hidden_size)}
+    sizes["num_hidden_layers"] = layers
+    overrides = [*ladder.overrides, *ladder.rung_overrides]
+    overrides += [f"model.{name}={value}" for name, value in sizes.items()]
+    name = f"{ladder.name}-h{size.hidden_size}-l{layers}-t{length:g}"
+    first = resolve.load(ladder.target, [*overrides, "parallel.pipeline_cuts=null"], name)
+    tokens = length * flops_per_token(first) / 6
+    unit = first.train.micro_batch_size * max(1, first.data_parallel)
+    growth = (tokens / target.tokens) ** ladder.batch_exponent
+    batch = train.global_batch_size
+    if ladder.batch_exponent:
+        batch = max(1, round(batch * growth / unit)) * unit
+    steps = max(1, round(tokens / (batch * train.sequence_length)))
+    share, rate = steps / train.steps, math.sqrt(batch / train.global_batch_size)
+    settings = {
+        "steps": steps,
+        "global_batch_size": batch,
+        "learning_rate": train.learning_rate * rate,
+        "minimum_learning_rate": train.minimum_learning_rate * rate,
+        **_phases(train, share, steps),
+    }
+    overrides += ["parallel.pipeline_cuts=null", "evaluate.every=0"]
+    overrides += [f"train.{key}={value!r}" for key, value in settings.items()]
+    overrides.append(f"checkpoint.every={math.ceil(target.profile.checkpoint.every * share)}")
+    run = resolve.load(ladder.target, overrides, name)
+    resolve.check(run)
+    return Rung(run, tuple(overrides))
+
+
+def _phases(train: object, share: float, steps: int) -> dict[str, int]:
+    """Steps of the schedule's phases, in proportion; together no more than there are."""
+    left, phases = steps, {}
+    for name in ("warmup_steps", "constant_steps", "minimum_steps"):
+        given = getattr(train, name)
+        phases[name] = min(left, max(round(given * share), 1 if given else 0))
+        left -= phases[name]
+    return phases
+
+
+def _shapes(target: Profile, hidden: int) -> dict[str, int]:
+    """Sizes that follow from a width in the target's proportions."""
+    model = target.model
+    per_head = model.hidden_size // model.num_attention_heads
+    if hidden % per_head:
+        below = hidden // per_head * per_head
+        reason = f"is not a multiple of {per_head}, the width that each of the target's heads has"
+        raise ProfileError("hidden_size", hidden, reason, [n for n in (below, below + per_head) if n])
+    heads = hidden // per_head
+    kv_heads = max(1, heads * model.num_key_value_heads // model.num_attention_heads)
+    if heads % kv_heads:
+        group = model.num_attention_heads // model.num_key_value_heads
+        step = per_head * group
+        reason = f"makes {heads} query heads, not a multiple of {kv_heads} KV heads"
+        raise ProfileError("hidden_size", hidden, reason, [n for n in (hidden // step * step, -(-hidden // step) * step) if n])
+    width = model.intermediate_size * hidden / model.hidden_size
+    return {
+        "intermediate_size": max(1, round(width / MULTIPLE)) * MULTIPLE,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": model.head_dim,
+    }
+
+
+def warnings_of(target: Rung, rungs: Sequence[Rung]) -> list[str]:
+    """What makes a forecast from these rungs worse than it need be."""
+    found = []
+    if target.profile.model.parametrization == "standard":
+        found.append(
+            "model.parametrization is standard: the best learning rate changes with size; set it to mup or completep with the size "
+            "that train.learning_rate was tuned for"
+        )
+    largest = max((rung.flops for rung in rungs), default=0)
+    if largest and target.flops > 100 * largest:
+        found.append(f"the target has {target.flops / largest:,.0f} times the compute of the largest rung")
+    return found

@@ -1,0 +1,97 @@
+"""Forecasts in the store: written before the target starts, immutable, and compared with its outcome in the target's report.
+
+A forecast is an artifact whose key covers the target's settings and the rungs' results; its manifest and forecast.json have the
+time of writing. A run that starts takes a copy of the latest forecast of its settings into its folder, so a forecast that was
+made later never counts as one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from modeling.scaling import forecast as forecasts
+from modeling.scaling.fit import Observation
+from modeling.scaling.rungs import Rung
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+from tasks import keys
+from tasks.store.artifacts import Artifact
+from tasks.store.run_folder import RunFolder
+from tasks.store.store import Store
+
+KIND = "forecast"
+FILE = "forecast.json"  # in the artifact, and in the folder of a run that was forecast
+
+
+def register(store: Store, target: Rung, rungs: Sequence[Rung], losses: Sequence[float]) -> Artifact:
+    """Fit the rungs' losses and write the target's forecast, unless the store has it.
+
+    Raises ProfileError if the law cannot be fitted to these rungs.
+    """
+    observations = [Observation(rung.n, rung.tokens, loss) for rung, loss in zip(rungs, losses, strict=True)]
+    settings = keys.forecast_target(target.profile)
+    key = keys.forecast(settings, [[point.n, point.d, point.loss] for point in observations])
+    with store.artifacts.lock(KIND, key):
+        if found := store.artifacts.find(KIND, key):
+            return found
+        try:
+            found = forecasts.forecast(observations, target.n, target.tokens)
+        except ValueError as error:
+            raise ProfileError("rungs", None, str(error)) from error
+        document = {
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "target": {"name": target.name, "settings": settings, "n": target.n, "tokens": target.tokens},
+            "rungs": [
+                {"name": rung.name, **asdict(point), "flops": point.flops}
+                for rung, point in zip(rungs, observations, strict=True)
+            ],
+            **found,
+        }
+        summary = {name: document[name] for name in ("written", "loss", "interval", "share", "extrapolation")}
+        with store.artifacts.publish(KIND, key, {**summary, "settings": settings}) as folder:
+            (folder / FILE).write_text(json.dumps(document, indent=1))
+    return store.artifacts.expect(KIND, key)
+
+
+def read(store: Store, artifact: Artifact) -> dict[str, Any]:
+    """The contents of a forecast."""
+    return json.loads((store.artifacts.path(artifact) / FILE).read_text())
+
+
+def latest(store: Store, profile: Profile) -> Artifact | None:
+    """The latest forecast of a run with these settings; None without one."""
+    settings = keys.forecast_target(profile)
+    names = {file.partition("/")[0] for file in store.backend.files(f"artifacts/{KIND}")}
+    found = [artifact for artifact in store.artifacts.find_many(KIND, sorted(names)) if artifact]
+    of_target = [artifact for artifact in found if artifact.summary["settings"] == settings]
+    return max(of_target, key=lambda artifact: artifact.summary["written"], default=None)
+
+
+def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | None:
+    """Copy the latest forecast into the folder of a run that has not trained yet; returns it, or the one that is there."""
+    if known := run.read(FILE):
+        return json.loads(known)
+    if run.checkpoint_steps() or (run.path / "metrics.jsonl").exists():
+        return None
+    artifact = latest(store, profile)
+    if artifact is None:
+        return None
+    document = {"key": artifact.key, **read(store, artifact)}
+    run.write(FILE, json.dumps(document, indent=1).encode())
+    return document
+
+
+def outcome(forecast: Mapping[str, Any], loss: float) -> dict[str, Any]:
+    """A forecast against the loss that the run reached."""
+    low, high = forecast["interval"]
+    kept = ("key", "written", "loss", "interval", "share", "extrapolation")
+    return {
+        **{name: forecast[name] for name in kept},
+        "outcome": loss,
+        "error": forecast["loss"] / loss - 1,
+        "within": low <= loss <= high,
+    }

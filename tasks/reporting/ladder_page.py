@@ -1,0 +1,122 @@
+"""HTML page of a ladder: the forecast, the rungs' losses by compute with the fitted law, and what more compute buys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from modeling.scaling.law import Law
+from profiles.ladder import Ladder
+from tasks.reporting import html
+from tasks.reporting.chart import Series, line_chart
+from tasks.reporting.format import format_count, format_flops
+from tasks.store.backends import FolderBackend
+
+POINTS = 40  # of a line
+
+
+def write(path: Path, ladder: Ladder, forecast: Mapping[str, Any]) -> Path:
+    """Write the page of a forecast; returns its path."""
+    FolderBackend(path.parent).write(path.name, render(ladder, forecast).encode())
+    return path
+
+
+def render(ladder: Ladder, forecast: Mapping[str, Any]) -> str:
+    """The page, from a ladder and the contents of its forecast."""
+    target, (low, high) = forecast["target"], forecast["interval"]
+    share = f"{forecast['share']:.0%}"
+    figures = {
+        f"loss of {target['name']}": f"{forecast['loss']:.4f}",
+        f"{share} interval": f"{low:.4f} – {high:.4f}",
+        "times the largest rung's compute": f"{forecast['extrapolation']:.1f}",
+        "relative noise of one run": f"{forecast['noise']:.2%}",
+    }
+    return html.page(
+        ladder.name,
+        ladder.description or f"Scaling ladder of {target['name']}",
+        [
+            html.section("", html.key_figures(figures)),
+            html.section("Loss by training compute", _chart(forecast)),
+            html.section("Rungs", _rungs(forecast)),
+            html.section("Backtest: the largest rungs forecast by the others", _backtest(forecast)),
+            html.section("Loss by length, each trained to the end of its schedule", _lengths(forecast)),
+            html.section("Best size for a budget", *_budgets(forecast)),
+            html.section(
+                "Registered",
+                html.properties(
+                    {"written": forecast["written"], "law": describe_law(Law(**forecast["law"]))}
+                ),
+            ),
+        ],
+    )
+
+
+def describe_law(law: Law) -> str:
+    """The law with its coefficients: L = E + A·N^-α + B·D^-β."""
+    size = law.size * law.scale[0] ** law.alpha
+    data = law.data * law.scale[1] ** law.beta
+    return f"L = {law.irreducible:.3f} + {size:.4g} · N^-{law.alpha:.3f} + {data:.4g} · D^-{law.beta:.3f}"
+
+
+def _chart(forecast: Mapping[str, Any]) -> str:
+    """Losses by log10 of the training FLOPs: measured, fitted, forecast, and the interval's ends."""
+    law, rungs, target = Law(**forecast["law"]), forecast["rungs"], forecast["target"]
+    ordered = sorted(rungs, key=lambda rung: rung["flops"])
+    lowest, highest = np.log10(ordered[0]["flops"]), np.log10(forecast["flops"])
+    compute = np.linspace(lowest, highest, POINTS)
+    # Along a straight path of sizes from the smallest rung to the target.
+    n = np.geomspace(ordered[0]["n"], target["n"], POINTS)
+    path = [(float(c), float(law.loss(m, 10**c / 6 / m))) for c, m in zip(compute, n, strict=True)]
+    end, (low, high) = float(highest), forecast["interval"]
+    lines = [
+        Series("fitted law, smallest rung to target", "smooth", path),
+        Series("measured", "validation", [(float(np.log10(r["flops"])), r["loss"]) for r in ordered], True),
+        Series("forecast with its interval", "training", [(end, low), (end, forecast["loss"]), (end, high)], True),
+    ]
+    return line_chart(lines, x_label="log10 of training FLOPs", y_label="held-out loss")
+
+
+def _rungs(forecast: Mapping[str, Any]) -> str:
+    law = Law(**forecast["law"])
+    rows = []
+    for rung in forecast["rungs"]:
+        fitted = float(law.loss(rung["n"], rung["d"]))
+        error = f"{fitted / rung['loss'] - 1:+.2%}"
+        sizes = (format_count(round(rung["n"])), format_count(round(rung["d"])), format_flops(rung["flops"]))
+        rows.append((rung["name"], *sizes, f"{rung['loss']:.4f}", f"{fitted:.4f}", error))
+    return html.table(("run", "N", "tokens", "FLOPs", "loss", "fitted", "error"), rows)
+
+
+def _backtest(forecast: Mapping[str, Any]) -> str:
+    rows = []
+    for row in forecast["backtest"] or ():
+        low, high = row["interval"]
+        inside = "inside" if low <= row["loss"] <= high else "outside"
+        error = f"{row['forecast'] / row['loss'] - 1:+.2%}"
+        interval = f"{low:.4f} – {high:.4f}"
+        rows.append((format_flops(6 * row["n"] * row["d"]), f"{row['loss']:.4f}", f"{row['forecast']:.4f}", interval, inside, error))
+    return html.table(("FLOPs", "loss", "forecast", "interval", "loss is", "error"), rows)
+
+
+def _lengths(forecast: Mapping[str, Any]) -> str:
+    rows = []
+    for row in forecast["lengths"]:
+        low, high = row["interval"]
+        rows.append((format_count(round(row["tokens"])), f"{row['loss']:.4f}", f"{low:.4f} – {high:.4f}"))
+    return html.table(("tokens", "loss", "interval"), rows)
+
+
+def _budgets(forecast: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for row in forecast["budgets"]:
+        low, high = row["n_interval"]
+        sizes = f"{format_count(round(low))} – {format_count(round(high))}"
+        rows.append((format_flops(row["flops"]), format_count(round(row["n"])), sizes, format_count(round(row["tokens"])), f"{row['loss']:.4f}"))
+    parts = [html.table(("FLOPs", "best N", "interval", "tokens", "loss"), rows)]
+    if rows and "gain" in (last := forecast["budgets"][-1]):
+        low, high = last["gain_interval"]
+        parts.append(html.paragraph(f"Ten times more compute buys {last['gain']:.4f} nats per token ({low:.4f} to {high:.4f})."))
+    return parts
