@@ -104,7 +104,14 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
     artifact = forecasts.register(opened, goal, rungs, losses)
     document = forecasts.read(opened, artifact)
     low, high = document["interval"]
-    log.info("forecast of %s: loss %.4f, %.0f%% interval %.4f to %.4f", goal.name, document["loss"], 100 * document["share"], low, high)
+    log.info(
+        "forecast of %s: loss %.4f, %.0f%% interval %.4f to %.4f",
+        goal.name,
+        document["loss"],
+        100 * document["share"],
+        low,
+        high,
+    )
     page = ladder_page.write(opened.work_dir / "ladders" / f"{described.name}.html", described, document)
     result = {"ladder": described.name, "key": artifact.key, "page": str(page), **document}
     if target:
@@ -153,7 +160,9 @@ def _run(described: Ladder, rungs: Sequence[Rung], store: str) -> list[float]:
             return [futures[rung.name].result() for rung in rungs]
         except BaseException as error:
             with changed:
-                stopped = True  # what has not started does not; what runs ends first, unless the flow is stopped
+                stopped = (
+                    True  # what has not started does not; what runs ends first, unless the flow is stopped
+                )
                 changed.notify_all()
                 for thread in threads if not isinstance(error, Exception) else ():
                     interrupt = ctypes.py_object(KeyboardInterrupt)  # as Ctrl-C would in the main thread
@@ -168,7 +177,9 @@ def _quiet_rungs() -> Iterator[None]:
     def shown(record: logging.LogRecord) -> bool:
         return not _rung.get() or record.levelno >= logging.WARNING
 
-    handlers = [handler for handler in logging.getLogger().handlers if not isinstance(handler, logging.FileHandler)]
+    handlers = [
+        handler for handler in logging.getLogger().handlers if not isinstance(handler, logging.FileHandler)
+    ]
     for handler in handlers:
         handler.addFilter(shown)
     try:

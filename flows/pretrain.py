@@ -156,7 +156,13 @@ def train_profile(
                 copy_checkpoint(opened, parent, run.name)
             if forecast := ladder.record(opened, run, opened.run_folder(run.name)):
                 low, high = forecast["interval"]
-                log.info("forecast of %s: loss %.4f, %.4f to %.4f", forecast["written"], forecast["loss"], low, high)
+                log.info(
+                    "forecast of %s: loss %.4f, %.4f to %.4f",
+                    forecast["written"],
+                    forecast["loss"],
+                    low,
+                    high,
+                )
             graphs = compiling.result()
             # Other objectives have no reference model, and no line that says so.
             rated = run.objective.kind == "dpo"

@@ -1,4 +1,7 @@
-"""Ladder file: the small runs of a target profile whose losses forecast the target's; `load` reads and validates one."""
+"""Ladder file: the small runs of a target profile whose losses forecast the target's; `load` reads and validates one.
+
+Shipped ladders are in profiles/ladders/, as .yml, for profiles end in .yaml.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from profiles.errors import ProfileError
 from profiles.model import Count, Section, Size
 from profiles.schema import NAME
 from profiles.validation_errors import profile_error
+
+SHIPPED = Path(__file__).parent / "ladders"
 
 
 class RungSize(Section):
@@ -30,7 +35,9 @@ class Ladder(Section):
 
     name: str = Field(pattern=f"^{NAME}$", description="name of the ladder; names of its runs begin with it")
     description: str = Field("", description="one-line description")
-    target: str = Field(min_length=1, description="profile to forecast: a name, or a path relative to this file")
+    target: str = Field(
+        min_length=1, description="profile to forecast: a name, or a path relative to this file"
+    )
     overrides: list[str] = Field([], description="KEY=VALUE, of the target and of every rung")
     rung_overrides: list[str] = Field(
         [], description="KEY=VALUE of the rungs alone, such as fewer devices; no mathematics"
@@ -44,23 +51,30 @@ class Ladder(Section):
         "0: the target's batch for every rung",
     )
     devices: Count | None = Field(
-        None, description="devices that rungs may use at the same time; null: as many as the largest rung uses"
+        None,
+        description="devices that rungs may use at the same time; null: as many as the largest rung uses",
     )
     maximum_flops: Annotated[float, Field(gt=0)] | None = Field(
         None, description="budget of all rungs in training FLOPs; a ladder above it is rejected"
     )
     maximum_price: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="budget of all rungs in the currency of cluster.node_price; a ladder above it is rejected"
+        None,
+        description="budget of all rungs in the currency of cluster.node_price; a ladder above it is rejected",
     )
 
 
 def load(file: str | Path) -> Ladder:
-    """Read a ladder file; a target that is a path becomes relative to the working folder.
+    """Read a ladder file, or a shipped ladder by its name; a target that is a path becomes relative to the working folder.
 
     Raises:
         ProfileError: there is no such file, an unknown key, or a value of the wrong type.
     """
     path = Path(file).expanduser()
+    if "/" not in str(file) and path.suffix not in (".yaml", ".yml"):
+        path = SHIPPED / f"{file}.yml"
+        if not path.exists():
+            names = sorted(each.stem for each in SHIPPED.glob("*.yml"))
+            raise ProfileError("ladder", str(file), "there is no such ladder; a file ends in .yaml", names)
     try:
         values = yaml_text.parse(path.read_text())
     except FileNotFoundError:
@@ -69,7 +83,7 @@ def load(file: str | Path) -> Ladder:
         raise ProfileError("ladder", str(file), str(error)) from error
     if not isinstance(values, dict):
         raise ProfileError("ladder", str(file), "is not a mapping of keys")
-    values.setdefault("name", path.stem)
+    values.setdefault("name", f"{path.stem}-ladder" if path.parent == SHIPPED else path.stem)
     try:
         ladder = Ladder.model_validate(values)
     except ValidationError as error:

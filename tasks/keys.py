@@ -184,14 +184,18 @@ def run_identity(
 def forecast_target(profile: Profile) -> str:
     """Digest of the settings of a run that a forecast is of: its mathematics and its data, without names and topology."""
     train = profile.train.model_dump(mode="json", exclude=NOT_MATHEMATICS)
-    sections = {name: getattr(profile, name).model_dump(mode="json") for name in ("tokenizer", "data", "objective")}
+    sections = {
+        name: getattr(profile, name).model_dump(mode="json") for name in ("tokenizer", "data", "objective")
+    }
     del sections["data"]["cache_gigabytes"]
     return digest({"model": _model(profile, trained=True), "train": train, **sections})
 
 
 def forecast(target: str, rungs: Sequence[Sequence[float]]) -> str:
     """Key of a forecast, from the settings of its target and the size, length and loss of each rung."""
-    return digest({"step": "forecast", "recipe": 1, "target": target, "rungs": [list(rung) for rung in rungs]})
+    return digest(
+        {"step": "forecast", "recipe": 1, "target": target, "rungs": [list(rung) for rung in rungs]}
+    )
 
 
 def training(run: str, identity: str, train: Train) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +17,29 @@ from flows.ui.console import relative
 from modeling.planning.planner import Plan, plan
 from modeling.scaling.rungs import Rung, target_of, warnings_of
 from profiles import ladder as ladders
-from tasks.reporting.format import format_count, format_flops
+
+
+def short(number: float) -> str:
+    """5464 -> '5.46K', 2714304 -> '2.71M'."""
+    for unit in ("", "K", "M", "G", "T", "P", "E"):
+        if abs(number) < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:,.3g}Z"
+
+
+# Of the table, by the row's key: title, and how a value is shown. Those without any value are left out.
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "parameters": ("parameters", short),
+    "tokens": ("tokens", short),
+    "steps": ("steps", str),
+    "batch": ("batch", str),
+    "learning_rate": ("rate", "{:.2g}".format),
+    "devices": ("devices", str),
+    "flops": ("FLOPs", short),
+    "days": ("time", in_days),
+    "price": ("price", "{:,.2f}".format),
+}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,12 +69,15 @@ def _plan(options: argparse.Namespace) -> int:
         found = {"ladder": ladder.name, "rungs": rows, "total": total, "target": goal, "warnings": warnings}
         print(json.dumps(found, indent=1))
         return DONE
+    shown = [*rows, total, goal]
+    columns = [name for name in COLUMNS if any(row.get(name) is not None for row in shown)]
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("run", no_wrap=True)
-    for title in ("parameters", "N", "tokens", "batch", "rate", "devices", "FLOPs", "time", "price"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in [*rows, total, goal]:
-        table.add_row(*_cells(row), end_section=row is rows[-1])
+    for name in columns:
+        table.add_column(COLUMNS[name][0], justify="right", no_wrap=True)
+    for row in shown:
+        cells = (COLUMNS[name][1](row[name]) if row.get(name) is not None else "" for name in columns)
+        table.add_row(row["run"], *cells)
     console = Console(highlight=False)
     console.print(table)
     for warning in warnings:
@@ -67,6 +93,7 @@ def _row(rung: Rung, planned: Plan) -> dict[str, Any]:
         "parameters": planned.parameters,
         "n": rung.n,
         "tokens": rung.tokens,
+        "steps": train.steps,
         "batch": train.global_batch_size,
         "learning_rate": train.learning_rate,
         "devices": rung.profile.world_size,
@@ -85,22 +112,6 @@ def _total(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    shown = {
-        "parameters": format_count,
-        "n": lambda n: format_count(round(n)),
-        "tokens": format_count,
-        "batch": str,
-        "learning_rate": "{:.3g}".format,
-        "devices": str,
-        "flops": format_flops,
-        "days": in_days,
-        "price": "{:,.2f}".format,
-    }
-    cells = [show(row[name]) if row.get(name) is not None else "" for name, show in shown.items()]
-    return [row["run"], *cells]
-
-
 def _print_result(console: Console, result: dict[str, Any]) -> None:
     """Print the forecast, the outcome if the target was trained, and the page."""
     low, high = result["interval"]
@@ -111,7 +122,9 @@ def _print_result(console: Console, result: dict[str, Any]) -> None:
     }
     if outcome := result.get("outcome"):
         inside = "inside" if outcome["within"] else "outside"
-        facts["outcome"] = f"{outcome['outcome']:.4f}, {inside} the interval; forecast {outcome['error']:+.2%}"
+        facts["outcome"] = (
+            f"{outcome['outcome']:.4f}, {inside} the interval; forecast {outcome['error']:+.2%}"
+        )
     for row in result["budgets"][1:]:
         if "gain" in row:
             facts["ten times more"] = f"compute buys {row['gain']:.4f} nats per token"

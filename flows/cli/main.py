@@ -109,7 +109,9 @@ def parser() -> argparse.ArgumentParser:
 
     about = "forecast a run from small ones: plan or run the rungs of a ladder file"
     ladder = _command(commands, "ladder", "plan|run FILE", about, "trainshed ladder plan ladder.yaml")
-    about = "plan: show the rungs and what they cost; run: train those that are missing, and write the forecast"
+    about = (
+        "plan: show the rungs and what they cost; run: train those that are missing, and write the forecast"
+    )
     ladder.add_argument("action", choices=("plan", "run"), metavar="plan|run", help=about)
     ladder.add_argument("file", metavar="FILE", help="a ladder file (docs/ladder.md)")
     _store(ladder)

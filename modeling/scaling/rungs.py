@@ -62,7 +62,9 @@ def target_of(ladder: Ladder) -> Rung:
         reason = "is missing; a ladder needs the target's length in steps, not epochs"
         raise ProfileError("train.steps", None, reason)
     if profile.fine_tunes or profile.init.from_ is not None:
-        raise ProfileError("target", ladder.target, "is no pretraining run from scratch, which a ladder is for")
+        raise ProfileError(
+            "target", ladder.target, "is no pretraining run from scratch, which a ladder is for"
+        )
     if profile.model.num_experts is not None:
         raise ProfileError("target", ladder.target, "has experts, whose sizes a ladder does not vary")
     return Rung(profile, tuple(ladder.overrides))
@@ -139,7 +141,12 @@ def _shapes(target: Profile, hidden: int) -> dict[str, int]:
         group = model.num_attention_heads // model.num_key_value_heads
         step = per_head * group
         reason = f"makes {heads} query heads, not a multiple of {kv_heads} KV heads"
-        raise ProfileError("hidden_size", hidden, reason, [n for n in (hidden // step * step, -(-hidden // step) * step) if n])
+        raise ProfileError(
+            "hidden_size",
+            hidden,
+            reason,
+            [n for n in (hidden // step * step, -(-hidden // step) * step) if n],
+        )
     width = model.intermediate_size * hidden / model.hidden_size
     return {
         "intermediate_size": max(1, round(width / MULTIPLE)) * MULTIPLE,
@@ -154,8 +161,8 @@ def warnings_of(target: Rung, rungs: Sequence[Rung]) -> list[str]:
     found = []
     if target.profile.model.parametrization == "standard":
         found.append(
-            "model.parametrization is standard: the best learning rate changes with size; set it to mup or completep with the size "
-            "that train.learning_rate was tuned for"
+            "model.parametrization is standard: the best learning rate changes with size; set it to mup or completep, with the "
+            "size that train.learning_rate was tuned for"
         )
     largest = max((rung.flops for rung in rungs), default=0)
     if largest and target.flops > 100 * largest:

@@ -74,7 +74,9 @@ def _chart(forecast: Mapping[str, Any]) -> str:
     lines = [
         Series("fitted law, smallest rung to target", "smooth", path),
         Series("measured", "validation", [(float(np.log10(r["flops"])), r["loss"]) for r in ordered], True),
-        Series("forecast with its interval", "training", [(end, low), (end, forecast["loss"]), (end, high)], True),
+        Series(
+            "forecast with its interval", "training", [(end, low), (end, forecast["loss"]), (end, high)], True
+        ),
     ]
     return line_chart(lines, x_label="log10 of training FLOPs", y_label="held-out loss")
 
@@ -97,7 +99,16 @@ def _backtest(forecast: Mapping[str, Any]) -> str:
         inside = "inside" if low <= row["loss"] <= high else "outside"
         error = f"{row['forecast'] / row['loss'] - 1:+.2%}"
         interval = f"{low:.4f} – {high:.4f}"
-        rows.append((format_flops(6 * row["n"] * row["d"]), f"{row['loss']:.4f}", f"{row['forecast']:.4f}", interval, inside, error))
+        rows.append(
+            (
+                format_flops(6 * row["n"] * row["d"]),
+                f"{row['loss']:.4f}",
+                f"{row['forecast']:.4f}",
+                interval,
+                inside,
+                error,
+            )
+        )
     return html.table(("FLOPs", "loss", "forecast", "interval", "loss is", "error"), rows)
 
 
@@ -114,9 +125,21 @@ def _budgets(forecast: Mapping[str, Any]) -> list[str]:
     for row in forecast["budgets"]:
         low, high = row["n_interval"]
         sizes = f"{format_count(round(low))} – {format_count(round(high))}"
-        rows.append((format_flops(row["flops"]), format_count(round(row["n"])), sizes, format_count(round(row["tokens"])), f"{row['loss']:.4f}"))
+        rows.append(
+            (
+                format_flops(row["flops"]),
+                format_count(round(row["n"])),
+                sizes,
+                format_count(round(row["tokens"])),
+                f"{row['loss']:.4f}",
+            )
+        )
     parts = [html.table(("FLOPs", "best N", "interval", "tokens", "loss"), rows)]
     if rows and "gain" in (last := forecast["budgets"][-1]):
         low, high = last["gain_interval"]
-        parts.append(html.paragraph(f"Ten times more compute buys {last['gain']:.4f} nats per token ({low:.4f} to {high:.4f})."))
+        parts.append(
+            html.paragraph(
+                f"Ten times more compute buys {last['gain']:.4f} nats per token ({low:.4f} to {high:.4f})."
+            )
+        )
     return parts

@@ -1,0 +1,130 @@
+"""Ladders: micro rungs through the real flow, what is cached, and the forecast in the store and in the target's report."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.cli.main import main
+from tests.flows.micro import exported
+from tests.forked_jobs import forked_jobs
+
+RUNGS = [{"hidden_size": 8, "tokens_per_parameter": [0.04, 0.08]}, {"hidden_size": 16, "tokens_per_parameter": [0.04, 0.08]},
+         {"hidden_size": 24, "tokens_per_parameter": [0.08]}]  # fmt: skip
+OVERRIDES = [
+    "model.parametrization=completep",
+    "model.base_hidden_size=16",
+    "model.base_num_hidden_layers=1",
+    "checkpoint.every=0",
+]
+
+
+def write_ladder(folder: Path, profile: Path, **changes: object) -> Path:
+    """A ladder of five rungs of the profile `micro`."""
+    path = folder / "steps.yaml"
+    settings = {"target": str(profile), "overrides": OVERRIDES, "rungs": RUNGS, "devices": 2, **changes}
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def trained(store: Path) -> dict[str, int]:
+    """When each run of a store wrote its last metrics."""
+    return {path.parent.name: path.stat().st_mtime_ns for path in store.glob("runs/*/metrics.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def ladder(prefect_server):
+    """Run the flow in this process, its ranks forked: `ladder(file, store, target=False)`."""
+    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+    from flows.ladder import ladder
+
+    def call(file: Path, store: Path, target: bool = False) -> dict:
+        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), forked_jobs():
+            return ladder(str(file), str(store), target)
+
+    return call
+
+
+def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_path):
+    store = tmp_path / "store"
+    first = ladder(write_ladder(tmp_path, profile), store)
+    names = [rung["name"] for rung in first["rungs"]]
+    assert names == [
+        "steps-h8-l1-t0.04", "steps-h8-l1-t0.08", "steps-h16-l1-t0.04", "steps-h16-l1-t0.08", "steps-h24-l1-t0.08",
+    ]  # fmt: skip
+    low, high = first["interval"]
+    assert 0 < low < first["loss"] < high
+    assert "Loss by training compute" in Path(first["page"]).read_text()
+    begun = trained(store)
+    assert sorted(begun) == sorted(names)
+
+    # One rung more trains that rung alone, and makes another forecast beside the first.
+    more = [*RUNGS, {"hidden_size": 24, "num_hidden_layers": 2, "tokens_per_parameter": [0.08]}]
+    second = ladder(write_ladder(tmp_path, profile, rungs=more), store, target=True)
+    added = trained(store)
+    assert {name: added[name] for name in names} == begun
+    assert added.keys() - begun.keys() == {"steps-h24-l2-t0.08", "micro"}
+    assert second["key"] != first["key"]
+    forecast = store / "artifacts/forecast" / second["key"] / "forecast.json"
+    assert forecast.stat().st_mtime_ns < added["micro"]
+
+    # The target's report compares the latest forecast with its held-out loss.
+    outcome = second["outcome"]
+    facts = json.loads((store / "runs/micro/report.json").read_text())["forecast"]
+    assert facts == outcome
+    assert facts["key"] == second["key"]
+    assert "Forecast and outcome" in (store / "runs/micro/report.html").read_text()
+
+    # What the parametrization trained needs no multipliers: transformers has the same loss.
+    rung = store / "runs" / names[-1]
+    dataset = next((store / "artifacts/dataset").iterdir())
+    measured = next(row for row in second["rungs"] if row["name"] == names[-1])["loss"]
+    assert exported(rung / "export", dataset, 32)[0] == pytest.approx(measured, rel=1e-5)
+
+
+def test_a_forecast_that_is_made_after_the_run_started_is_none(tmp_path):
+    from tasks import ladder as forecasts
+    from tasks.store.store import Store
+
+    store = Store(str(tmp_path / "store"))
+    run = store.run_folder("late")
+    run.prepare("identity")
+    (run.path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
+    assert forecasts.record(store, None, run) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rung": []}, "rung = []: there is no such key at the top level; nearest valid: rungs"),
+        (
+            {"rungs": [{"hidden_size": 12, "tokens_per_parameter": [1]}]},
+            "rungs.0.hidden_size = 12: is not a multiple of 8",
+        ),
+        ({"rungs": [{"hidden_size": 8, "tokens_per_parameter": [0.04, 0.04]}]}, "is listed twice"),
+        (
+            {"devices": 1, "rung_overrides": ["cluster.devices_per_node=2", "train.micro_batch_size=2"]},
+            "devices = 1: is less than the 2 of one rung",
+        ),
+        ({"maximum_flops": 1e3}, "maximum_flops = 1000.0: is exceeded: the rungs take"),
+        ({"maximum_price": 10.0}, "maximum_price = 10.0: cannot be checked"),
+        ({"overrides": ["train.steps=null", "train.epochs=1"]}, "train.steps: is missing; a ladder needs"),
+        ({"target": "tiny-moe", "overrides": []}, "target = tiny-moe: has experts"),
+    ],
+)
+def test_a_bad_ladder_is_rejected_before_any_work(profile, tmp_path, capsys, changes, says):
+    assert main(["ladder", "plan", str(write_ladder(tmp_path, profile, **changes))]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_plan_lists_every_rung_and_the_total(profile, tmp_path, capsys):
+    assert main(["ladder", "plan", str(write_ladder(tmp_path, profile)), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rung["steps"] for rung in found["rungs"]] == [1, 2, 2, 5, 8]
+    assert found["total"]["flops"] == sum(rung["flops"] for rung in found["rungs"])
+    assert found["target"]["run"] == "micro"
+    assert {rung["learning_rate"] for rung in found["rungs"]} == {found["target"]["learning_rate"]}
+    assert main(["ladder", "plan", str(write_ladder(tmp_path, profile, batch_exponent=0.5))]) == 0
+    assert "steps-h24-l1-t0.08" in capsys.readouterr().out
