@@ -54,6 +54,11 @@ class HelpFormatter(argparse.HelpFormatter):
             length = self._current_indent + len(self._format_action_invocation(subaction))
             self._action_max_length = max(self._action_max_length, length)
 
+    def _format_action(self, action: argparse.Action) -> str:
+        """Leave the line of the metavar above the subcommands out."""
+        text = super()._format_action(action)
+        return text.partition("\n")[2] if isinstance(action, argparse._SubParsersAction) else text
+
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Do not wrap examples."""
         return text if text.startswith("example:") else super()._fill_text(text, width, indent)
@@ -80,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     run.set_defaults(fork=None)
     _json(run)
 
-    about = "run profiles in order, each from the export of the one before"
+    about = "run profiles in order, each from the one before"
     example = "trainshed chain tiny tiny-sft tiny-dpo"
     chain = _command(commands, "chain", "PROFILE [PROFILE ...]", about, example)
     chain.add_argument(
@@ -107,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
     _with_default(fork, "--work-dir", "./store", about, metavar="FOLDER")
     _json(fork)
 
-    about = "forecast a run from small ones: plan or run the rungs of a ladder file"
+    about = "forecast a run from small ones, the rungs of a ladder"
     ladder = _command(commands, "ladder", "plan|run FILE", about, "trainshed ladder plan ladder.yaml")
     about = (
         "plan: show the rungs and what they cost; run: train those that are missing, and write the forecast"
@@ -124,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
     _store(runs)
     _json(runs)
 
-    about = "write a page of all runs of a store: progress, speed, goodput, failing nodes and cost"
+    about = "write a page of all runs: progress, speed, goodput, cost"
     fleet = _command(commands, "fleet", "", about, "trainshed fleet --output fleet.html")
     _store(fleet)
     _with_default(fleet, "--output", "fleet.html", "HTML page to write", metavar="FILE")
