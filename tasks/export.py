@@ -43,7 +43,7 @@ class ExportStep(Step):
     def make(self, context: Context, key: str) -> Artifact:
         from modeling.conversion.convert import Options, convert
         from modeling.conversion.journal import RECORD
-        from modeling.conversion.lora import Adapters
+        from modeling.conversion.lora import TrainedAdapters
 
         store, folder = context.store, context.run_folder
         partial, final = folder / f"{EXPORT}.partial", folder / EXPORT
@@ -52,8 +52,8 @@ class ExportStep(Step):
         local = run.download(checkpoint)
         if self.weights and context.profile.lora.rank:
             base = store.artifacts.path(self.weights)
-            convert(base, partial, Options("hf", adapters=str(local)), replace=True)
-            Adapters(local).write(partial / ADAPTER)
+            convert(base, partial, Options("hf", adapters=local), replace=True)
+            TrainedAdapters(local).write(partial / ADAPTER)
         else:
             convert(local, partial, Options("hf"), replace=True)
         if run.is_remote(checkpoint):

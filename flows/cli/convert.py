@@ -14,7 +14,7 @@ from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.ui.console import print_stderr
 from modeling.conversion import formats
 from modeling.conversion.compare import differences
-from modeling.conversion.convert import Options, convert, options_from
+from modeling.conversion.convert import Options, convert, options_from, write_peft
 from profiles.errors import ProfileError
 from tasks.reporting.format import format_bytes
 from tasks.sources import weights
@@ -26,7 +26,10 @@ def run(options: argparse.Namespace) -> int:
     logging.getLogger("trainshed").setLevel(logging.INFO)
     if options.to is None and not options.verify:
         reason = "is missing; give the format to write, or --verify to compare two checkpoints"
-        raise ProfileError("--to", None, reason, ["hf", "nxd", "trainshed"])
+        raise ProfileError("--to", None, reason, ["hf", "nxd", "trainshed", "peft"])
+    if options.to == "peft" and (options.verify or options.adapters):
+        reason = "writes the adapters in SOURCE alone; --verify and --adapters do not go with it"
+        raise ProfileError("--to", "peft", reason, ["hf"])
     if "://" in options.destination:
         raise ProfileError("DESTINATION", options.destination, "is not a local folder")
     destination = Path(options.destination).expanduser()
@@ -35,7 +38,9 @@ def run(options: argparse.Namespace) -> int:
     different: list[str] = []
     try:
         with weights.fetch(options.source, options.revision, target=destination) as source:
-            if options.to:
+            if options.to == "peft":
+                facts |= write_peft(source, destination, conversion)
+            elif options.to:
                 record = convert(source, destination, conversion, name=options.source)
                 facts |= {name: value for name, value in record.items() if name != "job"}
             if options.verify:

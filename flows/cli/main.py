@@ -227,7 +227,9 @@ def _conversion(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", metavar="SOURCE", help=about)
     about = "folder to write, or to compare with --verify alone"
     command.add_argument("destination", metavar="DESTINATION", help=about)
-    command.add_argument("--to", choices=("hf", "nxd", "trainshed"), help="format to write")
+    command.add_argument("--to", choices=("hf", "nxd", "trainshed", "peft"), help="format to write")
+    about = "merge these LoRA adapters: a run, NxD shards or a PEFT folder"
+    command.add_argument("--adapters", metavar="PATH", help=about)
     command.add_argument("--verify", action="store_true", help="compare both checkpoints tensor by tensor")
     command.add_argument("--revision", help="commit, tag or branch of a hub repository")
     command.add_argument("--config", metavar="PATH", help="the model's config.json, which NxD shards lack")

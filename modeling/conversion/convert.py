@@ -24,7 +24,7 @@ from typing import Any
 
 from modeling.conversion import formats, huggingface, native, nxd_files
 from modeling.conversion.journal import Journal, Progress, open_journal
-from modeling.conversion.lora import Adapters
+from modeling.conversion.lora import read_adapters
 from modeling.conversion.nxd_layout import NXD_LAYOUTS, QKV_FORMS, NxDLayout, QKVForm
 from modeling.conversion.tensor_files import File
 from modeling.conversion.weights import Weights
@@ -56,7 +56,9 @@ class Options:
     # form of Q, K and V in written NxD shards; None uses coalesced without GQA, separate with GQA
     nxd_qkv: QKVForm | None = None
     budget: int = BUDGET  # MB of memory for slices
-    adapters: str | None = None  # checkpoint folder of the LoRA adapters to merge into the weights
+    adapters: Path | None = (
+        None  # LoRA adapters to merge into the weights, of any format that `read_adapters` reads
+    )
 
     @property
     def slice_bytes(self) -> int:
@@ -64,11 +66,26 @@ class Options:
 
     def job(self, source: Path) -> dict[str, Any]:
         """What determines the result, as JSON: name, size and time of the source's files, and the options."""
-        paths = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
-        stats = [(path.relative_to(source).as_posix(), path.stat()) for path in paths]
         options = {name: value for name, value in vars(self).items() if name not in ("config", "budget")}
         options["cuts"] = self.cuts and list(self.cuts)
-        return {"source": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats], **options}
+        options["adapters"] = self.adapters and _stats(self.adapters)
+        return {"source": _stats(source), **options}
+
+
+def _stats(source: Path) -> list[list[Any]]:
+    """Name, size and modification time of a file, or of the files in a folder."""
+    paths = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
+    stats = [(path.relative_to(source).as_posix(), path.stat()) for path in paths]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+
+def write_peft(source: Path, destination: Path, options: Options) -> dict[str, Any]:
+    """Write LoRA adapters in PEFT's format; returns the record, as `convert`. Raises as `convert`."""
+    adapters = read_adapters(source, options.config, options.nxd_layout)
+    if destination.exists() and any(destination.iterdir()):
+        raise ProfileError("DESTINATION", str(destination), "is not empty")
+    facts = adapters.write(destination)
+    return {"to": "peft", **facts, "files": {path.name: {} for path in sorted(destination.iterdir())}}
 
 
 def convert(
@@ -91,9 +108,11 @@ def convert(
     """
     source = formats.locate(source)
     training_dtype = options.to != "trainshed"
-    weights = formats.read(source, options.config, options.nxd_layout, training_dtype)
+    given = source, options.config, options.nxd_layout, training_dtype
+    weights = formats.read(*given, adapters=options.adapters is not None)
     if options.adapters:
-        weights = Adapters(Path(options.adapters)).merged(weights)
+        config = options.config or source
+        weights = read_adapters(options.adapters, config, options.nxd_layout).merged(weights)
     files = destination_files(weights, options)
     size = sum(file.nbytes for file in files)
     with open_journal(destination, options.job(source), size, replace) as journal:
@@ -180,6 +199,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         nxd_layout=arguments.nxd_layout,
         nxd_qkv=arguments.nxd_qkv,
         budget=arguments.budget,
+        adapters=Path(arguments.adapters).expanduser() if arguments.adapters else None,
     )
 
 
@@ -194,6 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pipeline", type=int, default=1)
     parser.add_argument("--nxd-layout", choices=NXD_LAYOUTS)
     parser.add_argument("--nxd-qkv", choices=QKV_FORMS)
+    parser.add_argument("--adapters", help="LoRA adapters to merge into the weights")
     parser.add_argument("--budget", type=int, default=BUDGET, help="MB of memory for slices of tensors")
     parsed = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)

@@ -25,13 +25,20 @@ def locate(source: Path) -> Path:
     return saved[-1][1] if saved else source
 
 
-def read(source: Path, config: Path | None, layout: NxDLayout | None, training_dtype: bool = True) -> Weights:
+def read(
+    source: Path,
+    config: Path | None,
+    layout: NxDLayout | None,
+    training_dtype: bool = True,
+    adapters: bool = False,
+) -> Weights:
     """The weights of a checkpoint of any format, at a path from `locate`.
 
     Args:
         config: config.json of the model or its folder; overrides the source's, required if it has none.
         layout: of NxD shards; None if not given.
         training_dtype: read a run's float32 master weights in the precision that it trained in.
+        adapters: read NxD shards that hold LoRA adapters too.
 
     Raises:
         ProfileError: not a checkpoint, or one that needs `config` or `layout`.
@@ -47,7 +54,7 @@ def read(source: Path, config: Path | None, layout: NxDLayout | None, training_d
         if model is None:
             reason = "is missing: NxD shards have no config of the model; name its config.json or folder"
             raise ProfileError("--config", None, reason)
-        return nxd_files.read(shards, model, layout)
+        return nxd_files.read(shards, model, layout, adapters)
     if files := huggingface.weight_files(source):
         if model is None:
             model = read_config(source if source.is_dir() else source.parent)

@@ -1,12 +1,15 @@
-"""LoRA adapters of a checkpoint: merged into the weights that they update, or written in PEFT's format.
+"""LoRA adapters of any format: merged into the weights that they update, or written in PEFT's format.
 
 A checkpoint of a LoRA run holds the factors A and B alone; its marker has the profile with rank, alpha and targets. PEFT reads a
 folder with adapter_config.json and adapter_model.safetensors, with one A for each projection: those that share one get a copy.
+NxD's adapters are in its shards (nxd_lora.py).
 """
 
 from __future__ import annotations
 
 import json
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,16 +18,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modeling.conversion.weights import Part, Weights
+from modeling.conversion import formats
+from modeling.conversion.nxd_layout import NxDLayout
+from modeling.conversion.weights import Part, Weights, global_shapes
 from modeling.models.build import DTYPES
 from modeling.models.lora import groups_of, layers_of
 from modeling.models.weight_names import huggingface_tensor
-from parallel.checkpoint import checkpoint
+from parallel.checkpoint import checkpoint, locations
 from parallel.checkpoint.reader import Reader
+from profiles.errors import ProfileError
+from profiles.model import Model
 from profiles.schema import Profile
 
 PREFIX = checkpoint.PREFIX["master"]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MODULE = "base_model.model."  # begins the names of PEFT's tensors
 
 
 @dataclass(frozen=True)
@@ -42,19 +50,96 @@ class Factors:
         return self.b[rows] @ self.a[:, columns] * self.scale
 
 
-class Adapters:
+class Adapters(ABC):
+    """The updates of a model's weights.
+
+    Attributes:
+        model: the model that they are of.
+        rank, dropout: of all updates.
+        base: where the weights that they update come from; None if unknown.
+        dtype: of merged weights; None: each its own.
+    """
+
+    model: Model
+    rank: int
+    dropout: float = 0.0
+    base: str | None = None
+    dtype: torch.dtype | None = None
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Factors]:
+        """The update of each tensor. Raises ValueError if a factor is missing or corrupted."""
+
+    def merged(self, weights: Weights) -> Weights:
+        """The weights with the updates added. Raises ValueError if they are of another model."""
+        parts = dict(weights.parts)
+        for factors in self:
+            shape = (len(factors.b), factors.a.shape[1])
+            if weights.shapes.get(factors.tensor) != shape:
+                raise ValueError(
+                    f"the adapters update {factors.tensor} of shape {shape}, which the weights do not have"
+                )
+            parts[factors.tensor] = [
+                Part(part.offsets, part.sizes, torch.float32, partial(_add, part, factors))
+                for part in parts[factors.tensor]
+            ]
+        dtype = self.dtype or next(iter(weights.parts.values()))[0].dtype
+        return Weights(weights.model, parts, dtype)
+
+    def write(self, folder: Path) -> dict[str, int]:
+        """Write PEFT's folder; returns the number and the bytes of its tensors."""
+        from safetensors.torch import save_file
+
+        model = self.model
+        stored: dict[
+            str, list[Factors]
+        ] = {}  # by the module of the Hugging Face model, which may have several weights in one
+        for factors in self:
+            name = huggingface_tensor(model, factors.tensor).name
+            stored.setdefault(name.removesuffix(".weight"), []).append(factors)
+        tensors, modules, scale = {}, set(), 1.0
+        for module, parts in stored.items():
+            # In GPT-2, the last part of a name alone is that of two modules.
+            modules.add(".".join(module.split(".")[-2 if model.architecture == "gpt" else -1 :]))
+            tensors[f"{MODULE}{module}.lora_A.weight"] = parts[0].a.clone()
+            tensors[f"{MODULE}{module}.lora_B.weight"] = torch.cat([part.b for part in parts])
+            scale = parts[0].scale
+        configuration = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.rank,
+            "lora_alpha": scale * self.rank,
+            "lora_dropout": self.dropout,
+            "target_modules": sorted(modules),
+            "fan_in_fan_out": model.architecture == "gpt",
+            "bias": "none",
+            "inference_mode": True,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(configuration, indent=1) + "\n")
+        return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
+
+
+class TrainedAdapters(Adapters):
     """The adapters of a complete checkpoint. Raises ValueError if it has none, or is corrupted."""
 
     def __init__(self, folder: Path) -> None:
         about = checkpoint.read_marker(folder)
-        self.profile = Profile.model_validate(about["profile"])
-        self.lora = self.profile.lora
-        if not self.lora.rank:
+        profile = Profile.model_validate(about["profile"])
+        if not profile.lora.rank:
             raise ValueError(f"{folder}: is not a checkpoint of adapters")
+        self.model, self._lora, self.base = profile.model, profile.lora, profile.init.from_
+        self.rank, self.dropout, self.dtype = (
+            profile.lora.rank,
+            profile.lora.dropout,
+            DTYPES[profile.train.precision],
+        )
         self._reader = Reader(folder, about.get("files"))
 
     def __iter__(self) -> Iterator[Factors]:
-        rank, targets, model = self.lora.rank, self.lora.targets, self.profile.model
+        rank, targets, model = self.rank, self._lora.targets, self.model
         for number in range(model.num_hidden_layers):
             for layer, (path, sections) in layers_of(model).items():
                 groups, prefix = groups_of(layer, targets, model), f"layers.{number}.{path}"
@@ -63,7 +148,7 @@ class Adapters:
                     a = self._read(f"{prefix}.lora.a", "" if whole else "_".join(group))
                     for section in group:
                         b = self._read(f"{prefix}.lora.b", section)[:, index * rank : (index + 1) * rank]
-                        yield Factors(_name(prefix, section), a, b, self.lora.alpha / rank)
+                        yield Factors(_name(prefix, section), a, b, self._lora.alpha / rank)
 
     def _read(self, prefix: str, section: str) -> Tensor:
         name = f"{PREFIX}.{_name(prefix, section)}"
@@ -76,48 +161,74 @@ class Adapters:
             tensor[index] = self._reader.read(box, [0] * len(box.sizes), box.sizes)
         return tensor
 
-    def merged(self, weights: Weights) -> Weights:
-        """The weights with the updates added, in the run's precision."""
-        parts = dict(weights.parts)
-        for factors in self:
-            parts[factors.tensor] = [
-                Part(part.offsets, part.sizes, torch.float32, partial(_add, part, factors))
-                for part in parts[factors.tensor]
-            ]
-        return Weights(weights.model, parts, DTYPES[self.profile.train.precision])
 
-    def write(self, folder: Path) -> None:
-        """Write PEFT's folder."""
-        from safetensors.torch import save_file
+class PeftAdapters(Adapters):
+    """The adapters in PEFT's folder. Raises ValueError if it uses what plain LoRA does not have."""
 
-        model = self.profile.model
-        stored: dict[
-            str, list[Factors]
-        ] = {}  # by the module of the Hugging Face model, which may have several weights in one
-        for factors in self:
-            name = huggingface_tensor(model, factors.tensor).name
-            stored.setdefault(name.removesuffix(".weight"), []).append(factors)
-        tensors, modules = {}, set()
-        for module, parts in stored.items():
-            # In GPT-2, the last part of a name alone is that of two modules.
-            modules.add(".".join(module.split(".")[-2 if model.architecture == "gpt" else -1 :]))
-            tensors[f"base_model.model.{module}.lora_A.weight"] = parts[0].a.clone()
-            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.cat([part.b for part in parts])
-        configuration = {
+    def __init__(self, folder: Path, model: Model) -> None:
+        from safetensors.torch import load_file
+
+        self.model, configuration = model, json.loads((folder / CONFIG).read_text())
+        plain = {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.profile.init.from_,
-            "r": self.lora.rank,
-            "lora_alpha": self.lora.alpha,
-            "lora_dropout": self.lora.dropout,
-            "target_modules": sorted(modules),
-            "fan_in_fan_out": model.architecture == "gpt",
+            "use_dora": False,
             "bias": "none",
-            "inference_mode": True,
+            "rank_pattern": {},
+            "alpha_pattern": {},
         }
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(configuration, indent=1) + "\n")
+        for name, value in plain.items():
+            if (configuration.get(name) or value) != value:
+                raise ValueError(f"{folder / CONFIG}: {name} = {configuration[name]} is not supported")
+        self.rank, self.dropout = configuration["r"], configuration.get("lora_dropout", 0.0)
+        self.base = configuration.get("base_model_name_or_path")
+        root = math.sqrt(self.rank) if configuration.get("use_rslora") else self.rank
+        self._scale = configuration["lora_alpha"] / root
+        self._tensors = load_file(folder / WEIGHTS)
+
+    def __iter__(self) -> Iterator[Factors]:
+        left = set(self._tensors)
+        for tensor in global_shapes(self.model):
+            where = huggingface_tensor(self.model, tensor)
+            names = [f"{MODULE}{where.name.removesuffix('.weight')}.lora_{letter}.weight" for letter in "AB"]
+            if names[0] not in self._tensors:
+                continue
+            left -= {*names}
+            a, b = (self._tensors[name].float() for name in names)
+            rows = where.index[-1 if where.transposed else 0] if where.index else slice(None)
+            yield Factors(tensor, a, b[rows], self._scale)
+        if left:
+            raise ValueError(
+                f"the adapters have tensors that the model has no weights for: {sorted(left)[0]}"
+            )
+
+
+def read_adapters(folder: Path, config: Path | None = None, layout: NxDLayout | None = None) -> Adapters:
+    """The adapters in a run or checkpoint of LoRA, NxD shards, or PEFT's folder.
+
+    Args:
+        config: config.json of the model or its folder, which the last two need.
+        layout: of NxD shards.
+
+    Raises:
+        ProfileError: no adapters, or `config` or `layout` is required.
+        ValueError: a file is rejected or corrupted.
+    """
+    from modeling.conversion import nxd_files
+    from modeling.conversion.nxd_lora import NxDAdapters
+
+    folder = formats.locate(folder)
+    if (folder / locations.MARKER).is_file():
+        return TrainedAdapters(folder)
+    shards = nxd_files.find_shards(folder) if folder.is_dir() else {}
+    if not shards and not (folder / WEIGHTS).is_file():
+        reason = "has no adapters: no checkpoint of a LoRA run, no NxD shards, no adapter_model.safetensors of PEFT"
+        raise ProfileError("--adapters", str(folder), reason if folder.exists() else "does not exist")
+    if config is None:
+        raise ProfileError(
+            "--config", None, "is missing: adapters have no config of the model; name its config.json"
+        )
+    model = formats.read_config(config)
+    return NxDAdapters(folder, shards, model, layout) if shards else PeftAdapters(folder, model)
 
 
 def _name(prefix: str, section: str) -> str:

@@ -40,6 +40,7 @@ from profiles.errors import ProfileError
 from profiles.model import Model
 
 RANK = re.compile(r"(?:dp_rank_(\d+)_)?tp_rank_(\d+)_pp_rank_(\d+)(?:\.pt)?")
+ADAPTER = ".lora_"  # in the names of LoRA's factors (nxd_lora.py)
 PADDING = 128  # a vocabulary is padded to a multiple of at most this times the tensor degree
 log = logging.getLogger("trainshed")
 
@@ -87,10 +88,13 @@ def _shards_in(folder: Path) -> dict[Ranks, Path]:
     return shards
 
 
-def read(files: Mapping[Ranks, Path], model: Model, layout: NxDLayout | None) -> Weights:
+def read(
+    files: Mapping[Ranks, Path], model: Model, layout: NxDLayout | None, adapters: bool = False
+) -> Weights:
     """The weights in these files.
 
     Args:
+        adapters: read the weights beside LoRA adapters, which are otherwise rejected: the weights alone are not the model.
         layout: of the shards; None if not given, which is rejected where it matters.
 
     Raises:
@@ -102,6 +106,15 @@ def read(files: Mapping[Ranks, Path], model: Model, layout: NxDLayout | None) ->
         raise ProfileError("--config", model.architecture, reason, ["llama"])
     tensor = 1 + max(t for t, _ in files)
     shards = {ranks: _tensors(path) for ranks, path in files.items()}
+    if not adapters and any(ADAPTER in key for tensors in shards.values() for key in tensors):
+        reason = "the shards hold LoRA adapters; name them with --adapters too, to merge them, or write them with --to peft"
+        raise ValueError(f"{next(iter(files.values())).parent}: {reason}")
+    shards = {
+        ranks: {
+            key.replace(".base_layer.", "."): value for key, value in tensors.items() if ADAPTER not in key
+        }
+        for ranks, tensors in shards.items()
+    }
     split = _detect_split(shards.values(), model, tensor, layout)
     parts: dict[str, list[Part]] = {}
     for (t, p), tensors in shards.items():

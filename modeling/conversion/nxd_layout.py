@@ -131,6 +131,10 @@ class TensorSplit:
         number = layer.group() if layer else ""
         return [Section(section.weight.format(number), section.split) for section in found]
 
+    def shape(self, weight: str) -> tuple[int, ...]:
+        """The global shape of one of our weights."""
+        return self._shapes[weight]
+
     def boxes(self, key: str, rank: int) -> tuple[tuple[int, ...], list[Box]]:
         """The local shape of tensor `key` on a tensor rank, and the boxes of our weights in it (padding has none)."""
         row, boxes, local = 0, [], []

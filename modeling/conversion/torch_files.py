@@ -63,6 +63,11 @@ def read(path: Path) -> dict[str, LazyTensor]:
     return found
 
 
+def read_value(path: Path, name: str) -> Any:
+    """What a file has under a name beside its tensors; None if it has no such entry."""
+    return (_model(_load(path)) or {}).get(name)
+
+
 def _model(content: Any) -> Mapping[str, Any] | None:
     """The dictionary of tensors, which may be nested under "model" or "state_dict"."""
     while isinstance(content, Mapping):

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from modeling.conversion import formats
 from modeling.conversion.convert import Options, convert
-from modeling.conversion.lora import Adapters
+from modeling.conversion.lora import TrainedAdapters, read_adapters
 from modeling.data.prefetch import read_batch
 from modeling.data.records import open_samples
 from modeling.models.weight_names import huggingface_tensor
@@ -283,7 +283,7 @@ def test_lora_equals_peft_and_is_exported_as_its_adapter_and_merged(theirs, tmp_
     for name, gradient in expected.items():
         assert (found[1][name] - gradient).norm() <= TOLERANCE * gradient.norm(), name
 
-    saved = Adapters(tmp_path / "saved")
+    saved = TrainedAdapters(tmp_path / "saved")
     saved.write(tmp_path / "adapter")
     tokens = torch.arange(20)[None]
     with torch.no_grad():
@@ -314,8 +314,8 @@ def test_lora_of_weights_that_gpt2_has_in_one_is_exported_as_its_adapter_and_mer
                     parameter.normal_(std=0.1)
         about = {"profile": wanted.model_dump(mode="json")}
         checkpoint.save(tmp_path / "saved", make_optimizer(trainer), about)
-    convert(tmp_path / "base", tmp_path / "merged", Options("hf", adapters=str(tmp_path / "saved")))
-    Adapters(tmp_path / "saved").write(tmp_path / "adapter")
+    convert(tmp_path / "base", tmp_path / "merged", Options("hf", adapters=tmp_path / "saved"))
+    TrainedAdapters(tmp_path / "saved").write(tmp_path / "adapter")
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         plain, merged = (
@@ -325,3 +325,10 @@ def test_lora_of_weights_that_gpt2_has_in_one_is_exported_as_its_adapter_and_mer
         assert (plain(tokens).logits - expected).abs().max() > 1e-2
         loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()(tokens).logits
     torch.testing.assert_close(loaded, expected, rtol=0, atol=1e-6)
+    again = {factors.tensor: factors for factors in read_adapters(tmp_path / "adapter", tmp_path / "base")}
+    for factors in TrainedAdapters(tmp_path / "saved"):
+        read = again.pop(factors.tensor)
+        assert torch.equal(read.a, factors.a)
+        assert torch.equal(read.b, factors.b)
+        assert read.scale == factors.scale
+    assert not again

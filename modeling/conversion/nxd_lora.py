@@ -1,0 +1,138 @@
+"""LoRA adapters in NxD shards: beside each updated layer's weight its factors, split over tensor ranks as the layer is.
+
+    model.layers.0.self_attn.qkv_proj.lora_A.weight               (r, i), the same on every rank
+    model.layers.0.self_attn.qkv_proj.lora_B.weight_q, _k, _v     rows, as the weights that they update; K and V repeated alike
+    model.layers.0.mlp.gate_up_proj.lora_B.weight                 the rank's [gate; up]
+    model.layers.0.mlp.down_proj.lora_A.weight                    (r, i/t), columns as the weight; lora_B is (o, r) on all ranks
+    lora_config                                                   rank and alpha; or in adapter_config.json beside the shards
+
+With `save_lora_base`, the shards hold the frozen weights too, as `<layer>.base_layer.weight`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modeling.conversion import torch_files
+from modeling.conversion.lora import CONFIG, Adapters, Factors
+from modeling.conversion.nxd_layout import NXD_LAYOUTS, NxDLayout, TensorSplit
+from modeling.conversion.torch_files import LazyTensor
+from profiles.errors import ProfileError
+from profiles.model import Model
+
+FACTOR = re.compile(r"(.+)\.lora_([AB])\.(weight\w*)")
+Ranks = tuple[int, int]  # (tensor rank, pipeline rank)
+Tensors = Mapping[str, LazyTensor]  # of one file
+
+
+class NxDAdapters(Adapters):
+    """The adapters in the shards of a folder.
+
+    Args:
+        files: the shards by (tensor rank, pipeline rank).
+        layout: of the shards; None if not given, which is rejected where it matters.
+
+    Raises:
+        ProfileError: the layout is required.
+        ValueError: there are no adapters, or no configuration of them.
+    """
+
+    def __init__(
+        self, folder: Path, files: Mapping[Ranks, Path], model: Model, layout: NxDLayout | None
+    ) -> None:
+        configuration = _configuration(folder, next(iter(files.values())))
+        self.model, self.rank = model, int(configuration["lora_rank"])
+        self.dropout = float(configuration.get("lora_dropout", 0.0))
+        root = math.sqrt(self.rank) if configuration.get("use_rslora") else self.rank
+        self._scale = configuration["lora_alpha"] / root
+        if configuration.get("bias", "none") != "none":
+            raise ValueError(f"{folder}: trained biases (bias: {configuration['bias']}) are not supported")
+        tensor = 1 + max(t for t, _ in files)
+        self._shards = {ranks: _factors(path) for ranks, path in files.items()}
+        if not any(self._shards.values()):
+            raise ValueError(f"{folder}: the shards hold no LoRA adapters")
+        if layout is None and tensor > model.num_key_value_heads and self._has_attention():
+            reason = f"is missing: {tensor // model.num_key_value_heads} ranks share each KV head, and files cannot show which"
+            raise ProfileError("--nxd-layout", None, f"{reason} layout they are in", list(NXD_LAYOUTS))
+        self._split = TensorSplit(model, tensor, layout or "trn1")
+
+    def _has_attention(self) -> bool:
+        return any("attn" in module for shard in self._shards.values() for module in shard)
+
+    def __iter__(self) -> Iterator[Factors]:
+        stages = sorted({stage for _, stage in self._shards})
+        for stage in stages:
+            ranks = [self._shards[t, stage] for t in range(self._split.tensor)]
+            for module, factors in ranks[0].items():
+                for name in sorted(factors["B"]):
+                    yield from self._assemble(module, name, ranks)
+
+    def _assemble(self, module: str, name: str, ranks: list[Mapping[str, Any]]) -> Iterator[Factors]:
+        """The updates of the weights in one tensor of a layer, from the factors of all tensor ranks."""
+        key = f"{module}.{name}"
+        sections, (local, _) = self._split.sections(key), self._split.boxes(key, 0)
+        columns = sections[0].split.dim == 1
+        a = [_open(rank, module, "A", "weight") for rank in ranks]
+        b = [_open(rank, module, "B", name) for rank in ranks]
+        wanted = {"lora_A": (self.rank, local[1])}
+        wanted["lora_B"] = (self._split.shape(sections[0].weight)[0] if columns else local[0], self.rank)
+        for factor, found in (("lora_A", a), ("lora_B", b)):
+            if any(tuple(tensor.shape) != wanted[factor] for tensor in found):
+                raise ValueError(
+                    f"{key}: {factor} has shape {tuple(found[0].shape)}, expected {wanted[factor]}"
+                )
+        same, which = (b, "lora_B") if columns else (a, "lora_A")
+        if any(not torch.equal(same[0], tensor) for tensor in same[1:]):
+            raise ValueError(
+                f"{key}: {which} should be the same on all tensor ranks, but differs: the ranks did not sum its gradient, so "
+                "no merged weight equals what was trained"
+            )
+        for number, section in enumerate(sections):
+            shape = self._split.shape(section.weight)
+            whole_a = torch.empty(self.rank, shape[1]) if columns else a[0]
+            whole_b = b[0] if columns else torch.empty(shape[0], self.rank)
+            for t in range(len(ranks)):
+                box = self._split.boxes(key, t)[1][number]
+                if columns:
+                    whole_a[:, box.offsets[1] : box.offsets[1] + box.sizes[1]] = a[t]
+                else:
+                    row = box.local_offsets[0]
+                    whole_b[box.offsets[0] : box.offsets[0] + box.sizes[0]] = b[t][row : row + box.sizes[0]]
+            yield Factors(section.weight, whole_a, whole_b, self._scale)
+
+
+def _factors(path: Path) -> dict[str, dict[str, dict[str, LazyTensor]]]:
+    """The factors in a file: by layer, A or B, and name of the weight that they update."""
+    found: dict[str, dict[str, dict[str, LazyTensor]]] = {}
+    for key, tensor in torch_files.read(path).items():
+        if match := FACTOR.fullmatch(key):
+            found.setdefault(match[1], {"A": {}, "B": {}})[match[2]][match[3]] = tensor
+    return found
+
+
+def _open(rank: Mapping[str, Any], module: str, letter: str, name: str) -> Tensor:
+    try:
+        return rank[module][letter][name].open().float()
+    except KeyError:
+        raise ValueError(f"{module}.lora_{letter}.{name} is missing in a rank's file") from None
+
+
+def _configuration(folder: Path, file: Path) -> Mapping[str, Any]:
+    """NxD's LoraConfig: in the shard, or in adapter_config.json in the folder or above its shards."""
+    stored = torch_files.read_value(file, "lora_config")
+    if isinstance(stored, Mapping):
+        return stored
+    for place in (folder, *file.parents[:3]):
+        if (place / CONFIG).is_file():
+            return json.loads((place / CONFIG).read_text())
+    raise ValueError(
+        f"{folder}: no lora_config in the shards and no {CONFIG} beside them; rank and alpha are unknown"
+    )

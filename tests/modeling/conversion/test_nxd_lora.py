@@ -1,0 +1,130 @@
+"""LoRA adapters in NxD shards: assembled over ranks, merged, written for PEFT, and rejected where ranks disagree."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flows.cli.main import main
+from modeling.conversion.convert import Options, convert
+from modeling.conversion.lora import PeftAdapters, read_adapters
+from profiles.errors import ProfileError
+from tests.modeling.conversion import nxd_shards
+from tests.modeling.conversion.nxd_shards import LAYERS
+
+RANK, ALPHA = 3, 6
+FILE = "step_9/model/dp_rank_00_tp_rank_{t:02}_pp_rank_{p:02}.pt"
+CONFIGURATION = {
+    "lora_rank": RANK,
+    "lora_alpha": ALPHA,
+    "lora_dropout": 0.1,
+    "target_modules": {"qkv_proj"},
+    "bias": "none",
+}
+STAGES = [range(2), range(2, 4)]
+
+
+def adapters() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A and B of each projection by Hugging Face names; those of one NxD layer share A."""
+    torch.manual_seed(1)
+    layers = {
+        "self_attn": [("q_proj", "k_proj", "v_proj"), ("o_proj",)],
+        "mlp": [("gate_proj", "up_proj"), ("down_proj",)],
+    }
+    a, b = {}, {}
+    for name, weight in nxd_shards.model().items():
+        block, _, projection = name.removesuffix(".weight").rpartition(".")
+        for group in layers.get(block.rpartition(".")[2], ()):
+            if projection in group:
+                shared = a.get(f"{block}.{group[0]}.weight")
+                a[name] = torch.randn(RANK, weight.shape[1]) if shared is None else shared
+                b[name] = torch.randn(weight.shape[0], RANK)
+    return a, b
+
+
+def shards(tensor: int, *, base: bool) -> dict[tuple[int, int], dict[str, object]]:
+    """What NxD writes: each factor is split as the weight would be, or the same on every rank."""
+    weights, (a, b) = nxd_shards.model(), adapters()
+    # A weight's rows are split like those of B, its columns like those of A; the other factor is whole.
+    columns = [name for name in a if name.endswith(("o_proj.weight", "down_proj.weight"))]
+    factors = {name: (a if name in columns else b)[name] for name in a}
+    split = nxd_shards.shards({**weights, **factors}, tensor, STAGES)
+    found = {}
+    for ranks, whole in nxd_shards.shards(weights, tensor, STAGES).items():
+        state: dict[str, object] = {"lora_config": CONFIGURATION}
+        for key, tensor_ in whole.items():
+            layer, _, name = key.rpartition(".")
+            if "_proj" not in layer:
+                state |= {key: tensor_} if base else {}
+                continue
+            state |= {f"{layer}.base_layer.{name}": tensor_} if base else {}
+            by_columns = layer.endswith(("o_proj", "down_proj"))
+            first = layer.replace("qkv_proj", "q_proj").replace("gate_up_proj", "gate_proj") + ".weight"
+            state[f"{layer}.lora_A.weight"] = split[ranks][key] if by_columns else a[first]
+            state[f"{layer}.lora_B.{name}"] = b[first] if by_columns else split[ranks][key]
+        found[ranks] = state
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(nxd_shards.CONFIG))
+    return tmp_path
+
+
+def write(folder, tensor: int, *, base: bool):
+    nxd_shards.save(shards(tensor, base=base), FILE, folder)
+    (folder / "newest").write_text("step_9")
+    return folder
+
+
+@pytest.mark.parametrize("tensor", [2, 4], ids=["tensor 2", "tensor 4, KV replicated"])
+def test_adapters_are_merged_and_written_for_peft(folder, tensor):
+    nxd = write(folder / "nxd", tensor, base=True)
+    config = folder / "config.json"
+    options = ("--config", str(config), "--nxd-layout", "trn1")
+    assert main(["convert", str(nxd), str(folder / "peft"), "--to", "peft", *options]) == 0
+    a, b = adapters()
+    stored = load_file(folder / "peft/adapter_model.safetensors")
+    for name, expected in b.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        assert torch.equal(stored.pop(f"{prefix}.lora_A.weight"), a[name]), name
+        assert torch.equal(stored.pop(f"{prefix}.lora_B.weight"), expected), name
+    assert not stored
+    about = json.loads((folder / "peft/adapter_config.json").read_text())
+    assert (about["r"], about["lora_alpha"], about["lora_dropout"]) == (RANK, ALPHA, 0.1)
+
+    merged = [*options, "--adapters", str(nxd)]
+    assert main(["convert", str(nxd), str(folder / "hf"), "--to", "hf", *merged]) == 0
+    found, weights = load_file(folder / "hf/model.safetensors"), nxd_shards.model()
+    for name, weight in weights.items():
+        expected = weight
+        if name in b:
+            expected = (weight.float() + b[name] @ a[name] * (ALPHA / RANK)).bfloat16()
+        torch.testing.assert_close(found[name], expected, rtol=1e-2, atol=1e-3)
+    again = Options("hf", config, adapters=folder / "peft")
+    convert(folder / "hf", folder / "twice", again)  # PEFT's folder merges alike
+    assert len([*PeftAdapters(folder / "peft", read_adapters(nxd, config, "trn1").model)]) == 7 * LAYERS
+
+
+def test_adapters_that_cannot_be_merged_are_rejected(folder, capsys):
+    config = folder / "config.json"
+    found = shards(2, base=True)
+    nxd_shards.save(found, FILE, folder)
+    with pytest.raises(ValueError, match="hold LoRA adapters; name them with --adapters"):
+        convert(folder / "step_9", folder / "hf", Options("hf", config))
+    found[1, 0]["model.layers.0.mlp.gate_up_proj.lora_A.weight"] = torch.zeros(RANK, nxd_shards.HIDDEN)
+    nxd_shards.save(found, FILE, folder)
+    with pytest.raises(ValueError, match="lora_A should be the same on all tensor ranks, but differs"):
+        [*read_adapters(folder / "step_9", config)]
+    for state in found.values():
+        del state["lora_config"]
+    nxd_shards.save(found, FILE, folder)
+    with pytest.raises(ValueError, match=r"no lora_config in the shards and no adapter_config\.json"):
+        read_adapters(folder / "step_9", config)
+    nxd_shards.save(shards(4, base=False), FILE, folder)
+    with pytest.raises(ProfileError, match="--nxd-layout: is missing: 2 ranks share each KV head"):
+        read_adapters(folder / "step_9", config)
+    with pytest.raises(ProfileError, match="does not exist"):
+        read_adapters(config.parent / "nothing", config)
