@@ -18,6 +18,7 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
+from flows.alerts.events import emit
 from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import ProfileName, RunName
@@ -116,4 +117,5 @@ def _round(context: Context) -> State[Any]:
                 return Completed(name="NotPromoted", message=f"{current.run} stands: {losses}")
             series.promote(store, profile.name, current, run.name, identity)
             message = f"{run.name} takes the place of {current.run}: {losses}"
+            emit("promoted", run.name, message)
             return Completed(name="Promoted", message=message)

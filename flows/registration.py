@@ -1,11 +1,13 @@
 """Register Trainshed with the Prefect server of PREFECT_API_URL: `python -m flows.registration`; idempotent.
 
-Creates the work pool with its concurrency limit, and an automation that marks flow runs without a heartbeat as crashed:
-without it, a run whose worker was killed would show as running for ever.
+Creates the work pool with its concurrency limit, the automations of alerts (flows/alerts), and an automation that marks flow runs
+without a heartbeat as crashed: without it, a run whose worker was killed would show as running for ever.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from datetime import timedelta
 
 from prefect.automations import Automation
@@ -17,7 +19,9 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists
 
+from flows.alerts.automations import register_alerts
 from flows.server.prefect_settings import AUTOMATION, GATE_MISSED, POOL, REJECTED, SILENCE_SECONDS, STOPPED
+from profiles.errors import ProfileError
 
 CONCURRENT_RUNS = 4
 # Events of final states have the states' names, of which some are our own (final_states.py, continual.py).
@@ -69,6 +73,20 @@ def register_automation(silence: float = SILENCE_SECONDS) -> None:
     existing.update()
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="flows.registration")
+    about = "notification block that alerts are sent to, such as slack-webhook/team"
+    parser.add_argument("--alerts", metavar="TYPE/NAME", help=about)
+    options = parser.parse_args(arguments)
     register_pool()
     register_automation()
+    try:
+        register_alerts(options.alerts)
+    except ProfileError as error:
+        print(f"trainshed: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

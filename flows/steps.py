@@ -6,8 +6,10 @@ import logging
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 
+from flows.alerts.events import alerts
 from flows.runner import Runner
 from flows.ui.overview import Overview
 from flows.ui.progress import TrainingProgress, progress_reporter
@@ -89,7 +91,7 @@ def resolve_inputs(runner: Runner, lock: bytes | None) -> None:
         return resolve(context.profile, context.store, context.token, known, progress)
 
     inputs = runner.check("resolve", work, inputs_summary, retries=RESOLVE_RETRIES)
-    runner.context = replace(context, resolved=inputs)
+    runner.context = replace_fields(context, resolved=inputs)
 
 
 def keep_lock(context: Context) -> None:
@@ -136,12 +138,22 @@ def open_run(
     overview.begin(plan, warnings)
     source = command.profile if command else profile.name
     origin = f"{parent.run}@{parent.step}" if parent else None
-    with tracking(profile, folder, labels_of(profile, source, origin)) as ending:
+    with (
+        alerts(profile, context.store.run_folder(profile.name)) as alerting,
+        tracking(profile, folder, labels_of(profile, source, origin)) as ending,
+    ):
+        runner.context = replace_fields(runner.context, watch=alerting.update)
         yield overview
         if profile.tracking.trackers:
             ending.files += results(context.store, folder, parent)
 
 
 def following(context: Context) -> Context:
-    """The context in which training shows its progress."""
-    return replace(context, watch=TrainingProgress(context.profile, context.run_folder).update)
+    """The context in which training shows its progress, and its events become alerts."""
+    progress, alert = TrainingProgress(context.profile, context.run_folder), context.watch
+
+    def watch() -> None:
+        progress.update()
+        alert()
+
+    return replace_fields(context, watch=watch)

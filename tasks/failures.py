@@ -19,6 +19,7 @@ REASON = re.compile(
     r"^\[rank \d+\] (?:\w+\.)*(\w*(?:Error|StaleAttempt|CorruptCheckpoint|LoadFailed|SaveGivenUp)|rejected): (.*)$",
     re.MULTILINE,
 )
+HUNG = "a rank hung"  # begins the cause of a hang
 STORAGE_FAILURES = ("LoadFailed", "SaveGivenUp", "StaleAttempt")  # retried; their reason is the cause
 
 
@@ -35,7 +36,7 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
         cause = "the loss diverged and the rollbacks are used up; fork the run before that with a lower train.learning_rate"
         return _as(FatalError, failure, cause)
     if code == exit_codes.HUNG or exit_codes.HANG_MESSAGE in failure.detail:
-        cause = "a rank hung; the stacks of all ranks are in the folder stacks beside the log"
+        cause = f"{HUNG}; the stacks of all ranks are in the folder stacks beside the log"
         return _as(JobFailed, failure, cause)
     if reasons and reasons[-1][0] in STORAGE_FAILURES:
         return _as(JobFailed, failure, reasons[-1][1])

@@ -151,6 +151,8 @@ def parser() -> argparse.ArgumentParser:
     about = "start a Prefect server and a worker on this machine"
     up = _command(commands, "up", "", about, "trainshed up")
     _with_default(up, "--port", 4200, "port of the UI and the API", type=_integer(1, 65535), metavar="PORT")
+    about = "switch alerts on: the Prefect block to notify, such as slack-webhook/team"
+    up.add_argument("--alerts", metavar="TYPE/NAME", help=about)
 
     about = "convert a checkpoint, or compare two checkpoints"
     example = "trainshed convert ./nxd ./model --to hf --config config.json"

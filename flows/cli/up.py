@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 import yaml
 
-from flows.cli.exit_codes import DONE, FAILED
-from flows.server.prefect_settings import AUTOMATION, POOL, configure, few_certificates
+from flows.cli.exit_codes import DONE, FAILED, REJECTED
+from flows.server.prefect_settings import ALERTS, AUTOMATION, POOL, configure, few_certificates
 from flows.server.secrets import without_tokens
 from flows.server.shared_server import Registration, start_module, wait_healthy
 from flows.ui.console import print_stderr
@@ -52,11 +52,12 @@ def run(options: argparse.Namespace) -> int:
             advice = "perhaps by another `trainshed up`; choose one with --port"
             print_stderr(f"trainshed: port {port} is taken, {advice}")
             return FAILED
-        if not found:
+        if not found and not options.alerts:
             print_stderr(f"Prefect's UI: {address}\nalready running; nothing was changed")
             return DONE
         missing = found
-        print_stderr(f"a Prefect server is already running without {', '.join(missing)}; adding them")
+        lacks = f" without {', '.join(missing)}; adding them" if missing else "; switching its alerts on"
+        print_stderr(f"a Prefect server is already running{lacks}")
     for number in SIGNALS:  # also resets an ignored SIGINT, which children would inherit
         signal.signal(number, _interrupt)
     logs = Path("store/logs")
@@ -75,8 +76,13 @@ def run(options: argparse.Namespace) -> int:
             if not wait_healthy(f"{address}/api", lambda: children[0].poll() is None):
                 print_stderr(f"trainshed: the Prefect server did not start; log: {logs / 'server.log'}")
                 return FAILED
-        for module in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--all"]):
-            if start_module(module, logs / "deploy.log", cwd=home, **settings).wait() != 0:
+        register = ["flows.registration", *(["--alerts", options.alerts] if options.alerts else [])]
+        for module in (register, ["prefect", "--no-prompt", "deploy", "--all"]):
+            code = start_module(module, logs / "deploy.log", cwd=home, **settings).wait()
+            if code == REJECTED:
+                print_stderr((logs / "deploy.log").read_text().splitlines()[-1])
+                return REJECTED
+            if code != 0:
                 print_stderr(f"trainshed: `python -m {' '.join(module)}` failed; log: {logs / 'deploy.log'}")
                 return FAILED
         if WORKER in missing:
@@ -112,11 +118,15 @@ def _missing(api: str, home: Path) -> list[str] | None:
         deployments = yaml.safe_load((home / "prefect.yaml").read_text())["deployments"]
         pool = _query(f"{api}/work_pools/filter", {"work_pools": _named(POOL)})
         automation = _query(f"{api}/automations/filter", {"automations": _named(AUTOMATION)})
+        alerts = _query(
+            f"{api}/automations/filter", {"automations": {"name": {"any_": ALERTS}}, "limit": len(ALERTS)}
+        )
         registered = _query(f"{api}/deployments/filter", {"work_pools": _named(POOL)})
         known = {(deployment["entrypoint"], deployment["name"]) for deployment in registered}
         unregistered = sum((entry["entrypoint"], entry["name"]) not in known for entry in deployments)
         missing = [] if pool else [f"the work pool {POOL}"]
         missing += [] if automation else ["the automation for crashed runs"]
+        missing += [] if len(alerts) == len(ALERTS) else ["the automations of alerts"]
         missing += [f"{unregistered} of {len(deployments)} deployments"] if unregistered else []
         return missing if pool and _has_online_worker(api) else [*missing, WORKER]
     except (OSError, ValueError, KeyError, TypeError):

@@ -7,7 +7,23 @@ import sys
 from pathlib import Path
 
 POOL = "trainshed"  # the work pool
+ALERT_KINDS = {  # of events, and when they are emitted (flows/alerts)
+    "started": "a run begins",
+    "checkpoint": "a checkpoint is complete",
+    "spike": "steps are skipped for a loss or gradient norm that is a spike or not finite",
+    "rollback": "training went back to a checkpoint after skipped steps",
+    "straggler": "a rank is slower than the others",
+    "hang": "training hung and was stopped",
+    "node-lost": "a job lost a node",
+    "resumed": "training resumed after a failure or a stop",
+    "queued": "a job has not started for half an hour",
+    "finished": "a run has finished",
+    "promoted": "continual pretraining promoted a model",
+    "failed": "a flow run failed, crashed or was rejected",
+}
+ALERTS = [f"Trainshed alert: {kind}" for kind in ALERT_KINDS]  # names of automations
 AUTOMATION = "Runs without a heartbeat have crashed"
+FLOWS = ("pretrain", "finetune", "continual", "export")  # whose failures are alerts
 STOPPED, REJECTED, GATE_MISSED = "Stopped", "Rejected", "GateMissed"  # final states (final_states.py)
 
 HEARTBEAT_SECONDS = 30

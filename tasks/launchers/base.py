@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 STATUS_TIMEOUT = 600.0  # seconds without a job's status until `execute` gives up watching
 WITHHELD_PREFIXES = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of environment variables
 # Without it, `python -m` would prefer a user's tasks.py in the working folder to ours.
+NODE_FAILED = "its node failed"  # in the note of a job that lost a node
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 START = "modeling.start"  # starts programs on torch faster
 TORCHRUN = "modeling.supervision.torchrun"

@@ -21,7 +21,7 @@ from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.schema import Cluster
 from tasks.launchers import batch, causes
-from tasks.launchers.base import Handle, Job, JobFailed, Status
+from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status
 from tasks.launchers.slurm_queue import ControllerUnavailable, Queue, QueueEntry, run_command
 
 log = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ class SlurmLauncher:
             key = "cluster.time_left" if handle.job.attempt_file else "cluster.time"
             return f"Slurm ended job {handle.identifier} at its time limit ({limit}); increase {key}"
         how = f" (state {state[1]}, reason {state[2]})" if state else ""
-        return f"Slurm ended job {handle.identifier}{how}, or its node failed"
+        return f"Slurm ended job {handle.identifier}{how}, or {NODE_FAILED}"
 
 
 def _has_exit_code(record: dict[str, Any] | None) -> bool:

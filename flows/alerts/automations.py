@@ -1,0 +1,103 @@
+"""Automations that send a notification for each kind of event, switched off until a notification block is named.
+
+A block is one of Prefect's own for Slack, e-mail, webhooks and others, made in Prefect's UI or by `prefect block`; it is named by
+type and name, as in slack-webhook/team. Automations are made once: what is changed in Prefect's UI, to switch off one kind for
+instance, stays.
+"""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from prefect.automations import Automation
+from prefect.client.orchestration import get_client
+from prefect.events.actions import DoNothing, SendNotification
+from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+from prefect.exceptions import ObjectNotFound
+
+from flows.alerts.events import EVENT, RESOURCE
+from flows.server.prefect_settings import ALERT_KINDS, ALERTS, FLOWS, REJECTED
+from profiles.errors import ProfileError
+
+FAILED = "failed"  # the kind that Prefect's own events tell, also of a flow whose process was killed
+NOTIFY = "notify"  # capability of notification blocks
+
+
+def register_alerts(block: str | None = None) -> None:
+    """Create or update the automations; with a block, TYPE/NAME, those that notify nobody yet are switched on.
+
+    Raises ProfileError if the server has no such block.
+    """
+    document = _block_document(block) if block else None
+    for name, (kind, about) in zip(ALERTS, ALERT_KINDS.items(), strict=True):
+        trigger, subject, body = _trigger(kind), *_message(kind)
+        action = (
+            SendNotification(block_document_id=document, subject=subject, body=body)
+            if document
+            else DoNothing()
+        )
+        try:
+            existing = Automation.read(name=name)
+        except ValueError:
+            enabled = document is not None
+            made = {
+                "name": name,
+                "description": f"Notify when {about}",
+                "trigger": trigger,
+                "actions": [action],
+            }
+            Automation(**made, enabled=enabled).create()
+            continue
+        existing.trigger = trigger
+        silent = all(isinstance(each, DoNothing) for each in existing.actions)
+        if document is not None and silent:
+            existing.actions, existing.enabled = [action], True
+        existing.update()
+
+
+def _trigger(kind: str) -> EventTrigger:
+    """A trigger that fires once for every event of a kind."""
+    reactive = {"posture": Posture.Reactive, "threshold": 1}
+    if kind == FAILED:
+        states = {f"prefect.flow-run.{state}" for state in ("Failed", "Crashed", REJECTED)}
+        ours = {"prefect.resource.role": "flow", "prefect.resource.name": list(FLOWS)}
+        return EventTrigger(
+            expect=states,
+            match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+            match_related=ResourceSpecification(ours),
+            **reactive,
+        )
+    match = ResourceSpecification({"prefect.resource.id": f"{RESOURCE}*"})
+    return EventTrigger(expect={f"{EVENT}{kind}"}, match=match, **reactive)
+
+
+def _message(kind: str) -> tuple[str, str]:
+    """Subject and text of a notification, as Prefect's Jinja templates."""
+    if kind == FAILED:
+        name, state = (
+            '{{ event.resource["prefect.resource.name"] }}',
+            '{{ event.resource["prefect.state-name"] }}',
+        )
+        message = '{{ event.resource["prefect.state-message"] }}'
+        return f"Trainshed: {name} failed", f"{name}: {state}: {message}"
+    return (
+        f"Trainshed: {{{{ event.payload.run }}}} {kind}",
+        "{{ event.payload.message }}\n{{ event.payload.folder }}",
+    )
+
+
+def _block_document(block: str) -> UUID:
+    """Id of a notification block, TYPE/NAME."""
+    kind, _, name = block.partition("/")
+    with get_client(sync_client=True) as client:
+        try:
+            return client.read_block_document_by_name(name, kind).id
+        except ObjectNotFound:
+            known = [
+                f"{document.block_type.slug}/{document.name}"
+                for document in client.read_block_documents()
+                if document.name and NOTIFY in document.block_schema.capabilities
+            ]
+    reason = "the Prefect server has no such notification block; make one in its UI under Blocks"
+    raise ProfileError("alerts", block, reason, known)

@@ -1,0 +1,153 @@
+"""Prefect events of a run, `trainshed.run.<kind>`, for automations such as alerts.
+
+The flow emits them; ranks know nothing of Prefect. It learns of what ranks meet from the run folder's events.jsonl,
+attempts.jsonl and checkpoints. RUN/alerts.json has what was emitted, so that a flow that is started again repeats nothing, and
+makes up for what happened while none was there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prefect.events import emit_event
+
+from modeling.supervision import time_account
+from profiles import state_files
+from profiles.schema import Profile
+from tasks.failures import HUNG
+from tasks.launchers.base import NODE_FAILED
+from tasks.launchers.log_follower import LogFollower, is_event
+from tasks.store.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+EVENT = "trainshed.run."  # begins the name of an event; the kind follows
+RESOURCE = "trainshed.run."  # begins the id of its resource; the run's name follows
+FROM_RANKS = {
+    "rollback": "rollback",
+    "straggler": "straggler",
+    "resumed": "resumed",
+}  # event in events.jsonl: kind
+STATE = "alerts.json"  # in the run folder
+LOOK_SECONDS = 2.0  # between looks at the files
+CHECKPOINT_SECONDS = 15.0  # between looks at the store's checkpoints
+QUEUED_SECONDS = 1800.0
+
+
+def emit(kind: str, run: str, message: str, **facts: Any) -> None:
+    """Emit an event of a run; a server that does not take it is no error."""
+    resource = {"prefect.resource.id": f"{RESOURCE}{run}", "prefect.resource.name": run}
+    with contextlib.suppress(Exception):
+        emit_event(f"{EVENT}{kind}", resource, payload={"run": run, "message": message, **facts})
+
+
+class RunAlerts:
+    """Emits the events of one run; `update` is called while it trains, several times a second."""
+
+    def __init__(self, profile: Profile, run: RunFolder) -> None:
+        self._profile, self._run = profile, run
+        self._path = run.path / STATE
+        self._state: dict[str, Any] = state_files.read_json(self._path) or {}
+        self._events = LogFollower(run.path / "events.jsonl")
+        self._attempts = LogFollower(run.path / time_account.FILE)
+        self._seen = {"events": 0, "attempts": 0}  # rows that were read
+        self._looked = self._listed = 0.0
+        self._submitted: float | None = None  # when the job that has not started was submitted
+
+    def begin(self) -> None:
+        if "steps" not in self._state:
+            self._state["steps"] = 0
+            self._emit("started", f"started, to train {self._profile.train.steps:,} steps")
+            self._save()
+
+    def finish(self) -> None:
+        """Emit what is left, and that the run has finished, unless it had before."""
+        self.update(now=True)
+        steps = self._profile.train.steps
+        if self._state["steps"] != steps:
+            self._state["steps"] = steps
+            self._emit("finished", f"finished after {steps:,} steps", step=steps)
+            self._save()
+
+    def update(self, *, now: bool = False) -> None:
+        """Emit what is new; without `now`, looks every few seconds at most."""
+        clock = time.monotonic()
+        if not now and clock - self._looked < LOOK_SECONDS:
+            return
+        self._looked, before = clock, json.dumps(self._state)
+        for row in self._new("events", self._events):
+            self._event(row)
+        for row in self._new("attempts", self._attempts):
+            self._attempt(row)
+        if self._submitted is not None and time.time() - self._submitted > QUEUED_SECONDS:
+            self._submitted, minutes = None, QUEUED_SECONDS / 60
+            self._emit("queued", f"its job has not started for {minutes:.0f} minutes")
+        if now or clock - self._listed > CHECKPOINT_SECONDS:
+            self._listed = clock
+            self._checkpoints()
+        if json.dumps(self._state) != before:
+            self._save()
+
+    def _new(self, name: str, follower: LogFollower) -> Iterator[Mapping[str, Any]]:
+        """Rows of a file whose events were not emitted by an earlier flow run."""
+        for row in follower.rows(is_event):
+            self._seen[name] += 1
+            if self._seen[name] > self._state.get(name, 0):
+                self._state[name] = self._seen[name]
+                yield row
+
+    def _event(self, row: Mapping[str, Any]) -> None:
+        """A row of events.jsonl: from ranks, or a failed attempt as the flow recorded it."""
+        event, reason = row["event"], str(row.get("reason") or "")
+        facts = {"step": row["step"]} if isinstance(row.get("step"), int) else {}
+        if event in FROM_RANKS:
+            self._emit(FROM_RANKS[event], f"{event}: {reason}", **facts)
+        elif event == "skipped":
+            step = facts.get("step", 0)
+            if step != self._state.get("skipped", -1) + 1:  # one event for the steps of one spike
+                self._emit("spike", f"step {step:,} skipped: {reason}", **facts)
+            self._state["skipped"] = step
+        elif HUNG in reason:
+            self._emit("hang", reason, **facts)
+        elif NODE_FAILED in reason:
+            self._emit("node-lost", reason, **facts)
+
+    def _attempt(self, row: Mapping[str, Any]) -> None:
+        """A row of attempts.jsonl: a job was submitted, or its ranks have started."""
+        if row["event"] == "submitted":
+            self._submitted = float(row["time"])
+        elif row["event"] in ("started", "ended"):
+            self._submitted = None
+
+    def _checkpoints(self) -> None:
+        latest = self._state.get("checkpoint", 0)
+        steps = [step for step in self._run.checkpoint_steps() if step > latest]
+        for step in steps:
+            self._emit("checkpoint", f"the checkpoint of step {step:,} is complete", step=step)
+            self._state["checkpoint"] = step
+
+    def _emit(self, kind: str, message: str, **facts: Any) -> None:
+        name = self._run.name
+        emit(kind, name, f"{name}: {message}", folder=str(self._run.path), **facts)
+
+    def _save(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk may repeat an alert
+            state_files.write(self._path, json.dumps(self._state))
+
+
+@contextlib.contextmanager
+def alerts(profile: Profile, run: RunFolder) -> Iterator[RunAlerts]:
+    """Emit the events of a run during the block; that it has finished, if the block ends without an error."""
+    found = RunAlerts(profile, run)
+    found.begin()
+    try:
+        yield found
+    except BaseException:
+        found.update(now=True)
+        raise
+    found.finish()

@@ -1,0 +1,133 @@
+"""Every kind of alert is one notification: a real Prefect server and automations, and a webhook server on loopback."""
+
+import json
+import re
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from prefect import flow
+from prefect.automations import Automation
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.events.actions import DoNothing
+
+from flows.alerts.automations import register_alerts
+from flows.alerts.events import QUEUED_SECONDS, alerts, emit
+from flows.server.prefect_settings import ALERT_KINDS, ALERTS
+from modeling.supervision.time_account import record_attempt
+from modeling.training.metrics import record_event
+from profiles import resolve
+from profiles.errors import ProfileError
+from tasks import failures
+from tasks.launchers import JobFailed
+from tasks.launchers.base import NODE_FAILED
+from tasks.store.store import Store
+
+SUBJECT = re.compile(r"Trainshed: (\S+) (\S+)")
+SECONDS = 120.0
+
+
+@pytest.fixture
+def webhook():
+    """URL of a webhook server on loopback, and what it was sent."""
+    received = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/alert", received
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def automations(prefect_server, webhook):
+    """The alerts, installed switched off, then switched on with a block."""
+    register_alerts()
+    assert [Automation.read(name=name).enabled for name in ALERTS] == [False] * len(ALERTS)
+    with pytest.raises(ProfileError, match="alerts = custom-webhook/none: the Prefect server has no such"):
+        register_alerts("custom-webhook/none")
+    message = {"subject": "{{subject}}", "body": "{{body}}"}
+    CustomWebhookNotificationBlock(name="loopback", url=webhook[0], json_data=message).save("loopback")
+    register_alerts("custom-webhook/loopback")
+    off = Automation.read(name=ALERTS[0])
+    off.enabled = False
+    off.update()
+    register_alerts("custom-webhook/loopback")  # changes nothing, what the user switched off included
+    assert [Automation.read(name=name).enabled for name in ALERTS] == [False] + [True] * (len(ALERTS) - 1)
+    off.enabled = True
+    off.update()
+    assert not isinstance(off.actions[0], DoNothing)
+    yield
+    for name in ALERTS:
+        Automation.read(name=name).delete()
+
+
+@flow(name="pretrain", flow_run_name="doomed")
+def failing():
+    raise JobFailed("out of memory")
+
+
+def cause(message: str) -> str:
+    """The reason that a flow records for a failed job."""
+    return str(
+        failures.classify(resolve.load("tiny"), JobFailed(message, "", 75 if "hung" in message else 1))
+    )
+
+
+def live(store: Store) -> None:
+    """A run that meets everything, as its ranks and its flow record it."""
+    run = store.run_folder("troubled")
+    run.path.mkdir(parents=True)
+    with alerts(resolve.load("tiny"), run) as alerting:
+        record_attempt(run.path, "submitted", time=time.time() - QUEUED_SECONDS - 1)
+        alerting.update(now=True)
+        record_attempt(run.path, "started", job=0)
+        for step in (7, 8, 9):
+            record_event(run.path, "skipped", step=step, reason="loss 99 is a spike")
+        record_event(run.path, "rollback", step=9, reason="rolled back to step 5")
+        record_event(run.path, "straggler", step=20, reason="rank 3 on n2 is 2.0 times slower")
+        record_event(run.path, "train tried again", reason=cause("train: hung"))
+        record_event(run.path, "resumed", step=20, reason="start 2, from the checkpoint of step 20")
+        record_event(run.path, "train tried again", reason=cause(f"Slurm ended job 7, or {NODE_FAILED}"))
+        run.write("checkpoints/step_20/complete.json", b"{}")
+    with alerts(resolve.load("tiny"), run) as alerting:  # the same run again: all of that is known
+        alerting.update(now=True)
+
+
+def test_every_kind_is_notified_exactly_once(automations, webhook, tmp_path):
+    _, received = webhook
+    time.sleep(2)  # the server's triggers learn of the automations
+    live(Store(str(tmp_path)))
+    emit("promoted", "troubled", "troubled takes the place of an earlier round")
+    with pytest.raises(JobFailed):
+        failing()
+
+    def kinds() -> Counter:
+        return Counter(SUBJECT.match(message["subject"]).groups() for message in list(received))
+
+    def wait_for(*expected: tuple[str, str]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not set(expected) <= kinds().keys():
+            assert time.monotonic() < deadline, set(expected) - kinds().keys()
+            time.sleep(0.2)
+
+    names = {kind: "doomed" if kind == "failed" else "troubled" for kind in ALERT_KINDS}
+    wait_for(*((name, kind) for kind, name in names.items()))
+    for kind in ALERT_KINDS.keys() - {"failed"}:
+        emit(kind, "later", "after all others")
+    wait_for(*(("later", kind) for kind in ALERT_KINDS if kind != "failed"))
+    assert {kind: kinds()[name, kind] for kind, name in names.items()} == dict.fromkeys(ALERT_KINDS, 1)
+    bodies = {message["subject"]: message["body"] for message in received}
+    assert bodies["Trainshed: troubled spike"].startswith("troubled: step 7 skipped: loss 99 is a spike\n/")
+    assert "out of memory" in bodies["Trainshed: doomed failed"]
