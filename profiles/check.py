@@ -410,6 +410,7 @@ INDEPENDENT = (
     _vocabulary,
     _compile,
     data_sources.check,
+    data_sources.check_schedule,
     objectives.check,
     tracking.check_names,
 )

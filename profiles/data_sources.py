@@ -41,6 +41,35 @@ def check(profile: Profile) -> None:
         raise ProfileError("data.sources.0.use", "validation", reason, ["split", "train"])
 
 
+def check_schedule(profile: Profile) -> None:
+    """Check the changes of the mixture. Raises ProfileError for the first rule that is broken."""
+    changes, steps = profile.data.schedule, profile.train.steps
+    if not changes:
+        return
+    if profile.objective.kind != "pretrain":
+        reason = f"only applies to objective.kind pretrain, not {profile.objective.kind}"
+        raise ProfileError("data.schedule", None, reason)
+    sources = [source for source in profile.data.sources if source.use != "validation"]
+    if any(source.weight is None for source in sources):
+        reason = "changes weights, and the sources have none; set the weight of every training source"
+        raise ProfileError("data.schedule", None, reason)
+    before = 0
+    for number, change in enumerate(changes):
+        key = f"data.schedule.{number}"
+        if len(change.weights) != len(sources):
+            reason = f"has {len(change.weights)} weights for {len(sources)} training sources"
+            raise ProfileError(f"{key}.weights", change.weights, reason)
+        if not any(change.weights):
+            raise ProfileError(f"{key}.weights", change.weights, "draws no source at all")
+        if change.step <= before:
+            reason = f"is not after step {before} of the change before it"
+            raise ProfileError(f"{key}.step", change.step, reason, [before + 1])
+        if steps is not None and change.step > steps:
+            reason = f"is after the last step, train.steps {steps}"
+            raise ProfileError(f"{key}.step", change.step, reason, [steps])
+        before = change.step
+
+
 def check_files(profile: Profile) -> None:
     """Check that local files of every source exist; buckets and the hub are checked when they are read. Raises ProfileError."""
     for number, source in enumerate(profile.data.sources):

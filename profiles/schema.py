@@ -96,10 +96,23 @@ class Source(Section):
     )
 
 
+class MixtureChange(Section):
+    """From a step on, other weights of the training sources."""
+
+    step: Count = Field(description="first optimizer step with these weights, counted from 1")
+    weights: list[Rate] = Field(
+        min_length=1,
+        description="share of each training source, in their order, relative to the others; 0: not drawn",
+    )
+
+
 class Data(Section):
     """Training and validation data."""
 
     sources: list[Source] = Field(min_length=1, description="sources, read in order")
+    schedule: list[MixtureChange] = Field(
+        [], description="changes of the sources' weights during training, in the order of their steps"
+    )
     text: str = Field("text", min_length=1, description="name of the field with a record's text")
     validation_fraction: Fraction = Field(
         0.01, description="fraction of documents, chosen by hash, held out for validation"

@@ -314,13 +314,17 @@ def _require_room(profile: Profile, store: Store, plan: DatasetPlan, total: dict
 
 def _require_shares(profile: Profile) -> None:
     """Reject weights so small that their sources would never be sampled."""
-    weighted = [(i, source.weight) for i, source in enumerate(profile.data.sources) if source.weight]
-    counts = quotas([weight for _, weight in weighted]) if weighted else []
-    if 0 in counts:
-        i, weight = weighted[counts.index(0)]
-        least = (sum(other for _, other in weighted) - weight) / (LONGEST_PATTERN - 1)
-        reason = f"is less than one of {LONGEST_PATTERN:,} samples, so the source would never be sampled"
-        raise ProfileError(f"data.sources.{i}.weight", weight, reason, [float(f"{1.01 * least:.2g}")])
+    mixtures = [{f"data.sources.{i}.weight": source.weight for i, source in enumerate(profile.data.sources)}]
+    for number, change in enumerate(profile.data.schedule):
+        mixtures.append({f"data.schedule.{number}.weights.{i}": w for i, w in enumerate(change.weights)})
+    for mixture in mixtures:
+        weighted = [(key, weight) for key, weight in mixture.items() if weight]
+        counts = quotas([weight for _, weight in weighted]) if weighted else []
+        if 0 in counts:
+            key, weight = weighted[counts.index(0)]
+            least = (sum(other for _, other in weighted) - weight) / (LONGEST_PATTERN - 1)
+            reason = f"is less than one of {LONGEST_PATTERN:,} samples, so the source would never be sampled"
+            raise ProfileError(key, weight, reason, [float(f"{1.01 * least:.2g}")])
 
 
 def _require_records(profile: Profile, total: dict[str, int]) -> None:

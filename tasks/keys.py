@@ -178,6 +178,8 @@ def run_identity(
         inputs["objective"] = profile.objective.model_dump(mode="json")
     if profile.lora.rank:
         inputs["lora"] = profile.lora.model_dump(mode="json")
+    if profile.data.schedule:
+        inputs["mixture"] = [change.model_dump(mode="json") for change in profile.data.schedule]
     return digest({"model": _model(profile, trained=True), "train": train, **inputs})
 
 

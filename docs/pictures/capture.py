@@ -1,8 +1,8 @@
 """Take the pictures of a run: `python docs/pictures/capture.py RUN_FOLDER [NAME ...]`, after `trainshed run tiny` with a server.
 
-Names are those of SIZES, all by default; `fleet` is of the store's fleet.html (`trainshed fleet`). PREFECT_API_URL names the
-server, for instance that of `trainshed up`, with --alerts for the picture of that name. Needs Playwright and Chromium (`make
-test-system`).
+Names are those of SIZES, all by default; `fleet` is of the store's fleet.html (`trainshed fleet`), `ladder` of the page
+that `trainshed ladder run tiny` wrote. PREFECT_API_URL names the server, for instance that of `trainshed up`, with --alerts for
+the picture of that name. Needs Playwright and Chromium (`make test-system`).
 """
 
 from __future__ import annotations
@@ -17,23 +17,33 @@ from pathlib import Path
 from playwright.sync_api import Browser, sync_playwright
 
 HERE = Path(__file__).parent
-SIZES = {"prefect": (1200, 1130), "report": (1000, 1130), "fleet": (1300, 1100), "alerts": (1200, 760)}
+SIZES = {
+    "prefect": (1200, 1130),
+    "report": (1000, 1130),
+    "fleet": (1300, 1100),
+    "alerts": (1200, 760),
+    "ladder": (1000, 1130),
+}
 # Text that appears late.
 SHOWN = {
     "prefect": "fullest rank",
     "report": "mean of",
     "fleet": "last change",
     "alerts": "Trainshed alert: started",
+    "ladder": "Rungs",
 }
 
 
 def main(run: Path, *names: str) -> None:
-    """Write prefect.png, the page of the run's last flow run in Prefect's UI, report.png, fleet.png and alerts.png."""
+    """Write prefect.png, the page of the run's last flow run in Prefect's UI, report.png, fleet.png,
+    alerts.png and ladder.png.
+    """
     pages = {
         "prefect": lambda: _page_address((run / "flow-run").read_text().strip()),
         "report": lambda: (run / "report.html").resolve().as_uri(),
         "alerts": lambda: f"{os.environ['PREFECT_API_URL'].removesuffix('/api')}/automations",
         "fleet": lambda: (run.parents[1] / "fleet.html").resolve().as_uri(),
+        "ladder": lambda: (run.parents[1] / f"ladders/{run.name}-ladder.html").resolve().as_uri(),
     }
     with sync_playwright() as playwright:
         path = shutil.which("chromium") or shutil.which("google-chrome")

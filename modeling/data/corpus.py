@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from modeling.data.indexed import IndexedError, data_path, map_index, map_tokens, read_header
-from modeling.data.sample_order import WindowOrder, blend, stream_seed
+from modeling.data.sample_order import Mixture, WindowOrder, stream_seed
 from modeling.data.shard_cache import ShardCache
 
 OPEN_SHARDS = 64  # local shards kept mapped; each has two file descriptors, and processes commonly get 1024
@@ -29,11 +29,12 @@ PREFETCH_SPANS = 2  # spans whose shards are prefetched: the current one and the
 
 
 class Stream(NamedTuple):
-    """A run of tokens within a corpus: its share of the samples, first token and number of tokens."""
+    """A run of tokens within a corpus: its share of the samples, first token, number of tokens, and number of its source."""
 
     weight: float
     start: int
     tokens: int
+    source: int = 0
 
 
 @dataclass(frozen=True)
@@ -216,16 +217,20 @@ class Corpus:
 def _streams(sources: list[dict[str, float]], counts: np.ndarray) -> list[Stream]:
     """One stream per source with a weight."""
     streams, shard, start = [], 0, 0
-    for source in sources:
+    for number, source in enumerate(sources):
         tokens = int(counts[shard : shard + source["shards"]].sum())
         if source["weight"]:
-            streams.append(Stream(source["weight"], start, tokens))
+            streams.append(Stream(source["weight"], start, tokens, number))
         shard, start = shard + source["shards"], start + tokens
     return streams
 
 
 class Samples:
     """Windows of a corpus in training order, or in corpus order without a seed (validation).
+
+    Args:
+        changes: first sample, and weight of each source by its number, of each later phase of the mixture, in order; the corpus
+            has the weights from sample 0 on.
 
     Attributes:
         windows: windows in one epoch of every stream.
@@ -234,12 +239,24 @@ class Samples:
         ValueError: a stream is shorter than one window.
     """
 
-    def __init__(self, corpus: Corpus, sequence_length: int, seed: int | None) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        sequence_length: int,
+        seed: int | None,
+        changes: Sequence[tuple[int, Mapping[int, float]]] = (),
+    ) -> None:
         self.corpus = corpus
         self.sequence_length = s = sequence_length
         span = max(1, corpus.span // s) if corpus.span else None
         self._stream_starts = np.array([stream.start for stream in corpus.streams])
-        self._pattern = blend([stream.weight for stream in corpus.streams])
+        phases = [(0, [stream.weight for stream in corpus.streams])]
+        for first, weights in changes:
+            phases = [
+                phase for phase in phases if phase[0] < first
+            ]  # one from the first step on replaces the corpus's
+            phases.append((first, [weights.get(stream.source, 0.0) for stream in corpus.streams]))
+        self._mixture = Mixture(phases)
         self._orders = []
         for i, stream in enumerate(corpus.streams):
             n = (stream.tokens - 1) // s
@@ -252,7 +269,7 @@ class Samples:
 
     def window_starts(self, samples: np.ndarray) -> np.ndarray:
         """First token (count) of each sample's (count) window; sample numbers continue across epochs."""
-        streams, numbers = self._pattern.locate(np.asarray(samples, np.int64))
+        streams, numbers = self._mixture.locate(np.asarray(samples, np.int64))
         starts = self._stream_starts[streams]
         for stream in np.unique(streams).tolist():
             mask = streams == stream
@@ -285,7 +302,7 @@ class Samples:
         if self.corpus.cache is None:
             return
         s = self.sequence_length
-        streams, numbers = self._pattern.locate(np.arange(first, first + len(self._pattern.stream)))
+        streams, numbers = self._mixture.locate(np.arange(first, first + self._mixture.period))
         for stream, at in zip(*np.unique(streams, return_index=True), strict=True):
             for window, count in self._orders[stream].spans_from(int(numbers[at]), PREFETCH_SPANS):
                 self.corpus.prefetch(int(self._stream_starts[stream]) + window * s, count * s + 1)

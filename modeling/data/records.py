@@ -47,12 +47,22 @@ def open_samples(
     shuffled = split == "train" and not ordered
     s, seed = profile.train.sequence_length, profile.train.seed if shuffled else None
     if profile.objective.kind == "pretrain":
-        return Samples(corpus, s, seed)
+        return Samples(corpus, s, seed, mixture_changes(profile) if shuffled else ())
     samples = RecordSamples(corpus, rows_path(folder, split), s, seed, profile.rows_per_sample)
     if reference is not None:
         with np.load(reference / REFERENCE) as arrays:
             samples.reference = arrays[split]
     return samples
+
+
+def mixture_changes(profile: Profile) -> list[tuple[int, dict[int, float]]]:
+    """First sample, and weight of each training source by its number, of each entry of `data.schedule`."""
+    sources = [i for i, source in enumerate(profile.data.sources) if source.use != "validation"]
+    batch = profile.train.global_batch_size
+    return [
+        ((change.step - 1) * batch, dict(zip(sources, change.weights, strict=True)))
+        for change in profile.data.schedule
+    ]
 
 
 def rows_path(folder: str | Path, split: str) -> Path:

@@ -64,6 +64,55 @@ def blend(weights: Sequence[float]) -> Pattern:
     return Pattern(streams[order], ranks[order], np.array(counts))
 
 
+class Mixture:
+    """The stream of each sample of a run whose weights change at given samples; a pure function of the sample's number.
+
+    Every phase has a pattern of its own, and each stream goes on where the phases before left it: no window is read again before
+    its stream has been read to the end.
+
+    Args:
+        phases: first sample, and weight of each stream, of each phase; the first one begins at sample 0. A stream of weight 0
+            is not drawn in that phase.
+
+    Raises:
+        ValueError: a stream with a weight would never be drawn.
+    """
+
+    def __init__(self, phases: Sequence[tuple[int, Sequence[float]]]) -> None:
+        self._firsts = np.array([first for first, _ in phases], np.int64)
+        self._patterns = [_pattern(weights) for _, weights in phases]
+        begun = np.zeros(len(phases[0][1]), np.int64)  # samples of each stream before the phase
+        self._begun = [begun]
+        for pattern, length in zip(self._patterns, np.diff(self._firsts).tolist(), strict=False):
+            repeats, rest = divmod(length, len(pattern.stream))
+            counts = repeats * pattern.quotas + np.bincount(pattern.stream[:rest], minlength=len(begun))
+            self._begun.append(self._begun[-1] + counts)
+
+    @property
+    def period(self) -> int:
+        """Samples within which every stream of a phase is drawn."""
+        return max(len(pattern.stream) for pattern in self._patterns)
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Stream (count) of each sample (count) of a run, and its number (count) among that stream's samples."""
+        phases = np.searchsorted(self._firsts, samples, side="right") - 1
+        streams, numbers = np.empty_like(samples), np.empty_like(samples)
+        for phase in np.unique(phases).tolist():
+            mask = phases == phase
+            stream, number = self._patterns[phase].locate(samples[mask] - self._firsts[phase])
+            streams[mask], numbers[mask] = stream, self._begun[phase][stream] + number
+        return streams, numbers
+
+
+def _pattern(weights: Sequence[float]) -> Pattern:
+    """The pattern of the streams that have a weight, under the numbers of all."""
+    drawn = [stream for stream, weight in enumerate(weights) if weight]
+    pattern = blend([weights[stream] for stream in drawn])
+    counts = np.zeros(len(weights), np.int64)
+    counts[drawn] = pattern.quotas
+    return Pattern(np.array(drawn)[pattern.stream], pattern.rank, counts)
+
+
 class WindowOrder:
     """The order in which one stream's n windows are read, epoch after epoch.
 

@@ -8,9 +8,11 @@ rule: arXiv 2205.10287). How rate and initial weights depend on size is the mode
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from modeling.models.flops import flops_per_token
 from profiles import resolve
@@ -111,10 +113,17 @@ def _rung(ladder: Ladder, target: Rung, size: RungSize, length: float) -> Rung:
     }
     overrides += ["parallel.pipeline_cuts=null", "evaluate.every=0"]
     overrides += [f"train.{key}={value!r}" for key, value in settings.items()]
+    overrides.append(f"data.schedule={json.dumps(_mixture(target.profile, share, steps))}")
     overrides.append(f"checkpoint.every={math.ceil(target.profile.checkpoint.every * share)}")
     run = resolve.load(ladder.target, overrides, name)
     resolve.check(run)
     return Rung(run, tuple(overrides))
+
+
+def _mixture(target: Profile, share: float, steps: int) -> list[dict[str, Any]]:
+    """The target's changes of the mixture at the same shares of a schedule; the last of those that fall on one step."""
+    changes = {min(steps, max(1, round(each.step * share))): each.weights for each in target.data.schedule}
+    return [{"step": step, "weights": weights} for step, weights in changes.items()]
 
 
 def _phases(train: object, share: float, steps: int) -> dict[str, int]:

@@ -242,6 +242,8 @@ def _data(profile: Profile, summaries: Mapping[str, Mapping[str, Any]]) -> str:
         )
         passes = training_tokens(profile) / max(1, dataset["tokens"])
         shown["passes over the training split"] = format_number(passes)
+    for change in profile.data.schedule:
+        shown[f"mixture from step {change.step:,}"] = " : ".join(f"{weight:g}" for weight in change.weights)
     if "bytes" in dataset:
         shown["text"] = f"{format_bytes(dataset['bytes'])}, {dataset['bytes_per_token']:.2f} bytes per token"
         dropped = [f"{dataset[key]:,} {reason}" for key, reason in DROPPED.items() if dataset[key]]

@@ -158,7 +158,8 @@ def _setting_differences(existing: Profile | None, profile: Profile) -> list[str
         return []
     names = profile.train.__class__.model_fields.keys() - NOT_MATHEMATICS - SCHEDULE
     model = _different_values("model", existing.model, profile.model)
-    return model + _different_values("train", existing.train, profile.train, names)
+    data = _different_values("data", existing.data, profile.data, ["schedule"])
+    return model + _different_values("train", existing.train, profile.train, names) + data
 
 
 def _schedule_differences(existing: Profile | None, profile: Profile, step: int) -> list[str]:

@@ -469,3 +469,31 @@ def test_rejected_degree_names_the_nearest_degrees_that_fit_the_cluster(kv_heads
     divides = [t for t in valid if tensor % t == 0 and 5040 % t == 0 and 5040 % (tensor // t) == 0]
     if divides:
         assert caught.value.choices == (max(divides),)
+
+
+TWO_SOURCES = "data.sources=[{kind: python-docs, weight: 3}, {kind: python-docs, weight: 1}]"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "key", "reason"),
+    [
+        ("[{step: 9, weights: [1]}]", "data.schedule.0.weights", "has 1 weights for 2 training sources"),
+        ("[{step: 9, weights: [0, 0]}]", "data.schedule.0.weights", "draws no source at all"),
+        (
+            "[{step: 9, weights: [1, 2]}, {step: 9, weights: [1, 1]}]",
+            "data.schedule.1.step",
+            "is not after step 9",
+        ),
+        ("[{step: 301, weights: [1, 2]}]", "data.schedule.0.step", "is after the last step, train.steps 300"),
+        ("[{step: 9, weights: [1, -2]}]", "data.schedule.0.weights.1", "is below 0"),
+    ],
+)
+def test_an_impossible_schedule_of_the_mixture_is_rejected(schedule, key, reason):
+    error = refused(TWO_SOURCES, f"data.schedule={schedule}")
+    assert error.key == key
+    assert reason in error.reason
+
+
+def test_a_schedule_of_the_mixture_needs_weights():
+    accepted(TWO_SOURCES, "data.schedule=[{step: 1, weights: [0, 1]}, {step: 300, weights: [1, 1]}]")
+    assert "have none" in refused("data.schedule=[{step: 9, weights: [1]}]").reason

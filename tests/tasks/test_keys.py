@@ -63,10 +63,21 @@ def identity(*overrides, name=None, inputs=("tokenizer", "dataset", None)) -> st
         "train.clip=null",
         "model.num_hidden_layers=4",
         "model.rope_theta=20000.0",
+        "data.schedule=[{step: 9, weights: [1]}]",
     ],
 )
 def test_what_changes_the_mathematics_is_another_run(override):
     assert identity(override) != identity()
+
+
+def test_a_parametrization_is_another_run_with_the_same_graphs():
+    one, other = (
+        resolve.load("tiny", ["model.parametrization=mup", f"model.base_hidden_size={size}"])
+        for size in (64, 96)
+    )
+    identities = {keys.run_identity(run, "t", "d") for run in (one, other, resolve.load("tiny"))}
+    assert len(identities) == 3
+    assert keys.graphs(one) == keys.graphs(resolve.load("tiny"))
 
 
 def test_other_data_or_weights_are_another_run():

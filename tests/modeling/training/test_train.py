@@ -111,6 +111,32 @@ def test_sigterm_saves_and_resume_is_bit_identical(undisturbed, dataset, tmp_pat
     assert micro.losses(run) == micro.losses(undisturbed)
 
 
+def test_resume_before_a_change_of_the_mixture_is_bit_identical(dataset, tmp_path):
+    corpus = json.loads((dataset / "corpus.json").read_text())
+    (whole,) = corpus["train"]
+    half = whole["tokens"] // 2
+    corpus["train"] = [{**whole, "start": start, "tokens": half} for start in (0, half)]
+    corpus["blend"] = [{"weight": 1, "shards": 1}, {"weight": 1, "shards": 1}]
+    two_sources = dataset.parent / "two-sources"
+    two_sources.mkdir()
+    (two_sources / "corpus.json").write_text(json.dumps(corpus))
+    mixture = (
+        "data.sources=[{kind: python-docs, weight: 1}, {kind: python-docs, weight: 1}]",
+        "data.schedule=[{step: 6, weights: [0, 1]}]",
+        "parallel.tensor=1",
+        "cluster.devices_per_node=1",
+        "evaluate.every=0",
+    )
+    runs = [micro.run_folder(tmp_path / name, *mixture) for name in ("whole", "resumed")]
+    micro.run("training.train", "--run-folder", runs[0], "--dataset", two_sources, processes=1)
+    (runs[1] / "checkpoints").mkdir()
+    (runs[1] / "checkpoints/step_4").symlink_to(runs[0] / "checkpoints/step_4")
+    log = micro.run("training.train", "--run-folder", runs[1], "--dataset", two_sources, processes=1)
+    assert "resumed from step 4" in log
+    found = [micro.losses(run) for run in runs]
+    assert found[1] == {step: loss for step, loss in found[0].items() if step > 4}
+
+
 def test_stale_attempt_completes_no_checkpoint(dataset, tmp_path):
     run = micro.run_folder(tmp_path / "superseded")
     (run / "attempt").write_text("3")
