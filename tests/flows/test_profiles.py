@@ -39,7 +39,7 @@ SMALL = (
 FAMILIES = {
     "llama3-70b": ("parallel.tensor=2", "model.num_attention_heads=8", "model.num_key_value_heads=1"),
     "llama3-70b-cp": (
-        *("parallel.tensor=1", "parallel.context=2"),
+        *("parallel.tensor=1", "parallel.pipeline=1", "parallel.context=2", "parallel.shard_degree=null"),
         *("model.num_attention_heads=8", "model.num_key_value_heads=1"),
     ),
     "gpt3-175b": ("parallel.tensor=1", "parallel.pipeline=2", "model.num_attention_heads=4"),
