@@ -18,7 +18,7 @@ from parallel.constraints import (
     supports_microbatches,
     valid_tensor_degrees,
 )
-from profiles import data_sources, objectives, tracking, user_functions
+from profiles import data_sources, launchers, objectives, tracking, user_functions
 from profiles.errors import ProfileError
 from profiles.model import LARGEST, neighbours
 from profiles.schema import Profile
@@ -413,6 +413,7 @@ INDEPENDENT = (
     data_sources.check_schedule,
     objectives.check,
     tracking.check_names,
+    launchers.check,
 )
 # Rules of a run that starts: hardware, launcher, and files on this machine.
 START = (
@@ -425,6 +426,7 @@ START = (
     data_sources.check_files,
     user_functions.check,
     tracking.check_installed,
+    launchers.check_installed,
 )
 # Keys whose nearest valid values are searched, with further keys that may be changed instead.
 SEARCHED: dict[str, tuple[str, ...]] = {

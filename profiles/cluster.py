@@ -12,6 +12,9 @@ Natural = Annotated[int, Field(ge=0, le=2**31 - 1)]
 WORD = r"^[\w@.,+-]+$"
 LINE = r"^[^\x00-\x1f\x7f]+$"
 OPTION = r"^--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?$"
+LABEL = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+PATH = r"^/[^\x00-\x1f\x7f]*$"
+QUANTITY = r"^[\w./-]+=[\w.-]+$"
 TIME = r"^(\d+-)?\d+(:\d+){0,2}$"
 
 
@@ -20,11 +23,51 @@ def _as_text(value: Any) -> Any:
     return str(value) if type(value) is int else value
 
 
+class Kubernetes(Section):
+    """Kubernetes launcher: one indexed Job and a headless Service for each of a run's jobs."""
+
+    image: str | None = Field(
+        None,
+        pattern=LINE,
+        description="container image with Trainshed, for instance installed from this checkout",
+    )
+    namespace: str = Field("default", pattern=LABEL, description="namespace of the Jobs")
+    context: str | None = Field(
+        None,
+        pattern=LINE,
+        description="context of the kubeconfig file; null: the current one, or the Pod's own account",
+    )
+    claim: str | None = Field(
+        None, pattern=LABEL, description="PersistentVolumeClaim that has the store and the working folder"
+    )
+    mount: str | None = Field(
+        None, pattern=PATH, description="where it is mounted, on the flow's machine and in Pods alike"
+    )
+    resources: list[Annotated[str, Field(pattern=QUANTITY)]] = Field(
+        [],
+        description="what a Pod requests, such as nvidia.com/gpu=8; empty: for cuda nvidia.com/gpu=devices_per_node, for cpu "
+        "nothing",
+    )
+    node_selector: list[Annotated[str, Field(pattern=QUANTITY)]] = Field(
+        [], description="labels of nodes, such as node.kubernetes.io/instance-type=trn2.48xlarge"
+    )
+    tolerations: list[Annotated[str, Field(pattern=LINE)]] = Field(
+        [], description="keys of taints of nodes that Pods tolerate"
+    )
+    service_account: str | None = Field(
+        None, pattern=LABEL, description="service account of Pods; null: the default one"
+    )
+    priority_class: str | None = Field(None, pattern=LABEL, description="priority class of Pods")
+    queue: str | None = Field(None, pattern=LABEL, description="Kueue queue that admits the Jobs")
+
+
 class Cluster(Section):
     """Cluster and launcher."""
 
-    launcher: Literal["local", "slurm"] = Field(
-        "local", description="local: this machine; slurm: a Slurm cluster"
+    launcher: Annotated[str, Field(pattern=WORD)] = Field(
+        "local",
+        description="local: this machine; slurm: a Slurm cluster; kubernetes; or the name of a plugin (entry point of the group "
+        "trainshed.launchers)",
     )
     nodes: Size = Field(1, description="number of nodes")
     devices_per_node: Size = Field(1, description="devices per node, with one process each")
@@ -76,6 +119,7 @@ class Cluster(Section):
     slurm: list[Annotated[str, Field(pattern=OPTION)]] = Field(
         [], description="further sbatch options, such as --reservation=name"
     )
+    kubernetes: Kubernetes = Field(Kubernetes(), description="settings of the Kubernetes launcher")
     trace: Annotated[tuple[Count, Count], Field(strict=False)] | None = Field(
         None, description="first and last step to profile with torch.profiler, as a Chrome trace; null: none"
     )

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from profiles.cluster import LINE, OPTION, TIME, WORD
+from profiles.cluster import LABEL, LINE, OPTION, PATH, QUANTITY, TIME, WORD
 from profiles.errors import ProfileError
 from profiles.model import NORM_EPS_ALIASES, Model
 from profiles.schema import FUNCTION
@@ -38,6 +38,9 @@ PATTERN_REASONS = {  # by the pattern that a value does not match
     TAG: "is not one line of 1 to 64 characters",
     TRACKER: "is neither wandb, mlflow, trackio nor of the form module:Class",
     OPTION: "is not an option of sbatch of the form --name or --name=value",
+    LABEL: "is not a name of Kubernetes: lower-case letters, digits, '-' and '.'",
+    PATH: "is not an absolute path",
+    QUANTITY: "is not of the form name=value",
     TIME: "is not a Slurm time limit, such as 90, 12:00:00 or 1-12:00:00",
     WORD: "may only have letters, digits and @ . , + - _",
 }

@@ -53,9 +53,15 @@ SLOW_FILES = {
         "modeling/training/test_anomalies",
         "modeling/training/test_checkpoints",
     ),
-    *("modeling/training/test_train", "profiles/test_training", "tasks/launchers/test_local"),
+    *(
+        "modeling/training/test_train",
+        "profiles/test_training",
+        "tasks/launchers/test_local",
+        "tasks/launchers/test_conformance",
+    ),
     *("tasks/store/test_fault_injection", "tasks/store/test_remote_store", "tasks/test_evaluation"),
     *("tasks/test_graphs", "tasks/test_training"),
+    *("tasks/launchers/test_kubernetes", "tasks/tracking/test_tracking"),
 }
 """Files that start processes by themselves, or take more than 20 s: `make test-fast` leaves them out too."""
 _LONGEST = ("slurm", "docs", "flows", "browser", "benchmarks", "parity", "parallel", "modeling", "tasks")

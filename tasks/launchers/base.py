@@ -3,7 +3,7 @@
 A job is a Python module that runs on the devices. Its log and the launcher's state files are kept in the job's folder, so that a
 new orchestrator process can find a running job and re-attach to it.
 
-To add a launcher, implement `Launcher` and name it in `tasks.launchers.create`. The contract:
+To add a launcher, implement `Launcher` and name it by an entry point (plugins.py); conformance.py tests this contract:
 
 - `submit` returns at once. The job writes stdout and stderr to `job.log_file`, appending, each line of a rank prefixed with
   "[rank N] ". `job.handle_file` gets JSON with at least {"identifier": ..., "log_start": ...}.
@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
+
+from profiles import state_files
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +112,23 @@ def job_environment() -> dict[str, str]:
     """This process's environment without the Prefect API's address and keys and hub tokens, and with SAFE_PATH."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(WITHHELD_PREFIXES)}
     return {**inherited, **SAFE_PATH}
+
+
+def next_attempt(attempt_file: Path) -> int:
+    """Increment the attempt number, which fences earlier attempts that are still running somewhere.
+
+    A damaged file continues from the time in seconds, which exceeds every earlier number.
+    """
+    text = state_files.read_text(attempt_file)
+    number = 1
+    if text is not None:
+        if not text.strip().isdecimal():
+            reason = "damaged: %r is not a number; attempts count on from the time"
+            log.warning(f"%s: {reason}", attempt_file, text)
+            text = str(int(time.time()))
+        number = int(text) + 1
+    state_files.write(attempt_file, str(number))
+    return number
 
 
 class Launcher(Protocol):

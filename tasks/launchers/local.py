@@ -17,13 +17,21 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 
 import psutil
 
 from profiles import state_files
 from tasks.launchers import causes
-from tasks.launchers.base import START, TORCHRUN, Handle, Job, JobFailed, Status, job_environment
+from tasks.launchers.base import (
+    START,
+    TORCHRUN,
+    Handle,
+    Job,
+    JobFailed,
+    Status,
+    job_environment,
+    next_attempt,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +60,7 @@ class LocalLauncher:
         if previous := _read_handle(job):
             self.cancel(previous, REPLACED_GRACE)
         identifier = uuid.uuid4().hex
-        attempt = ("--attempt", str(_next_attempt(job.attempt_file))) if job.attempt_file else ()
+        attempt = ("--attempt", str(next_attempt(job.attempt_file))) if job.attempt_file else ()
         command = _command(job.with_arguments(*attempt))
         with job.log_file.open("ab") as output:
             log_start = output.tell()
@@ -135,24 +143,6 @@ def _command(job: Job) -> list[str]:
         *("--max-restarts", "0", "--tee", "3", "--log-dir", str(job.folder / "ranks")),
     ]
     return [*torchrun, *program]
-
-
-def _next_attempt(attempt_file: Path) -> int:
-    """Increment the attempt number, which fences earlier attempts that are still running somewhere.
-
-    A damaged file continues from the time in seconds, which exceeds every earlier number.
-    """
-    text = state_files.read_text(attempt_file)
-    number = 1
-    if text is not None:
-        if not text.strip().isdecimal():
-            log.warning(
-                "%s: damaged: %r is not a number; attempts count on from the time", attempt_file, text
-            )
-            text = str(int(time.time()))
-        number = int(text) + 1
-    state_files.write(attempt_file, str(number))
-    return number
 
 
 def _environment(job: Job, identifier: str) -> dict[str, str]:

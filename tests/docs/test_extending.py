@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from profiles import resolve
+from tasks.launchers import create
+from tasks.launchers.conformance import LauncherConformance
+
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 EXAMPLE = re.compile(r"^```python\n# (\S+)\.py\n(.*?)^```$(?:\s+^```text\n(.*?)^```$)?", re.M | re.S)
 EXAMPLES = {name: (code, output) for name, code, output in EXAMPLE.findall(PAGE.read_text())}
@@ -80,20 +84,29 @@ def test_step_of_the_page_is_cached_by_the_contents_of_its_file(examples, prefec
     assert [outcome.how for outcome in count_words([examples / "moved.txt", files[1]])] == ["cached", "done"]
 
 
-def test_launcher_of_the_page_reattaches_cancels_and_reports_failures(examples):
-    from nice_launcher import NiceLauncher
+@pytest.mark.usefixtures("examples")
+class TestNiceLauncher(LauncherConformance):
+    """The launcher of the page, as its package would select it: by an entry point."""
 
-    from tasks.launchers import Job, JobFailed, execute
+    ranks = 0
 
-    launcher = NiceLauncher()
-    sleep = Job("sleep", "timeit", ("-n1", "-r1", "import time; time.sleep(60)"), examples / "logs")
-    handle = launcher.submit(sleep)
-    assert NiceLauncher().find(sleep) == handle
-    launcher.cancel(handle, grace=10)
-    assert not launcher.poll(handle).running
-    assert launcher.find(sleep) is None
-    with pytest.raises(JobFailed, match="missing"):
-        execute(launcher, Job("missing", "no_such_module", (), examples / "logs"))
+    @pytest.fixture(autouse=True)
+    def _installed(self, examples):
+        folder = examples / "nice-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: nice\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text("[trainshed.launchers]\nnice = nice_launcher:NiceLauncher\n")
+
+    def create(self):
+        profile = resolve.load("tiny", ["cluster.launcher=nice"])
+        resolve.check(profile)
+        return create("nice", profile.cluster)
+
+    def test_the_test_file_of_the_page_is_this_class(self, examples):
+        from test_nice_launcher import TestNiceLauncher as OfThePage
+
+        assert OfThePage.ranks == self.ranks
+        assert type(OfThePage().create()) is type(self.create())
 
 
 def test_csv_reader_of_the_page_rejects_a_file_without_the_column(examples):

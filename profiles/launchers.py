@@ -1,0 +1,48 @@
+"""Names of launchers that a profile may have: Trainshed's own and those of installed packages, which are not imported for it."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import metadata
+from importlib.util import find_spec
+
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+
+OWN = ("local", "slurm", "kubernetes")
+GROUP = "trainshed.launchers"  # of entry points
+PERSISTENT = "cluster.kubernetes.claim"
+
+
+def entry_points() -> dict[str, metadata.EntryPoint]:
+    """Launchers of installed packages, by name."""
+    return {point.name: point for point in metadata.entry_points(group=GROUP)}
+
+
+def check(profile: Profile) -> None:
+    """Check that the launcher is known, and for Kubernetes that its settings are complete. Raises ProfileError."""
+    cluster = profile.cluster
+    if cluster.launcher not in OWN and cluster.launcher not in (found := entry_points()):
+        names = [*OWN, *found]
+        close = difflib.get_close_matches(cluster.launcher, names) or names
+        reason = f"is no launcher: neither Trainshed's nor an entry point of the group {GROUP}"
+        raise ProfileError("cluster.launcher", cluster.launcher, reason, close)
+    if cluster.launcher == "kubernetes":
+        settings = cluster.kubernetes
+        for key in ("image", "claim", "mount"):
+            if getattr(settings, key) is None:
+                raise ProfileError(
+                    f"cluster.kubernetes.{key}", None, "is missing: the Kubernetes launcher needs it"
+                )
+        if cluster.device == "neuron" and not settings.resources:
+            reason = "is missing: name the devices that a Pod requests"
+            raise ProfileError("cluster.kubernetes.resources", [], reason, ["[aws.amazon.com/neuron=16]"])
+
+
+def check_installed(profile: Profile) -> None:
+    """Check that the Kubernetes client is installed, if it is needed. Raises ProfileError."""
+    if profile.cluster.launcher == "kubernetes" and find_spec("kubernetes") is None:
+        reason = (
+            "its client is not installed; install it with: pip install -c constraints.txt -e '.[kubernetes]'"
+        )
+        raise ProfileError("cluster.launcher", "kubernetes", reason)

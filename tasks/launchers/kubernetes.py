@@ -1,0 +1,214 @@
+"""Launcher for Kubernetes, through its official client: an indexed Job and a headless Service (manifests.py).
+
+A running job is found by its labels, so any process can re-attach to it. The API server is asked every few seconds; while it does
+not answer, `execute` tries again. What a Job leaves is removed by Kubernetes a day after its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from profiles import state_files
+from profiles.cluster import Cluster
+from profiles.errors import ProfileError
+from tasks.launchers import causes, manifests
+from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status, next_attempt
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiClient, V1Job, V1Pod
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 3.0  # between questions to the API server
+REQUEST_SECONDS = 30.0
+KILL_SECONDS = 60.0  # for Pods to disappear that were killed
+NOT_FOUND = 404
+LOST = (
+    "Evicted",
+    "NodeLost",
+    "NodeShutdown",
+    "Terminated",
+    "Preempting",
+)  # reasons of a failed Pod, of its node
+
+
+class KubernetesLauncher:
+    """Starts jobs as Jobs of a Kubernetes cluster. Raises ProfileError if none is configured here."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        from kubernetes import client
+        from kubernetes.config import ConfigException
+
+        self._cluster, self._namespace = cluster, cluster.kubernetes.namespace
+        try:
+            api = _configured(cluster.kubernetes.context)
+        except ConfigException as error:
+            reason = f"no Kubernetes cluster is configured here: {error}; set KUBECONFIG"
+            raise ProfileError("cluster.launcher", "kubernetes", reason) from error
+        self._jobs, self._core = client.BatchV1Api(api), client.CoreV1Api(api)
+        self._missing = client.ApiException
+        self._polled: dict[str, tuple[float, Status]] = {}  # latest answer by identifier, and when it came
+        self._nodes: dict[str, list[str]] = {}  # of a failed job's Pods, by index
+
+    def submit(self, job: Job) -> Handle:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        if running := self.find(job):
+            return running
+        for other in self._active(job):
+            self.cancel(Handle(job, other.metadata.name), self._cluster.grace)
+        attempt = next_attempt(job.attempt_file) if job.attempt_file else None
+        log_start = job.log_file.stat().st_size if job.log_file.exists() else 0
+        name = manifests.resource_name(job)
+        body = manifests.manifest(name, job, self._cluster, log_start, attempt)
+        created = self._call(self._jobs.create_namespaced_job, body, field_validation="Strict")
+        # They end with the Job.
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": created.metadata.uid}
+        try:
+            belongings = [(manifests.service(name, job), self._core.create_namespaced_service)]
+            if job.secrets:
+                belongings.append((manifests.secret(name, job), self._core.create_namespaced_secret))
+            for resource, create in belongings:
+                resource["metadata"]["ownerReferences"] = [owner]
+                self._call(create, resource, field_validation="Strict")
+            state_files.write(job.handle_file, json.dumps({"identifier": name, "log_start": log_start}))
+        except BaseException:
+            self._delete(name, 0)
+            raise
+        log.info("%s: submitted as Kubernetes Job %s/%s", job.name, self._namespace, name)
+        return Handle(job, name, log_start)
+
+    def find(self, job: Job) -> Handle | None:
+        for found in self._active(job):
+            notes = found.metadata.annotations or {}
+            if notes.get(manifests.SIGNATURE) == manifests.signature(job):
+                return Handle(job, found.metadata.name, int(notes.get(manifests.LOG_START, 0)))
+        return None
+
+    def poll(self, handle: Handle) -> Status:
+        asked, status = self._polled.get(handle.identifier, (-float("inf"), Status(running=True)))
+        if not status.running or time.monotonic() - asked < POLL_SECONDS:
+            return status
+        found = self._read(handle.identifier)
+        status = Status(running=False) if found is None else self._status(found)
+        self._polled[handle.identifier] = (time.monotonic(), status)
+        return status
+
+    def location(self, handle: Handle) -> str:
+        found = self._read(handle.identifier)
+        active = found is not None and _end(found) is None
+        return f"Kubernetes Job {self._namespace}/{handle.identifier}" if active else ""
+
+    def cancel(self, handle: Handle, grace: float) -> None:
+        """Delete the Job: its Pods get SIGTERM, and SIGKILL after the grace time."""
+        found = self._read(handle.identifier)
+        if found is None or _end(found) is not None:
+            return
+        for seconds, wait in ((int(grace), grace), (0, KILL_SECONDS)):
+            for pod in self._pods(handle.identifier):
+                with contextlib.suppress(self._missing):
+                    arguments = {"grace_period_seconds": seconds}
+                    self._call(self._core.delete_namespaced_pod, name=pod.metadata.name, **arguments)
+            self._delete(handle.identifier, seconds)
+            deadline = time.monotonic() + wait
+            while left := self._pods(handle.identifier):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.5)
+            if not left:
+                return
+        log.warning(
+            "%s: Pods of Kubernetes Job %s are left after it was deleted", handle.job.name, handle.identifier
+        )
+
+    def failure(self, handle: Handle, status: Status) -> JobFailed:
+        return causes.job_failure(handle, status, self._nodes.get(handle.identifier, ()))
+
+    def _status(self, found: V1Job) -> Status:
+        end = _end(found)
+        if end is None:
+            return Status(running=True)
+        if end == "Complete":
+            return Status(running=False, exit_code=0)
+        pods = sorted(self._pods(found.metadata.name), key=_index)
+        self._nodes[found.metadata.name] = [pod.spec.node_name or "" for pod in pods]
+        if lost := [pod for pod in pods if _is_lost(pod)]:
+            where = f"Pod {lost[0].metadata.name} on {lost[0].spec.node_name} was evicted"
+            return Status(
+                running=False, note=f"Kubernetes ended Job {found.metadata.name}: {where}, or {NODE_FAILED}"
+            )
+        codes = [code for pod in pods for code in _exit_codes(pod) if code]
+        if codes:
+            return Status(running=False, exit_code=codes[0])
+        reasons = [f"{condition.reason}: {condition.message}" for condition in found.status.conditions or ()]
+        note = f"Kubernetes ended Job {found.metadata.name} ({'; '.join(reasons)}), or {NODE_FAILED}"
+        return Status(running=False, note=note)
+
+    def _active(self, job: Job) -> list[V1Job]:
+        """Jobs of this name, key and folder that have not ended and are not being deleted."""
+        label = f"{manifests.JOB_LABEL}={manifests.job_label(job)}"
+        found = self._call(self._jobs.list_namespaced_job, label_selector=label).items
+        return [each for each in found if _end(each) is None and each.metadata.deletion_timestamp is None]
+
+    def _pods(self, name: str) -> list[V1Pod]:
+        selector = f"batch.kubernetes.io/job-name={name}"
+        return self._call(self._core.list_namespaced_pod, label_selector=selector).items
+
+    def _read(self, name: str) -> V1Job | None:
+        try:
+            return self._call(self._jobs.read_namespaced_job, name=name)
+        except self._missing as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+
+    def _delete(self, name: str, grace: int) -> None:
+        with contextlib.suppress(self._missing):
+            options = {"propagation_policy": "Background", "grace_period_seconds": grace}
+            self._call(self._jobs.delete_namespaced_job, name=name, **options)
+
+    def _call(self, method: Callable[..., Any], body: Any = None, **arguments: Any) -> Any:
+        if body is not None:
+            arguments["body"] = body
+        return method(namespace=self._namespace, _request_timeout=REQUEST_SECONDS, **arguments)
+
+
+def _configured(context: str | None) -> ApiClient:
+    """A client of the cluster that the kubeconfig file names, or, in a Pod without one, of the Pod's own."""
+    from kubernetes import client, config
+
+    try:
+        return config.new_client_from_config(config_file=os.environ.get("KUBECONFIG"), context=context)
+    except config.ConfigException:
+        if context is not None:
+            raise
+        config.load_incluster_config()
+        return client.ApiClient()
+
+
+def _end(found: V1Job) -> str | None:
+    """Complete or Failed; None while the Job has not ended."""
+    conditions = found.status.conditions if found.status else None
+    ended = (each.type for each in conditions or () if each.status == "True")
+    return next((kind for kind in ended if kind in ("Complete", "Failed")), None)
+
+
+def _index(pod: V1Pod) -> int:
+    return int((pod.metadata.annotations or {}).get("batch.kubernetes.io/job-completion-index", 0))
+
+
+def _is_lost(pod: V1Pod) -> bool:
+    """Whether a Pod was ended by its node or the scheduler, not by itself."""
+    conditions = pod.status.conditions or ()
+    disrupted = any(each.type == "DisruptionTarget" and each.status == "True" for each in conditions)
+    return disrupted or pod.status.reason in LOST
+
+
+def _exit_codes(pod: V1Pod) -> list[int]:
+    statuses = pod.status.container_statuses or ()
+    return [each.state.terminated.exit_code for each in statuses if each.state and each.state.terminated]

@@ -1,0 +1,180 @@
+"""What Kubernetes gets for a job: an indexed Job, one Pod a node, and a headless Service that gives the Pods names.
+
+The Pod of index 0 is the rendezvous. Pods see the store and the working folder under the same paths as the flow, on a
+PersistentVolumeClaim, and append to the job's log there, each write on its own, which a POSIX file system keeps whole. A failed
+Pod fails the Job at once: the flow starts the next attempt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+from parallel import device as devices
+from profiles.cluster import Cluster
+from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job
+from tasks.launchers.causes import RANK_PREFIX
+
+PORT = 29500  # of the rendezvous; every Pod has an address of its own
+JOB_LABEL, SIGNATURE, LOG_START = "trainshed/job", "trainshed/signature", "trainshed/log-start"
+KEPT_SECONDS = 86400  # that a Job is kept after its end
+# $1 is the log and $2 the index of an array, empty for others; the rest is the command.
+SHELL = 'log=$1; index=$2; shift 2; [ -z "$index" ] || set -- "$@" --index "$index"; exec "$@" >> "$log" 2>&1'
+
+
+def job_label(job: Job) -> str:
+    """Value of the label JOB_LABEL: equal for jobs of the same name, key and folder, so that a running one is found."""
+    return hashlib.sha256(f"{job.name}\n{job.key}\n{job.folder.absolute()}".encode()).hexdigest()[:32]
+
+
+def signature(job: Job) -> str:
+    """Hash of the job's signature."""
+    return hashlib.sha256(json.dumps(job.signature).encode()).hexdigest()[:32]
+
+
+def resource_name(job: Job) -> str:
+    """A new name for the Job and its Service: unique, and short enough for the names of its Pods."""
+    readable = re.sub(r"[^a-z0-9-]+", "-", job.name.lower())[:20].strip("-") or "job"
+    return f"trainshed-{readable}-{uuid.uuid4().hex[:12]}"
+
+
+def service(name: str, job: Job) -> dict[str, Any]:
+    """The headless Service of a Job's Pods."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name, "labels": {JOB_LABEL: job_label(job)}},
+        # Names must resolve before Pods are ready: the rendezvous is what makes them so.
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"batch.kubernetes.io/job-name": name},
+            "ports": [{"name": "rendezvous", "port": PORT}],
+        },
+    }
+
+
+def secret(name: str, job: Job) -> dict[str, Any]:
+    """The Secret with a job's secrets, which its Pods get as environment variables."""
+    metadata = {"name": name, "labels": {JOB_LABEL: job_label(job)}}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": dict(job.secrets)}
+
+
+def manifest(name: str, job: Job, cluster: Cluster, log_start: int, attempt: int | None) -> dict[str, Any]:
+    """The Job."""
+    pods = job.array or job.nodes
+    labels = {JOB_LABEL: job_label(job)}
+    settings = cluster.kubernetes
+    if settings.queue:
+        labels["kueue.x-k8s.io/queue-name"] = settings.queue
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": name,
+            "labels": labels,
+            "annotations": {SIGNATURE: signature(job), LOG_START: str(log_start)},
+        },
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": pods,
+            "parallelism": pods,
+            "backoffLimit": 0,
+            "ttlSecondsAfterFinished": KEPT_SECONDS,
+            "template": {
+                "metadata": {"labels": {JOB_LABEL: job_label(job)}},
+                "spec": _pod(name, job, cluster, attempt),
+            },
+        },
+    }
+
+
+def _pod(name: str, job: Job, cluster: Cluster, attempt: int | None) -> dict[str, Any]:
+    settings = cluster.kubernetes
+    container: dict[str, Any] = {
+        "name": "trainshed",
+        "image": settings.image,
+        "command": _command(name, job, attempt),
+        "workingDir": str(Path.cwd()),
+        "env": [{"name": key, "value": value} for key, value in _environment(name, job, cluster).items()],
+        "volumeMounts": [
+            {"name": "store", "mountPath": settings.mount},
+            {"name": "memory", "mountPath": "/dev/shm"},  # collectives and data workers need more than 64 MiB
+        ],
+    }
+    if job.secrets:
+        container["envFrom"] = [{"secretRef": {"name": name}}]
+    if resources := _resources(job, cluster):
+        container["resources"] = {"requests": resources, "limits": resources}
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "subdomain": name,  # of the Service
+        "terminationGracePeriodSeconds": cluster.grace,
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": [
+            {"name": "store", "persistentVolumeClaim": {"claimName": settings.claim}},
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    if settings.node_selector:
+        pod["nodeSelector"] = _pairs(settings.node_selector)
+    if settings.tolerations:
+        pod["tolerations"] = [{"key": key, "operator": "Exists"} for key in settings.tolerations]
+    if settings.service_account:
+        pod["serviceAccountName"] = settings.service_account
+    if settings.priority_class:
+        pod["priorityClassName"] = settings.priority_class
+    return pod
+
+
+def _command(name: str, job: Job, attempt: int | None) -> list[str]:
+    program = [
+        "-m",
+        *job.module,
+        *job.arguments,
+        *(["--attempt", str(attempt)] if attempt is not None else []),
+    ]
+    if job.processes:
+        torchrun = [
+            *("-m", START, TORCHRUN, "--nnodes", str(job.nodes), "--nproc-per-node", str(job.processes)),
+            *("--master-addr", f"{name}-0.{name}", "--master-port", str(PORT), "--max-restarts", "0"),
+            *("--tee", "3", "--log-dir", str(job.folder.absolute() / "ranks")),
+        ]
+        program = [*torchrun, *program]
+    # Kubernetes replaces $(NAME) in commands.
+    escaped = [part.replace("$(", "$$(") for part in program]
+    if job.processes:
+        escaped[3:3] = ["--node-rank", "$(JOB_COMPLETION_INDEX)"]
+    index = "$(JOB_COMPLETION_INDEX)" if job.array else ""
+    return ["/bin/sh", "-c", SHELL, "-", str(job.log_file.absolute()), index, "python", *escaped]
+
+
+def _environment(name: str, job: Job, cluster: Cluster) -> dict[str, str]:
+    device = devices.resolve(cluster.device)
+    variables = {
+        **SAFE_PATH,
+        "PYTHONUNBUFFERED": "1",
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_PREFIX,
+        **dict(device.environment),
+    }
+    if job.threads is not None:
+        variables["OMP_NUM_THREADS"] = str(job.threads)
+    if device.communicator:
+        variables[device.communicator] = f"{name}-0.{name}:{PORT + 1}"
+    return variables
+
+
+def _resources(job: Job, cluster: Cluster) -> dict[str, str]:
+    """What a Pod requests."""
+    if cluster.kubernetes.resources:
+        return _pairs(cluster.kubernetes.resources)
+    return {"nvidia.com/gpu": str(job.processes or 1)} if cluster.device == "cuda" else {}
+
+
+def _pairs(entries: list[str]) -> dict[str, str]:
+    return dict(entry.split("=", 1) for entry in entries)

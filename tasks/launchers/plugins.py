@@ -1,0 +1,52 @@
+"""Which launchers there are: those of Trainshed, and those of installed packages, by entry points.
+
+A package adds a launcher under the group `trainshed.launchers`, here one called `cloud`:
+
+    [project.entry-points."trainshed.launchers"]
+    cloud = "my_package.launcher:CloudLauncher"
+
+The name is the value of `cluster.launcher`; the object is called with the `cluster` section and returns a Launcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from profiles.cluster import Cluster
+from profiles.launchers import entry_points
+from tasks.launchers.base import Launcher
+
+
+def create(kind: str, cluster: Cluster | None = None) -> Launcher:
+    """Create the launcher that `cluster.launcher` names; all but "local" need the `cluster` section."""
+    if kind == "local":
+        return _local(cluster)
+    if cluster is None:
+        raise ValueError(f"cluster.launcher = {kind}: needs the section cluster")
+    if kind == "slurm":
+        from tasks.launchers.slurm import SlurmLauncher
+
+        return SlurmLauncher(cluster)
+    if kind == "kubernetes":
+        from tasks.launchers.kubernetes import KubernetesLauncher
+
+        return KubernetesLauncher(cluster)
+    found = entry_points()
+    if kind not in found:
+        raise ValueError(
+            f"cluster.launcher = {kind}: unknown launcher; is the package that has it installed?"
+        )
+    factory: Callable[[Cluster], Launcher] = found[kind].load()
+    return factory(cluster)
+
+
+def _local(cluster: Cluster | None) -> Launcher:
+    from tasks.launchers.local import LocalLauncher
+
+    if (
+        cluster is None or cluster.device == "cpu"
+    ):  # which needs no environment, and torch takes a second to import
+        return LocalLauncher()
+    from parallel import device as devices
+
+    return LocalLauncher(dict(devices.resolve(cluster.device).environment))

@@ -1,0 +1,20 @@
+"""The conformance suite on the local launcher, and on Kubernetes with an emulated API server."""
+
+import pytest
+
+from profiles import resolve
+from tasks.launchers import create
+from tasks.launchers.conformance import LauncherConformance
+
+SETTINGS = ("cluster.launcher=kubernetes", "cluster.kubernetes={image: trainshed, claim: store, mount: /}")
+
+
+class TestLocal(LauncherConformance):
+    def create(self):
+        return create("local")
+
+
+@pytest.mark.usefixtures("cluster")
+class TestKubernetes(LauncherConformance):
+    def create(self):
+        return create("kubernetes", resolve.load("tiny", SETTINGS).cluster)

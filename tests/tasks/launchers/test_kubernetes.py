@@ -1,0 +1,114 @@
+"""KubernetesLauncher on an emulated API server: several nodes, lost nodes, an API server that is away, and what is sent."""
+
+from pathlib import Path
+
+import pytest
+
+from profiles import resolve
+from profiles.errors import ProfileError
+from tasks.launchers import Job, create, execute
+from tasks.launchers.conformance import facts, wait
+from tests.tasks.launchers.test_conformance import SETTINGS
+
+
+@pytest.fixture
+def launcher(cluster):
+    return create("kubernetes", resolve.load("tiny", SETTINGS).cluster)
+
+
+def waiting(folder: Path, **options) -> Job:
+    return Job("work", "tasks.launchers.conformance_job", (str(folder),), folder / "logs", **options)
+
+
+def test_nodes_of_a_job_meet_at_the_first_one(cluster, launcher, tmp_path):
+    (tmp_path / "finish").touch()
+    job = waiting(tmp_path, nodes=2, processes=1, threads=1)
+    execute(launcher, job, timeout=120)
+    assert [facts(tmp_path, rank=rank)["world_size"] for rank in (0, 1)] == ["2", "2"]
+    assert "[rank 1] rank 1 runs\n" in job.log_file.read_text()
+    assert cluster.services.keys() == cluster.jobs.keys()
+
+
+def test_lost_node_is_the_cause_of_the_failure(cluster, launcher, tmp_path):
+    handle = launcher.submit(waiting(tmp_path))
+    facts(tmp_path, 120)
+    cluster.evict(f"{handle.identifier}-0-abcde")
+    wait(lambda: not launcher.poll(handle).running, 120)
+    failure = launcher.failure(handle, launcher.poll(handle))
+    assert f"{handle.identifier}-0-abcde on node-0 was evicted, or its node failed" in str(failure)
+
+
+def test_api_server_that_is_away_does_not_end_the_job(cluster, launcher, tmp_path, caplog):
+    job, looks = waiting(tmp_path), []
+
+    def watch():
+        looks.append(len(looks))
+        if looks[-1] == 1:
+            cluster.unavailable = 3
+        if looks[-1] > 5 and cluster.unavailable == 0:
+            (tmp_path / "finish").touch()
+
+    execute(launcher, job, watch, timeout=120)
+    assert sum("cannot get the job's status; retrying" in record.message for record in caplog.records) == 1
+
+
+def test_manifest_has_the_profile_s_settings(cluster, tmp_path):
+    profile = resolve.load("llama3-8b-h100", overrides())
+    resolve.check(profile)
+    launcher = create("kubernetes", profile.cluster)
+    handle = launcher.submit(waiting(tmp_path, nodes=2, processes=8, threads=4))
+    (sent,) = cluster.submitted
+    launcher.cancel(handle, 0)
+    assert sent["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert (sent["spec"]["completions"], sent["spec"]["parallelism"]) == (2, 2)
+    pod = sent["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert container["image"] == "registry/trainshed:1"
+    assert {"name": "OMP_NUM_THREADS", "value": "4"} in container["env"]
+    assert {"name": "store", "mountPath": "/fsx"} in container["volumeMounts"]
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "shared"}
+    assert pod["nodeSelector"] == {"zone": "a"}
+    assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+    assert (pod["serviceAccountName"], pod["priorityClassName"]) == ("trainer", "high")
+    assert pod["terminationGracePeriodSeconds"] == 45
+    assert pod["subdomain"] == sent["metadata"]["name"]
+
+
+def overrides() -> list[str]:
+    settings = {
+        "image": "registry/trainshed:1",
+        "namespace": "research",
+        "claim": "shared",
+        "mount": "/fsx",
+        "queue": "team",
+        "service_account": "trainer",
+        "priority_class": "high",
+        "node_selector": "[zone=a]",
+        "tolerations": "[nvidia.com/gpu]",
+    }
+    return [
+        "cluster.launcher=kubernetes",
+        "cluster.nodes=2",
+        "cluster.grace=45",
+        *(f"cluster.kubernetes.{key}={value}" for key, value in settings.items()),
+    ]
+
+
+def test_incomplete_settings_and_unknown_launchers_are_rejected(monkeypatch, tmp_path):
+    for changes, message in (
+        (
+            ["cluster.launcher=kubernets"],
+            "cluster.launcher = kubernets: is no launcher: .* nearest valid: kubernetes",
+        ),
+        (["cluster.launcher=kubernetes"], "cluster.kubernetes.image: is missing"),
+        (
+            [*SETTINGS, "cluster.kubernetes.mount=store"],
+            "cluster.kubernetes.mount = store: is not an absolute path",
+        ),
+    ):
+        with pytest.raises(ProfileError, match=message):
+            resolve.check(resolve.load("tiny", changes))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(ProfileError, match="no Kubernetes cluster is configured here"):
+        create("kubernetes", resolve.load("tiny", SETTINGS).cluster)
