@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from modeling.training.learning_rate import learning_rate
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
@@ -41,6 +42,35 @@ def find_parent(store: Store, text: str) -> Parent:
 def parent_profile(store: Store, parent: Parent) -> Path:
     """The profile.yaml of a parent on this machine."""
     return runs.fetch(store, parent.run) / "profile.yaml"
+
+
+def decay_overrides(store: Store, parent: Parent, steps: int) -> list[str]:
+    """Overrides with which a fork's rate falls from the parent's to zero, in a line, over this many steps.
+
+    A branch of a trunk with warm-up and a constant rate (WSD: arXiv 2404.06395, 2405.18392): the steps up to the parent's are its
+    own, so the branch is the run that would have had this schedule from its beginning.
+
+    Raises:
+        ProfileError: the parent's rate is not constant at that step.
+    """
+    train = resolve.load(str(parent_profile(store, parent))).train
+    if parent.step < train.warmup_steps:
+        reason = f"is within the warm-up of {parent.run}, which ends at step {train.warmup_steps}"
+        raise ProfileError("--decay", parent.step, reason)
+    if learning_rate(train, parent.step) != train.learning_rate:
+        reason = f"the rate of {parent.run} falls already at step {parent.step:,}"
+        raise ProfileError(
+            "--decay", steps, f"{reason}; a trunk has train.schedule constant, or constant_steps until then"
+        )
+    settings = {
+        "steps": parent.step + steps,
+        "epochs": "null",
+        "constant_steps": parent.step - train.warmup_steps,
+        "minimum_steps": 0,
+        "minimum_learning_rate": 0.0,
+        "schedule": "linear",
+    }
+    return [f"train.{name}={value}" for name, value in settings.items()]
 
 
 def require_forkable(store: Store, parent: Parent, profile: Profile) -> None:

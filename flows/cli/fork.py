@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from flows.cli import run as run_command
-from tasks.fork import find_parent, parent_profile
+from tasks.fork import decay_overrides, find_parent, parent_profile
 from tasks.store.store import Store
 
 
@@ -14,5 +14,7 @@ def run(options: argparse.Namespace) -> int:
     store = Store(options.store, options.work_dir)
     parent = find_parent(store, options.parent)
     options.profile = str(parent_profile(store, parent))
+    if options.decay:
+        options.overrides = [*decay_overrides(store, parent, options.decay), *options.overrides]
     options.fork, options.replace = f"{parent.run}@{parent.step}", False
     return run_command.run(options)

@@ -106,6 +106,8 @@ def parser() -> argparse.ArgumentParser:
     )
     fork.add_argument("name", metavar="NEW", help="name of the new run")
     _overrides(fork)
+    about = "end this many steps later, with the learning rate falling to zero: a branch of a trunk of constant rate"
+    fork.add_argument("--decay", type=_integer(1), metavar="STEPS", help=about)
     _store(fork)
     _update(fork)
     about = "with a store on S3, the folder for run folders, as the profile's cluster.work_dir"
@@ -230,6 +232,10 @@ def _conversion(command: argparse.ArgumentParser) -> None:
     about = "folder to write, or to compare with --verify alone"
     command.add_argument("destination", metavar="DESTINATION", help=about)
     command.add_argument("--to", choices=("hf", "nxd", "trainshed", "peft"), help="format to write")
+    about = "average the weights with those of this checkpoint; repeatable"
+    command.add_argument("--average", metavar="PATH", action="append", default=[], help=about)
+    about = "average the N latest checkpoints of the run SOURCE"
+    command.add_argument("--last", metavar="N", type=_integer(2), help=about)
     about = "merge these LoRA adapters: a run, NxD shards or a PEFT folder"
     command.add_argument("--adapters", metavar="PATH", help=about)
     command.add_argument("--verify", action="store_true", help="compare both checkpoints tensor by tensor")

@@ -27,7 +27,8 @@ from modeling.conversion.journal import Journal, Progress, open_journal
 from modeling.conversion.lora import read_adapters
 from modeling.conversion.nxd_layout import NXD_LAYOUTS, QKV_FORMS, NxDLayout, QKVForm
 from modeling.conversion.tensor_files import File
-from modeling.conversion.weights import Weights
+from modeling.conversion.weights import AveragedWeights, Weights
+from parallel.checkpoint import locations
 from parallel.constraints import valid_tensor_degrees
 from parallel.pipeline.stages import cut_layers
 from profiles.errors import ProfileError
@@ -60,6 +61,11 @@ class Options:
         None  # LoRA adapters to merge into the weights, of any format that `read_adapters` reads
     )
 
+    average: tuple[Path, ...] = ()  # further checkpoints, whose weights are averaged with the source's
+    last: int | None = (
+        None  # number of the source's latest checkpoints to average, if it is a run; None: the latest alone
+    )
+
     @property
     def slice_bytes(self) -> int:
         return max(1 << 20, self.budget * 10**6 // (WORKERS * COPIES))
@@ -69,6 +75,7 @@ class Options:
         options = {name: value for name, value in vars(self).items() if name not in ("config", "budget")}
         options["cuts"] = self.cuts and list(self.cuts)
         options["adapters"] = self.adapters and _stats(self.adapters)
+        options["average"] = [_stats(path) for path in self.average]
         return {"source": _stats(source), **options}
 
 
@@ -106,10 +113,13 @@ def convert(
         ProfileError: an invalid option.
         ValueError: the source is rejected or corrupted.
     """
-    source = formats.locate(source)
+    members = _members(source, options)
+    source = members[0]
     training_dtype = options.to != "trainshed"
-    given = source, options.config, options.nxd_layout, training_dtype
-    weights = formats.read(*given, adapters=options.adapters is not None)
+    given = options.config, options.nxd_layout
+    weights = formats.read(source, *given, training_dtype, adapters=options.adapters is not None)
+    if len(members) > 1:  # of float32 master weights, where checkpoints have them
+        weights = AveragedWeights([formats.read(member, *given, False) for member in members], weights.dtype)
     if options.adapters:
         config = options.config or source
         weights = read_adapters(options.adapters, config, options.nxd_layout).merged(weights)
@@ -125,6 +135,21 @@ def convert(
             native.finish(destination, notes, weights.model, name or source.name)
         facts = {"to": options.to, "tensors": len(weights.shapes), "bytes": weights.nbytes()}
         return journal.finish(files, facts)
+
+
+def _members(source: Path, options: Options) -> list[Path]:
+    """The checkpoints to read: the source's latest first, then those to average it with. Raises ProfileError."""
+    found = [formats.locate(source)]
+    if options.last:
+        folder = (
+            source / "checkpoints" if (source / "checkpoints").is_dir() else source.parent
+        )  # of its latest
+        saved = [path for _, path in locations.complete_checkpoints(folder)]
+        if len(saved) < options.last:
+            reason = f"{folder} has {len(saved)} complete checkpoints"
+            raise ProfileError("--last", options.last, reason, [len(saved)] if len(saved) > 1 else [])
+        found = saved[: -options.last - 1 : -1]
+    return [*found, *map(formats.locate, options.average)]
 
 
 def destination_files(weights: Weights, options: Options) -> Sequence[File]:
@@ -200,6 +225,8 @@ def options_from(arguments: argparse.Namespace) -> Options:
         nxd_qkv=arguments.nxd_qkv,
         budget=arguments.budget,
         adapters=Path(arguments.adapters).expanduser() if arguments.adapters else None,
+        average=tuple(Path(path).expanduser() for path in arguments.average),
+        last=arguments.last,
     )
 
 
@@ -215,6 +242,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--nxd-layout", choices=NXD_LAYOUTS)
     parser.add_argument("--nxd-qkv", choices=QKV_FORMS)
     parser.add_argument("--adapters", help="LoRA adapters to merge into the weights")
+    parser.add_argument(
+        "--average", action="append", default=[], help="checkpoint to average the weights with"
+    )
+    parser.add_argument("--last", type=int, help="number of the run's latest checkpoints to average")
     parser.add_argument("--budget", type=int, default=BUDGET, help="MB of memory for slices of tensors")
     parsed = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)

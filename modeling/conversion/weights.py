@@ -8,7 +8,7 @@ Reading a slice costs the memory of the slice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -95,6 +95,38 @@ class Weights:
         cuts = sorted({low, high, *(edge for edge in edges if low < edge < high)})
         for start, stop in pairwise(cuts):
             yield self.read(name, (start, *offsets[1:]), (stop - start, *sizes[1:]))
+
+
+class AveragedWeights(Weights):
+    """The mean of several checkpoints of a model, computed in float32 slice by slice: model merging.
+
+    Args:
+        dtype: to read as; None: as the first is stored.
+
+    Raises:
+        ValueError: they are not of one model.
+    """
+
+    def __init__(self, members: Sequence[Weights], dtype: torch.dtype | None = None) -> None:
+        first, *others = members
+        for other in others:
+            if differing := _differing(first.shapes, other.shapes):
+                raise ValueError(
+                    f"checkpoints to average are not of one model: {summarize(differing)} differ"
+                )
+        super().__init__(first.model, first.parts, dtype)
+        self.members = members
+
+    def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        total = torch.zeros(sizes)
+        for member in self.members:
+            total += member.read(name, offsets, sizes)
+        return (total / len(self.members)).to(self.dtype_of(name))
+
+
+def _differing(one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Names of tensors whose shapes differ, or that only one has."""
+    return [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
 
 
 def _slice_part(part: Part, low: list[int], high: list[int]) -> Tensor:
