@@ -30,9 +30,9 @@ def run(options: argparse.Namespace) -> int:
     if options.to == "peft" and (options.verify or options.adapters):
         reason = "writes the adapters in SOURCE alone; --verify and --adapters do not go with it"
         raise ProfileError("--to", "peft", reason, ["hf"])
-    if (options.average or options.last) and (options.verify or options.adapters or options.to == "peft"):
+    if options.average and (options.verify or options.adapters or options.to == "peft"):
         reason = "writes averaged weights; --verify, --adapters and --to peft do not go with it"
-        raise ProfileError("--average" if options.average else "--last", None, reason)
+        raise ProfileError("--average", None, reason)
     if "://" in options.destination:
         raise ProfileError("DESTINATION", options.destination, "is not a local folder")
     destination = Path(options.destination).expanduser()

@@ -227,16 +227,16 @@ def _update(command: argparse.ArgumentParser) -> None:
 
 
 def _conversion(command: argparse.ArgumentParser) -> None:
-    about = "Hugging Face folder, file or repository, NxD shards, run folder or checkpoint"
+    about = "Hugging Face or NxD files, repository, run folder"
     command.add_argument("source", metavar="SOURCE", help=about)
-    about = "folder to write, or to compare with --verify alone"
+    about = "folder to write, or to compare with --verify"
     command.add_argument("destination", metavar="DESTINATION", help=about)
-    command.add_argument("--to", choices=("hf", "nxd", "trainshed", "peft"), help="format to write")
-    about = "average the weights with those of this checkpoint; repeatable"
-    command.add_argument("--average", metavar="PATH", action="append", default=[], help=about)
-    about = "average the N latest checkpoints of the run SOURCE"
-    command.add_argument("--last", metavar="N", type=_integer(2), help=about)
-    about = "merge these LoRA adapters: a run, NxD shards or a PEFT folder"
+    kinds = ("hf", "nxd", "trainshed", "peft")
+    about = f"format to write: {', '.join(kinds)}"
+    command.add_argument("--to", choices=kinds, metavar="FORMAT", help=about)
+    about = "average a run's N latest, or with PATH; repeatable"
+    command.add_argument("--average", metavar="N|PATH", action="append", default=[], help=about)
+    about = "merge LoRA adapters: run, NxD or PEFT folder"
     command.add_argument("--adapters", metavar="PATH", help=about)
     command.add_argument("--verify", action="store_true", help="compare both checkpoints tensor by tensor")
     command.add_argument("--revision", help="commit, tag or branch of a hub repository")
@@ -246,7 +246,7 @@ def _conversion(command: argparse.ArgumentParser) -> None:
     about = "layout of NxD shards whose ranks share KV heads"
     command.add_argument("--nxd-layout", choices=("trn1", "trn2"), help=about)
     forms = ("separate", "fused", "coalesced")
-    about = "QKV in written shards: separate, fused or coalesced (default unless KV heads are shared)"
+    about = "QKV in shards: separate, fused or coalesced"
     command.add_argument("--nxd-qkv", choices=forms, metavar="FORM", help=about)
     _with_default(command, "--budget", 512, "memory for tensor buffers", type=_integer(1), metavar="MB")
     _json(command)

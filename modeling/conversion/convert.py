@@ -145,9 +145,9 @@ def _members(source: Path, options: Options) -> list[Path]:
             source / "checkpoints" if (source / "checkpoints").is_dir() else source.parent
         )  # of its latest
         saved = [path for _, path in locations.complete_checkpoints(folder)]
-        if len(saved) < options.last:
+        if not 1 < options.last <= len(saved):
             reason = f"{folder} has {len(saved)} complete checkpoints"
-            raise ProfileError("--last", options.last, reason, [len(saved)] if len(saved) > 1 else [])
+            raise ProfileError("--average", options.last, reason, [len(saved)] if len(saved) > 1 else [])
         found = saved[: -options.last - 1 : -1]
     return [*found, *map(formats.locate, options.average)]
 
@@ -225,8 +225,8 @@ def options_from(arguments: argparse.Namespace) -> Options:
         nxd_qkv=arguments.nxd_qkv,
         budget=arguments.budget,
         adapters=Path(arguments.adapters).expanduser() if arguments.adapters else None,
-        average=tuple(Path(path).expanduser() for path in arguments.average),
-        last=arguments.last,
+        average=tuple(Path(path).expanduser() for path in arguments.average if not path.isdecimal()),
+        last=max((int(number) for number in arguments.average if number.isdecimal()), default=None),
     )
 
 
@@ -242,10 +242,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--nxd-layout", choices=NXD_LAYOUTS)
     parser.add_argument("--nxd-qkv", choices=QKV_FORMS)
     parser.add_argument("--adapters", help="LoRA adapters to merge into the weights")
-    parser.add_argument(
-        "--average", action="append", default=[], help="checkpoint to average the weights with"
-    )
-    parser.add_argument("--last", type=int, help="number of the run's latest checkpoints to average")
+    about = "checkpoint to average the weights with, or number of the run's latest checkpoints to average"
+    parser.add_argument("--average", action="append", default=[], help=about)
     parser.add_argument("--budget", type=int, default=BUDGET, help="MB of memory for slices of tensors")
     parsed = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)

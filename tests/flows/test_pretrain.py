@@ -291,7 +291,7 @@ def test_a_branch_of_a_trunk_equals_the_run_of_its_length_and_checkpoints_are_av
 
     run, merged = store / "runs/at-once", tmp_path / "merged"
     branch = str(store / "runs/branch/export")
-    assert main(["convert", str(run), str(merged), "--to", "hf", "--last", "2", "--average", branch]) == 0
+    assert main(["convert", str(run), str(merged), "--to", "hf", "--average", "2", "--average", branch]) == 0
     for number, step in enumerate((10, 8)):
         convert(run / f"checkpoints/step_{step}", tmp_path / str(number), Options("hf"))
     found, *members = (
@@ -301,7 +301,7 @@ def test_a_branch_of_a_trunk_equals_the_run_of_its_length_and_checkpoints_are_av
     for name, tensor in found.items():
         mean = sum(member[name] for member in members) / 3
         torch.testing.assert_close(tensor, mean, rtol=1e-6, atol=1e-8)
-    assert main(["convert", str(run), str(tmp_path / "many"), "--to", "hf", "--last", "9"]) == 2
+    assert main(["convert", str(run), str(tmp_path / "many"), "--to", "hf", "--average", "9"]) == 2
 
 
 def test_a_run_keeps_the_data_that_it_began_with_until_it_is_updated(pretrain, store, profile, tmp_path):
