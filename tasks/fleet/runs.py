@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import orjson
@@ -178,7 +178,7 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
     if {name: entry[0] for name, entry in found.items()} != {
         name: entry[0] for name, entry in cached.items()
     }:
-        contents = {name: [stamps, asdict(digest)] for name, (stamps, digest) in found.items()}
+        contents = {name: [stamps, vars(digest)] for name, (stamps, digest) in found.items()}
         state_files.write(path, orjson.dumps({"version": VERSION, "runs": contents}), durable=False)
     runs = [RunView(found[name][1], *state) for name, state in zip(names, states, strict=True)]
     runs.sort(key=lambda run: (run.state not in ACTIVE, -run.digest.changed))
