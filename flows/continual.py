@@ -31,7 +31,7 @@ from profiles.errors import ProfileError
 from tasks import continual as series
 from tasks import keys
 from tasks.dataset import DatasetStep
-from tasks.evaluation import EvaluationStep
+from tasks.evaluation.held_out import EvaluationStep
 from tasks.export import ExportStep
 from tasks.graphs import GraphsStep
 from tasks.report import ReportStep

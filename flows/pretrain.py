@@ -43,7 +43,7 @@ from profiles.schema import Profile
 from tasks import keys, ladder
 from tasks.checkpoint import CheckpointStep
 from tasks.dataset import DatasetStep, with_steps
-from tasks.evaluation import EvaluationStep
+from tasks.evaluation.held_out import EvaluationStep
 from tasks.export import ExportStep
 from tasks.fork import copy_checkpoint, find_parent, require_forkable
 from tasks.graphs import GraphsStep

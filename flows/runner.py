@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -141,6 +141,10 @@ class Runner:
             record_event(folder, **failure)
         self._unrecorded.clear()
 
+    def keep(self, used: Mapping[str, Sequence[str]]) -> None:
+        """Keep what the run refers to already, for flows that add to it: keys of artifacts by kind."""
+        self._used = {kind: list(found) for kind, found in used.items()}
+
     def check(
         self, name: str, function: Callable[[], T], describe: Callable[[T], str], retries: int = 0
     ) -> T:
@@ -239,7 +243,7 @@ class Runner:
 
     def _record_use(self, artifact: Artifact) -> None:
         """Record that the run uses an artifact, so that garbage collection keeps it."""
-        if artifact.key:
+        if artifact.key and artifact.key not in self._used.get(artifact.kind, ()):
             self._used.setdefault(artifact.kind, []).append(artifact.key)
         if self.context.folder is not None:
             run = self.context.store.run_folder(self.context.folder.name)

@@ -360,6 +360,10 @@ class Evaluate(Section):
     batches: Count | None = Field(
         None, description="global batches per evaluation during training; null: the whole validation split"
     )
+    by_source: bool = Field(
+        False,
+        description="also evaluate each data source by itself, on as many batches: metrics.jsonl has validation_loss/<source>",
+    )
     tolerance: Rate = Field(
         0.0,
         description="increase in validation loss, in nats per token, up to which continual pretraining promotes a model, and a "

@@ -11,8 +11,10 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import count as counter
 from typing import Any
 
 from modeling.data.indexed import token_dtype
@@ -133,6 +135,7 @@ class DatasetStep(Step):
             "train": [_entry(*pair, "train", "") for pair in pairs],
             "validation": [_entry(*pair, "validation", "validation_") for pair in pairs],
             "blend": _blend(profile, plan),
+            "sources": _sources(profile, plan),
             "span": profile.data.shuffle_tokens,
             "records": bool(plan.records),
         }
@@ -257,6 +260,17 @@ def _blend(profile: Profile, plan: DatasetPlan) -> list[dict[str, Any]] | None:
         for source, count in zip(profile.data.sources, counts, strict=True)
     ]
     return blend if any(part["weight"] for part in blend) else None
+
+
+def _sources(profile: Profile, plan: DatasetPlan) -> list[dict[str, Any]]:
+    """Name and number of shards of each source, in order."""
+    counts = [sum(shard.source == i for shard in plan.shards) for i in range(len(profile.data.sources))]
+    names: list[str] = []
+    for source in profile.data.sources:
+        place = (source.repository or source.path or source.kind).rstrip("/").rpartition("/")[2]
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", place.partition(".")[0]).strip("-") or source.kind
+        names.append(next(each for each in (name, *(f"{name}-{n}" for n in counter(2))) if each not in names))
+    return [{"name": name, "shards": shards} for name, shards in zip(names, counts, strict=True)]
 
 
 def _report(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> list[dict[str, Any]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tasks import keys
@@ -41,27 +43,10 @@ class ExportStep(Step):
         return run_artifacts.find(context.store, self.kind, key, context.run_folder.name)
 
     def make(self, context: Context, key: str) -> Artifact:
-        from modeling.conversion.convert import Options, convert
-        from modeling.conversion.journal import RECORD
-        from modeling.conversion.lora import TrainedAdapters
-
         store, folder = context.store, context.run_folder
         partial, final = folder / f"{EXPORT}.partial", folder / EXPORT
-        run = store.run_folder(folder.name)
-        checkpoint = f"checkpoints/step_{run.checkpoint_steps()[-1]}"
-        local = run.download(checkpoint)
-        if self.weights and context.profile.lora.rank:
-            base = store.artifacts.path(self.weights)
-            convert(base, partial, Options("hf", adapters=local), replace=True)
-            TrainedAdapters(local).write(partial / ADAPTER)
-        else:
-            convert(local, partial, Options("hf"), replace=True)
-        if run.is_remote(checkpoint):
-            shutil.rmtree(local.parent)  # downloaded copies
-        for file in store.artifacts.path(self.tokenizer).iterdir():
-            if file.name != MANIFEST:
-                shutil.copy2(file, partial / file.name)
-        (partial / RECORD).unlink()
+        checkpoint = f"checkpoints/step_{store.run_folder(folder.name).checkpoint_steps()[-1]}"
+        write_model(context, checkpoint, self.tokenizer, self.weights, partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
@@ -69,3 +54,29 @@ class ExportStep(Step):
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return format_bytes(summary["bytes"])
+
+
+def write_model(
+    context: Context, checkpoint: str, tokenizer: Artifact, weights: Artifact | None, folder: Path
+) -> None:
+    """Write a checkpoint of the run, by its path in the run folder, as a Hugging Face model with the tokenizer's files."""
+    from modeling.conversion.convert import Options, convert
+    from modeling.conversion.journal import RECORD
+    from modeling.conversion.lora import TrainedAdapters
+
+    store, run = context.store, context.store.run_folder(context.run_folder.name)
+    local = run.download(checkpoint)
+    if weights and context.profile.lora.rank:
+        base = store.artifacts.path(weights)
+        convert(base, folder, Options("hf", adapters=local), replace=True)
+        TrainedAdapters(local).write(folder / ADAPTER)
+    else:
+        convert(local, folder, Options("hf"), replace=True)
+    if run.is_remote(checkpoint):
+        shutil.rmtree(local)  # a downloaded copy
+        with contextlib.suppress(OSError):  # another one is in use
+            local.parent.rmdir()
+    for file in store.artifacts.path(tokenizer).iterdir():
+        if file.name != MANIFEST:
+            shutil.copy2(file, folder / file.name)
+    (folder / RECORD).unlink()

@@ -205,9 +205,12 @@ def training(run: str, identity: str, train: Train) -> str:
     return _of_run("training", run, identity, train)
 
 
-def evaluation(run: str, identity: str, train: Train, metrics: Sequence[str] = ()) -> str:
-    """Key of an evaluation of a run, with the user's metric functions."""
-    functions = {"metrics": [_function(name) for name in metrics]} if metrics else {}
+def evaluation(
+    run: str, identity: str, train: Train, metrics: Sequence[str] = (), *, by_source: bool = False
+) -> str:
+    """Key of an evaluation of a run, with the user's metric functions, and perhaps the losses of data sources."""
+    functions: dict[str, Any] = {"metrics": [_function(name) for name in metrics]} if metrics else {}
+    functions |= {"by_source": True} if by_source else {}
     return _of_run("evaluation", run, identity, train, **functions)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from modeling.data.records import REFERENCE
 from tasks import keys
-from tasks.evaluation import run_job
+from tasks.evaluation.held_out import run_job
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 from tasks.training import cluster_job

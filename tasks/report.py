@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,10 @@ from typing import Any
 from modeling.planning.planner import Plan
 from modeling.tracing import traced_plan
 from modeling.training.metrics import BEFORE
-from profiles import state_files
+from profiles import resolve, state_files
 from profiles.schema import Profile
 from tasks import ladder
+from tasks.evaluation import results
 from tasks.reporting import advice, run_report
 from tasks.reporting.history import REPORT_JSON, History
 from tasks.reporting.outcome import Outcome
@@ -32,6 +34,8 @@ from tasks.store.artifacts import Artifact
 from tasks.store.backends import FolderBackend
 from tasks.store.runs import INPUTS, read_events, read_inputs
 from tasks.store.store import Store
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -86,13 +90,36 @@ def write_report(
         "events": read_events(folder),
         "experts": _experts(folder, history),
         "forecast": _forecast(folder, evaluation),
+        "evaluations": _evaluations(folder),
         "warnings": _warnings(profile, outcomes, history),
         "export": str(folder / EXPORT) if (folder / EXPORT).is_dir() else None,
     }
+    return _write(profile, folder, facts, history)
+
+
+def update_evaluations(folder: Path) -> Path | None:
+    """Write the report of a run again, with the evaluations of checkpoints that came since; None if it has none yet."""
+    facts = state_files.read_json(folder / REPORT_JSON)
+    if facts is None:
+        return None
+    facts["evaluations"] = _evaluations(folder)
+    try:
+        return _write(resolve.load(str(folder / "profile.yaml")), folder, facts, History.read(folder))
+    except LookupError as error:  # a report of an earlier version lacks facts
+        log.warning("%s: without %s; run %s again to rewrite it", folder / REPORT_JSON, error, folder.name)
+        return None
+
+
+def _write(profile: Profile, folder: Path, facts: Mapping[str, Any], history: History) -> Path:
     page = run_report.render(profile, facts, history, (folder / "profile.yaml").read_text())
     for name, text in {REPORT_JSON: json.dumps(facts, indent=1), "report.html": page}.items():
         FolderBackend(folder).write(name, text.encode())
     return folder / "report.html"
+
+
+def _evaluations(folder: Path) -> list[dict[str, Any]]:
+    """Metrics of each checkpoint that was evaluated beside the run, in order of steps."""
+    return [{"step": step, **metrics} for step, metrics in results.read(folder).items()]
 
 
 def _warnings(profile: Profile, outcomes: Sequence[Outcome], history: History) -> list[str]:

@@ -131,6 +131,29 @@ def parser() -> argparse.ArgumentParser:
     _store(runs)
     _json(runs)
 
+    about = "evaluate the checkpoints of a run, also while it trains: held-out loss and language-model tasks"
+    example = "trainshed evaluate tiny --task hellaswag --limit 100"
+    evaluate = _command(commands, "evaluate", "RUN[@STEP]", about, example)
+    evaluate.add_argument(
+        "run", metavar="RUN[@STEP]", help="the run, and the step of one checkpoint (default: all)"
+    )
+    about = (
+        "task or group of lm-evaluation-harness (extra lm-eval); repeatable; without it held-out loss alone"
+    )
+    evaluate.add_argument("--task", dest="tasks", action="append", default=[], metavar="NAME", help=about)
+    evaluate.add_argument(
+        "--include", default="", metavar="FOLDER", help="folder with task files of your own"
+    )
+    evaluate.add_argument("--limit", type=_integer(1), metavar="N", help="examples of each task at most")
+    evaluate.add_argument(
+        "--follow", action="store_true", help="wait for further checkpoints until the run has ended"
+    )
+    _overrides(evaluate)
+    _store(evaluate)
+    about = "with a store on S3, the folder for run folders, as the profile's cluster.work_dir"
+    _with_default(evaluate, "--work-dir", "./store", about, metavar="FOLDER")
+    _json(evaluate)
+
     about = "write a page of all runs: progress, speed, goodput, cost"
     fleet = _command(commands, "fleet", "", about, "trainshed fleet --output fleet.html")
     _store(fleet)

@@ -13,7 +13,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -89,6 +89,9 @@ class Corpus:
     streams: list[Stream] = field(default_factory=list)
     span: int | None = None  # number of tokens shuffled together; None: all of a stream
     cache: ShardCache | None = None  # cache for remote shards; None if all are on this machine
+    sources: dict[str, Stream] = field(
+        default_factory=dict
+    )  # the validation split's part of each source, by name
     lowest: int = 0  # lowest token; -vocabulary_size where tokens may be complements of ids (records.py)
     _open: OrderedDict[int, MappedShard] = field(default_factory=OrderedDict, repr=False)
 
@@ -118,6 +121,10 @@ class Corpus:
         if cache:
             cache.anonymous |= {shard["path"] for shard in shards if shard.get("anonymous")}
         sources = manifest.get("blend") if split == "train" else None
+        held_out = (
+            manifest.get("sources", ()) if split == "validation" else ()
+        )  # absent in those of earlier versions
+        parts = _streams([{"weight": 1.0, "shards": source["shards"]} for source in held_out], counts)
         return cls(
             [shard["path"] for shard in shards],
             counts,
@@ -128,6 +135,7 @@ class Corpus:
             _streams(sources, counts) if sources else [],
             manifest.get("span") if split == "train" else None,
             cache,
+            {source["name"]: part for source, part in zip(held_out, parts, strict=True)},
             -manifest["vocabulary_size"] if manifest.get("records") else 0,
         )
 
@@ -266,6 +274,15 @@ class Samples:
                 raise ValueError(f"train.sequence_length = {s}: {reason}")
             self._orders.append(WindowOrder(n, None if seed is None else stream_seed(seed, i), span))
         self.windows = sum(order.n for order in self._orders)
+
+    def by_source(self) -> dict[str, Samples]:
+        """The samples of each source by itself, by its name; without those that have no window."""
+        sources = self.corpus.sources.items()
+        found = {name: stream for name, stream in sources if stream.tokens > self.sequence_length}
+        return {
+            name: Samples(replace(self.corpus, streams=[stream]), self.sequence_length, None)
+            for name, stream in found.items()
+        }
 
     def window_starts(self, samples: np.ndarray) -> np.ndarray:
         """First token (count) of each sample's (count) window; sample numbers continue across epochs."""

@@ -1,8 +1,8 @@
 """Validation loss, one process per device: `python -m modeling.training.evaluate --run-folder RUN --dataset DATA --output FILE`.
 
-Evaluates the run's latest complete checkpoint on the whole validation split and writes {step, validation_loss, perplexity,
-tokens, metrics, samples} as JSON, atomically; `metrics` has the user metrics by name, `samples` generated text. The exit code
-says why it failed (exit_codes.py).
+Evaluates the latest complete checkpoint, or that of --step, on the whole validation split and writes {step, validation_loss,
+perplexity, tokens, metrics, samples} as JSON, atomically; `metrics` has the user metrics by name, `samples` generated text. The
+exit code says why it failed (exit_codes.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -43,10 +43,16 @@ class Evaluation:
     tokens: int  # number of tokens evaluated
     metrics: dict[str, float]  # mean per token of each user metric, by name
     graphs: dict[str, int]  # compile cache statistics
+    sources: dict[str, float] = field(default_factory=dict)  # loss of each data source, by name
 
     @property
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700))
+
+    @property
+    def by_source(self) -> dict[str, float]:
+        """The losses of data sources under their names in metrics: validation_loss/<source>."""
+        return {f"validation_loss/{name}": loss for name, loss in self.sources.items()}
 
 
 def evaluate_samples(
@@ -85,6 +91,18 @@ def evaluate_samples(
     )
 
 
+def evaluate_split(
+    trainer: Trainer, samples: Samples | RecordSamples, batches: int | None = None
+) -> Evaluation:
+    """`evaluate_samples`, and with `evaluate.by_source` also of each data source by itself."""
+    result = evaluate_samples(trainer, samples, batches)
+    if not trainer.profile.evaluate.by_source or not isinstance(samples, Samples):
+        return result
+    parts = samples.by_source()
+    losses = {name: evaluate_samples(trainer, part, batches).loss for name, part in parts.items()}
+    return replace(result, sources=losses)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="modeling.training.evaluate")
     parser.add_argument("--run-folder", type=Path, required=True)
@@ -94,10 +112,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weights", type=Path, help="checkpoint folder with the weights that LoRA updates")
     parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--step", type=int, help="step of the checkpoint to evaluate (default: the latest)")
+    parser.add_argument("--profile", type=Path, help="profile of the evaluation (default: the run's)")
     shard_cache.add_arguments(parser)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    profile = load(str(options.run_folder / "profile.yaml"))
+    profile = load(str(options.profile or options.run_folder / "profile.yaml"))
     graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
     with Trainer(profile, graphs, precompiled=precompiled) as trainer:
         evaluate_checkpoint(trainer, options)
@@ -105,13 +125,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
-    """Evaluate the latest complete checkpoint and write the result. Raises ValueError if there is none, or it is corrupted."""
+    """Evaluate a complete checkpoint and write the result. Raises ValueError if there is none, or it is corrupted."""
     profile = trainer.profile
     saved = dict(checkpoint.complete_checkpoints(options.checkpoints or options.run_folder / "checkpoints"))
     if not saved:
         raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
     reject_beyond_last_step(profile, saved)
-    step, location = max(saved.items())
+    step = max(saved) if options.step is None else options.step
+    if step not in saved:
+        raise ValueError(f"run {options.run_folder.name} has no complete checkpoint of step {step}")
+    location = saved[step]
     optimizer = build_optimizer(profile, [*trainer.stages.values()], trainer.mesh)
     if profile.lora.rank:
         load_base(options.weights, optimizer)
@@ -123,7 +146,7 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
 
 def evaluate_into(output: Path, trainer: Trainer, samples: Samples | RecordSamples, step: int) -> Evaluation:
     """Evaluate a whole split, generate samples, and write both as JSON. Every rank calls it, after so many steps."""
-    evaluation = evaluate_samples(trainer, samples)
+    evaluation = evaluate_split(trainer, samples)
     generated = generate_samples(trainer, samples)
     if trainer.leader:
         result = {
@@ -131,7 +154,7 @@ def evaluate_into(output: Path, trainer: Trainer, samples: Samples | RecordSampl
             "validation_loss": evaluation.loss,
             "perplexity": evaluation.perplexity,
             "tokens": evaluation.tokens,
-            "metrics": evaluation.metrics,
+            "metrics": {**evaluation.metrics, **evaluation.by_source},
             "samples": generated,
             **evaluation.graphs,
         }

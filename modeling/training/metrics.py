@@ -151,7 +151,8 @@ def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def tag(name: str) -> str:
     """TensorBoard tag of a metric: 'step_seconds' -> 'time/step_seconds', and 'accuracy' -> 'evaluation/accuracy'."""
-    group = next((group for group, names in GROUPS.items() if name in names), "evaluation")
+    whole = name.partition("/")[0]  # validation_loss/<source> is with the loss of the whole split
+    group = next((group for group, names in GROUPS.items() if whole in names), "evaluation")
     return f"{group}/{name}"
 
 

@@ -124,8 +124,8 @@ class Reporter:
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         """Write the metrics row and log line of an evaluation during training."""
-        row = {"step": step, "validation_loss": result.loss, **result.metrics, **result.graphs}
-        self._metrics.write(row)
+        row = {"step": step, "validation_loss": result.loss, **result.by_source, **result.metrics}
+        self._metrics.write({**row, **result.graphs})
         log.info(f"step {step}/{self._settings.steps}  validation loss {result.loss:.4f}")
 
     def rewind(self, step: int, restore_seconds: float) -> None:

@@ -31,7 +31,7 @@ from modeling.supervision.time_account import TimeAccount
 from modeling.supervision.watchdog import Watchdog
 from modeling.training.anomalies import AnomalyGuard, Ranges, sample_number
 from modeling.training.checkpoints import Checkpoints, SaveGivenUp
-from modeling.training.evaluate import evaluate_into, evaluate_samples
+from modeling.training.evaluate import evaluate_into, evaluate_split
 from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import BEFORE
 from modeling.training.reporter import Reporter
@@ -234,7 +234,7 @@ class TrainingRun:
         if not every or self.step % every:
             return None
         with self.watchdog.phase("evaluate"), self.account.phase("evaluation_seconds"):
-            result = evaluate_samples(self.trainer, self.validation, self.profile.evaluate.batches)
+            result = evaluate_split(self.trainer, self.validation, self.profile.evaluate.batches)
         if self.reporter:
             self.reporter.evaluation(self.step, result)
         return result.loss

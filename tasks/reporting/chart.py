@@ -14,6 +14,7 @@ from html import escape
 
 WIDTH, HEIGHT = 1000.0, 400.0  # of the plot area, in SVG units
 MAX_POINTS = 500
+LINE_STYLES = 6  # line colours in report.html
 MUTED, COLOURS = "#868e96", {"training": "#7f93a8", "smooth": "#2f8fe0", "validation": "#e8703a"}
 Points = Sequence[tuple[float, float]]
 

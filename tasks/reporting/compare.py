@@ -15,7 +15,7 @@ from profiles import resolve
 from profiles.errors import ProfileError, format_value
 from profiles.schema import Profile
 from tasks.reporting import html
-from tasks.reporting.chart import Series, line_chart
+from tasks.reporting.chart import LINE_STYLES, Series, line_chart
 from tasks.reporting.format import (
     format_bytes,
     format_count,
@@ -26,7 +26,6 @@ from tasks.reporting.format import (
 from tasks.reporting.history import REPORT_JSON, History
 from tasks.store.store import Store
 
-LINE_STYLES = 6  # line colours in report.html
 UNKNOWN = "–"
 RESULTS = {  # row: (key of `load_runs`, formatter)
     "state": ("state", str),

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from profiles.schema import Profile
 from tasks.launchers.log_follower import LogFollower, is_metrics
-from tasks.reporting.chart import Points, Series
+from tasks.reporting.chart import LINE_STYLES, Points, Series
 from tasks.reporting.downsampling import Curve, Sample
 from tasks.reporting.format import validation_name
 from tasks.store.runs import METRICS
@@ -18,6 +18,7 @@ from tasks.store.runs import METRICS
 REPORT_JSON = "report.json"
 SMOOTHING = 10  # points before and after each that a smoothed value averages
 RECENT = 10  # steps that the time left is estimated from
+OF_SOURCE = "validation_loss/"  # begins the metrics of data sources
 CURVES = ("loss", "tokens_per_second", "memory_bytes")
 MEDIANS = (
     *("step_seconds", "tokens_per_second", "mfu"),
@@ -56,6 +57,9 @@ class History:
                 self.last_evaluation = row
                 self.lowest_evaluation = min(self.lowest_evaluation or row, row, key=_validation_loss)
                 self._add_to_curve("validation_loss", row)
+                for key in row:
+                    if key.startswith(OF_SOURCE):
+                        self._add_to_curve(key, row)
 
     def _clear(self) -> None:
         self.steps, self._seconds, self._skipped = 0, 0.0, 0
@@ -132,6 +136,16 @@ class History:
                 self.curve("validation_loss"),
                 dots=True,
             ),
+        ]
+
+    def source_series(self) -> list[Series]:
+        """Validation loss of each data source during training, for a chart."""
+        names = sorted(key for key in self._curves if key.startswith(OF_SOURCE))
+        return [
+            Series(
+                name.removeprefix(OF_SOURCE), f"line-{number % LINE_STYLES + 1}", self.curve(name), dots=True
+            )
+            for number, name in enumerate(names)
         ]
 
     def smoothed_loss(self) -> Points:

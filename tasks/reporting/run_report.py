@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from profiles.schema import Profile
 from tasks.reporting import html
 from tasks.reporting.advice import training_tokens
-from tasks.reporting.chart import Series, line_chart
+from tasks.reporting.chart import LINE_STYLES, Series, line_chart
 from tasks.reporting.format import (
     format_bytes,
     format_count,
@@ -26,6 +26,7 @@ from tasks.reporting.heat_map import heat_map
 from tasks.reporting.history import History
 
 DROPPED = {"missing": "without text", "short": "too short", "duplicates": "duplicates"}  # documents
+MAX_CHARTS = 6  # of evaluations of checkpoints
 STEP_PARTS = {  # of the step time, by metrics key
     "data_wait_seconds": "waiting for data",
     "forward_backward_seconds": "forward and backward",
@@ -46,6 +47,8 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
             html.section("Warnings", *(html.paragraph(f"{text}.") for text in facts["warnings"])),
             html.section("Steps", f'<ol class="dag">{steps}</ol>'),
             html.section("Loss", line_chart(history.loss_series(profile), x_label="step", y_label="loss")),
+            html.section("Validation loss by data source", *_sources(history)),
+            html.section("Evaluations of checkpoints", *_checkpoints(facts.get("evaluations", []))),
             html.section("Throughput and memory", *_throughput(history)),
             html.section("Experts", *_experts(facts["experts"])),
             html.section("Planned and measured", _planned(facts["plan"], facts["measured"])),
@@ -96,6 +99,36 @@ def _step(outcome: Mapping[str, Any]) -> str:
         f'<li class="{escape(how)}"><b>{escape(outcome["step"])}</b>'
         f"<small>{escape(how)}{timing}</small>{note}</li>"
     )
+
+
+def _sources(history: History) -> list[str]:
+    """A chart of the losses in training; nothing if sources were not evaluated by themselves."""
+    lines = history.source_series()
+    return [line_chart(lines, x_label="step", y_label="validation loss")] if lines else []
+
+
+def _checkpoints(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Charts of what was measured on checkpoints beside the run, and a table by step."""
+    names = dict.fromkeys(name for row in evaluations for name in row if name != "step")
+    shown = [name for name in names if "_stderr" not in name]
+    charts = []
+    for number, name in enumerate(shown[:MAX_CHARTS]):
+        points = [(row["step"], row[name]) for row in evaluations if name in row]
+        if len(points) > 1:
+            line = Series(name, f"line-{number % LINE_STYLES + 1}", points, dots=True)
+            charts.append(line_chart([line], x_label="step", y_label=name))
+    rows = [
+        (f"{row['step']:,}", *(_with_error(row, name) if name in row else "" for name in shown))
+        for row in evaluations
+    ]
+    return [html.columns(*charts) if charts else "", html.table(("step", *shown), rows)]
+
+
+def _with_error(row: Mapping[str, Any], name: str) -> str:
+    """A metric, with its standard error if the task has one."""
+    task, _, metric = name.rpartition("/")
+    error = row.get(f"{task}/{metric}_stderr")
+    return format_value(row[name]) + (f" ± {format_value(error)}" if error is not None else "")
 
 
 def _throughput(history: History) -> list[str]:

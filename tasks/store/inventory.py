@@ -88,7 +88,7 @@ def remove(store: Store, garbage: Iterable[Garbage]) -> None:
     with store.lock("gc"):
         # By their locks: a run that has just started has no folder yet.
         for name in sorted({file.partition("/")[0] for file in store.backend.files("locks")}):
-            if name.startswith(("run-", "continual-")) and (holder := store.lock_holder(name)):
+            if name.startswith(("run-", "continual-", "evaluate-")) and (holder := store.lock_holder(name)):
                 reason = (
                     f"run {name.partition('-')[2]} is active in {holder}; remove garbage once it has ended"
                 )

@@ -50,7 +50,11 @@ class EvaluationStep(Step):
     def key(self, context: Context) -> str:
         profile = context.profile
         return keys.evaluation(
-            context.run_folder.name, self.identity, profile.train, profile.evaluate.metrics
+            context.run_folder.name,
+            self.identity,
+            profile.train,
+            profile.evaluate.metrics,
+            by_source=profile.evaluate.by_source,
         )
 
     def make(self, context: Context, key: str) -> Artifact:
@@ -65,6 +69,7 @@ class EvaluationStep(Step):
         # Per key: runs are also evaluated on the data of others.
         output = folder / "logs" / f"evaluation-{key[:16]}.json"
         job = cluster_job("evaluate", context, key, self.dataset, self.graphs, "--output", str(output))
+        job = self.adapted(job)
         if self.reference:
             job = job.with_arguments("--reference", str(context.store.artifacts.path(self.reference)))
         if profile.lora.rank and self.weights:
@@ -80,6 +85,10 @@ class EvaluationStep(Step):
             shutil.copyfile(output, staging / FILE)
         output.unlink()
         return context.store.artifacts.expect(self.kind, key)
+
+    def adapted(self, job: Job) -> Job:
+        """The job, with what a subclass changes of it."""
+        return job
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         loss, perplexity = summary["validation_loss"], summary["perplexity"]

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from profiles import resolve
-from tasks import evaluation
 from tasks.dataset import DatasetStep
-from tasks.evaluation import EvaluationStep
+from tasks.evaluation import held_out as evaluation
+from tasks.evaluation.held_out import EvaluationStep
 from tasks.failures import FatalError
 from tasks.launchers import create, latest_jobs
 from tasks.step import Context

@@ -1,0 +1,43 @@
+"""`trainshed evaluate RUN[@STEP]`: evaluate checkpoints of a run, also while it trains."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flows.cli.run import run_flow
+from profiles import resolve
+from tasks.reporting.format import format_value
+from tasks.store import runs
+from tasks.store.store import Store
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the flow and print the metrics by step. Raises ProfileError for an unknown run, checkpoint or override."""
+    name = options.run.partition("@")[0]
+    folder = runs.fetch(Store(options.store, options.work_dir), name)
+    profile = resolve.load(str(folder / "profile.yaml"), options.overrides, name)
+
+    def start() -> list[dict[str, Any]]:
+        from flows.evaluate import evaluate
+
+        names = ("tasks", "include", "limit", "follow", "overrides", "store", "work_dir")
+        return evaluate(options.run, **{key: getattr(options, key) for key in names})
+
+    return run_flow(options, profile, f"{name}-evaluate", start, print_results)
+
+
+def print_results(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Print a table: a row per step, a column per metric; standard errors are in the JSON and the report."""
+    names = dict.fromkeys(name for row in rows for name in row if name != "step" and "_stderr" not in name)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("step", *names):
+        table.add_column(title, justify="right", overflow="fold")
+    for row in rows:
+        values = (format_value(row[name]) if name in row else "" for name in names)
+        table.add_row(f"{row['step']:,}", *values)
+    console.print()
+    console.print(table)

@@ -1,0 +1,216 @@
+"""Evaluation of checkpoints beside the run: held-out loss and language-model tasks of each checkpoint, by step.
+
+Each task's result is cached by its checkpoint, so the flow may be started again at any time, also while the run trains; with
+`follow` it waits for further checkpoints until the run has ended. Results go to evaluations.jsonl, TensorBoard, the run's report,
+and a table in Prefect's UI.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from flows.final_states import final_states
+from flows.hooks import show_failure
+from flows.runner import THREADS, Runner
+from flows.server.secrets import hub_token
+from flows.ui.artifacts import show_table
+from profiles import resolve, state_files
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+from tasks.checkpoint import CheckpointStep
+from tasks.dataset import DatasetStep
+from tasks.evaluation import results
+from tasks.evaluation.checkpoints import (
+    CheckpointEvaluationStep,
+    CheckpointId,
+    TaskStep,
+    metrics_of,
+    require_harness,
+)
+from tasks.reference import ReferenceStep
+from tasks.report import update_evaluations
+from tasks.step import Context
+from tasks.store import runs
+from tasks.store.artifacts import Artifact
+from tasks.store.inventory import ARTIFACTS
+from tasks.store.store import Store
+from tasks.tokenizer import TokenizerStep
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 15.0  # between looks for new checkpoints
+PROFILE = "evaluate.yaml"  # in the run's logs: the profile with the overrides of the evaluation
+
+
+def run_name() -> str:
+    """Name of the flow run in Prefect's UI: the run's, and the step's if one is given."""
+    return str(flow_run.parameters["run"])
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates checkpoints of one run."""
+
+    runner: Runner
+    store: Store
+    run: str
+    inputs: dict[str, Any]
+    tasks: Sequence[str]
+    include: Path | None
+    limit: int | None
+    profile_file: Path | None
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate the checkpoint of a step; returns its metrics, none if the run has removed it meanwhile."""
+        checkpoint = CheckpointId.of(self.store.run_folder(self.run), step)
+        if checkpoint is None:
+            return {}
+        try:
+            found = self._evaluate(checkpoint)
+        except Exception:
+            if CheckpointId.of(self.store.run_folder(self.run), step) == checkpoint:
+                raise
+            log.warning(
+                "step %s: its checkpoint was removed while it was evaluated (checkpoint.keep); skipped", step
+            )
+            return {}
+        finally:
+            self.store.remove_scratch_folder(checkpoint.scratch)
+        results.record(self.store, self.run, step, found)
+        return found
+
+    def _evaluate(self, checkpoint: CheckpointId) -> dict[str, float]:
+        profile = self.runner.context.profile
+        base = self._artifact(CheckpointStep.kind) if profile.lora.rank else None
+        held_out = CheckpointEvaluationStep(
+            self._artifact(DatasetStep.kind),
+            f"{self.inputs['identity']} {checkpoint.digest}",
+            weights=base,
+            reference=self._reference(),
+            step=checkpoint.step,
+            profile_file=self.profile_file,
+        )
+        summary = self.runner.run(held_out).summary
+        found = {"validation_loss": summary["validation_loss"], **summary["metrics"]}
+        tokenizer = self._artifact(TokenizerStep.kind)
+        for task in self.tasks:
+            made = TaskStep(task, checkpoint, tokenizer, base, self.include, self.limit)
+            found |= metrics_of(self.runner.run(made).summary)
+        return found
+
+    def _reference(self) -> Artifact | None:
+        """The reference model's log-probabilities, which the main flow has computed, for dpo."""
+        if self.runner.context.profile.objective.kind != "dpo":
+            return None
+        dataset, weights = self._artifact(DatasetStep.kind), self._artifact(CheckpointStep.kind)
+        return self.runner.run(ReferenceStep(dataset, weights))
+
+    def _artifact(self, kind: str) -> Artifact:
+        return self.store.artifacts.expect(kind, self.inputs[kind])
+
+
+@flow(
+    name="evaluate",
+    flow_run_name=run_name,
+    task_runner=THREADS,
+    on_failure=[show_failure],
+    on_crashed=[show_failure],
+)
+@final_states
+def evaluate(
+    run: str,
+    tasks: Sequence[str] = (),
+    include: str = "",
+    limit: int | None = None,
+    follow: bool = False,
+    overrides: Sequence[str] = (),
+    store: str = "./store",
+    work_dir: str = "./store",
+) -> list[dict[str, float]]:
+    """Evaluate each checkpoint of a run; returns a row of metrics for each step that was ever evaluated.
+
+    Args:
+        run: RUN: all of its complete checkpoints; RUN@STEP: the one of this step.
+        tasks: Tasks or groups of lm-evaluation-harness; empty: held-out loss alone.
+        include: Folder with task files of your own, beside those of lm-eval; empty: none.
+        limit: Examples of each task at most, for a quick look.
+        follow: Wait for further checkpoints until the run has ended.
+        overrides: Keys to override for the evaluation, for instance cluster.nodes=1 or evaluate.by_source=true.
+        store: Where artifacts and runs are kept: a folder or an s3:// prefix.
+        work_dir: With a store on S3, the local folder of run folders, as the profile's cluster.work_dir.
+    """
+    name, step = _split(run)
+    require_harness(list(tasks), include)
+    opened = Store(store, work_dir)
+    folder = runs.fetch(opened, name)
+    profile, changed = _profile(folder, overrides)
+    _require_checkpoint(opened, name, step, follow=follow)
+    context = Context(profile, opened, folder, token=hub_token(profile), flow_run=str(flow_run.id))
+    with opened.lock(f"evaluate-{name}"), Runner(context) as runner:
+        files = Path(include).absolute() if include else None
+        inputs = runs.read_inputs(folder)
+        runner.keep(json.loads(opened.run_folder(name).read(ARTIFACTS) or b"{}"))
+        evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed)
+        done: set[int] = set()
+        while True:
+            active = (
+                follow and opened.lock_holder(f"run-{name}") is not None
+            )  # before the look at its checkpoints
+            steps = opened.run_folder(name).checkpoint_steps() if step is None else [step]
+            for each in [each for each in steps if each not in done]:
+                if evaluator.evaluate(each):
+                    _show(folder)
+                done.add(each)
+            if not active:
+                break
+            time.sleep(POLL_SECONDS)
+    return [{"step": step, **metrics} for step, metrics in results.read(folder).items()]
+
+
+def _split(text: str) -> tuple[str, int | None]:
+    """Name and step of RUN or RUN@STEP. Raises ProfileError for a step that is no number."""
+    name, at, step = text.partition("@")
+    if at and not step.isdecimal():
+        raise ProfileError("run", text, "is neither RUN nor RUN@STEP", [name])
+    return name, int(step) if at else None
+
+
+def _profile(folder: Path, overrides: Sequence[str]) -> tuple[Profile, Path | None]:
+    """The run's profile with overrides, and the file that has them; None without overrides."""
+    path = folder / "profile.yaml"
+    profile = resolve.load(str(path), overrides, folder.name)
+    if not overrides:
+        return profile, None
+    resolve.check(profile)
+    changed = folder / "logs" / PROFILE
+    changed.parent.mkdir(exist_ok=True)
+    state_files.write(changed, resolve.dump(profile))
+    return profile, changed
+
+
+def _require_checkpoint(store: Store, run: str, step: int | None, *, follow: bool) -> None:
+    """Raise ProfileError if there is nothing to evaluate."""
+    steps = store.run_folder(run).checkpoint_steps()
+    if step is not None and step not in steps:
+        nearest = [f"{run}@{each}" for each in sorted(steps, key=lambda each: abs(each - step))[:3]]
+        raise ProfileError("run", f"{run}@{step}", f"has no complete checkpoint of step {step}", nearest)
+    if not steps and not follow:
+        raise ProfileError("run", run, f"has no complete checkpoint in {store.uri}")
+
+
+def _show(folder: Path) -> None:
+    """Show all evaluated steps as a table in Prefect's UI, and in the run's report if there is one."""
+    found = results.read(folder)
+    names = dict.fromkeys(name for metrics in found.values() for name in metrics)
+    rows = [{"step": step, **{name: metrics.get(name) for name in names}} for step, metrics in found.items()]
+    show_table("evaluations", f"Evaluations of {folder.name} by step", rows)
+    update_evaluations(folder)

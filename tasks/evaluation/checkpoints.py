@@ -1,0 +1,185 @@
+"""Evaluation of single checkpoints by language-model tasks, also of a run that still trains.
+
+The checkpoint is exported to a scratch folder once, and each task runs on it as a job of its own on the profile's cluster: so a
+result is kept by its checkpoint, task, task files and the version of lm-eval, and only what is missing runs again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from profiles import state_files
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+from tasks import keys
+from tasks.evaluation.harness import PACKAGE
+from tasks.evaluation.held_out import EvaluationStep, run_job
+from tasks.evaluation.results import OF_TASKS
+from tasks.export import write_model
+from tasks.failures import FatalError
+from tasks.launchers import Job
+from tasks.reporting.format import format_value
+from tasks.step import Context, Step
+from tasks.store.artifacts import Artifact
+from tasks.store.run_folder import MARKER, RunFolder
+
+RESULT = "result.json"
+COMPLETE = ".complete"  # in the exported model, written last
+TASK_FILES = (
+    ".yaml",
+    ".yml",
+    ".json",
+    ".jsonl",
+    ".py",
+    ".csv",
+    ".txt",
+    ".parquet",
+)  # that a task's result depends on
+
+
+@dataclass(frozen=True)
+class CheckpointId:
+    """A checkpoint of a run."""
+
+    step: int
+    digest: str  # of its marker: a run that was rolled back writes another one of this step
+
+    @classmethod
+    def of(cls, run: RunFolder, step: int) -> CheckpointId | None:
+        """The checkpoint of this step; None if it is not complete, or was removed meanwhile."""
+        marker = run.read(f"checkpoints/step_{step}/{MARKER}")
+        return None if marker is None else cls(step, hashlib.sha256(marker).hexdigest())
+
+    @property
+    def scratch(self) -> str:
+        return f"evaluate-{self.digest[:16]}"
+
+
+@dataclass
+class CheckpointEvaluationStep(EvaluationStep):
+    """Evaluates the checkpoint of a step on the whole validation split; `identity` tells it from others of the run.
+
+    A kind of its own: a run refers to one evaluation, and to those of any number of checkpoints.
+    """
+
+    step: int = 0
+    profile_file: Path | None = None  # the profile of the evaluation; None: the run's
+
+    kind = "checkpoint-evaluation"
+
+    def title(self, profile: Profile) -> str:
+        return f"evaluate {profile.name} at step {self.step}"
+
+    def adapted(self, job: Job) -> Job:
+        job = replace(job, name="evaluate-checkpoint").with_arguments("--step", str(self.step))
+        return job.with_arguments("--profile", str(self.profile_file)) if self.profile_file else job
+
+
+@dataclass
+class TaskStep(Step):
+    """Runs one language-model task on a checkpoint. The artifact's summary: metrics by task, versions, harness."""
+
+    task: str
+    checkpoint: CheckpointId
+    tokenizer: Artifact
+    weights: Artifact | None = None  # that LoRA updates
+    include: Path | None = None  # folder with task files
+    limit: int | None = None
+
+    kind = "task-evaluation"
+    name = "task"
+
+    def title(self, profile: Profile) -> str:
+        return f"{self.task} on {profile.name} at step {self.checkpoint.step}"
+
+    def key(self, context: Context) -> str:
+        return keys.digest(
+            {
+                "step": self.kind,
+                "checkpoint": self.checkpoint.digest,
+                "task": self.task,
+                "harness": version(PACKAGE),
+                "files": digest_of_tasks(self.include) if self.include else None,
+                "limit": self.limit,
+            }
+        )
+
+    def make(self, context: Context, key: str) -> Artifact:
+        """Export the checkpoint unless that is done, and run the task.
+
+        Raises:
+            JobFailed, FatalError, TimeoutError: as the held-out loss; a task that lm-eval does not have is fatal.
+        """
+        model = self._export(context)
+        output = context.run_folder / "logs" / f"task-{key[:16]}.json"
+        options = ["--model", str(model), "--task", self.task, "--output", str(output)]
+        options += ["--include", str(self.include)] if self.include else []
+        options += ["--limit", str(self.limit)] if self.limit is not None else []
+        device = "cuda" if context.profile.cluster.device == "cuda" else "cpu"
+        secrets = (("HF_TOKEN", context.token),) if context.token else ()
+        job = Job(
+            name="task",
+            program="tasks.evaluation.harness",
+            arguments=(*options, "--device", device),
+            folder=context.run_folder / "logs",
+            threads=context.profile.cluster.threads,
+            key=key,
+            secrets=secrets,
+        )
+        result = state_files.read_json(output)  # there already if it ended while no orchestrator watched
+        if result is None:
+            run_job(context.profile, job, output)
+            result = state_files.require_json(output.read_bytes(), output)
+        output.unlink()
+        if "rejected" in result:
+            raise FatalError(result["rejected"])
+        with context.store.artifacts.publish(self.kind, key, result) as staging:
+            state_files.write(staging / RESULT, json.dumps(result, indent=1))
+        return context.store.artifacts.expect(self.kind, key)
+
+    def describe(self, summary: Mapping[str, Any]) -> str:
+        found = metrics_of(summary)
+        shown = [f"{name.removeprefix(OF_TASKS)} {format_value(value)}" for name, value in found.items()]
+        return ", ".join(text for text in shown if "_stderr" not in text)
+
+    def _export(self, context: Context) -> Path:
+        """The checkpoint as a Hugging Face model in a scratch folder."""
+        folder = context.store.scratch_folder(self.checkpoint.scratch) / "model"
+        if not (folder / COMPLETE).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            write_model(
+                context, f"checkpoints/step_{self.checkpoint.step}", self.tokenizer, self.weights, folder
+            )
+            (folder / COMPLETE).touch()
+        return folder
+
+
+def metrics_of(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics of a task's summary by the names that they have by step: lm_eval/<task>/<metric>."""
+    results = summary["results"]
+    return {
+        f"{OF_TASKS}{task}/{name}": value for task, found in results.items() for name, value in found.items()
+    }
+
+
+def digest_of_tasks(folder: Path) -> str:
+    """Digest of the task files of a folder and of their data."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in TASK_FILES and path.is_file())
+    return keys.digest([[str(path.relative_to(folder)), keys.file_digest(path)] for path in files])
+
+
+def require_harness(tasks: list[str], include: str) -> None:
+    """Raise ProfileError if tasks are asked for and lm-eval is not installed, or their folder does not exist."""
+    if tasks and importlib.util.find_spec(PACKAGE) is None:
+        reason = "needs lm-evaluation-harness: pip install -c constraints.txt -e '.[lm-eval]'"
+        raise ProfileError("task", tasks[0], reason)
+    if include and not Path(include).is_dir():
+        raise ProfileError("include", include, "is not a folder with task files")

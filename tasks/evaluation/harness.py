@@ -1,0 +1,74 @@
+"""Language-model tasks by lm-evaluation-harness: `python -m tasks.evaluation.harness --model FOLDER --task NAME --output FILE`.
+
+Runs as a job of its own, so that its imports and its memory are not the flow's. Writes {results, versions, harness} as JSON,
+atomically: the metrics and the version of each task; or {rejected}, the reason why it cannot run. Needs the extra `lm-eval`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from profiles import state_files
+
+PACKAGE = "lm_eval"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tasks.evaluation.harness")
+    parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
+    parser.add_argument("--task", action="append", required=True, help="name of a task or group; repeatable")
+    parser.add_argument("--include", help="folder with task files, beside those of lm-eval")
+    parser.add_argument("--limit", type=int, help="examples of each task at most")
+    parser.add_argument("--batch-size", default="8")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    options = parser.parse_args(arguments)
+    state_files.write(options.output, json.dumps(evaluate(options), indent=1))
+    return 0
+
+
+def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the tasks; returns the contents of the output."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=options.include)
+    known = set(manager.all_tasks)
+    for name in options.task:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, sorted(known), 3)
+            hint = f"; nearest: {', '.join(nearest)}" if nearest else ""
+            return {"rejected": f"lm-eval {version(PACKAGE)} has no task {name}{hint}"}
+    found = simple_evaluate(
+        model="hf",
+        model_args={"pretrained": options.model, "trust_remote_code": False},
+        tasks=options.task,
+        task_manager=manager,
+        limit=options.limit,
+        batch_size=options.batch_size,
+        device=options.device,
+        log_samples=False,
+    )
+    results = {task: metrics_of(values) for task, values in found["results"].items()}
+    return {"results": results, "versions": found["versions"], "harness": version(PACKAGE)}
+
+
+def metrics_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics of a task by name: `acc,none` -> `acc`, `exact_match,strict` -> `exact_match/strict`; numbers only."""
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, int | float) and "," in key:
+            name, _, filtered = key.partition(",")
+            found[name if filtered == "none" else f"{name}/{filtered}"] = float(value)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Results of evaluations by step: RUN/evaluations.jsonl, beside metrics.jsonl, which only training writes.
+
+A row has the step of a checkpoint and numbers: validation_loss, validation_loss/<source>, user metrics, and
+lm_eval/<task>/<metric>. Rows may come in any order and long after training; of several for a step, the latest counts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.launchers.log_follower import LogFollower, is_metrics
+from tasks.store.store import Store
+
+FILE = "evaluations.jsonl"
+TENSORBOARD = "tensorboard/evaluations"  # a folder of its own: training owns its files
+OF_TASKS = "lm_eval/"
+
+
+def record(store: Store, run: str, step: int, metrics: Mapping[str, float]) -> bool:
+    """Add the results of a checkpoint, in the store and on this machine; returns whether they are new."""
+    folder = store.run_folder(run)
+    with store.lock(f"evaluations-{run}"):
+        data = folder.read(FILE) or b""
+        known = by_step(_rows(data)).get(step, {})
+        if all(known.get(name) == value for name, value in metrics.items()):
+            return False
+        row = {"step": step, "time": round(time.time(), 3), **metrics}
+        folder.write(FILE, data + json.dumps(row).encode() + b"\n")
+    _write_tensorboard(folder.path, step, metrics)
+    return True
+
+
+def read(folder: Path) -> dict[int, dict[str, float]]:
+    """Metrics of each evaluated step of the run in this folder, in ascending order; empty without any."""
+    return by_step(list(LogFollower(folder / FILE).rows(is_metrics)))
+
+
+def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    """The rows of each step as one, in ascending order."""
+    found: dict[int, dict[str, float]] = {}
+    for row in rows:
+        found.setdefault(row["step"], {}).update(
+            {name: value for name, value in row.items() if name not in ("step", "time")}
+        )
+    return dict(sorted(found.items()))
+
+
+def _rows(data: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in data.splitlines() if line.strip()]
+
+
+def _write_tensorboard(folder: Path, step: int, metrics: Mapping[str, float]) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from modeling.training.metrics import tag
+
+    writer = SummaryWriter(str(folder / TENSORBOARD))
+    for name, value in metrics.items():
+        writer.add_scalar(name if name.startswith(OF_TASKS) else tag(name), value, step)
+    writer.close()
