@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from itertools import count as counter
 from typing import Any
 
@@ -269,7 +270,8 @@ def _sources(profile: Profile, plan: DatasetPlan) -> list[dict[str, Any]]:
     for source in profile.data.sources:
         place = (source.repository or source.path or source.kind).rstrip("/").rpartition("/")[2]
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", place.partition(".")[0]).strip("-") or source.kind
-        names.append(next(each for each in (name, *(f"{name}-{n}" for n in counter(2))) if each not in names))
+        free = chain([name], (f"{name}-{number}" for number in counter(2)))
+        names.append(next(each for each in free if each not in names))
     return [{"name": name, "shards": shards} for name, shards in zip(names, counts, strict=True)]
 
 

@@ -1,0 +1,106 @@
+"""Checkpoints of a run evaluated beside it: held-out loss, losses by data source, and a task of lm-evaluation-harness."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.cli.main import main
+from profiles.errors import ProfileError
+from tasks.failures import FatalError
+from tests.forked_jobs import forked_jobs
+
+TASK = {
+    "task": "endings",
+    "dataset_path": "json",
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "{{answer}}",
+    "doc_to_choice": "{{choices}}",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    "metadata": {"version": 1.0},
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with a task and its data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [{"question": f"word {n}", "choices": [" a", " b"], "answer": n % 2} for n in range(4)]
+    (folder / "endings.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = {"data_files": {"test": str(folder / "endings.jsonl")}}
+    (folder / "endings.yaml").write_text(yaml.safe_dump({**TASK, "dataset_kwargs": data}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(pretrain, profile, tmp_path_factory):
+    """The store of a finished run with checkpoints of steps 2, 4 and 6, and two data sources."""
+    store = tmp_path_factory.mktemp("evaluated") / "store"
+    texts = yaml.safe_load(profile.read_text())["data"]["sources"][0]["path"]
+    other = store.parent / "others.jsonl"
+    lines = Path(texts).read_text().splitlines()
+    other.write_text("\n".join(line.replace('": "', '": "other ') for line in lines))
+    sources = [{"kind": "files", "path": str(path)} for path in (texts, other)]
+    overrides = [f"data.sources={json.dumps(sources)}", "checkpoint.every=2", "checkpoint.keep=0"]
+    overrides += ["evaluate.every=3", "evaluate.by_source=true"]
+    result = pretrain(store, *overrides, name="run")
+    return store, result
+
+
+def evaluate(store, run, **options):
+    from flows.evaluate import evaluate
+
+    with forked_jobs():
+        return evaluate(run, store=str(store), **options)
+
+
+def test_losses_of_data_sources_are_in_the_metrics_and_the_report(trained):
+    store, _ = trained
+    rows = [json.loads(line) for line in (store / "runs/run/metrics.jsonl").read_text().splitlines()]
+    evaluated = [row for row in rows if "validation_loss" in row]
+    assert [row["step"] for row in evaluated] == [3, 6]
+    for row in evaluated:
+        parts = [row["validation_loss/texts"], row["validation_loss/others"]]
+        assert min(parts) <= row["validation_loss"] <= max(parts)
+    report = json.loads((store / "runs/run/report.json").read_text())
+    assert {"validation_loss/texts", "validation_loss/others"} <= report["evaluation"]["metrics"].keys()
+    assert "Validation loss by data source" in (store / "runs/run/report.html").read_text()
+
+
+def test_checkpoints_are_evaluated_once_and_results_reach_the_report(trained, tasks, capsys):
+    store, result = trained
+    first = evaluate(
+        store, "run@4", tasks=["endings"], include=str(tasks), overrides=["evaluate.by_source=false"]
+    )
+    assert [row["step"] for row in first] == [4]
+    assert 0 <= first[0]["lm_eval/endings/acc"] <= 1
+    rows = evaluate(store, "run", follow=True)  # it has ended, so nothing more is waited for
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert rows[-1]["validation_loss"] == pytest.approx(result["validation_loss"], rel=1e-6)
+    assert (
+        rows[1]["lm_eval/endings/acc"] == first[0]["lm_eval/endings/acc"]
+    )  # the later, smaller result keeps it
+    logs = [*(store / "runs/run/logs").glob("evaluat*.log")]
+    sizes = {path: path.stat().st_size for path in logs}
+    with forked_jobs():
+        assert main(["evaluate", "run", "--json", "--store", str(store)]) == 0
+    assert json.loads(capsys.readouterr().out) == rows
+    assert {path: path.stat().st_size for path in logs} == sizes  # no job ran
+    assert not [*(store / "work").glob("evaluate-*")]
+    report = (store / "runs/run/report.html").read_text()
+    assert "Evaluations of checkpoints" in report
+    assert "lm_eval/endings/acc" in report
+
+
+def test_what_cannot_be_evaluated_is_rejected(trained, tasks):
+    store, _ = trained
+    for run, message in (("run@3", "run@2"), ("run@x", "neither RUN nor RUN@STEP"), ("other", "no such run")):
+        with pytest.raises(ProfileError, match=message):
+            evaluate(store, run)
+    with pytest.raises(ProfileError, match="not a folder"):
+        evaluate(store, "run", tasks=["endings"], include=str(tasks / "missing"))
+    with pytest.raises(FatalError, match="has no task ending; nearest: endings"):
+        evaluate(store, "run@6", tasks=["ending"], include=str(tasks))
