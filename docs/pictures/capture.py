@@ -23,6 +23,7 @@ SIZES = {
     "fleet": (1300, 1100),
     "alerts": (1200, 760),
     "ladder": (1000, 1130),
+    "evaluations": (1000, 1130),
 }
 # Text that appears late.
 SHOWN = {
@@ -31,16 +32,19 @@ SHOWN = {
     "fleet": "last change",
     "alerts": "Trainshed alert: started",
     "ladder": "Rungs",
+    "evaluations": "Evaluations of checkpoints",
 }
+SECTIONS = ("evaluations",)  # pictures of one section, which has the text of SHOWN
 
 
 def main(run: Path, *names: str) -> None:
     """Write prefect.png, the page of the run's last flow run in Prefect's UI, report.png, fleet.png,
-    alerts.png and ladder.png.
+    alerts.png, ladder.png, and evaluations.png, of the section of the report.
     """
     pages = {
         "prefect": lambda: _page_address((run / "flow-run").read_text().strip()),
         "report": lambda: (run / "report.html").resolve().as_uri(),
+        "evaluations": lambda: (run / "report.html").resolve().as_uri(),
         "alerts": lambda: f"{os.environ['PREFECT_API_URL'].removesuffix('/api')}/automations",
         "fleet": lambda: (run.parents[1] / "fleet.html").resolve().as_uri(),
         "ladder": lambda: (run.parents[1] / f"ladders/{run.name}-ladder.html").resolve().as_uri(),
@@ -71,6 +75,9 @@ def _capture(browser: Browser, name: str, address: str) -> None:
     page.goto(address)
     page.get_by_text(SHOWN[name]).first.wait_for()
     page.wait_for_timeout(1000)  # for fonts and images
+    if name in SECTIONS:
+        page.locator("section").filter(has_text=SHOWN[name]).screenshot(path=HERE / f"{name}.png")
+        return
     paths = page.get_by_role("heading", name="Paths").bounding_box() if name == "prefect" else None
     clip = {"x": 0, "y": 0, "width": width, "height": min(height, paths["y"]) if paths else height}
     page.screenshot(path=HERE / f"{name}.png", clip=clip)

@@ -178,6 +178,8 @@ def parser() -> argparse.ArgumentParser:
     _with_default(up, "--port", 4200, "port of the UI and the API", type=_integer(1, 65535), metavar="PORT")
     about = "switch alerts on: the Prefect block to notify, such as slack-webhook/team"
     up.add_argument("--alerts", metavar="TYPE/NAME", help=about)
+    about = "evaluate each checkpoint when it is complete, also by these tasks of lm-evaluation-harness"
+    up.add_argument("--evaluate", nargs="*", metavar="TASK", help=about)
 
     about = "convert a checkpoint, or compare two checkpoints"
     example = "trainshed convert ./nxd ./model --to hf --config config.json"

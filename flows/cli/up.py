@@ -52,11 +52,11 @@ def run(options: argparse.Namespace) -> int:
             advice = "perhaps by another `trainshed up`; choose one with --port"
             print_stderr(f"trainshed: port {port} is taken, {advice}")
             return FAILED
-        if not found and not options.alerts:
+        if not found and not options.alerts and options.evaluate is None:
             print_stderr(f"Prefect's UI: {address}\nalready running; nothing was changed")
             return DONE
         missing = found
-        lacks = f" without {', '.join(missing)}; adding them" if missing else "; switching its alerts on"
+        lacks = f" without {', '.join(missing)}; adding them" if missing else "; changing its automations"
         print_stderr(f"a Prefect server is already running{lacks}")
     for number in SIGNALS:  # also resets an ignored SIGINT, which children would inherit
         signal.signal(number, _interrupt)
@@ -77,7 +77,11 @@ def run(options: argparse.Namespace) -> int:
                 print_stderr(f"trainshed: the Prefect server did not start; log: {logs / 'server.log'}")
                 return FAILED
         register = ["flows.registration", *(["--alerts", options.alerts] if options.alerts else [])]
-        for module in (register, ["prefect", "--no-prompt", "deploy", "--all"]):
+        modules = [register, ["prefect", "--no-prompt", "deploy", "--all"]]
+        if options.evaluate is not None:
+            tasks = [part for task in options.evaluate for part in ("--task", task)]
+            modules.append(["flows.alerts.evaluation", *tasks])
+        for module in modules:
             code = start_module(module, logs / "deploy.log", cwd=home, **settings).wait()
             if code == REJECTED:
                 print_stderr((logs / "deploy.log").read_text().splitlines()[-1])

@@ -89,9 +89,8 @@ class Corpus:
     streams: list[Stream] = field(default_factory=list)
     span: int | None = None  # number of tokens shuffled together; None: all of a stream
     cache: ShardCache | None = None  # cache for remote shards; None if all are on this machine
-    sources: dict[str, Stream] = field(
-        default_factory=dict
-    )  # the validation split's part of each source, by name
+    # the validation split's part of each source, by name
+    sources: dict[str, Stream] = field(default_factory=dict)
     lowest: int = 0  # lowest token; -vocabulary_size where tokens may be complements of ids (records.py)
     _open: OrderedDict[int, MappedShard] = field(default_factory=OrderedDict, repr=False)
 
@@ -121,9 +120,8 @@ class Corpus:
         if cache:
             cache.anonymous |= {shard["path"] for shard in shards if shard.get("anonymous")}
         sources = manifest.get("blend") if split == "train" else None
-        held_out = (
-            manifest.get("sources", ()) if split == "validation" else ()
-        )  # absent in those of earlier versions
+        # Absent in those of earlier versions.
+        held_out = manifest.get("sources", ()) if split == "validation" else ()
         parts = _streams([{"weight": 1.0, "shards": source["shards"]} for source in held_out], counts)
         return cls(
             [shard["path"] for shard in shards],

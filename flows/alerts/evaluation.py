@@ -1,0 +1,65 @@
+"""The automation that evaluates each checkpoint when it is complete: `python -m flows.alerts.evaluation [--task NAME ...]`.
+
+It runs the deployment evaluate/evaluate, which is registered before, for the run and the store that the event names. The
+automation is made only on request (`trainshed up --evaluate`); what is changed in Prefect's UI afterwards, stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from prefect.automations import Automation
+from prefect.client.orchestration import get_client
+from prefect.events.actions import RunDeployment
+from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+
+from flows.alerts.events import EVENT, RESOURCE
+
+NAME = "Evaluate completed checkpoints"
+DEPLOYMENT = "evaluate/evaluate"
+
+
+def register_evaluation(tasks: Sequence[str] = ()) -> None:
+    """Create the automation, or give it these tasks. Raises ObjectNotFound without the deployment."""
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name(DEPLOYMENT)
+    trigger = EventTrigger(
+        expect={f"{EVENT}checkpoint"},
+        match=ResourceSpecification({"prefect.resource.id": f"{RESOURCE}*"}),
+        posture=Posture.Reactive,
+        threshold=1,
+    )
+    store = _template("{{ event.payload.folder.rpartition('/runs/')[0] }}")
+    parameters = {
+        "run": _template("{{ event.payload.run }}"),
+        "tasks": list(tasks),
+        "store": store,
+        "work_dir": store,
+    }
+    action = RunDeployment(deployment_id=deployment.id, parameters=parameters)
+    try:
+        existing = Automation.read(name=NAME)
+    except ValueError:
+        about = "Run evaluate/evaluate when a checkpoint is complete"
+        Automation(name=NAME, description=about, trigger=trigger, actions=[action]).create()
+        return
+    existing.trigger, existing.actions = trigger, [action]
+    existing.update()
+
+
+def _template(text: str) -> dict[str, Any]:
+    """A parameter that Prefect renders for each event."""
+    return {"__prefect_kind": "jinja", "template": text}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="flows.alerts.evaluation")
+    parser.add_argument("--task", dest="tasks", action="append", default=[], metavar="NAME")
+    register_evaluation(parser.parse_args(arguments).tasks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The automation that evaluates completed checkpoints, on a real server."""
+
+import time
+
+from prefect import flow
+from prefect.automations import Automation
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
+
+from flows.alerts.evaluation import NAME, register_evaluation
+from flows.alerts.events import emit
+
+SECONDS = 120.0
+
+
+@flow(name="evaluate")
+def evaluate(run: str, tasks: list[str], store: str, work_dir: str) -> None:
+    """Stands in for the flow, whose runs no worker of this test starts."""
+
+
+def test_a_completed_checkpoint_is_evaluated_in_its_store(prefect_server):
+    with get_client(sync_client=True) as client:
+        flow_id = client.create_flow(evaluate)
+        deployment = client.create_deployment(flow_id, "evaluate")
+        register_evaluation(["endings"])
+        register_evaluation(["endings", "others"])  # changes the one there is
+        time.sleep(2)  # the server's triggers learn of the automation
+        emit("checkpoint", "first", "complete", step=20, folder="/fsx/store/runs/first")
+        of_deployment = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
+        deadline = time.monotonic() + SECONDS
+        while not (found := client.read_flow_runs(flow_run_filter=of_deployment)):
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        client.delete_deployment(deployment)
+    Automation.read(name=NAME).delete()
+    place = {"store": "/fsx/store", "work_dir": "/fsx/store"}
+    assert [run.parameters for run in found] == [{"run": "first", "tasks": ["endings", "others"], **place}]
