@@ -112,15 +112,23 @@ def losses(profile: Profile) -> list[float]:
         own = train.global_batch_size // trainer.mesh.data.size
         first = trainer.mesh.data.rank * own
         for step in range(1, STEPS + 1):
-            generator = torch.Generator().manual_seed(0)
-            size = (train.global_batch_size, train.sequence_length + 1)
-            samples = torch.randint(VOCABULARY, size, generator=generator)[first : first + own]
+            generator, rows = torch.Generator().manual_seed(0), profile.rows_per_sample
+            size = (train.global_batch_size * rows, train.sequence_length + 1)
+            samples = torch.randint(VOCABULARY, size, generator=generator)
+            samples = samples[first * rows : (first + own) * rows]
             optimizer.begin_step(profile.accumulation_steps)
-            scale = 1 / (train.global_batch_size * train.sequence_length)
+            scale = 1 / (train.global_batch_size * (train.sequence_length if rows == 1 else 1))
+            given = {}
+            if profile.objective.kind != "pretrain":
+                samples[:, :8] = ~samples[:, :8]  # a prompt
+                given["documents"] = torch.zeros_like(samples[:, 1:]) if profile.document_masks else None
+                given["reference"] = torch.zeros(len(samples)) if profile.objective.kind == "dpo" else None
+                given["pairs_per_token"] = 1 / train.sequence_length
             loss = trainer.forward_backward(
                 samples if trainer.reads_samples else None,
                 scale,
                 (step - 1) * train.global_batch_size + first,
+                **given,
             )
             optimizer.step(learning_rate(train, step))
             found.append(trainer.sum(loss[None]).item())
