@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from parallel import linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel.device import ACCELERATORS, CPU
-from parallel.loss import LossPrograms, chunk_loss, chunk_tokens
+from parallel.loss import LossPrograms, chunk_loss, chunk_tokens, token_cross_entropy
 from parallel.mesh import Axis
 from tests.parallel.replicated import check, shard
 from tests.pool import mesh
@@ -212,3 +212,28 @@ def test_mismatched_shapes_are_rejected():
         linear_cross_entropy(
             torch.randn(4, 2), torch.randn(5, 3), torch.zeros(4).long(), ONE, first=FIRST, vocabulary=5
         )
+
+
+def test_tokens_without_a_target_cost_no_products_on_a_cpu():
+    """Eager and compiled, whose chunks keep their size, with the loss and the gradients of all tokens."""
+    x, weight, targets = problem(64, 8, 50)
+    targets[10:60] = -100
+    expected, seen = exact(x, weight, targets), []
+
+    def chunk(part: Tensor, *rest: object) -> Tensor:
+        seen.append(len(part))
+        return chunk_loss(part, *rest)
+
+    for programs, sizes in ((LossPrograms(), None), (LossPrograms(chunk=chunk), [8, 8])):
+        inputs, head = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = linear_cross_entropy(
+            inputs, head, targets, ONE, first=FIRST, vocabulary=50, chunk=8, programs=programs
+        )
+        loss.backward()
+        for found, wanted in zip((loss.detach(), inputs.grad, head.grad), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+        assert sizes is None or seen == sizes[: len(seen)] != []
+    tokens = token_cross_entropy(x, weight, targets, ONE, first=FIRST, vocabulary=50, chunk=8)
+    torch.testing.assert_close(
+        tokens, F.cross_entropy(x @ weight.t(), targets, ignore_index=-100, reduction="none")
+    )
