@@ -165,7 +165,7 @@ def train_profile(
                 )
             graphs = compiling.result()
             # Other objectives have no reference model, and no line that says so.
-            rated = run.objective.kind == "dpo"
+            rated = run.objective.kind == "dpo" and run.objective.precompute_reference
             reference = runner.run(ReferenceStep(dataset, weights, graphs)) if rated else None
             training = TrainingStep(dataset, identity, graphs, weights, reference)
             runner.run(training, following(runner.context))

@@ -17,6 +17,7 @@ KINDS = {
     "truncation": ("dpo", "orpo"),
     "beta": ("dpo", "orpo"),
     "loss": ("dpo",),
+    "precompute_reference": ("dpo",),
     "label_smoothing": ("dpo",),
 }
 PAIR_METRICS = ("accuracy", "margin", "kl")  # of evaluations of preference pairs, means over pairs
@@ -57,6 +58,11 @@ def _objective(profile: Profile) -> None:
     if objective.label_smoothing and objective.loss != "sigmoid":
         reason = f"is not defined for objective.loss {objective.loss}"
         raise ProfileError("objective.label_smoothing", objective.label_smoothing, reason, [0.0])
+    if not objective.precompute_reference and not profile.lora.rank:
+        reason = (
+            "needs lora.rank: without updates to leave out, the reference would be a second model in memory"
+        )
+        raise ProfileError("objective.precompute_reference", False, reason, [True])
     s, prompt = profile.train.sequence_length, objective.maximum_prompt_length
     if prompt is not None and prompt >= s:
         reason = f"leaves no room for an answer: train.sequence_length is {s}"

@@ -179,6 +179,11 @@ class Objective(Section):
         0.1, gt=0, description="dpo: weight of the KL penalty; orpo: weight of the odds-ratio loss"
     )
     loss: Literal["sigmoid", "hinge", "ipo"] = Field("sigmoid", description="dpo: loss of a pair's margin")
+    precompute_reference: bool = Field(
+        True,
+        description="dpo: rate all pairs with the reference model once, in a step of its own; false, with LoRA: in each step, "
+        "by the model without its updates",
+    )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         0.0, description="dpo, sigmoid: probability that a pair's preference is the wrong way round"
     )

@@ -131,6 +131,7 @@ def graphs(profile: Profile) -> str:
             "loss": train.loss,
             "document_masks": profile.document_masks,
             "lora": profile.lora.model_dump(mode="json", exclude={"alpha"}) if profile.lora.rank else None,
+            "rates": not profile.objective.precompute_reference,
             "compiler": _compiler(profile),
             "code": code_digest("modeling", "parallel"),
         }
@@ -175,7 +176,7 @@ def run_identity(
         train["loss"] = _function(profile.train.loss)
     inputs = {"tokenizer": tokenizer, "dataset": dataset, "weights": weights, "parent": parent}
     if profile.objective.kind != "pretrain":
-        inputs["objective"] = profile.objective.model_dump(mode="json")
+        inputs["objective"] = profile.objective.model_dump(mode="json", exclude={"precompute_reference"})
     if profile.lora.rank:
         inputs["lora"] = profile.lora.model_dump(mode="json")
     if profile.data.schedule:

@@ -50,6 +50,7 @@ from parallel import Mesh, torch_internals
 from parallel import device as devices
 from parallel.attention.ring import zigzag_positions
 from parallel.experts.balance import EXTRA
+from parallel.layers.lora import without_updates
 from parallel.optimizer.arithmetic import Compile
 from parallel.random import sample_keys
 from parallel.torch_internals import FakeTensorMode
@@ -178,6 +179,9 @@ def run_stage(
             y = model(x.detach(), positions, documents)
             if compiles_loss:
                 model.loss(y, tokens)
+            if not profile.objective.precompute_reference:
+                with without_updates(model):
+                    model(x.detach(), positions, documents)
             if compile := function_compiler(profile.cluster.device, backend):
                 _rehearse_step(profile, model, mesh, y, compile)
                 layers = partition_layers(profile)

@@ -10,6 +10,7 @@ Training, evaluation and the device check share it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from parallel import device as devices
 from parallel.attention.ring import zigzag_positions
 from parallel.collectives import all_reduce
 from parallel.experts.layer import MixtureOfExperts
+from parallel.layers.lora import without_updates
 from parallel.layout import deferred_parameters
 from parallel.loss import IGNORE_INDEX
 from parallel.random import sample_keys
@@ -242,7 +244,8 @@ class Trainer:
                 step's samples.
             first: number of the first sample in the run, which seeds dropout.
             documents: (m·b, s) position at which each token's document begins; None: attention crosses documents.
-            reference: (m·b), log-probability of each row's answer under the reference model, for dpo.
+            reference: (m·b), log-probability of each row's answer under the reference model, for dpo; None: rated now, if the
+                objective says so, else 0.
             pairs_per_token: for orpo, of the global batch (`RecordSamples.pairs_per_token`).
 
         Returns:
@@ -250,7 +253,7 @@ class Trainer:
         """
         settings = self.profile.train
         tokens, targets, masks = self._shard(samples, documents)
-        self._prepare_pairs(reference, pairs_per_token)
+        self._prepare_pairs(samples, reference, pairs_per_token)
         if self.experts and settings.balance == "global":
             self._count_choices(tokens, targets, masks)
         extra = masks
@@ -298,7 +301,15 @@ class Trainer:
         for number, layer in self.experts.items():
             layer.load.copy_(counts[number] / counts[number].sum())
 
-    def _prepare_pairs(self, reference: Tensor | None, pairs_per_token: float) -> None:
+    def _prepare_pairs(
+        self, samples: Tensor | None, reference: Tensor | None, pairs_per_token: float
+    ) -> None:
+        objective = self.profile.objective
+        if objective.kind == "dpo" and not objective.precompute_reference:
+            with contextlib.ExitStack() as stack:
+                for stage in self.stages.values():
+                    stack.enter_context(without_updates(stage))
+                reference = all_reduce(self.answer_log_probabilities(samples), self.mesh.context)
         if reference is not None:
             reference = reference.to(self.torch_device, non_blocking=True)
         self._reference, self._pairs_per_token = reference, pairs_per_token
@@ -338,7 +349,7 @@ class Trainer:
                 targets = torch.cat((kept, targets[:, -1:]), 1)
             else:
                 targets = targets.where(counts[:, None], IGNORE_INDEX)
-        self._prepare_pairs(reference, pairs_per_token)
+        self._prepare_pairs(samples, reference, pairs_per_token)
         self._evaluating = True
         try:
             if self.pipeline:

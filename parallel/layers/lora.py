@@ -14,7 +14,8 @@ each section of B uses its own columns; the others stay zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,7 @@ class LowRankUpdate(nn.Module):
         super().__init__()
         self.a, self.b, self.scale, self.rate, self.site = a, b, scale, rate, site
         self.register_buffer("columns", columns, persistent=False)
+        self.enabled = True
 
     def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
         """The update of the layer's output; `keys` of the tokens, in training with dropout."""
@@ -97,7 +99,22 @@ def first_factor(in_features: int) -> Normal:
 def attach(linear: nn.Module, update: LowRankUpdate) -> None:
     """Add an update to the output of a linear layer, as its submodule `lora`."""
     linear.lora = update
-    linear.register_forward_hook(lambda module, inputs, y: y + module.lora(*inputs))
+    linear.register_forward_hook(
+        lambda module, inputs, y: y + module.lora(*inputs) if module.lora.enabled else y
+    )
+
+
+@contextmanager
+def without_updates(model: nn.Module) -> Iterator[None]:
+    """Compute with the frozen layers alone, for the block."""
+    updates = [module for module in model.modules() if isinstance(module, LowRankUpdate)]
+    for update in updates:
+        update.enabled = False
+    try:
+        yield
+    finally:
+        for update in updates:
+            update.enabled = True
 
 
 def keep_sections_apart(weight: nn.Parameter, groups: Sequence[Sequence[str]], rank: int) -> None:

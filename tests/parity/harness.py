@@ -111,6 +111,11 @@ class Case:
         return 2 if self.objective in ("dpo", "orpo") else 1
 
     @property
+    def rates(self) -> bool:
+        """Whether steps rate their pairs with the model without its updates."""
+        return self.objective == "dpo" and bool(self.lora)
+
+    @property
     def reference(self) -> Case:
         """The same mathematics on one process."""
         same = ("model", "documents", "precision", "balance", "capacity", "objective", "lora")
@@ -126,7 +131,7 @@ class Case:
                 "model": MODELS[self.model],
                 "tokenizer": {"source": "train"},
                 "data": {"sources": [{"kind": "python-docs"}]},
-                "objective": {"kind": self.objective},
+                "objective": {"kind": self.objective, "precompute_reference": not self.rates},
                 **({"lora": {"rank": 4, "targets": [*self.lora], "dropout": 0.2}} if self.lora else {}),
                 "parallel": {
                     "tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "expert": self.expert,
@@ -235,7 +240,7 @@ def _train(
             local = tokens[first : first + samples] if trainer.reads_samples else None
             counted = int((tokens[:, 1:] >= 0).sum()) if case.rows == 1 else BATCH // 2
             pairs = {"pairs_per_token": 1 / SEQUENCE} if case.objective == "orpo" else {}
-            if case.objective == "dpo":
+            if case.objective == "dpo" and not case.rates:
                 pairs["reference"] = -torch.arange(first, first + samples).float() - step
             starts = document_starts(first, samples) if case.documents else None
             loss = trainer.forward_backward(

@@ -61,8 +61,8 @@ CASES = {
     ),
     "tensor 2, data 2, lora, gpt": Case("gpt", tensor=2, data=2, lora=("qkv", "output", "gate_up", "down")),
     "tensor 2, pipeline 2, lora, dbrx": Case("dbrx", tensor=2, pipeline=2, lora=("qkv", "output")),
-    "tensor 2, expert 2, lora, dpo": Case(
-        "gpt_oss", tensor=2, data=2, expert=2, lora=("q_proj", "v_proj"), objective="dpo", sharding="fsdp"
+    "tensor 2, context 2, expert 2, lora, dpo rated in each step": Case(
+        "gpt_oss", tensor=2, context=2, expert=2, lora=("q_proj", "v_proj"), objective="dpo", sharding="fsdp"
     ),
     "fsdp 2, tensor 4, KV replicated": Case(data=2, tensor=4, sharding="fsdp"),
     "fsdp 4, tensor 2": Case(tensor=2, context=2, data=2, sharding="fsdp", native=True),

@@ -297,6 +297,27 @@ def test_lora_equals_peft_and_is_exported_as_its_adapter_and_merged(theirs, tmp_
         torch.testing.assert_close(found_tensor, tensor, rtol=0, atol=1e-6)
 
 
+def test_dpo_of_lora_rates_pairs_without_its_updates_as_trl_does(theirs):
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer
+
+    torch.manual_seed(3)
+    targets = [module.rpartition(".")[2] for module in LORA]
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, init_lora_weights=False)
+    arguments = settings(DPOConfig, theirs.folder, beta=0.3, disable_dropout=True)
+    given = {"train_dataset": pairs(), "processing_class": theirs.tokenizer, "peft_config": config}
+    trainer = DPOTrainer(base(theirs), args=arguments, **given)
+    model, (loss, gradients) = trainer.model, step(trainer)
+    lora = {"rank": RANK, "alpha": ALPHA, "targets": targets}
+    objective = {"kind": "dpo", "beta": 0.3, "precompute_reference": False}
+    wanted = profile(theirs, lora=lora, objective=objective)
+    adapters = factors_of({name: each.detach() for name, each in model.state_dict().items()}, wanted)
+    found, expected = ours(theirs, wanted, adapters), factors_of(gradients, wanted)
+    assert found[0] == pytest.approx(loss.item(), rel=TOLERANCE)
+    for name, gradient in expected.items():
+        assert (found[1][name] - gradient).norm() <= TOLERANCE * gradient.norm(), name
+
+
 def test_lora_of_weights_that_gpt2_has_in_one_is_exported_as_its_adapter_and_merged(theirs, tmp_path):
     from peft import PeftModel
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -1,0 +1,188 @@
+"""Measure a training step of SFT (packed) and DPO against TRL's trainers: same model, records, batch and precision.
+
+Both sides run eager in one process with one thread, float32, on records of random words; only answers count. The sides alternate;
+the first steps of a run warm up. Reported: wall and CPU time of a step, as medians over all steps, and TRL's over ours.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.timing import make_parser
+from modeling.data.prefetch import read_batch
+from modeling.data.records import open_samples
+from modeling.training.reference import log_probabilities
+from modeling.training.train import make_optimizer
+from modeling.training.trainer import Trainer
+from profiles.huggingface.config import from_config_json
+from profiles.schema import Profile
+from tasks.dataset import DatasetStep
+from tasks.step import Context
+from tasks.store.store import Store
+from tasks.tokenizer import TokenizerStep
+
+WARM_UP = 2  # steps of each run
+RATE = 1e-4
+Times = tuple[float, float]  # wall and CPU seconds
+
+
+def write_inputs(folder: Path, records: int) -> Any:
+    """A tokenizer of bytes, a Llama and records in a folder; returns the model's configuration."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>", "<pad>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
+    fast.save_pretrained(folder / "tokenizer")
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=4096, max_position_embeddings=2048,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    chance = random.Random(0)
+
+    def words(least: int, most: int) -> str:
+        return "".join(chance.choices("abcdefgh ", k=chance.randint(least, most)))
+
+    rows = [
+        {
+            "prompt": words(40, 160),
+            "completion": (right := words(20, 120)),
+            "chosen": right,
+            "rejected": words(20, 120),
+        }
+        for _ in range(records)
+    ]
+    (folder / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return config
+
+
+def profile(folder: Path, config: Any, kind: str, batch: int, sequence: int) -> Profile:
+    """Our profile of the same work."""
+    source = {"kind": "files", "path": str(folder / "records.jsonl")}
+    return Profile.model_validate(
+        {
+            "name": "finetuning",
+            "model": from_config_json(config.to_dict()),
+            "tokenizer": {"source": str(folder / "tokenizer")},
+            "data": {"sources": [{**source, "use": "train"}, {**source, "use": "validation"}]},
+            "objective": {"kind": kind},
+            "train": {
+                "steps": 1000, "global_batch_size": batch, "micro_batch_size": batch, "sequence_length": sequence,
+                "learning_rate": RATE, "precision": "float32",
+            },
+            "compile": {"enabled": False},
+            "cluster": {"device": "cpu", "threads": 1},
+        }
+    )  # fmt: skip
+
+
+def ours(folder: Path, wanted: Profile) -> Callable[[int], list[Times]]:
+    """A function that trains so many steps and returns their times."""
+    context = Context(wanted, Store(str(folder / "store")))
+    dataset = DatasetStep(TokenizerStep().run(context)).run(context)
+    samples = open_samples(wanted, context.store.artifacts.path(dataset), "train")
+    trainer = Trainer(wanted)
+    optimizer = make_optimizer(trainer)
+    count = wanted.train.global_batch_size
+    if wanted.objective.kind == "dpo":
+        samples.reference = log_probabilities(trainer, samples)
+
+    def run(steps: int) -> list[Times]:
+        times = []
+        for step in range(steps):
+            start = time.perf_counter(), time.process_time()
+            optimizer.begin_step(1)
+            first = step * count
+            batch = read_batch(trainer, samples, first, count)
+            scale = 1 / samples.counted(first, count)
+            trainer.forward_backward(
+                batch.tokens, scale, documents=batch.documents, reference=batch.reference
+            )
+            optimizer.step(RATE)
+            times.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+        return times[WARM_UP:]
+
+    return run
+
+
+def theirs(folder: Path, kind: str, batch: int, sequence: int) -> Callable[[int], list[Times]]:
+    """The same by TRL."""
+    from datasets import Dataset
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.times: list[Times] = []
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.start = time.perf_counter(), time.process_time()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.times.append((time.perf_counter() - self.start[0], time.process_time() - self.start[1]))
+
+    names = ("prompt", "completion") if kind == "sft" else ("prompt", "chosen", "rejected")
+    rows = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    records = Dataset.from_list([{name: row[name] for name in names} for row in rows])
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+
+    def run(steps: int) -> list[Times]:
+        common = {
+            "output_dir": str(folder / "trl"), "per_device_train_batch_size": batch, "max_length": sequence, "use_cpu": True,
+            "bf16": False, "report_to": "none", "gradient_checkpointing": False, "max_steps": steps, "save_strategy": "no",
+            "disable_tqdm": True, "logging_steps": 10**6, "learning_rate": RATE,
+        }  # fmt: skip
+        model, clock = LlamaForCausalLM.from_pretrained(folder / "model"), Clock()
+        given = {"train_dataset": records, "processing_class": tokenizer, "callbacks": [clock]}
+        if kind == "sft":
+            trainer = SFTTrainer(model, SFTConfig(packing=True, **common), **given)
+        else:
+            trainer = DPOTrainer(model, args=DPOConfig(precompute_ref_log_probs=True, **common), **given)
+        trainer.train()
+        return clock.times[WARM_UP:]
+
+    return run
+
+
+def main() -> None:
+    parser = make_parser(__doc__, rounds=3)
+    parser.add_argument("--steps", type=int, default=6, help="of a run, after the warm-up (default: 6)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = write_inputs(folder, records=96)
+        for kind, batch, sequence in (("sft", 4, 512), ("dpo", 8, 288)):
+            sides = {
+                "ours": ours(folder, profile(folder, config, kind, batch, sequence)),
+                "TRL": theirs(folder, kind, batch, sequence),
+            }
+            times: dict[str, list[Times]] = {side: [] for side in sides}
+            for _ in range(options.rounds):
+                for side, run in sides.items():
+                    times[side] += run(WARM_UP + options.steps)
+            for index, clock in enumerate(("wall", "CPU")):
+                one, other = (statistics.median(pair[index] for pair in times[side]) for side in sides)
+                line = f"{kind}  {clock:<4}  ours {one * 1e3:7.1f} ms a step, TRL {other * 1e3:7.1f} ms: {other / one:.2f} times"
+                lines.append(line)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
