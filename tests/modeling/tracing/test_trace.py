@@ -106,8 +106,8 @@ def test_graph_that_depends_on_the_rank_has_another_digest(tmp_path, monkeypatch
     spread = profile(tmp_path, *SPREAD)
     forward = modeling.models.families.llama.MLP.forward
 
-    def scaled_by_rank(self, x):
-        return forward(self, x) * (1.0 + self.down.axis.rank)
+    def scaled_by_rank(self, x, keys=None):
+        return forward(self, x, keys) * (1.0 + self.down.axis.rank)
 
     monkeypatch.setattr(modeling.models.families.llama.MLP, "forward", scaled_by_rank)
     assert digests(trace(spread, 0))["block, training"] != digests(trace(spread, 1))["block, training"]
