@@ -42,7 +42,7 @@ def test_data_dependent_branch_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(
         modeling.models.families.llama.MLP,
         "forward",
-        lambda self, x: forward(self, x if x.sum() > 0 else x + 1),
+        lambda self, x, keys=None: forward(self, x if x.sum() > 0 else x + 1, keys),
     )
     with pytest.raises(Exception, match="Data-dependent branching"):
         trace(profile(tmp_path))
