@@ -2,7 +2,8 @@
 
 Names are those of SIZES, all by default; `fleet` is of the store's fleet.html (`trainshed fleet`), `ladder` of the page
 that `trainshed ladder run tiny` wrote. PREFECT_API_URL names the server, for instance that of `trainshed up`, with --alerts for
-the picture of that name. Needs Playwright and Chromium (`make test-system`).
+the picture of that name; `trackers` is what `trackio show --project llama` serves. Needs Playwright and Chromium (`make
+test-system`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ SIZES = {
     "report": (1000, 1130),
     "fleet": (1300, 1100),
     "alerts": (1200, 760),
+    "trackers": (1200, 760),
     "ladder": (1000, 1130),
     "evaluations": (1000, 1130),
 }
@@ -31,6 +33,7 @@ SHOWN = {
     "report": "mean of",
     "fleet": "last change",
     "alerts": "Trainshed alert: started",
+    "trackers": "validation_loss",
     "ladder": "Rungs",
     "evaluations": "Evaluations of checkpoints",
 }
@@ -45,6 +48,7 @@ def main(run: Path, *names: str) -> None:
         "prefect": lambda: _page_address((run / "flow-run").read_text().strip()),
         "report": lambda: (run / "report.html").resolve().as_uri(),
         "evaluations": lambda: (run / "report.html").resolve().as_uri(),
+        "trackers": lambda: "http://127.0.0.1:7860/?project=llama",
         "alerts": lambda: f"{os.environ['PREFECT_API_URL'].removesuffix('/api')}/automations",
         "fleet": lambda: (run.parents[1] / "fleet.html").resolve().as_uri(),
         "ladder": lambda: (run.parents[1] / f"ladders/{run.name}-ladder.html").resolve().as_uri(),
@@ -74,6 +78,8 @@ def _capture(browser: Browser, name: str, address: str) -> None:
     page = browser.new_page(viewport={"width": width, "height": height})
     page.goto(address)
     page.get_by_text(SHOWN[name]).first.wait_for()
+    if name == "trackers":  # which shows all metrics, by group
+        page.get_by_text(SHOWN[name]).first.scroll_into_view_if_needed()
     page.wait_for_timeout(1000)  # for fonts and images
     if name in SECTIONS:
         page.locator("section").filter(has_text=SHOWN[name]).screenshot(path=HERE / f"{name}.png")
