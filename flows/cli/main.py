@@ -71,7 +71,9 @@ def parser() -> argparse.ArgumentParser:
         description="Pretrain language models as one Prefect flow, on Trainium, GPUs and CPUs.",
         epilog="example: trainshed run tiny    (trainshed COMMAND --help for details)",
         formatter_class=HelpFormatter,
+        add_help=False,
     )
+    root.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # a screen has 24 lines
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     about = "run a profile, from the tokenizer to the exported model"
