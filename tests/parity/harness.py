@@ -252,7 +252,8 @@ def _train(
             results.norms.append(optimizer.step(RATE).gradient_norm.item())
             results.losses += trainer.sum(loss[None]).tolist()
             if save and step + 1 in save:
-                checkpoint.save(save[step + 1], optimizer, {"step": step + 1})
+                about = {"step": step + 1, "profile": trainer.profile.model_dump(mode="json")}
+                checkpoint.save(save[step + 1], optimizer, about)
         optimizer.gather_parameters()  # which the next forward would wait for; some tests look at them
         results.boxes += saved_boxes(
             "weights", ((box, states["master"]) for box, states in optimizer.state_boxes())

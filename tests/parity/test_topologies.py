@@ -99,6 +99,7 @@ CASES = {
     "expert 4 of data 2, context 2": Case(
         "mixtral", data=2, context=2, expert=4, native=True, documents=True
     ),
+    "expert 8 of data 4, context 2": Case("mixtral", data=4, context=2, expert=8),
     "expert 2, tensor 2, half of the data ranks": Case(
         "qwen3_moe", data=4, tensor=2, expert=2, recompute="selective"
     ),

@@ -1,0 +1,32 @@
+"""Checkpoints of experts that are spread over ranks: resumed there and elsewhere, and exported with every expert."""
+
+import torch
+
+from modeling.conversion import formats, huggingface
+from tests.parity.harness import STEPS, Case, assemble, one_process, train
+
+HALF = STEPS // 2
+CASE = Case("mixtral", data=2, tensor=2, expert=2, sharding="fsdp")
+ELSEWHERE = Case("mixtral", context=2, expert=2)
+
+
+def test_experts_resume_and_are_exported_on_any_topology(pool, tmp_path):
+    saved, last = tmp_path / "half", tmp_path / "last"
+    first = assemble(pool.run(train, CASE.world, case=CASE, save={HALF: saved, STEPS: last}))
+    expected = one_process(CASE.reference)
+    torch.testing.assert_close(torch.tensor(first.losses), torch.tensor(expected.losses), rtol=1e-5, atol=0)
+    rest = range(HALF, STEPS)
+    same = assemble(pool.run(train, CASE.world, case=CASE, steps=rest, resume=saved))
+    assert same.losses == first.losses[HALF:]  # bit for bit
+    other = assemble(pool.run(train, ELSEWHERE.world, case=ELSEWHERE, steps=rest, resume=saved))
+    torch.testing.assert_close(
+        torch.tensor(other.losses), torch.tensor(expected.losses[HALF:]), rtol=1e-5, atol=0
+    )
+
+    weights = formats.read(last, None, None, training_dtype=False)
+    exported = {
+        entry.name: torch.cat([*entry.rows(0, entry.shape[0])]) for entry in huggingface.entries(weights)
+    }
+    for number in range(CASE.profile().model.num_experts):
+        ours = first.weights[f"layers.1.mlp.down.{number}.weight"]
+        assert torch.equal(exported[f"model.layers.1.block_sparse_moe.experts.{number}.w2.weight"], ours)
