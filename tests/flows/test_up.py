@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from flows.parameters import STARTABLE
-from flows.server.prefect_settings import SETTINGS
+from flows.server.prefect_settings import AUTOMATION, SETTINGS
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
 from profiles.check import PLANNED_ONLY
@@ -171,7 +171,8 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
 ):
     """After the `up` of the test above, whose database this one shares."""
     started, api = up
-    (automation,) = ask(f"{api}/automations/filter")
+    automations = ask(f"{api}/automations/filter")
+    (automation,) = (each for each in automations if each["name"] == AUTOMATION)
     assert automation["enabled"]
     assert automation["trigger"]["posture"] == "Proactive"
     (pool,) = ask(f"{api}/work_pools/filter")
