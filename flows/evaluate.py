@@ -44,6 +44,7 @@ from tasks.store.artifacts import Artifact
 from tasks.store.inventory import ARTIFACTS
 from tasks.store.store import Store
 from tasks.tokenizer import TokenizerStep
+from tasks.tracking.process import catch_up
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +174,8 @@ def evaluate(
             if not active:
                 break
             time.sleep(POLL_SECONDS)
+        if opened.lock_holder(f"run-{name}") is None:  # otherwise the run's own trackers send them
+            catch_up(folder)
     return [{"step": step, **metrics} for step, metrics in results.read(folder).items()]
 
 

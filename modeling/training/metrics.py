@@ -18,6 +18,7 @@ log = logging.getLogger("trainshed")
 
 BEFORE = "before.json"  # of a run folder: the evaluation of the weights that a fine-tuning run starts from
 EXPERT_LOADS = "expert_loads.json"  # of a run folder: tokens that chose each expert in one step, by layer
+OF_TASKS = "lm_eval/"  # begins the names of metrics of language-model tasks, which are tags themselves
 BY_LAYER = "_by_layer"  # ends the names of metrics with a number for each layer
 # TensorBoard tag groups; a metric in none of them is a user metric, named after its function.
 GROUPS = {
@@ -152,6 +153,8 @@ def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def tag(name: str) -> str:
     """TensorBoard tag of a metric: 'step_seconds' -> 'time/step_seconds', and 'accuracy' -> 'evaluation/accuracy'."""
     whole = name.partition("/")[0]  # validation_loss/<source> is with the loss of the whole split
+    if name.startswith(OF_TASKS):
+        return name
     group = next((group for group, names in GROUPS.items() if whole in names), "evaluation")
     return f"{group}/{name}"
 

@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from profiles.errors import ProfileError
+from profiles.resolve import load
 from profiles.schema import Profile
 from tasks.launchers.base import SAFE_PATH
 from tasks.reporting.compare import flat_profile, load_runs, write_page
 from tasks.store.run_folder import Parent
 from tasks.store.store import Store
+from tasks.tracking.worker import FOLDER
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,14 @@ def tracking(profile: Profile, folder: Path, labels: Mapping[str, str]) -> Itera
         raise
     finally:
         _finish(processes, ending)
+
+
+def catch_up(folder: Path) -> None:
+    """Send trackers that have followed a run, which nobody follows now, what they lack: late evaluations."""
+    profile = load(str(folder / "profile.yaml"))
+    if profile.tracking.trackers and (folder / FOLDER).is_dir():
+        with tracking(profile, folder, labels_of(profile, profile.name, None)) as ending:
+            ending.state = "finished" if (folder / "report.html").exists() else "stopped"
 
 
 class TrackerProcess:

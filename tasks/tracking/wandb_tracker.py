@@ -26,7 +26,7 @@ class WandbTracker:
             id=run.identifier,
             name=run.name,
             resume="allow",
-            tags=[*labels, *run.tags],
+            tags=None if run.resumes else [*labels, *run.tags],
             dir=os.environ.get("WANDB_DIR") or run.folder,
             settings=settings,
         )

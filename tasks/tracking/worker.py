@@ -63,13 +63,20 @@ class NewRows:
     and those of repeated steps are not: they took another time.
 
     Args:
-        sent: the last training step that an earlier process sent. Evaluations, of which there are few, are sent again.
+        sent: the last steps that an earlier process sent, of training and of evaluations during training.
+        skip: how many rows an earlier process sent of a file that only grows.
     """
 
-    def __init__(self, path: Path, sent: int) -> None:
-        self._follower, self._before = LogFollower(path), sent
+    def __init__(self, path: Path, sent: tuple[int, int] = (0, 0), skip: int = 0) -> None:
+        self._follower, self._skip = LogFollower(path), skip
+        self._before = dict(zip((True, False), sent, strict=True))  # by whether it is a training step
         self._sent: set[int] = set()  # hashes of rows
         self._rows: Iterator[Row] = iter(())
+
+    @property
+    def seen(self) -> int:
+        """Distinct rows that were read."""
+        return len(self._sent)
 
     def take(self) -> list[Row]:
         """The next rows, at most MAX_ROWS; none if there are no more yet."""
@@ -77,12 +84,12 @@ class NewRows:
             self._rows = filter(self._is_new, self._follower.rows(is_metrics))
             taken = list(islice(self._rows, MAX_ROWS))
         if not taken:
-            self._before = 0
+            self._before = {True: 0, False: 0}
         return taken
 
     def _is_new(self, row: Row) -> bool:
         row_hash = hash(json.dumps(row))
-        known = row_hash in self._sent or ("loss" in row and row["step"] <= self._before)
+        known = row_hash in self._sent or row["step"] <= self._before["loss" in row] or self.seen < self._skip
         self._sent.add(row_hash)
         return not known
 
@@ -165,16 +172,28 @@ def follow(run: Path, given: dict[str, Any], sender: Sender, orders: Orders) -> 
     )
     if opened is None:
         return
-    sent = known.get("step", 0)
-    rows = NewRows(run / "metrics.jsonl", sent)
-    state_files.write(path, json.dumps({"identifier": opened, "step": sent}))
+    state = {
+        "identifier": opened,
+        **{name: known.get(name, 0) for name in ("step", "evaluated", "evaluations")},
+    }
+    rows = NewRows(run / "metrics.jsonl", sent=(state["step"], state["evaluated"]))
+    evaluations = NewRows(
+        run / "evaluations.jsonl", skip=state["evaluations"]
+    )  # of checkpoints, in any order
+    state_files.write(path, json.dumps(state))
     while True:
         over = orders.over.is_set()  # asked first, so that what was written before the end is read
         while taken := rows.take():
             if not sender.send(taken):
                 break
-            sent = next((row["step"] for row in reversed(taken) if "loss" in row), sent)
-            state_files.write(path, json.dumps({"identifier": opened, "step": sent}))
+            for row in taken:
+                state["step" if "loss" in row else "evaluated"] = row["step"]
+            state_files.write(path, json.dumps(state))
+        while taken := evaluations.take():
+            if not sender.send(taken):
+                break
+            state["evaluations"] = evaluations.seen
+            state_files.write(path, json.dumps(state))
         if over:
             break
         orders.over.wait(POLL_SECONDS)

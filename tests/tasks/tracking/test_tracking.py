@@ -134,6 +134,11 @@ class Recording:
     def finish(self, state):
         self.write("finish", state)
 
+class Evaluations(Recording):
+    def log(self, step, metrics):
+        if "loss/loss" not in metrics:
+            self.write("evaluated", step, metrics)
+
 class Failing(Recording):
     def log(self, step, metrics):
         raise ConnectionError("no route to the tracker")
@@ -174,6 +179,24 @@ def test_repeated_steps_are_sent_again_and_kept_ones_are_not(own, tmp_path):
     assert own("log") == list(sent)
     assert own("finish") == [["finished"]]
     assert own("start")[0][:2] == ["new", 300]
+
+
+def test_late_evaluations_are_sent_once_to_the_same_run(own, tmp_path):
+    run = Run(tmp_path, "my_trackers:Evaluations")
+    file = run.folder / "evaluations.jsonl"
+    with run.track():
+        run.write(1, 2)
+        with run.metrics.open("a") as metrics:
+            metrics.write('{"step": 2, "validation_loss": 4.5}\n')
+        wait_for(lambda: own("evaluated"))
+        file.write_text('{"step": 2, "validation_loss": 3.5}\n')
+    file.write_text(file.read_text() + '{"step": 1, "lm_eval/arc/acc": 0.25}\n')
+    for _ in range(2):
+        process.catch_up(run.folder)
+    assert own("evaluated")[0] == [2, {"loss/validation_loss": 4.5}]
+    assert own("evaluated")[1:] == [[2, {"loss/validation_loss": 3.5}], [1, {"lm_eval/arc/acc": 0.25}]]
+    assert [start[0] for start in own("start")] == ["new", "mine", "mine"]
+    assert own("finish")[-1] == ["finished"]
 
 
 @pytest.mark.parametrize("kind", ["Failing", "Hanging"])
