@@ -116,8 +116,12 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
     result = {"ladder": described.name, "key": artifact.key, "page": str(page), **document}
     if target:
         trained = pretrain(described.target, list(goal.overrides), None, store)
-        result["outcome"] = forecasts.outcome({"key": artifact.key, **document}, trained["validation_loss"])
         result["report"] = trained["report"]
+        recorded = forecasts.read_recorded(opened.run_folder(trained["run"]))
+        if recorded is None:
+            log.warning("warning: %s had started before it was forecast", trained["run"])
+        else:  # an earlier one, if the target had started since
+            result["outcome"] = forecasts.outcome(recorded, trained["validation_loss"])
     return result
 
 

@@ -197,7 +197,7 @@ def forecast_target(profile: Profile) -> str:
 def forecast(target: str, rungs: Sequence[Sequence[float]]) -> str:
     """Key of a forecast, from the settings of its target and the size, length and loss of each rung."""
     return digest(
-        {"step": "forecast", "recipe": 1, "target": target, "rungs": [list(rung) for rung in rungs]}
+        {"step": "forecast", "recipe": 2, "target": target, "rungs": [list(rung) for rung in rungs]}
     )
 
 

@@ -71,10 +71,16 @@ def latest(store: Store, profile: Profile) -> Artifact | None:
     return max(of_target, key=lambda artifact: artifact.summary["written"], default=None)
 
 
+def read_recorded(run: RunFolder) -> dict[str, Any] | None:
+    """The forecast that a run took with it when it started; None without one."""
+    known = run.read(FILE)
+    return json.loads(known) if known else None
+
+
 def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | None:
     """Copy the latest forecast into the folder of a run that has not trained yet; returns it, or the one that is there."""
-    if known := run.read(FILE):
-        return json.loads(known)
+    if known := read_recorded(run):
+        return known
     if run.checkpoint_steps() or (run.path / "metrics.jsonl").exists():
         return None
     artifact = latest(store, profile)

@@ -59,11 +59,18 @@ class Fit:
     draws: tuple[Law, ...]
     noise: float
 
-    def interval(self, n: float, d: float, seed: int = 0, share: float = 0.9) -> tuple[float, float]:
-        """Interval that the loss of one run lies in with probability `share`."""
+    def interval(
+        self, n: float, d: float, seed: int = 0, share: float = 0.9, drift: float = 0.0
+    ) -> tuple[float, float]:
+        """Interval that the loss of one run lies in with probability `share`.
+
+        Args:
+            drift: relative standard deviation of what the law itself may be wrong by.
+        """
         chance = np.random.default_rng(seed)
         losses = np.array([float(law.loss(n, d)) for law in self.draws])
         losses = losses * np.exp(self.noise * _noise(chance, len(losses)))
+        losses = losses * np.exp(drift * chance.standard_normal(len(losses)))
         low, high = np.quantile(losses, [(1 - share) / 2, (1 + share) / 2])
         return float(low), float(high)
 

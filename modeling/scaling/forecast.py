@@ -1,7 +1,12 @@
-"""Forecast of a target run from the finished rungs of a ladder, with its backtest, as one JSON document."""
+"""Forecast of a target run from the finished rungs of a ladder, with its backtest, as one JSON document.
+
+The bootstrap of fit.py knows the noise of the rungs, and takes the law as true. What the law may be wrong by is read off the
+backtest: its relative error for each factor of e in compute is the standard deviation that widens the intervals.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,6 +19,7 @@ SHARE = 0.9  # of the intervals
 LENGTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # shares of the target's tokens that the forecast has a loss for
 BUDGETS = (1.0, 10.0)  # multiples of the target's compute that the best size is given for
 BACKTEST_DRAWS = 100
+LEAST_BEYOND = 0.5  # logarithm of compute: a rung that is hardly larger says little of an extrapolation
 
 
 def forecast(observations: Sequence[Observation], n: float, d: float, seed: int = 0) -> dict[str, Any]:
@@ -21,24 +27,36 @@ def forecast(observations: Sequence[Observation], n: float, d: float, seed: int 
 
     Returns:
         loss and interval at the end and, in `lengths`, of runs of the target's size that end earlier; the law's coefficients and
-        the noise of a run; `extrapolation`, the target's compute over the largest rung's; in `budgets`, the best size for the
-        target's compute and ten times that; `backtest`, or None with too few rungs.
+        the noise of a run; `drift`, by which intervals grow with the extrapolation; `extrapolation`, the target's compute over
+        the largest rung's; in `budgets`, the best size for the target's compute and ten times that; `backtest`, or None with too
+        few rungs.
 
     Raises:
         ValueError: the law cannot be fitted; the message says what is missing.
     """
     fitted = fit(observations, seed)
     largest = max(point.flops for point in observations)
+    tested = backtest(observations, seed)
+    drift = _drift(observations, tested)
+
+    def at(n: float, d: float) -> dict[str, Any]:
+        beyond = math.log(max(1.0, 6 * n * d / largest))
+        return {
+            "loss": float(fitted.law.loss(n, d)),
+            "interval": list(fitted.interval(n, d, seed, SHARE, drift * beyond)),
+        }
+
     return {
-        **_at(fitted, n, d, seed),
+        **at(n, d),
         "share": SHARE,
-        "lengths": [{"tokens": share * d, **_at(fitted, n, share * d, seed)} for share in LENGTHS],
+        "lengths": [{"tokens": share * d, **at(n, share * d)} for share in LENGTHS],
+        "drift": drift,
         "law": asdict(fitted.law),
         "noise": fitted.noise,
         "flops": 6 * n * d,
         "extrapolation": 6 * n * d / largest,
         "budgets": _budgets(fitted, 6 * n * d, seed),
-        "backtest": backtest(observations, seed),
+        "backtest": tested,
     }
 
 
@@ -60,6 +78,23 @@ def backtest(observations: Sequence[Observation], seed: int = 0) -> list[dict[st
         found = _at(fitted, point.n, point.d, seed)
         rows.append({**asdict(point), "forecast": found["loss"], "interval": found["interval"]})
     return rows
+
+
+def _drift(observations: Sequence[Observation], tested: Sequence[dict[str, Any]] | None) -> float:
+    """Relative error of the backtest for each factor of e in compute beyond the rungs that it was made from; 0 without one.
+
+    A law that misses the largest rungs will miss the target by more, in proportion to the logarithm of the extrapolation.
+    """
+    if not tested:
+        return 0.0
+    left_out = {(row["n"], row["d"]) for row in tested}
+    largest = max(point.flops for point in observations if (point.n, point.d) not in left_out)
+    errors = [
+        math.log(row["forecast"] / row["loss"])
+        / max(LEAST_BEYOND, math.log(6 * row["n"] * row["d"] / largest))
+        for row in tested
+    ]
+    return math.sqrt(sum(error**2 for error in errors) / len(errors))
 
 
 def _at(fitted: Fit, n: float, d: float, seed: int) -> dict[str, Any]:
