@@ -72,12 +72,13 @@ def _plan(options: argparse.Namespace) -> int:
     shown = [*rows, total, goal]
     columns = [name for name in COLUMNS if any(row.get(name) is not None for row in shown)]
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("run", no_wrap=True)
+    prefix = f"{ladder.name}-"
+    table.add_column(f"{prefix}…", no_wrap=True)
     for name in columns:
         table.add_column(COLUMNS[name][0], justify="right", no_wrap=True)
     for row in shown:
         cells = (COLUMNS[name][1](row[name]) if row.get(name) is not None else "" for name in columns)
-        table.add_row(row["run"], *cells)
+        table.add_row(row["run"].removeprefix(prefix), *cells)
     console = Console(highlight=False)
     console.print(table)
     for warning in warnings:
