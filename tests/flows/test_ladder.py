@@ -127,4 +127,4 @@ def test_the_plan_lists_every_rung_and_the_total(profile, tmp_path, capsys):
     assert found["target"]["run"] == "micro"
     assert {rung["learning_rate"] for rung in found["rungs"]} == {found["target"]["learning_rate"]}
     assert main(["ladder", "plan", str(write_ladder(tmp_path, profile, batch_exponent=0.5))]) == 0
-    assert "steps-h24-l1-t0.08" in capsys.readouterr().out
+    assert "\nh24-l1-t0.08 " in capsys.readouterr().out
