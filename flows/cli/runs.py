@@ -19,6 +19,8 @@ from tasks.reporting.format import format_age, format_bytes
 from tasks.store.inventory import Run, list_runs
 from tasks.store.store import Store
 
+WIDTH = 200  # of a table that is piped
+
 
 def run(options: argparse.Namespace) -> int:
     """Print the runs, the latest first. Raises ProfileError for an invalid store."""
@@ -62,7 +64,10 @@ def _print(found: list[Run], views: Mapping[str, RunView]) -> None:
             format_bytes(each.bytes),
             each.parent or "",
         )
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(table)
 
 
 def _state(run: Run, view: RunView | None) -> str:
