@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.harness.processes import peak_memory
 from benchmarks.harness.timing import alternate, make_parser, print_table
 from benchmarks.harness.workload import llama
-from profiles.model import Model
+from profiles.sections.model import Model
 
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary
     "100m": (768, 2048, 12, 16, 4, 32000),

@@ -25,10 +25,10 @@ from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from profiles.huggingface.config import from_config_json
 from profiles.schema import Profile
-from tasks.dataset import DatasetStep
 from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
-from tasks.tokenizer import TokenizerStep
 
 WARM_UP = 2  # steps of each run
 RATE = 1e-4

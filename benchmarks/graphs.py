@@ -59,8 +59,8 @@ def trace(names: Sequence[str]) -> bool:
 
 def first_step(rounds: int) -> bool:
     """Time the first step, alternating between an empty compile cache and precompiled graphs."""
-    from tasks import graphs
     from tasks.step import Context
+    from tasks.steps import graphs
     from tasks.store.store import Store
     from tests.modeling import micro
 

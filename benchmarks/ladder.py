@@ -20,12 +20,12 @@ from modeling.training.evaluate import evaluate_samples
 from modeling.training.learning_rate import learning_rate
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
-from profiles.ladder import Ladder
 from profiles.schema import Profile
-from tasks.dataset import DatasetStep
+from profiles.sections.ladder import Ladder
 from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
-from tasks.tokenizer import TokenizerStep
 
 VOCABULARY, SEQUENCE, BATCH, STEPS = 1024, 128, 8, 1150
 VALIDATION_BATCHES = 32  # of the target's, the same for every run

@@ -30,16 +30,16 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from tasks import continual as series
 from tasks import keys
-from tasks.dataset import DatasetStep
 from tasks.evaluation.held_out import EvaluationStep
-from tasks.export import ExportStep
-from tasks.graphs import GraphsStep
 from tasks.report import ReportStep
 from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.export import ExportStep
+from tasks.steps.graphs import GraphsStep
+from tasks.steps.tokenizer import TokenizerStep
+from tasks.steps.training import TrainingStep
 from tasks.store import ledger, runs
 from tasks.store.store import Store
-from tasks.tokenizer import TokenizerStep
-from tasks.training import TrainingStep
 
 
 @flow(name="continual", flow_run_name=run_name, task_runner=THREADS, **HOOKS)

@@ -26,8 +26,6 @@ from flows.ui.artifacts import show_table
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from tasks.checkpoint import CheckpointStep
-from tasks.dataset import DatasetStep
 from tasks.evaluation import results
 from tasks.evaluation.checkpoints import (
     CheckpointEvaluationStep,
@@ -36,14 +34,16 @@ from tasks.evaluation.checkpoints import (
     metrics_of,
     require_harness,
 )
-from tasks.reference import ReferenceStep
 from tasks.report import update_evaluations
 from tasks.step import Context
+from tasks.steps.checkpoint import CheckpointStep
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.reference import ReferenceStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
 from tasks.store.inventory import ARTIFACTS
 from tasks.store.store import Store
-from tasks.tokenizer import TokenizerStep
 from tasks.tracking.process import catch_up
 
 log = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from flows.hooks import show_failure
 from flows.runner import Runner
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.checkpoint import CheckpointStep
-from tasks.export import ExportStep
 from tasks.resolve import EXPORT
 from tasks.step import Context
+from tasks.steps.checkpoint import CheckpointStep
+from tasks.steps.export import ExportStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import runs
 from tasks.store.store import Store
-from tasks.tokenizer import TokenizerStep
 
 
 def run_name() -> str:

@@ -31,10 +31,10 @@ from modeling.planning import planner
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import Plan, plan
 from modeling.scaling.rungs import Rung, rungs_of, target_of, warnings_of
-from profiles import ladder as ladders
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.ladder import Ladder
+from profiles.sections import ladder as ladders
+from profiles.sections.ladder import Ladder
 from tasks import ladder as forecasts
 from tasks.reporting import ladder_page
 from tasks.reporting.format import format_duration

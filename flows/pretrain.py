@@ -41,20 +41,20 @@ from modeling.training.metrics import BEFORE
 from profiles import resolve, state_files
 from profiles.schema import Profile
 from tasks import keys, ladder
-from tasks.checkpoint import CheckpointStep
-from tasks.dataset import DatasetStep, with_steps
 from tasks.evaluation.held_out import EvaluationStep
-from tasks.export import ExportStep
 from tasks.fork import copy_checkpoint, find_parent, require_forkable
-from tasks.graphs import GraphsStep
-from tasks.reference import ReferenceStep
 from tasks.report import ReportStep
 from tasks.resolve import locate_runs
 from tasks.step import Context
+from tasks.steps.checkpoint import CheckpointStep
+from tasks.steps.dataset import DatasetStep, with_steps
+from tasks.steps.export import ExportStep
+from tasks.steps.graphs import GraphsStep
+from tasks.steps.reference import ReferenceStep
+from tasks.steps.tokenizer import TokenizerStep, check_fits
+from tasks.steps.training import TrainingStep
 from tasks.store import ledger, runs
 from tasks.store.store import Store
-from tasks.tokenizer import TokenizerStep, check_fits
-from tasks.training import TrainingStep
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,11 @@ from parallel.constraints import (
     supports_microbatches,
     valid_tensor_degrees,
 )
-from profiles import data_sources, launchers, objectives, tracking, user_functions
+from profiles import data_sources, launchers, objectives, user_functions
 from profiles.errors import ProfileError
-from profiles.model import LARGEST, neighbours
 from profiles.schema import Profile
+from profiles.sections import tracking
+from profiles.sections.model import LARGEST, neighbours
 
 Rule = Callable[[Profile], None]  # raises ProfileError
 CPU_PROCESSES = 16

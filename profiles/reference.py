@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from profiles.errors import format_value
-from profiles.model import Section
 from profiles.schema import Profile
+from profiles.sections.model import Section
 
 HEAD = """# Profiles
 

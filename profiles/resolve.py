@@ -23,8 +23,8 @@ from profiles.check import check, check_start
 from profiles.errors import OVERRIDE_SYNTAX, ProfileError
 from profiles.huggingface.config import from_config_json
 from profiles.huggingface.hub import REPOSITORY, config_json
-from profiles.model import canonical
 from profiles.schema import Profile
+from profiles.sections.model import canonical
 from profiles.validation_errors import profile_error
 
 __all__ = ["check", "check_start", "dump", "load", "names"]

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from parallel.constraints import expert_shard_degree, kv_replicas
-from profiles.cluster import Cluster, Natural
-from profiles.model import Count, Model, Section, Size
-from profiles.tracking import Tracking
+from profiles.sections.cluster import Cluster, Natural
+from profiles.sections.model import Count, Model, Section, Size
+from profiles.sections.tracking import Tracking
 
 __all__ = [
     "Checkpoint",

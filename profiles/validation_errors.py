@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from profiles.cluster import LABEL, LINE, OPTION, PATH, QUANTITY, TIME, WORD
 from profiles.errors import ProfileError
-from profiles.model import NORM_EPS_ALIASES, Model
 from profiles.schema import FUNCTION
-from profiles.tracking import TAG, TRACKER
+from profiles.sections.cluster import LABEL, LINE, OPTION, PATH, QUANTITY, TIME, WORD
+from profiles.sections.model import NORM_EPS_ALIASES, Model
+from profiles.sections.tracking import TAG, TRACKER
 
 NOT_A_SECTION = "is not a section with keys"
 INVALID_NAME = "may have letters, digits, '.', '_' and '-', at most 100, and begins with a letter or digit"

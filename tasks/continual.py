@@ -16,9 +16,9 @@ from typing import Any
 from profiles import resolve, state_files
 from profiles.schema import Profile
 from tasks import keys
-from tasks.dataset import CORPUS, SHARDS, DatasetStep
-from tasks.dataset import with_steps as steps_of_epochs
 from tasks.resolve import EXPORT
+from tasks.steps.dataset import CORPUS, SHARDS, DatasetStep
+from tasks.steps.dataset import with_steps as steps_of_epochs
 from tasks.store import ledger, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.inventory import STANDING

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from profiles import user_functions
-from profiles.model import PARAMETRIZATION
 from profiles.schema import Profile, Train
+from profiles.sections.model import PARAMETRIZATION
 
 # Keys of `train` that change how the same mathematics is computed or logged, and those that guard it.
 NOT_MATHEMATICS = {

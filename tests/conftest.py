@@ -45,7 +45,7 @@ asyncio.run(provide_database_interface().create_db())
 SLOW_FIXTURES = {"_cluster", "browser", "command", "pool", "prefect_database", "prefect_ui"}
 """Fixtures that start servers, clusters or processes: `make test-fast` leaves out the tests that use one."""
 SLOW_FILES = {
-    *("benchmarks/test_parallel", "emulation/test_programs", "flows/test_cli", "flows/test_profiles"),
+    *("benchmarks/test_parallel", "emulation/test_programs", "flows/cli/test_cli", "flows/cli/test_profiles"),
     "modeling/planning/test_planner",
     *("modeling/supervision/test_watchdog", "modeling/test_check_device", "modeling/tracing/test_operators"),
     *(
@@ -59,8 +59,8 @@ SLOW_FILES = {
         "tasks/launchers/test_local",
         "tasks/launchers/test_conformance",
     ),
-    *("tasks/store/test_fault_injection", "tasks/store/test_remote_store", "tasks/test_evaluation"),
-    *("tasks/test_graphs", "tasks/test_training"),
+    *("tasks/store/test_fault_injection", "tasks/store/test_remote_store", "tasks/evaluation/test_held_out"),
+    *("tasks/steps/test_graphs", "tasks/steps/test_training"),
     *("tasks/launchers/test_kubernetes", "tasks/tracking/test_tracking"),
 }
 """Files that start processes by themselves, or take more than 20 s: `make test-fast` leaves them out too."""

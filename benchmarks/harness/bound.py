@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.harness.timing import seconds
 from benchmarks.harness.workload import DTYPES, Workload, start, workload_parser
 from benchmarks.peers.llama import causal_attention
-from profiles.model import Model
+from profiles.sections.model import Model
 
 REPEATS = 8
 

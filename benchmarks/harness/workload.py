@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.harness.timing import make_parser
 from modeling.conversion.weights import global_shapes
 from modeling.models.weight_names import huggingface_tensor
-from profiles.model import Model
+from profiles.sections.model import Model
 
 ADAMW = {
     "lr": 1e-3,

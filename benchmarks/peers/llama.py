@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from profiles.model import Model
+from profiles.sections.model import Model
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -16,7 +16,7 @@ from flows.cli.plan_table import in_days
 from flows.ui.console import relative
 from modeling.planning.planner import Plan, plan
 from modeling.scaling.rungs import Rung, target_of, warnings_of
-from profiles import ladder as ladders
+from profiles.sections import ladder as ladders
 
 
 def short(number: float) -> str:

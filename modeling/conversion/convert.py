@@ -32,7 +32,7 @@ from parallel.checkpoint import locations
 from parallel.constraints import valid_tensor_degrees
 from parallel.pipeline.stages import cut_layers
 from profiles.errors import ProfileError
-from profiles.model import neighbours
+from profiles.sections.model import neighbours
 
 KINDS = ("hf", "nxd", "trainshed")
 BUDGET = 512  # MB

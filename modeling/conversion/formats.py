@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError
 from profiles.huggingface.config import from_config_json
-from profiles.model import Model
+from profiles.sections.model import Model
 
 if TYPE_CHECKING:
     from modeling.conversion.nxd_layout import NxDLayout

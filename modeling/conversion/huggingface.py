@@ -21,7 +21,7 @@ from modeling.conversion.weights import Part, Weights, global_shapes
 from modeling.models import weight_names
 from modeling.models.weight_names import HuggingFaceTensor
 from profiles.huggingface.config import to_config_json
-from profiles.model import Model
+from profiles.sections.model import Model
 
 SHARD_BYTES = 5 * 10**9
 SINGLE = ("model.safetensors", "pytorch_model.bin", "checkpoint.pt")

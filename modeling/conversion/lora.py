@@ -27,8 +27,8 @@ from modeling.models.weight_names import huggingface_tensor
 from parallel.checkpoint import checkpoint, locations
 from parallel.checkpoint.reader import Reader
 from profiles.errors import ProfileError
-from profiles.model import Model
 from profiles.schema import Profile
+from profiles.sections.model import Model
 
 PREFIX = checkpoint.PREFIX["master"]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -29,7 +29,7 @@ from parallel.checkpoint.reader import Reader
 from parallel.checkpoint.writer import Written, write_boxes, write_metadata
 from parallel.constraints import kv_replicas
 from parallel.layout import Box, GlobalBox, layout_of
-from profiles.model import Model
+from profiles.sections.model import Model
 
 FILE_BYTES = 2 * 10**9
 PREFIX = checkpoint.PREFIX["master"]

@@ -37,7 +37,7 @@ from modeling.conversion.weights import Part, Weights
 from parallel.layout import Box
 from parallel.torch_internals import FakeTensorMode
 from profiles.errors import ProfileError
-from profiles.model import Model
+from profiles.sections.model import Model
 
 RANK = re.compile(r"(?:dp_rank_(\d+)_)?tp_rank_(\d+)_pp_rank_(\d+)(?:\.pt)?")
 ADAPTER = ".lora_"  # in the names of LoRA's factors (nxd_lora.py)

@@ -23,7 +23,7 @@ from typing import Literal
 
 from modeling.conversion.weights import global_shapes
 from parallel.layout import Box
-from profiles.model import Model
+from profiles.sections.model import Model
 
 NxDLayout = Literal["trn1", "trn2"]
 QKVForm = Literal["separate", "fused", "coalesced"]

@@ -26,7 +26,7 @@ from modeling.conversion.lora import CONFIG, Adapters, Factors
 from modeling.conversion.nxd_layout import NXD_LAYOUTS, NxDLayout, TensorSplit
 from modeling.conversion.torch_files import LazyTensor
 from profiles.errors import ProfileError
-from profiles.model import Model
+from profiles.sections.model import Model
 
 FACTOR = re.compile(r"(.+)\.lora_([AB])\.(weight\w*)")
 Ranks = tuple[int, int]  # (tensor rank, pipeline rank)

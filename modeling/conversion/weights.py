@@ -19,7 +19,7 @@ from torch import Tensor
 from modeling.models.build import MODELS
 from parallel import Mesh
 from parallel.layout import layout_of
-from profiles.model import Model
+from profiles.sections.model import Model
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 

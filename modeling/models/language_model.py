@@ -15,7 +15,7 @@ from parallel.logits import full_logits
 from parallel.loss import LossPrograms, chunk_tokens, token_cross_entropy
 from parallel.optimizer.fsdp import Unit
 from parallel.random import Keys, token_keys
-from profiles.model import Model
+from profiles.sections.model import Model
 
 
 class LanguageModel(nn.Module):

@@ -18,8 +18,8 @@ from parallel.layers.lora import (
     keep_sections_apart,
 )
 from parallel.layout import layout_of
-from profiles.model import Model
 from profiles.schema import Lora
+from profiles.sections.model import Model
 
 # Layers of a block: their path, and their sections by the target that names one of them.
 Layer = tuple[str, dict[str, str]]

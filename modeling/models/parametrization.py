@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 
 from parallel.initialization import Constant, Normal
-from profiles.model import Model
+from profiles.sections.model import Model
 
 
 def embedding(model: Model) -> Normal:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from profiles.model import Model, YarnRope
+from profiles.sections.model import Model, YarnRope
 
 
 def inverse_frequencies(model: Model) -> Tensor:

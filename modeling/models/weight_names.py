@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from profiles.model import Model
+from profiles.sections.model import Model
 
 Index = tuple[int | slice, ...]
 Place = Callable[[Model, Sequence[int]], Index]

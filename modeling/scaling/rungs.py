@@ -17,8 +17,8 @@ from typing import Any
 from modeling.models.flops import flops_per_token
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.ladder import Ladder, RungSize
 from profiles.schema import Profile
+from profiles.sections.ladder import Ladder, RungSize
 
 MULTIPLE = 8  # of a rung's MLP width
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
-from profiles.model import PARAMETRIZATION
 from profiles.schema import Profile
+from profiles.sections.model import PARAMETRIZATION
 
 
 class Rejected(ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 
 from profiles.errors import ProfileError
 from profiles.huggingface import dbrx_config
-from profiles.model import ROTARY, WINDOWED, LinearRope, Llama3Rope, Model, YarnRope
+from profiles.sections.model import ROTARY, WINDOWED, LinearRope, Llama3Rope, Model, YarnRope
 
 LLAMA_FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),

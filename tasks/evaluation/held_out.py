@@ -20,8 +20,8 @@ from tasks import failures, keys
 from tasks.launchers import Job, JobFailed, create, execute
 from tasks.reporting.format import format_perplexity, format_value
 from tasks.step import Context, Step
+from tasks.steps.training import LogForwarder, cluster_job
 from tasks.store.artifacts import Artifact
-from tasks.training import LogForwarder, cluster_job
 
 log = logging.getLogger(__name__)
 

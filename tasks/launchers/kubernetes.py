@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from profiles import state_files
-from profiles.cluster import Cluster
 from profiles.errors import ProfileError
+from profiles.sections.cluster import Cluster
 from tasks.launchers import causes, manifests
 from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status, next_attempt
 

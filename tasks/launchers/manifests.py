@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel import device as devices
-from profiles.cluster import Cluster
+from profiles.sections.cluster import Cluster
 from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job
 from tasks.launchers.causes import RANK_PREFIX
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from profiles.cluster import Cluster
 from profiles.launchers import entry_points
+from profiles.sections.cluster import Cluster
 from tasks.launchers.base import Launcher
 
 

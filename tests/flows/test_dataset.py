@@ -11,11 +11,11 @@ from prefect.states import Failed
 from flows.runner import Runner, worth_retrying
 from modeling.data.indexed import IndexedError
 from profiles.errors import ProfileError
-from tasks.dataset import DatasetStep
 from tasks.sources.shard import SourceError
 from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
-from tasks.tokenizer import TokenizerStep
 from tests.tasks.source_files import files, lines, profile
 from tests.tasks.tokenization.tokenizers import DOCUMENTS
 

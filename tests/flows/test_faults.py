@@ -83,7 +83,7 @@ def test_run_killed_repeatedly_retries_while_it_makes_progress(pretrain, undistu
 
 
 def test_failures_before_the_run_folder_exists_are_recorded(pretrain, tmp_path, monkeypatch):
-    from tasks.tokenizer import TokenizerStep
+    from tasks.steps.tokenizer import TokenizerStep
 
     make, failures = TokenizerStep.make, [OSError("the disk was full for a while")]
 

@@ -12,7 +12,7 @@ from modeling.models.build import MODELS
 from parallel import Mesh, RowParallelLinear, initialize
 from parallel.activation_checkpointing import MODES, apply_activation_checkpointing
 from parallel.random import sample_keys
-from profiles.model import Model
+from profiles.sections.model import Model
 from tests.pool import mesh
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}

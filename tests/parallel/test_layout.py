@@ -14,7 +14,7 @@ from parallel.constraints import kv_replicas, valid_tensor_degrees
 from parallel.layout import Layout, Section, layout_of
 from parallel.optimizer.arithmetic import square_norm
 from parallel.optimizer.buckets import Bucket, split_range
-from profiles.model import Model
+from profiles.sections.model import Model
 
 degrees = st.sampled_from([1, 2, 4, 8])
 

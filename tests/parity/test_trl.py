@@ -23,12 +23,12 @@ from modeling.training.trainer import Trainer
 from parallel import initialize
 from parallel.checkpoint import checkpoint
 from profiles.huggingface.config import from_config_json
-from profiles.model import Model
 from profiles.schema import Profile
-from tasks.dataset import DatasetStep
+from profiles.sections.model import Model
 from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
-from tasks.tokenizer import TokenizerStep
 from tests.modeling.models.huggingface import boxes, to_our_names
 
 S, TOLERANCE = 48, 1e-5

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.huggingface.config import from_config_json, to_config_json
-from profiles.model import Model
+from profiles.sections.model import Model
 
 LLAMA = {
     "hidden_size": 64,

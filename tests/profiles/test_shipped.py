@@ -18,8 +18,8 @@ from parallel.layout import layout_of
 from profiles import resolve
 from profiles.check import ACCELERATORS, PLANNED_ONLY
 from profiles.huggingface.config import from_config_json
-from profiles.model import Model
 from profiles.schema import Cluster, Profile
+from profiles.sections.model import Model
 
 # Exact numbers of parameters; GPT-3's with a vocabulary of 50257, tied.
 PARAMETERS = {

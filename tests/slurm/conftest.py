@@ -16,10 +16,10 @@ import pytest
 
 from profiles import resolve
 from profiles.schema import Profile
-from tasks.dataset import DatasetStep
 from tasks.step import Context
-from tasks.tokenizer import TokenizerStep
-from tasks.training import TrainingStep
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
+from tasks.steps.training import TrainingStep
 from tests.flows.conftest import command, pretrain, profile  # noqa: F401
 from tests.flows.micro import losses, wait_for_step
 from tests.forked_jobs import forked_jobs

@@ -9,11 +9,11 @@ from huggingface_hub import HfFileSystem
 
 from flows.server.secrets import HUB_BLOCK, hub_token
 from profiles import resolve
-from tasks.dataset import DatasetStep
 from tasks.sources.shard import SourceError
 from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
-from tasks.tokenizer import TokenizerStep
 from tests.flows.micro import PROFILE
 from tests.flows.test_continual import write_texts
 from tests.hub import TOKEN, Hub

@@ -16,8 +16,8 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
+from tests.flows.cli.test_up import ask, only
 from tests.flows.micro import exported, losses
-from tests.flows.test_up import ask, only
 from tests.hub import TOKEN, Hub
 from tests.slurm.conftest import register, until, worker
 

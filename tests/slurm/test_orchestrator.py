@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.flows.cli.test_up import ask, free_port  # noqa: F401
 from tests.flows.micro import losses, settings, wait_for_step
-from tests.flows.test_up import ask, free_port  # noqa: F401
 from tests.slurm.cluster import WITH_PARENT
 from tests.slurm.conftest import SLURM, ranks, register, until, worker
 

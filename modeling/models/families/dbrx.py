@@ -14,7 +14,7 @@ from modeling.models.families import llama, mixtral
 from parallel import Mesh
 from parallel.layers.norms import CenteredNorm
 from parallel.random import Keys
-from profiles.model import Model
+from profiles.sections.model import Model
 
 
 class Attention(llama.Attention):

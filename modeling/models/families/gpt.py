@@ -30,7 +30,7 @@ from parallel import (
 from parallel.attention.attention import attention
 from parallel.attention.dropout import dropout_attention
 from parallel.random import Keys, dropout
-from profiles.model import Model
+from profiles.sections.model import Model
 
 
 class Attention(nn.Module):

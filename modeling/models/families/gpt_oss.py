@@ -14,7 +14,7 @@ from parallel import Mesh, Normal
 from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.router import Routing
 from parallel.layout import Layout, Section, parameter
-from profiles.model import Model
+from profiles.sections.model import Model
 
 
 class Attention(llama.Attention):

@@ -27,7 +27,7 @@ from parallel import (
 )
 from parallel.attention.attention import attention
 from parallel.random import Keys
-from profiles.model import Model
+from profiles.sections.model import Model
 
 
 class Attention(nn.Module):

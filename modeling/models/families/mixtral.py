@@ -15,7 +15,7 @@ from parallel import Mesh, Normal
 from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.router import Routing
 from parallel.random import Keys
-from profiles.model import Model
+from profiles.sections.model import Model
 
 
 class Block(llama.Block):

@@ -15,7 +15,7 @@ from modeling.models.families import llama
 from parallel import Mesh
 from parallel.layers.norms import ProjectionNorm
 from parallel.random import Keys
-from profiles.model import Model
+from profiles.sections.model import Model
 
 
 class Attention(llama.Attention):

@@ -12,7 +12,7 @@ from torch import Tensor
 from modeling.models.families import llama
 from parallel import Mesh
 from parallel.layers.norms import HeadNorm
-from profiles.model import Model
+from profiles.sections.model import Model
 
 
 class Attention(llama.Attention):

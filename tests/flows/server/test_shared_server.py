@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from flows.server.shared_server import Server
-from tests.flows.test_up import ask
+from tests.flows.cli.test_up import ask
 
 USER = """
 import sys, time

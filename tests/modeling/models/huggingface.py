@@ -10,7 +10,7 @@ from modeling.models.build import MODELS
 from parallel import Mesh
 from parallel.layout import Box, layout_of
 from profiles.huggingface.config import from_config_json
-from profiles.model import Model
+from profiles.sections.model import Model
 
 TOKENS = 24
 TOLERANCE = 1e-5

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from modeling.models.families.gpt import GPT
 from parallel import Mesh, initialize
 from parallel.random import sample_keys
-from profiles.model import Model
+from profiles.sections.model import Model
 from tests.modeling.models.huggingface import assert_match
 
 CASES = {

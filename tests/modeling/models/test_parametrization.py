@@ -7,8 +7,8 @@ from pydantic import ValidationError
 from modeling.models.build import build_optimizer
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
-from profiles.model import Model
 from profiles.schema import Profile
+from profiles.sections.model import Model
 
 VOCABULARY, BATCH, SEQUENCE = 64, 16, 16
 STEPS = 60

@@ -7,15 +7,15 @@ import time
 import pytest
 
 from profiles import resolve
-from tasks.dataset import DatasetStep
 from tasks.evaluation import held_out as evaluation
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.failures import FatalError
 from tasks.launchers import create, latest_jobs
 from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
+from tasks.steps.training import TrainingStep
 from tasks.store.store import Store
-from tasks.tokenizer import TokenizerStep
-from tasks.training import TrainingStep
 from tests.flows.micro import write_profile
 
 

@@ -11,11 +11,11 @@ import pytest
 from modeling.data.corpus import Corpus
 from modeling.data.indexed import Index, IndexedError
 from profiles.errors import ProfileError
-from tasks.dataset import DatasetStep
 from tasks.sources.formats import megatron
 from tasks.sources.shard import SourceError
 from tasks.step import Context
-from tasks.tokenizer import TokenizerStep
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tests import s3
 from tests.tasks.source_files import DOCUMENTS, files, joined, profile, write_pair
 
@@ -129,7 +129,7 @@ def test_a_pair_of_many_documents_is_checked_in_bounded_memory(tmp_path):
         file.truncate(2 * count)
     program = """
 import resource, sys
-from tasks import dataset
+from tasks.steps import dataset
 from tasks.sources.formats import megatron
 from tasks.sources.shard import Shard
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

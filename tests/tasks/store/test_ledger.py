@@ -6,12 +6,12 @@ import pytest
 
 from profiles.errors import ProfileError
 from profiles.resolve import check
-from tasks import dataset
 from tasks.continual import Standing, new_data
-from tasks.dataset import DatasetStep
 from tasks.step import Context
+from tasks.steps import dataset
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import ledger
-from tasks.tokenizer import TokenizerStep
 from tests.tasks.source_files import files, lines, profile
 from tests.tasks.tokenization.tokenizers import DOCUMENTS
 

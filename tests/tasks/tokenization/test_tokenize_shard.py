@@ -6,13 +6,13 @@ import logging
 import pytest
 
 from profiles.errors import ProfileError
-from tasks.dataset import DatasetStep
 from tasks.sources.formats import long_text
 from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
 from tasks.tokenization import engines, tokenize_shard, tokenizer_files
 from tasks.tokenization.tokenizer_files import EOS
-from tasks.tokenizer import TokenizerStep
 from tests.modeling.data.datasets import read_sequences
 from tests.tasks.source_files import files, lines, profile
 from tests.tasks.tokenization.tokenizers import DOCUMENTS, PROSE

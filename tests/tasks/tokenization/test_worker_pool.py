@@ -10,16 +10,16 @@ import pytest
 from tokenizers import normalizers
 
 from profiles.errors import ProfileError
-from tasks.dataset import DatasetStep
 from tasks.sources.shard import SourceError
 from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
 from tasks.tokenization import worker
 from tasks.tokenization.dataset_plan import DatasetPlan
 from tasks.tokenization.tokenize_shard import tokenize
 from tasks.tokenization.tokenizer_files import EOS
 from tasks.tokenization.worker_pool import WorkerFailed, WorkerPool
-from tasks.tokenizer import TokenizerStep
 from tests.tasks.source_files import files, lines, profile
 from tests.tasks.tokenization.tokenizers import DOCUMENTS, metaspace, train, trained
 

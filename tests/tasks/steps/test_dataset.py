@@ -14,13 +14,13 @@ from modeling.data.corpus import Corpus
 from modeling.data.records import open_samples
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.dataset import DatasetStep
 from tasks.sources import corpus as corpora
 from tasks.sources.shard import SourceError
 from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
 from tasks.tokenization import tokenize_shard, tokenizer_files
-from tasks.tokenizer import TokenizerStep
 from tests import s3
 from tests.modeling.data.datasets import read_sequences
 

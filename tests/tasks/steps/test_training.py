@@ -9,9 +9,9 @@ import pytest
 
 from tasks.failures import FatalError
 from tasks.step import Context
+from tasks.steps.training import LogForwarder, TrainingStep
 from tasks.store import runs
-from tasks.training import LogForwarder, TrainingStep
-from tests.tasks.test_evaluation import lab, run_folder  # noqa: F401
+from tests.tasks.evaluation.test_held_out import lab, run_folder  # noqa: F401
 
 
 def test_stopped_it_has_its_grace_to_save_and_no_more(lab):  # noqa: F811

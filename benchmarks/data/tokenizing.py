@@ -21,11 +21,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from benchmarks.harness.text import documents
 from benchmarks.harness.timing import alternate, make_parser, seconds
 from profiles import resolve
-from tasks.dataset import DatasetStep
 from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
 from tasks.tokenization.tokenizer_files import EOS, byte_level, write
-from tasks.tokenizer import TokenizerStep
 
 VOCABULARY = 32_000
 EVERY = 4  # the slower sides read every fourth document where gigatoken is measured
@@ -138,7 +138,7 @@ def time_datasets_map(folder: Path) -> float:
     """Seconds of `datasets.map` without imports, in its own process because it forks."""
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         output = subprocess.run(
-            [sys.executable, "-m", "benchmarks.tokenizing", "--map", str(folder)],
+            [sys.executable, "-m", "benchmarks.data.tokenizing", "--map", str(folder)],
             env={**os.environ, "HF_DATASETS_CACHE": cache, "TOKENIZERS_PARALLELISM": "false"},
             capture_output=True,
             text=True,

@@ -9,7 +9,7 @@ import torch
 
 from flows.cli.main import main
 
-CASE = Path(__file__).parents[1] / "fixtures" / "nxd" / "gqa-tp4-pp2-kv2"
+CASE = Path(__file__).parents[2] / "fixtures" / "nxd" / "gqa-tp4-pp2-kv2"
 SOURCE, CONFIG = str(CASE / "nxd"), ("--config", str(CASE / "hf"), "--nxd-layout", "trn1")
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from profiles.resolve import load
-from tasks import graphs, keys
-from tasks.graphs import GraphsStep
+from tasks import keys
 from tasks.launchers import local
 from tasks.step import Context
+from tasks.steps import graphs
+from tasks.steps.graphs import GraphsStep
 from tasks.store.store import Store
 from tests.forked_jobs import forked_jobs
 from tests.modeling import micro
@@ -159,7 +160,7 @@ def test_a_killed_compile_leaves_no_lock(place, run, compiled, caplog):
     place.forget(run, LOSS)
     code = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True);"
-        "from profiles.resolve import load; from tasks.graphs import GraphsStep;"
+        "from profiles.resolve import load; from tasks.steps.graphs import GraphsStep;"
         "from tasks.step import Context; from tasks.store.store import Store;"
         f"profile = load({str(run / 'profile.yaml')!r});"
         f"GraphsStep().run(Context(profile, Store({str(place.folder / 'store')!r})))"
@@ -178,7 +179,7 @@ def test_a_killed_compile_leaves_no_lock(place, run, compiled, caplog):
 def test_a_cancelled_compile_ends_its_processes(place, run, compiled, caplog, monkeypatch):
     monkeypatch.setattr(local, "subprocess", subprocess)  # processes that pgrep finds
     place.forget(run, LOSS)
-    caplog.set_level(logging.INFO, logger="tasks.graphs")
+    caplog.set_level(logging.INFO, logger="tasks.steps.graphs")
 
     def interrupt() -> None:
         while f"compiling {LOSS}" not in caplog.text:

@@ -11,9 +11,9 @@ from modeling.conversion import formats
 from modeling.conversion.compare import differences
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.checkpoint import CheckpointStep
 from tasks.sources.shard import SourceError
 from tasks.step import Context
+from tasks.steps.checkpoint import CheckpointStep
 from tests.modeling.conversion import nxd_shards
 
 HEADS = {"num_attention_heads": nxd_shards.HEADS, "num_key_value_heads": nxd_shards.KV_HEADS}

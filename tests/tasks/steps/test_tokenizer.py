@@ -11,15 +11,15 @@ from tokenizers import Tokenizer, models
 
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks import tokenizer
-from tasks.dataset import DatasetStep
 from tasks.sources import python_docs
 from tasks.sources.shard import SourceError
 from tasks.step import Context
+from tasks.steps import tokenizer
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
 from tasks.tokenization import tokenizer_files
 from tasks.tokenization.tokenizer_files import EOS, byte_level
-from tasks.tokenizer import TokenizerStep
 from tests import s3
 from tests.hub import TOKEN, Hub
 

@@ -17,10 +17,10 @@ from benchmarks.harness.processes import peak_memory
 from benchmarks.harness.text import DOCUMENT, documents
 from benchmarks.harness.timing import make_parser
 from profiles import resolve
-from tasks.dataset import DatasetStep
 from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
-from tasks.tokenizer import TokenizerStep
 
 UNIQUE = 20  # MB
 ROWS = {

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from profiles.model import Count, Section, Size
+from profiles.sections.model import Count, Section, Size
 
 Natural = Annotated[int, Field(ge=0, le=2**31 - 1)]
 WORD = r"^[\w@.,+-]+$"

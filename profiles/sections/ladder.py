@@ -12,8 +12,8 @@ from pydantic import Field, ValidationError
 
 from profiles import yaml_text
 from profiles.errors import ProfileError
-from profiles.model import Count, Section, Size
 from profiles.schema import NAME
+from profiles.sections.model import Count, Section, Size
 from profiles.validation_errors import profile_error
 
 SHIPPED = Path(__file__).parent / "ladders"

@@ -14,8 +14,8 @@ from modeling.data.records import REFERENCE
 from tasks import keys
 from tasks.evaluation.held_out import run_job
 from tasks.step import Context, Step
+from tasks.steps.training import cluster_job
 from tasks.store.artifacts import Artifact
-from tasks.training import cluster_job
 
 
 @dataclass

@@ -241,7 +241,7 @@ def test_taken_port_is_an_error(command, free_port):
 
 @pytest.fixture(scope="module")
 def deployments():
-    return yaml.safe_load((Path(__file__).parents[2] / "prefect.yaml").read_text())["deployments"]
+    return yaml.safe_load((Path(__file__).parents[3] / "prefect.yaml").read_text())["deployments"]
 
 
 def test_deployed_runs_get_prefect_settings_from_their_deployment(deployments):

@@ -16,8 +16,8 @@ from modeling.conversion import formats
 from modeling.models.build import partition_layers
 from profiles.errors import ProfileError
 from profiles.huggingface.config import to_config_json
-from profiles.model import Model
 from profiles.schema import Profile
+from profiles.sections.model import Model
 from tasks import keys
 from tasks.reporting.format import format_bytes
 from tasks.sources import weights

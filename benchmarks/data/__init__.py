@@ -1,0 +1,1 @@
+"""Benchmarks of training data: tokenizing, its memory, and reading samples."""
