@@ -66,8 +66,8 @@ class RunAlerts:
             self._save()
 
     def finish(self) -> None:
-        """Emit what is left, and that the run has finished, unless it had before."""
-        self.update(now=True)
+        """Emit what is left, and that the run has finished, unless it had before; a run never fails for its alerts."""
+        self.update_last()
         steps = self._profile.train.steps
         if self._state["steps"] != steps:
             self._state["steps"] = steps
@@ -92,6 +92,12 @@ class RunAlerts:
             self._checkpoints()
         if json.dumps(self._state) != before:
             self._save()
+
+    def update_last(self) -> None:
+        try:
+            self.update(now=True)
+        except OSError as error:
+            log.warning("alerts of %s: %s; some may be missing", self._run.name, error)
 
     def _new(self, name: str, follower: LogFollower) -> Iterator[Mapping[str, Any]]:
         """Rows of a file whose events were not emitted by an earlier flow run."""
@@ -148,6 +154,6 @@ def alerts(profile: Profile, run: RunFolder) -> Iterator[RunAlerts]:
     try:
         yield found
     except BaseException:
-        found.update(now=True)
+        found.update_last()
         raise
     found.finish()

@@ -16,7 +16,7 @@ from profiles.schema import NAME
 from profiles.sections.model import Count, Section, Size
 from profiles.validation_errors import profile_error
 
-SHIPPED = Path(__file__).parent / "ladders"
+SHIPPED = Path(__file__).parents[1] / "ladders"
 
 
 class RungSize(Section):

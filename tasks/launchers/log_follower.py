@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from profiles.state_files import retried
+
 log = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 20  # at once
@@ -30,12 +32,17 @@ class LogFollower:
         self._line = 0  # number of the last line read, from the start offset
 
     def lines(self) -> list[str]:
-        """Complete lines added since the last call, about READ_BYTES at most; none if there are no more."""
+        """Complete lines added since the last call, about READ_BYTES at most; none if there are no more.
+
+        A read that fails is tried again, then raised; the next call starts where it began.
+        """
         try:
-            file = self._path.open("rb")
+            return retried(self._read)
         except FileNotFoundError:
             return []
-        with file:
+
+    def _read(self) -> list[str]:
+        with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_size < self._offset or self._inode not in (None, status.st_ino):
                 self._offset = self._line = 0

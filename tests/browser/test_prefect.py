@@ -150,6 +150,7 @@ def test_failure_is_shown_first_with_what_to_do(killed, prefect_ui, browser):
         assert page.complaints == []
 
 
+NAMING = ("profile", "run", "file")  # parameters that say what a deployment runs, if they are text
 # Whether a form field has this value or shows it as the selection.
 SHOWN = """name => [...document.querySelectorAll("form *")].some(
     each => String(each.value || (each.children.length ? "" : each.textContent)).trim() === name)"""
@@ -166,10 +167,12 @@ def test_deployment_forms_open_with_their_profile_and_explain_their_fields(prefe
     expected = yaml.safe_load((HOME / "prefect.yaml").read_text())["deployments"]
     assert sorted(each["name"] for each in deployments) == sorted(each["name"] for each in expected)
     (tiny,) = (each for each in deployments if each["name"] == "tiny" and "pretrain" in each["tags"])
-    others = [each for each in deployments if "pretrain" not in each["tags"]]
+    others = {each["entrypoint"]: each for each in deployments if "pretrain" not in each["tags"]}.values()
+    # With the value that each form must show; `fleet` has none but defaults.
     forms = {
-        f"{prefect_ui}/deployments/deployment/{each['id']}/run": each["parameters"].get("profile", "tiny")
+        f"{prefect_ui}/deployments/deployment/{each['id']}/run": value
         for each in (tiny, *others, *deployments[::12])
+        if (value := next((each["parameters"][key] for key in NAMING if key in each["parameters"]), None))
     }
     with visit(browser, next(iter(forms)), (1300, 1200)) as seen:
         seen.page.get_by_text("Where artifacts and runs are kept").wait_for()

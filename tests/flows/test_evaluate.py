@@ -85,6 +85,7 @@ def test_checkpoints_are_evaluated_once_and_results_reach_the_report(trained, ta
     )  # the later, smaller result keeps it
     logs = [*(store / "runs/run/logs").glob("evaluat*.log")]
     sizes = {path: path.stat().st_size for path in logs}
+    capsys.readouterr()  # what a command of another test set up may have printed
     with forked_jobs():
         assert main(["evaluate", "run", "--json", "--store", str(store)]) == 0
     assert json.loads(capsys.readouterr().out) == rows
