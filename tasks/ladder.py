@@ -18,6 +18,7 @@ from modeling.scaling.fit import Observation
 from modeling.scaling.rungs import Rung
 from profiles.errors import ProfileError
 from profiles.schema import Profile
+from profiles.state_files import retried
 from tasks import keys
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import RunFolder
@@ -59,7 +60,7 @@ def register(store: Store, target: Rung, rungs: Sequence[Rung], losses: Sequence
 
 def read(store: Store, artifact: Artifact) -> dict[str, Any]:
     """The contents of a forecast."""
-    return json.loads((store.artifacts.path(artifact) / FILE).read_text())
+    return json.loads(retried((store.artifacts.path(artifact) / FILE).read_text))
 
 
 def latest(store: Store, profile: Profile) -> Artifact | None:
@@ -81,7 +82,7 @@ def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | N
     """Copy the latest forecast into the folder of a run that has not trained yet; returns it, or the one that is there."""
     if known := read_recorded(run):
         return known
-    if run.checkpoint_steps() or (run.path / "metrics.jsonl").exists():
+    if run.checkpoint_steps() or retried((run.path / "metrics.jsonl").exists):
         return None
     artifact = latest(store, profile)
     if artifact is None:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from profiles.state_files import retried
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
@@ -31,7 +32,8 @@ class Entry:
 
 def record(store: Store, run: str, identity: str, dataset: Artifact, parent: str | None = None) -> Entry:
     """Record that a run is trained on a dataset; idempotent."""
-    shards = json.loads((store.artifacts.path(dataset, with_required=False) / SHARDS).read_text())
+    path = store.artifacts.path(dataset, with_required=False) / SHARDS
+    shards = json.loads(retried(path.read_text))
     entry = Entry(run, identity, parent, dataset.key, tuple(shards))
     store.backend.write(_name(identity), json.dumps(asdict(entry)).encode())
     return entry

@@ -13,6 +13,7 @@ from modeling.training.learning_rate import same_until
 from profiles import resolve
 from profiles.errors import ProfileError, format_value
 from profiles.schema import Profile
+from profiles.state_files import retried
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE
 from tasks.launchers import create, latest_jobs
 from tasks.launchers.log_follower import LogFollower, is_event, is_metrics, last_row
@@ -101,7 +102,7 @@ def open_run(
 def check_name(store: Store, profile: Profile) -> None:
     """Raise RunExists if the settings alone show that a run with other mathematics has the name, before any work."""
     run = store.run_folder(profile.name)
-    if not (run.path / "profile.yaml").exists() or run.stored_identity != run.identity:
+    if not retried((run.path / "profile.yaml").exists) or run.stored_identity != run.identity:
         return  # it is not on this machine; `open_run` compares it
     existing = _stored_profile(run.path)
     differences = _setting_differences(existing, profile) + _schedule_differences(

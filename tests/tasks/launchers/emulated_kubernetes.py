@@ -227,9 +227,9 @@ class Cluster:
     def _remove(self, name: str, grace: float) -> None:
         """Delete a Job with what belongs to it."""
         with self.lock:
-            self.jobs[name]["metadata"]["deletionTimestamp"] = time.strftime(
-                "%Y-%m-%dT%H:%M:%SZ", time.gmtime()
-            )
+            if (job := self.jobs.get(name)) is None:
+                return  # deleted twice
+            job["metadata"]["deletionTimestamp"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         for pod in [pod.name for pod in self.pods.values() if pod.job["metadata"]["name"] == name]:
             self._remove_pod(pod, grace)
         for each in (self.jobs, self.services, self.secrets):

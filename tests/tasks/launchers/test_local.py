@@ -210,8 +210,7 @@ def test_job_of_unknown_status_is_left_running_and_can_be_re_attached(job, tmp_p
         execute(UnreadableStatus(), job(processes=0))
     (running,) = pids(tmp_path, "alone")
     assert not gone(running)
-    (tmp_path / "finish").touch()
-    execute(create("local"), job(processes=0))
+    execute(create("local"), job(processes=0), (tmp_path / "finish").touch)  # ends once it is attached to
     assert pids(tmp_path, "alone") == [running]
 
 
