@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from profiles import state_files
@@ -19,6 +20,7 @@ from profiles.errors import ProfileError
 from profiles.sections.cluster import Cluster
 from tasks.launchers import causes, manifests
 from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status, next_attempt
+from tasks.launchers.log_follower import size_of
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient, V1Job, V1Pod
@@ -57,13 +59,13 @@ class KubernetesLauncher:
         self._nodes: dict[str, list[str]] = {}  # of a failed job's Pods, by index
 
     def submit(self, job: Job) -> Handle:
-        job.folder.mkdir(parents=True, exist_ok=True)
+        state_files.retried(partial(job.folder.mkdir, parents=True, exist_ok=True))
         if running := self.find(job):
             return running
         for other in self._active(job):
             self.cancel(Handle(job, other.metadata.name), self._cluster.grace)
         attempt = next_attempt(job.attempt_file) if job.attempt_file else None
-        log_start = job.log_file.stat().st_size if job.log_file.exists() else 0
+        log_start = size_of(job.log_file)
         name = manifests.resource_name(job)
         body = manifests.manifest(name, job, self._cluster, log_start, attempt)
         created = self._call(self._jobs.create_namespaced_job, body, field_validation="Strict")

@@ -17,6 +17,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
+from functools import partial
 
 import psutil
 
@@ -56,7 +57,7 @@ class LocalLauncher:
             raise ValueError(f"cluster.nodes = {job.nodes}: the local launcher has one node; valid: 1")
         if job.array:
             raise ValueError(f"{job.name}: the local launcher does not run job arrays")
-        job.folder.mkdir(parents=True, exist_ok=True)
+        state_files.retried(partial(job.folder.mkdir, parents=True, exist_ok=True))
         if previous := _read_handle(job):
             self.cancel(previous, REPLACED_GRACE)
         identifier = uuid.uuid4().hex

@@ -76,6 +76,14 @@ class LogFollower:
             log.warning("%s: line %d%s: damaged; skipped", self._path, corrupted[0], others)
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a file, 0 if it does not exist yet; a look that fails is tried again, then raised."""
+    try:
+        return retried(path.stat).st_size
+    except FileNotFoundError:
+        return 0
+
+
 def last_row(path: Path, key: str) -> dict[str, Any] | None:
     """The last row of a JSON Lines file that has the key, read from the end of the file; None if there is none."""
     try:

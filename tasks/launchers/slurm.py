@@ -15,6 +15,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from profiles import state_files
@@ -22,6 +23,7 @@ from profiles.errors import ProfileError
 from profiles.schema import Cluster
 from tasks.launchers import batch, causes
 from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status
+from tasks.launchers.log_follower import size_of
 from tasks.launchers.slurm_queue import ControllerUnavailable, Queue, QueueEntry, run_command
 
 log = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ class SlurmLauncher:
         if special := [mark for mark in str(job.folder) if mark in "%\\" or not mark.isprintable()]:
             reason = f"Slurm cannot write a log to {str(job.folder)!r} because of {special[0]!r}; choose another --store"
             raise ProfileError("cluster.launcher", "slurm", reason)
-        job.folder.mkdir(parents=True, exist_ok=True)
+        state_files.retried(partial(job.folder.mkdir, parents=True, exist_ok=True))
         if running := self.find(job):
             return running
         for other in self._active(job):
@@ -76,7 +78,7 @@ class SlurmLauncher:
         submission = uuid.uuid4().hex[:16]
         path = job.folder / f"{job.name}.sbatch"
         path.write_text(batch.script(job, self._cluster, submission))
-        log_start = job.log_file.stat().st_size if job.log_file.exists() else 0
+        log_start = size_of(job.log_file)
         handle = Handle(job, self._sbatch(job, submission), log_start)
         _write_handle(handle)
         first = self.find(job)

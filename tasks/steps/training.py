@@ -20,7 +20,7 @@ from profiles import state_files
 from profiles.schema import Profile
 from tasks import failures, keys
 from tasks.launchers import Job, JobFailed, create, execute
-from tasks.launchers.log_follower import LogFollower
+from tasks.launchers.log_follower import LogFollower, size_of
 from tasks.step import Context, Step
 from tasks.store import run_artifacts, runs
 from tasks.store.artifacts import Artifact
@@ -162,7 +162,7 @@ class LogForwarder:
     BURST = 10  # lines at once; then one a second, and the rest stays in the job's log
 
     def __init__(self, log_file: Path) -> None:
-        self._follower = LogFollower(log_file, start=log_file.stat().st_size if log_file.exists() else 0)
+        self._follower = LogFollower(log_file, start=size_of(log_file))
         self._credit = float(self.BURST)
         self._asked = time.monotonic()
 
