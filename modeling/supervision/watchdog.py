@@ -64,6 +64,7 @@ class Watchdog:
         self._faulthandler_deadline = 0.0
         self._changed = threading.Condition()
         self._finished = not enabled
+        self._hung = False  # whether the thread dumps the stacks, and then ends the process
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
 
     def beat(self, step: int, seconds: float) -> None:
@@ -136,6 +137,7 @@ class Watchdog:
         if busy:
             self._count(-1)
         if not self._finished:
+            self._hung = True
             self._dump_and_exit()
 
     def _count(self, change: int) -> int:
@@ -171,7 +173,9 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._hung:
+            self._thread.join()  # of the ranks that hang, another one ended first; the exit code is that of a hang all the same
         with self._changed:
             self._finished = True
             self._changed.notify()

@@ -164,7 +164,8 @@ def test_llama3_70b_trains_through_server_worker_and_slurm_despite_a_dead_node(
 
     # The job restarted without the dead node, each step is recorded once, and no graph was compiled in training.
     log = (folder / "logs/train.log").read_text()
-    first, second = (line for line in log.splitlines() if "rendezvous at" in line)
+    # If Slurm requeues the job when the flow has submitted the next one, that one finds nothing left to do.
+    first, second, *_ = (line for line in log.splitlines() if "rendezvous at" in line)
     assert "on n1 n2;" in first
     assert "start 2" in second
     assert "n2" not in second
