@@ -35,10 +35,14 @@ def wait_for_the_other():
 def hold_the_gil():
     ctypes.PyDLL(None).sleep(300)
 
+there = folder / f"{rank}.there"
+if how == "holds":
+    there.touch()  # not between the steps and the hang, where a slow disk would let the rank dump its stacks itself
 with Watchdog(folder / "stacks", rank, Timeouts(1.0, 4.0)) as watchdog:
     for step in 1, 2, 3:
         watchdog.beat(step, 0.1)
-    (folder / f"{rank}.there").touch()
+    if how != "holds":
+        there.touch()
     hold_the_gil() if rank == 1 and how == "holds" else wait_for_the_other()
 """
 
