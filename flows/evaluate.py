@@ -180,7 +180,7 @@ def evaluate(
 
 
 def _split(text: str) -> tuple[str, int | None]:
-    """Name and step of RUN or RUN@STEP. Raises ProfileError for a step that is no number."""
+    """Name and step of RUN or RUN@STEP. Raises ProfileError for a step that is not a number."""
     name, at, step = text.partition("@")
     if at and not step.isdecimal():
         raise ProfileError("run", text, "is neither RUN nor RUN@STEP", [name])

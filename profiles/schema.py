@@ -372,7 +372,7 @@ class Evaluate(Section):
     tolerance: Rate = Field(
         0.0,
         description="increase in validation loss, in nats per token, up to which continual pretraining promotes a model, and a "
-        "chain goes on",
+        "chain continues",
     )
     gate: list[Annotated[str, Field(pattern=CONDITION)]] = Field(
         [],

@@ -25,7 +25,7 @@ NOTIFY = "notify"  # capability of notification blocks
 
 
 def register_alerts(block: str | None = None) -> None:
-    """Create or update the automations; with a block, TYPE/NAME, those that notify nobody yet are switched on.
+    """Create or update the automations; with a block, TYPE/NAME, switch on those that have none yet.
 
     Raises ProfileError if the server has no such block.
     """

@@ -67,7 +67,7 @@ def blend(weights: Sequence[float]) -> Pattern:
 class Mixture:
     """The stream of each sample of a run whose weights change at given samples; a pure function of the sample's number.
 
-    Every phase has a pattern of its own, and each stream goes on where the phases before left it: no window is read again before
+    Every phase has its own pattern, and each stream continues where the phases before left it: no window is read again before
     its stream has been read to the end.
 
     Args:

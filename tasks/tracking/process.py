@@ -1,6 +1,6 @@
 """The flow's side of trackers: starts their processes, and tells them how the run ended.
 
-Nothing here waits for a tracker while the run goes on. At its end, trackers have FINISH_SECONDS in all to send what is left;
+Nothing here waits for a tracker during the run. At its end, trackers have FINISH_SECONDS in all to send what is left;
 after that they are killed. Of whatever goes wrong, a tracker's first error is logged, once.
 """
 
@@ -30,7 +30,7 @@ from tasks.tracking.worker import FOLDER
 log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 60.0
-# Nobody is told about this run but the tracker's own service.
+# Trackers send no telemetry of their own.
 QUIET = {"DO_NOT_TRACK": "1", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 
@@ -60,7 +60,7 @@ def tracking(profile: Profile, folder: Path, labels: Mapping[str, str]) -> Itera
 
 
 def catch_up(folder: Path) -> None:
-    """Send trackers that have followed a run, which nobody follows now, what they lack: late evaluations."""
+    """Send late evaluations of a run that has ended to the trackers that followed it."""
     profile = load(str(folder / "profile.yaml"))
     if profile.tracking.trackers and (folder / FOLDER).is_dir():
         with tracking(profile, folder, labels_of(profile, profile.name, None)) as ending:
