@@ -1,11 +1,14 @@
 """Read and write weights as Hugging Face folders: reads safetensors and .bin lazily, writes safetensors.
 
+GPT-OSS as it is published, with experts in MXFP4, is read as bfloat16 (mxfp4.py).
+
 A safetensors file is 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the tensors end to end.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
@@ -14,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modeling.conversion import torch_files
+from modeling.conversion import mxfp4, torch_files
 from modeling.conversion.tensor_files import Entry, PreallocatedFile
 from modeling.conversion.torch_files import LazyTensor, stamp
-from modeling.conversion.weights import Part, Weights, global_shapes
+from modeling.conversion.weights import Part, Weights, global_shapes, read_mapped
 from modeling.models import weight_names
 from modeling.models.weight_names import HuggingFaceTensor
 from profiles.huggingface.config import to_config_json
@@ -29,6 +32,8 @@ TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 Sources = list[tuple[str, HuggingFaceTensor]]  # names of ours that make up one of theirs
 # Masks and frequencies that old versions of transformers saved; not weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+log = logging.getLogger("trainshed")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -64,25 +69,35 @@ def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> W
             raise ValueError(f"{path.name}: tensor {min(duplicates)} is in another file too")
         found |= stored
     parts: dict[str, list[Part]] = {}
-    used = set()
+    used: set[str] = set()
+    quantized = 0
     shapes = global_shapes(model)
     for their_name, sources in _sources(model, shapes).items():
         # A base model saved without its head has names without this prefix.
-        key = their_name if their_name in found else their_name.partition(".")[2]
-        if key not in found:
+        present = any(their_name + suffix in found for suffix in ("", mxfp4.BLOCKS, mxfp4.SCALES))
+        key = their_name if present else their_name.partition(".")[2]
+        expected = _stored_shape(sources, shapes)
+        if packed := mxfp4.find_packed(found, key, expected):
+            used |= {key + mxfp4.BLOCKS, key + mxfp4.SCALES}
+            quantized += 1
+            dtype, reader = torch.bfloat16, packed.read
+        elif key in found:
+            used.add(key)
+            if found[key].shape != expected:
+                raise ValueError(f"{key}: shape {found[key].shape}; the model has {expected}")
+            dtype, reader = found[key].dtype, partial(_read_mapped, found[key])
+        else:
             continue
-        used.add(key)
-        tensor, expected = found[key], _stored_shape(sources, shapes)
-        if tensor.shape != expected:
-            raise ValueError(f"{key}: shape {tensor.shape}; the model has {expected}")
         for name, mapped in sources:
-            whole, open_ = (0,) * len(shapes[name]), partial(_open_mapped, mapped, tensor)
-            parts[name] = [Part(whole, shapes[name], tensor.dtype, open_)]
+            parts[name] = [Part((0,) * len(shapes[name]), shapes[name], dtype, partial(reader, mapped))]
+    if quantized:
+        log.info("%d weights in MXFP4 are read as bfloat16, and written as such", quantized)
     rest = [name for name in found.keys() - used if not name.endswith(BUFFERS)]
     if model.tie_word_embeddings:  # stored again under its second name
         rest = [name for name in rest if name != "lm_head.weight"]
     for name in rest:
-        parts[name] = [Part((), (), found[name].dtype, found[name].open)]  # for Weights to reject by name
+        # for Weights to reject by name
+        parts[name] = [Part((), (), found[name].dtype, partial(read_mapped, found[name].open))]
     return Weights(model, parts, dtype)
 
 
@@ -101,8 +116,8 @@ def _stored_shape(sources: Sources, shapes: Mapping[str, tuple[int, ...]]) -> tu
     return tuple(map(max, zip(*reached, strict=True)))
 
 
-def _open_mapped(mapped: HuggingFaceTensor, tensor: LazyTensor) -> Tensor:
-    return mapped.read(tensor.open())
+def _read_mapped(tensor: LazyTensor, mapped: HuggingFaceTensor, index: tuple[slice, ...]) -> Tensor:
+    return mapped.read(tensor.open())[index]
 
 
 def _safetensors(path: Path) -> dict[str, LazyTensor]:

@@ -235,5 +235,6 @@ def _name(prefix: str, section: str) -> str:
     return ".".join(part for part in (prefix, section, "weight") if part)
 
 
-def _add(part: Part, factors: Factors) -> Tensor:
-    return part.open().float() + factors.of(part.offsets, part.sizes)
+def _add(part: Part, factors: Factors, index: tuple[slice, ...]) -> Tensor:
+    offsets = tuple(offset + at.start for offset, at in zip(part.offsets, index, strict=True))
+    return part.read(index).float() + factors.of(offsets, tuple(at.stop - at.start for at in index))

@@ -21,7 +21,7 @@ import torch
 from pydantic import ValidationError
 
 from modeling.conversion.tensor_files import File
-from modeling.conversion.weights import Part, Weights, slices
+from modeling.conversion.weights import Part, Weights, read_mapped, slices
 from modeling.models.build import DTYPES, MODELS
 from parallel import Mesh
 from parallel.checkpoint import checkpoint
@@ -58,7 +58,10 @@ def read(folder: Path, model: Model, dtype: torch.dtype | None = None) -> Weight
         prefix, _, name = name.partition(".")
         if prefix == PREFIX:
             boxes = stored.boxes
-            parts[name] = [Part(b.offsets, b.sizes, stored.dtype, partial(reader.map, b)) for b in boxes]
+            parts[name] = [
+                Part(b.offsets, b.sizes, stored.dtype, partial(read_mapped, partial(reader.map, b)))
+                for b in boxes
+            ]
     return Weights(model, parts, dtype)
 
 

@@ -33,7 +33,7 @@ from modeling.conversion.nxd_layout import (
 )
 from modeling.conversion.tensor_files import Entry, PreallocatedFile
 from modeling.conversion.torch_files import LazyTensor
-from modeling.conversion.weights import Part, Weights
+from modeling.conversion.weights import Part, Weights, read_mapped
 from parallel.layout import Box
 from parallel.torch_internals import FakeTensorMode
 from profiles.errors import ProfileError
@@ -127,7 +127,8 @@ def read(
             for box in boxes:
                 if box.replica or (box.name == "head.weight" and model.tie_word_embeddings):
                     continue
-                part = Part(box.offsets, box.sizes, stored.dtype, partial(_open_box, stored, box))
+                read = partial(read_mapped, partial(_open_box, stored, box))
+                part = Part(box.offsets, box.sizes, stored.dtype, read)
                 parts.setdefault(box.name, []).append(part)
     return Weights(model, parts)
 

@@ -1,6 +1,6 @@
 """A model's weights as global tensors in lazily read parts: the common form of every conversion source.
 
-A part is a box of a global tensor and a function that maps it into memory. A Hugging Face file has one part per tensor, NxD's
+A part is a box of a global tensor and a function that reads from it. A Hugging Face file has one part per tensor, NxD's
 shards one per rank, a Trainshed checkpoint one per stored box. Names and shapes are those that the model's layers declare.
 Reading a slice costs the memory of the slice.
 """
@@ -26,13 +26,19 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a global tensor and how to map it into memory."""
+    """A box of a global tensor and how to read it."""
 
     # offsets, sizes: the box, in global coordinates
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype  # as stored
-    open: Callable[[], Tensor]  # returns the box as a read-only tensor of shape `sizes` with any strides
+    # its elements at an index, slices with start and stop in the box's coordinates: read-only, of any strides
+    read: Callable[[tuple[slice, ...]], Tensor]
+
+
+def read_mapped(open_: Callable[[], Tensor], index: tuple[slice, ...]) -> Tensor:
+    """Read from a tensor that `open_` maps into memory."""
+    return open_()[index]
 
 
 class Weights:
@@ -131,7 +137,7 @@ def _differing(one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int
 
 def _slice_part(part: Part, low: list[int], high: list[int]) -> Tensor:
     """Elements [low, high) of a part, in global coordinates."""
-    return part.open()[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, part.offsets, strict=True))]
+    return part.read(tuple(slice(a - o, b - o) for a, b, o in zip(low, high, part.offsets, strict=True)))
 
 
 def _check(name: str, shape: tuple[int, ...], parts: list[Part]) -> None:
