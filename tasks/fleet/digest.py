@@ -8,7 +8,7 @@ its files has changed (runs.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
@@ -26,10 +26,11 @@ METRICS, EVENTS, ATTEMPTS, PLAN = "metrics.jsonl", "events.jsonl", "attempts.jso
 PROFILE, REPORT = "profile.yaml", "report.html"
 FILES = (METRICS, EVENTS, ATTEMPTS, PLAN, PROFILE, IDENTITY, REPORT)
 POINTS = 48  # of a loss curve
-TAIL = 64 << 10  # bytes: the last rows, of which speed is the median
+TAIL = 64 << 10  # bytes in which the last evaluation is looked for
 WHOLE = 192 << 10  # bytes of a metrics file that is read in one go
 EVENT_BYTES = 1 << 20  # the latest ones
-ROWS = 3.0  # to read at each place of a curve
+ROWS = 2  # to read at each place of a curve
+LATEST = 24  # rows, of which speed is the median
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 OF_LAST = ("step", "loss", "time")
 PLANNED = ("step_seconds", "tokens_per_second", "price", "parameters")
@@ -103,15 +104,15 @@ def _add_metrics(digest: Digest, reader: _Reader) -> None:
     if not size:
         return
     if size <= WHOLE:
-        rows = tail = list(reader.rows(METRICS))
+        lines = reader.read(METRICS).split(b"\n")[:-1]
+        rows = list(_rows(lines))
     else:
-        tail = list(_complete_rows(reader.range(METRICS, size - TAIL, size)))
-        length = TAIL / max(1, len(tail))
-        width = int((ROWS + 1) * length)
-        starts = [int(size * index / POINTS) for index in range(POINTS)]
-        chunks = (reader.range(METRICS, start, start + width) for start in starts)
-        rows = [row for chunk in chunks for row in _complete_rows(chunk)] + tail[-int(ROWS) :]
-    trained = [row for row in tail if "loss" in row]
+        lines = _lines(*reader.ranges(METRICS, [(size - TAIL, size)]))
+        width = (ROWS + 1) * TAIL // max(1, len(lines))
+        starts = [size * index // POINTS for index in range(POINTS)]
+        chunks = reader.ranges(METRICS, [(start, start + width) for start in starts])
+        rows = list(_rows([line for chunk in chunks for line in _lines(chunk)] + lines[-ROWS:]))
+    trained = [row for row in _rows(lines[-LATEST:]) if "loss" in row]
     if trained:
         totals = {
             key: value for key, value in trained[-1].items() if key in OF_LAST or key.endswith("_seconds")
@@ -119,8 +120,8 @@ def _add_metrics(digest: Digest, reader: _Reader) -> None:
         digest.last = totals
         digest.step_seconds = _median(trained, "step_seconds")
         digest.tokens_per_second = _median(trained, "tokens_per_second")
-    evaluated = [row["validation_loss"] for row in tail if "validation_loss" in row]
-    digest.validation_loss = evaluated[-1] if evaluated else None
+    evaluated = _rows(line for line in reversed(lines) if b'"validation_loss"' in line)
+    digest.validation_loss = next((row["validation_loss"] for row in evaluated), None)
     digest.curve = curve(rows)
 
 
@@ -141,22 +142,23 @@ def _median(rows: Sequence[Row], key: str) -> float | None:
     return median(values[1:] or values) if values else None
 
 
-def _complete_rows(data: bytes) -> Iterator[Row]:
-    """The rows between the first and the last newline of a piece of a file; damaged ones are left out."""
-    for line in data.split(b"\n")[1:-1]:
-        yield from _row(line)
+def _lines(data: bytes) -> list[bytes]:
+    """The lines between the first and the last newline of a piece of a file."""
+    return data.split(b"\n")[1:-1]
 
 
-def _row(line: bytes) -> Iterator[Row]:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError:
+def _rows(lines: Iterable[bytes]) -> Iterator[Row]:
+    """The rows of JSON Lines; damaged ones are left out."""
+    for line in lines:
         try:
-            row = json.loads(line)  # takes NaN and Infinity, as a run that diverged has them
-        except ValueError:
-            return
-    if isinstance(row, dict) and (isinstance(row.get("step"), int) or _is_attempt(row)):
-        yield row
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            try:
+                row = json.loads(line)  # takes NaN and Infinity, as a run that diverged has them
+            except ValueError:
+                continue
+        if isinstance(row, dict) and (isinstance(row.get("step"), int) or _is_attempt(row)):
+            yield row
 
 
 def _is_attempt(row: Row) -> bool:
@@ -175,8 +177,10 @@ class _Reader:
     def read(self, file: str) -> bytes:
         return (self._backend.read(f"{self._prefix}/{file}") or b"") if file in self._entries else b""
 
-    def range(self, file: str, start: int, end: int) -> bytes:
-        return self._backend.read_range(f"{self._prefix}/{file}", max(0, start), min(end, self.size(file)))
+    def ranges(self, file: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        return self._backend.read_ranges(
+            f"{self._prefix}/{file}", [(max(0, start), end) for start, end in ranges]
+        )
 
     def json(self, file: str) -> dict[str, Any]:
         """A JSON object; empty if it does not exist or is damaged, which the run's own commands report."""
@@ -190,7 +194,5 @@ class _Reader:
         """Rows of a JSON Lines file; `latest`: of its last bytes only."""
         size = self.size(file)
         if latest is not None and size > latest:
-            yield from _complete_rows(self.range(file, size - latest, size))
-            return
-        for line in self.read(file).split(b"\n")[:-1]:
-            yield from _row(line)
+            return _rows(_lines(*self.ranges(file, [(size - latest, size)])))
+        return _rows(self.read(file).split(b"\n")[:-1])

@@ -86,8 +86,8 @@ class Backend(Protocol):
     def entries(self, name: str) -> dict[str, Entry]:
         """What is directly in a folder, by name; empty if it does not exist. Costs one listing."""
 
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Bytes [start, end) of a file, fewer at its end; b"" if it does not exist."""
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Bytes [start, end) of a file for each range, fewer at its end; b"" if it does not exist."""
 
     def move(self, name: str, target: str) -> None:
         """Rename a folder; `target` must not exist."""
@@ -153,16 +153,15 @@ class FolderBackend:
                     found[entry.name] = Entry(status.st_size, stamp, status.st_mtime)
         return found
 
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        def read() -> bytes:
-            with self.path(name).open("rb") as file:
-                file.seek(start)
-                return file.read(end - start)
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        def read() -> list[bytes]:
+            with self.path(name).open("rb", buffering=0) as file:
+                return [os.pread(file.fileno(), end - start, start) for start, end in ranges]
 
         try:
             return retried(read)
         except (FileNotFoundError, NotADirectoryError):
-            return b""
+            return [b""] * len(ranges)
 
     def move(self, name: str, target: str) -> None:
         source, path = self.path(name), self.path(target)
@@ -242,13 +241,14 @@ class ObjectBackend:
             found[file] = Entry(info["size"], str(info.get("ETag") or modified or info["size"]), modified)
         return found
 
-    def read_range(self, name: str, start: int, end: int) -> bytes:
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        paths, starts, ends = [self._path(name)] * len(ranges), *map(list, zip(*ranges, strict=True))
         try:
             return self._retried(
-                name, lambda: self._filesystem.cat_file(self._path(name), start=start, end=end)
+                name, lambda: self._filesystem.cat_ranges(paths, starts, ends, on_error="raise")
             )
         except FileNotFoundError:
-            return b""
+            return [b""] * len(ranges)
 
     def remove(self, name: str) -> None:
         with self._os_errors(name), contextlib.suppress(FileNotFoundError):

@@ -107,22 +107,34 @@ def test_page_is_well_formed_and_escapes_names_of_nodes(store):
     assert "<b>" in text
 
 
-def test_a_long_curve_is_read_at_few_places(store, monkeypatch):
-    """The curve of a file that is not read whole has the course of all its rows."""
+def write_long(store, monkeypatch):
+    """Give the finished run more rows than are read whole; its last evaluation is far before its end."""
     monkeypatch.setattr(digest, "WHOLE", 0)
-    monkeypatch.setattr(digest, "TAIL", 2000)
-    rows = [{"step": step, "loss": 10 - step / 1000} for step in range(1, 5001)]
+    monkeypatch.setattr(digest, "TAIL", 4000)
+    rows = [{"step": step, "loss": 10 - step / 1000, "step_seconds": 2.0} for step in range(1, 5001)]
+    rows.insert(-60, {"step": 4940, "validation_loss": 5.5})
     path = store.work_dir / "runs/done/metrics.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    curve = by_name(read_fleet(store))["done"].digest.curve
-    assert len(curve) == digest.POINTS
-    assert all(loss == pytest.approx(10 - step / 1000) for step, loss in curve)
-    assert curve[0][0] < 100
-    assert curve[-1][0] > 4900
+
+
+def test_a_long_curve_is_read_at_few_places(store, monkeypatch):
+    """The curve of a file that is not read whole has the course of all its rows."""
+    write_long(store, monkeypatch)
+    found = by_name(read_fleet(store))["done"].digest
+    assert len(found.curve) == digest.POINTS
+    assert all(loss == pytest.approx(10 - step / 1000) for step, loss in found.curve)
+    assert found.curve[0][0] < 100
+    assert found.curve[-1][0] > 4900
+    assert (found.last["step"], found.step_seconds, found.validation_loss) == (5000, 2.0, 5.5)
 
 
 def test_runs_on_s3_are_read_without_a_local_copy(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(digest, "POINTS", 4)
+    write_long(store, monkeypatch)
+    expected = by_name(read_fleet(store))["done"].digest
     with s3.bucket(monkeypatch) as uri:
         s3.fill(store.work_dir / "runs/done", "store/runs/done")
         (run,) = read_fleet(Store(f"{uri}/store", tmp_path / "elsewhere")).runs
-    assert (run.state, run.step) == ("done", 20)
+    assert (run.state, run.step) == ("done", 5000)
+    assert run.digest.curve == expected.curve
+    assert run.digest.validation_loss == 5.5
