@@ -57,7 +57,8 @@ class Reporter:
         dropped = self._account.restart(self._metrics.kept)
         self._row_totals = self._account.totals
         settings, cluster = self._settings, self._trainer.profile.cluster
-        facts = {"attempt": attempt, "begun": round(job_begin(), 3), "nodes": sorted(set(self._nodes))}
+        nodes = list(dict.fromkeys(self._nodes))  # in order of their ranks
+        facts = {"attempt": attempt, "begun": round(job_begin(), 3), "nodes": nodes}
         facts |= {"restore_seconds": round(restore_seconds, 6), "devices": len(self._nodes)}
         facts |= {
             "steps": settings.steps,

@@ -26,7 +26,7 @@ from tasks.store.store import Store
 CACHE = "fleet.json"  # in the store's local cache
 VERSION = 1  # of its contents
 READERS = 16
-NODE = re.compile(r"\brank \d+ on ([^\s:;,]+)")  # in reasons of failures and stragglers
+RANK = re.compile(r"\brank (\d+)(?: on ([^\s:;,]+))?")  # in reasons; some launchers name no node
 NODE_FAILURES = 3  # after which a node is named
 ACTIVE = ("running", "queued")
 
@@ -250,11 +250,12 @@ def nodes_of(runs: Sequence[RunView]) -> list[Node]:
     stragglers: dict[str, list[float]] = defaultdict(list)
     for run in runs:
         for row in run.digest.events:
-            if match := NODE.search(row.get("reason") or ""):
-                if row["event"] == "straggler":
-                    stragglers[match[1]].append(row["time"])
-                else:
-                    failures[match[1]].append((row["time"], run.name))
+            if (node := _node_of(row, run.digest.attempts)) is None:
+                continue
+            if row["event"] == "straggler":
+                stragglers[node].append(row["time"])
+            else:
+                failures[node].append((row["time"], run.name))
     found = [
         Node(
             name,
@@ -266,3 +267,15 @@ def nodes_of(runs: Sequence[RunView]) -> list[Node]:
         for name in sorted(failures.keys() | stragglers.keys())
     ]
     return sorted(found, key=lambda node: (-node.failures, -node.stragglers, node.name))
+
+
+def _node_of(row: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> str | None:
+    """The node of the rank that an event's reason names, else by what the latest start recorded; None if unknown."""
+    match = RANK.search(row.get("reason") or "")
+    if match is None or match[2]:
+        return match[2] if match else None
+    starts = (each for each in reversed(attempts) if each.get("nodes") and each["time"] <= row["time"])
+    if (start := next(starts, None)) is None:
+        return None
+    nodes, rank = start["nodes"], int(match[1])
+    return nodes[rank * len(nodes) // start["devices"]] if rank < start["devices"] else None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.flows.micro import Command, write_profile
+from tests.flows.webhook import serve
 from tests.forked_jobs import forked_jobs
 
 
@@ -36,6 +37,13 @@ def pretrain(prefect_server, profile):
         return {**result, "how": {step["step"]: step["how"] for step in result["steps"]}}
 
     return call
+
+
+@pytest.fixture
+def webhook():
+    """A webhook server on loopback."""
+    with serve() as server:
+        yield server
 
 
 @pytest.fixture

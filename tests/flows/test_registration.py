@@ -1,4 +1,7 @@
-"""The automation that marks runs without a heartbeat as crashed, on a real server and in seconds instead of minutes."""
+"""The automation that marks runs without a heartbeat as crashed, on a real server and in seconds instead of minutes.
+
+With the alert of it, sent to a webhook server on loopback.
+"""
 
 import os
 import subprocess
@@ -15,8 +18,16 @@ from prefect.events import emit_event
 from prefect.settings import PREFECT_CLIENT_RETRY_JITTER_FACTOR
 from prefect.states import Completed, Running
 
+from flows.alerts.automations import register_alerts
+from flows.alerts.events import emit
 from flows.registration import register_automation
-from flows.server.prefect_settings import AUTOMATION, CLIENT_RETRIES, HEARTBEAT_SECONDS, SILENCE_SECONDS
+from flows.server.prefect_settings import (
+    ALERTS,
+    AUTOMATION,
+    CLIENT_RETRIES,
+    HEARTBEAT_SECONDS,
+    SILENCE_SECONDS,
+)
 
 SILENCE = 20.0  # twice the shortest that Prefect accepts, for a loaded machine
 
@@ -24,7 +35,7 @@ SILENCE = 20.0  # twice the shortest that Prefect accepts, for a loaded machine
 ORCHESTRATOR = """
 import sys, time
 from prefect import flow
-@flow(flow_run_name=sys.argv[1])
+@flow(name="pretrain", flow_run_name=sys.argv[1])
 def orchestrator():
     print("running", flush=True)
     time.sleep(600)
@@ -56,14 +67,16 @@ def heartbeat(flow_run) -> None:
 
 
 @pytest.fixture
-def automation(prefect_server):
+def automations(prefect_server, webhook):
     register_automation(SILENCE)
+    register_alerts(webhook.block())
     yield
-    Automation.read(name=AUTOMATION).delete()
+    for name in (AUTOMATION, *ALERTS):
+        Automation.read(name=name).delete()
 
 
-def test_only_a_run_that_falls_silent_is_marked_as_crashed(prefect_server, automation):
-    time.sleep(2)  # the server's triggers learn of the automation
+def test_only_a_run_that_falls_silent_crashes_and_one_alert_tells_it(prefect_server, automations, webhook):
+    time.sleep(2)  # the server's triggers learn of the automations
     with get_client(sync_client=True) as client:
         runs = [client.create_flow_run(waiting, name=uuid4().hex, state=Running()) for _ in range(2)]
         without_server, finished = runs
@@ -81,6 +94,11 @@ def test_only_a_run_that_falls_silent_is_marked_as_crashed(prefect_server, autom
             heartbeat(without_server)
         assert client.read_flow_run(without_server.id).state.is_running()
         assert client.read_flow_run(finished.id).state.name == "NothingNew"
+    webhook.wait_for((name, "failed"))
+    emit("started", "later", "after the crash")
+    webhook.wait_for(("later", "started"))
+    assert webhook.kinds() == {(name, "failed"): 1, ("later", "started"): 1}
+    assert "no heartbeat" in webhook.received[0]["body"]
 
 
 def test_a_run_counts_as_crashed_only_after_its_client_has_given_up():

@@ -1,16 +1,10 @@
 """Every kind of alert is one notification: a real Prefect server and automations, and a webhook server on loopback."""
 
-import json
-import re
-import threading
 import time
-from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from prefect import flow
 from prefect.automations import Automation
-from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.events.actions import DoNothing
 
 from flows.alerts.automations import register_alerts
@@ -25,30 +19,6 @@ from tasks.launchers import JobFailed
 from tasks.launchers.base import NODE_FAILED
 from tasks.store.store import Store
 
-SUBJECT = re.compile(r"Trainshed: (\S+) (\S+)")
-SECONDS = 120.0
-
-
-@pytest.fixture
-def webhook():
-    """URL of a webhook server on loopback, and what it was sent."""
-    received = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/alert", received
-    server.shutdown()
-    server.server_close()
-
 
 @pytest.fixture
 def automations(prefect_server, webhook):
@@ -57,13 +27,11 @@ def automations(prefect_server, webhook):
     assert [Automation.read(name=name).enabled for name in ALERTS] == [False] * len(ALERTS)
     with pytest.raises(ProfileError, match="alerts = custom-webhook/none: the Prefect server has no such"):
         register_alerts("custom-webhook/none")
-    message = {"subject": "{{subject}}", "body": "{{body}}"}
-    CustomWebhookNotificationBlock(name="loopback", url=webhook[0], json_data=message).save("loopback")
-    register_alerts("custom-webhook/loopback")
+    register_alerts(webhook.block())
     off = Automation.read(name=ALERTS[0])
     off.enabled = False
     off.update()
-    register_alerts("custom-webhook/loopback")  # changes nothing, what the user switched off included
+    register_alerts(webhook.block())  # changes nothing, what the user switched off included
     assert [Automation.read(name=name).enabled for name in ALERTS] == [False] + [True] * (len(ALERTS) - 1)
     off.enabled = True
     off.update()
@@ -106,28 +74,20 @@ def live(store: Store) -> None:
 
 
 def test_every_kind_is_notified_exactly_once(automations, webhook, tmp_path):
-    _, received = webhook
     time.sleep(2)  # the server's triggers learn of the automations
     live(Store(str(tmp_path)))
     emit("promoted", "troubled", "troubled takes the place of an earlier round")
     with pytest.raises(JobFailed):
         failing()
 
-    def kinds() -> Counter:
-        return Counter(SUBJECT.match(message["subject"]).groups() for message in list(received))
-
-    def wait_for(*expected: tuple[str, str]) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not set(expected) <= kinds().keys():
-            assert time.monotonic() < deadline, set(expected) - kinds().keys()
-            time.sleep(0.2)
-
     names = {kind: "doomed" if kind == "failed" else "troubled" for kind in ALERT_KINDS}
-    wait_for(*((name, kind) for kind, name in names.items()))
+    webhook.wait_for(*((name, kind) for kind, name in names.items()))
     for kind in ALERT_KINDS.keys() - {"failed"}:
         emit(kind, "later", "after all others")
-    wait_for(*(("later", kind) for kind in ALERT_KINDS if kind != "failed"))
-    assert {kind: kinds()[name, kind] for kind, name in names.items()} == dict.fromkeys(ALERT_KINDS, 1)
-    bodies = {message["subject"]: message["body"] for message in received}
+    webhook.wait_for(*(("later", kind) for kind in ALERT_KINDS if kind != "failed"))
+    assert {kind: webhook.kinds()[name, kind] for kind, name in names.items()} == dict.fromkeys(
+        ALERT_KINDS, 1
+    )
+    bodies = {message["subject"]: message["body"] for message in webhook.received}
     assert bodies["Trainshed: troubled spike"].startswith("troubled: step 7 skipped: loss 99 is a spike\n/")
     assert "out of memory" in bodies["Trainshed: doomed failed"]

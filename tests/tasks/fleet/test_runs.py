@@ -37,6 +37,10 @@ def store(tmp_path):
         failed.start(1, 1)
     failed.wait("repeated", 1)
     failed.fail("rank 0 on n8 ended with exit code 1")
+    unnamed = simulated(
+        tmp_path, "unnamed", until=5, nodes=["n9", "n8"], devices=4
+    )  # by a launcher that names no node
+    unnamed.fail("train: rank 2 was killed by SIGKILL")
     simulated(tmp_path, "done~1", until=3)
     waiting = simulated(tmp_path, "waiting", until=4)
     waiting.end()
@@ -58,6 +62,7 @@ def test_runs_of_a_store(store):
         "done~1": "replaced",
         "failed": "stopped",
         "new": "preparing",
+        "unnamed": "stopped",
         "waiting": "queued",
     }
     assert {name: run.state for name, run in found.items()} == states
@@ -65,7 +70,9 @@ def test_runs_of_a_store(store):
     assert found["done"].speed_of_plan == pytest.approx(0.5)
     assert found["done"].tokens == 2000
     assert found["waiting"].use.seconds["queue"] > 100  # until now
-    assert [(node.name, node.failures, node.runs) for node in fleet.bad_nodes] == [("n7", 3, ("failed",))]
+    nodes = [(node.name, node.failures, node.runs) for node in fleet.nodes]
+    assert nodes == [("n7", 3, ("failed",)), ("n8", 2, ("failed", "unnamed"))]
+    assert [node.name for node in fleet.bad_nodes] == ["n7"]
 
 
 def test_cost_is_that_of_the_hours_in_which_jobs_held_nodes(store):
@@ -92,7 +99,7 @@ def test_only_runs_with_changed_files_are_read_again(store, monkeypatch):
     assert by_name(read_fleet(store))["waiting"].step == 5
     assert read == ["waiting"]
     (store.local_cache / "fleet.json").write_text("{damaged")
-    assert len(read_fleet(store).runs) == 5
+    assert len(read_fleet(store).runs) == 6
 
 
 def test_page_is_well_formed_and_escapes_names_of_nodes(store):
