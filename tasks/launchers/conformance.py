@@ -82,10 +82,10 @@ class LauncherConformance:
 
     def test_job_of_another_signature_replaces_the_running_one_after_it_saved(self, tmp_path: Path) -> None:
         launcher = self.create()
-        launcher.submit(self.job(tmp_path))
+        launcher.submit(self.saving_job(tmp_path))
         first = facts(tmp_path, self.seconds)
         (tmp_path / "rank-0.json").unlink()
-        handle = launcher.submit(self.job(tmp_path, "other"))
+        handle = launcher.submit(self.saving_job(tmp_path, "other"))
         assert (tmp_path / "saved-0").exists()
         assert facts(tmp_path, self.seconds)["pid"] != first["pid"]
         self.cancel(launcher, handle, grace=10)
@@ -95,7 +95,7 @@ class LauncherConformance:
             folder = tmp_path / order
             folder.mkdir()
             launcher = self.create()
-            handle = launcher.submit(self.job(folder, order))
+            handle = launcher.submit(self.saving_job(folder, order))
             facts(folder, self.seconds)
             self.cancel(launcher, handle, grace)
             assert (folder / "saved-0").exists() == (order == "obedient")
@@ -104,7 +104,7 @@ class LauncherConformance:
     def test_every_start_has_the_next_attempt_number(self, tmp_path: Path) -> None:
         (tmp_path / "finish").touch()
         for attempt in (1, 2):
-            self.execute(self.job(tmp_path, attempt_file=tmp_path / "attempt"))
+            self.execute(self.saving_job(tmp_path))
             assert facts(tmp_path)["attempt"] == attempt
             assert (tmp_path / "attempt").read_text() == str(attempt)
 
@@ -121,6 +121,10 @@ class LauncherConformance:
     def job(self, folder: Path, *orders: str, **options: Any) -> Job:
         program = "tasks.launchers.conformance_job"
         return Job("conformance", program, (str(folder), *orders), folder / "logs", **options)
+
+    def saving_job(self, folder: Path, *orders: str) -> Job:
+        """A job that saves when it is asked to stop."""
+        return self.job(folder, *orders, attempt_file=folder / "attempt")
 
     def execute(self, job: Job) -> None:
         execute(self.create(), job, timeout=self.seconds)

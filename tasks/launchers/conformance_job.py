@@ -1,7 +1,7 @@
 """The job that the conformance suite runs: `python -m tasks.launchers.conformance_job FOLDER [ORDER ...]`.
 
 Writes what it finds to FOLDER/rank-<rank>.json, then waits for FOLDER/finish. Orders: `fail` ends with exit code 3; `stubborn`
-ignores SIGTERM, which otherwise makes it write FOLDER/saved-<rank> and end.
+ignores the signals to stop, SIGTERM and SIGUSR1 as in training, which otherwise make it write FOLDER/saved-<rank> and end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def main() -> None:
         (options.folder / f"saved-{rank}").touch()
         sys.exit(143)
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in options.orders else stop)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN if "stubborn" in options.orders else stop)
     facts = {
         "pid": os.getpid(),
         "rank": rank,

@@ -13,6 +13,7 @@ import pytest
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.launchers import Job, JobFailed, create, execute, slurm
+from tasks.launchers.conformance import LauncherConformance
 from tests.slurm.conftest import until
 
 RANKS = """
@@ -325,3 +326,11 @@ def test_job_that_slurm_ends_without_a_record_fails(place, launcher, cluster, mo
     while (status := launcher.poll(handle)).running:
         time.sleep(0.2)
     assert f"Slurm ended job {handle.identifier}" in str(launcher.failure(handle, status))
+
+
+@pytest.mark.usefixtures("cluster")
+class TestConformance(LauncherConformance):
+    """The suite that anyone's launcher can run."""
+
+    def create(self):
+        return launcher_of("cluster.nodes=1")
