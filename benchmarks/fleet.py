@@ -12,6 +12,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness.timing import make_parser
@@ -38,7 +39,7 @@ def measure(folder: Path, count: int, steps: int, changed: int, rounds: int) -> 
     """Print the times of a store of so many runs."""
     size = write_store(folder, count, steps)
     store, page = Store(str(folder)), folder / "fleet.html"
-    times: dict[str, list[float]] = {"first look": [], "refresh": [], "browser": []}
+    times: dict[str, list[tuple[float, float]]] = {"first look": [], "refresh": [], "browser": []}
     for _ in range(rounds):
         (store.local_cache / CACHE).unlink(missing_ok=True)
         times["first look"].append(timed(lambda: write_page(read_fleet(store), page)))
@@ -51,12 +52,13 @@ def measure(folder: Path, count: int, steps: int, changed: int, rounds: int) -> 
     )
     for name, values in times.items():
         if values:
-            print(
-                f"  {name:<12} {statistics.median(values):6.2f} s   (of {len(values)}: {min(values):.2f} to {max(values):.2f})"
-            )
+            walls, cpus = zip(*values, strict=True)
+            spread = f"of {len(values)}: {min(walls):.2f} to {max(walls):.2f}"
+            cpu = f", {statistics.median(cpus):.2f} s of CPU" if any(cpus) else ""
+            print(f"  {name:<12} {statistics.median(walls):6.2f} s   ({spread}){cpu}")
 
 
-def opening(page: Path) -> list[float]:
+def opening(page: Path) -> list[tuple[float, float]]:
     """Time until the page is loaded and drawn in Chromium; empty without it."""
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
@@ -66,9 +68,9 @@ def opening(page: Path) -> list[float]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         view = browser.new_page(viewport={"width": 1300, "height": 1000})
-        seconds = timed(lambda: (view.goto(page.resolve().as_uri()), view.screenshot()))
+        seconds, _ = timed(lambda: (view.goto(page.resolve().as_uri()), view.screenshot()))
         browser.close()
-    return [seconds]
+    return [(seconds, 0.0)]  # the CPU time is the browser's
 
 
 def write_store(folder: Path, count: int, steps: int) -> int:
@@ -136,10 +138,11 @@ def append(run: Path, steps: int) -> None:
         file.write(row(steps, 0))
 
 
-def timed(function: object) -> float:
-    begun = time.perf_counter()
-    function()  # type: ignore[operator]
-    return time.perf_counter() - begun
+def timed(function: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and seconds of CPU of this process."""
+    begun, cpu = time.perf_counter(), time.process_time()
+    function()
+    return time.perf_counter() - begun, time.process_time() - cpu
 
 
 if __name__ == "__main__":
