@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """Run the tasks; returns the contents of the output."""
+    import httpx
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -46,16 +47,23 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
             nearest = difflib.get_close_matches(name, sorted(known), 3)
             hint = f"; nearest: {', '.join(nearest)}" if nearest else ""
             return {"rejected": f"lm-eval {version(PACKAGE)} has no task {name}{hint}"}
-    found = simple_evaluate(
-        model="hf",
-        model_args={"pretrained": options.model, "trust_remote_code": False},
-        tasks=options.task,
-        task_manager=manager,
-        limit=options.limit,
-        batch_size=options.batch_size,
-        device=options.device,
-        log_samples=False,
-    )
+    try:
+        found = simple_evaluate(
+            model="hf",
+            model_args={"pretrained": options.model, "trust_remote_code": False},
+            tasks=options.task,
+            task_manager=manager,
+            limit=options.limit,
+            batch_size=options.batch_size,
+            device=options.device,
+            log_samples=False,
+        )
+    except (OSError, httpx.TransportError) as error:  # after the retries of the hub's own client
+        names = ", ".join(options.task)
+        without = "without a network, use tasks whose data is in local files, or fill HF_HOME beforehand"
+        return {
+            "rejected": f"the data of {names} cannot be read ({type(error).__name__}: {error}); {without}"
+        }
     results = {task: metrics_of(values) for task, values in found["results"].items()}
     return {"results": results, "versions": found["versions"], "harness": version(PACKAGE)}
 

@@ -1,6 +1,10 @@
 """Checkpoints of a run evaluated beside it: held-out loss, losses by data source, and a task of lm-evaluation-harness."""
 
 import json
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,8 @@ def tasks(tmp_path_factory):
     (folder / "endings.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = {"data_files": {"test": str(folder / "endings.jsonl")}}
     (folder / "endings.yaml").write_text(yaml.safe_dump({**TASK, "dataset_kwargs": data}))
+    hub = {"task": "remote", "dataset_path": "nobody/has-this"}
+    (folder / "remote.yaml").write_text(yaml.safe_dump({**TASK, **hub}))
     return folder
 
 
@@ -96,7 +102,58 @@ def test_checkpoints_are_evaluated_once_and_results_reach_the_report(trained, ta
     assert "lm_eval/endings/acc" in report
 
 
-def test_what_cannot_be_evaluated_is_rejected(trained, tasks):
+GATED = """
+import time
+from pathlib import Path
+import torch.nn.functional as F
+steps = 0
+def loss(logits, targets):
+    global steps
+    steps += logits.requires_grad
+    while steps > 4 and logits.requires_grad and not Path("go").exists():
+        time.sleep(0.05)
+    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+"""
+
+
+def test_a_followed_run_has_each_checkpoint_evaluated_once(pretrain, tmp_path, monkeypatch):
+    """Training waits in step 5 until the checkpoint of step 2 is evaluated."""
+    store, folder = tmp_path / "store", tmp_path / "store/runs/live"
+    (tmp_path / "gated.py").write_text(GATED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flows.evaluate.POLL_SECONDS", 0.1)
+    overrides = ("train.steps=8", "checkpoint.keep=0", "evaluate.every=0", "train.loss=gated:loss")
+
+    def let_it_end():
+        try:
+            wait((folder / "evaluations.jsonl").exists)
+        finally:
+            (tmp_path / "go").touch()
+
+    with forked_jobs(), ThreadPoolExecutor() as pool:
+        run = pool.submit(copy_context().run, pretrain, store, *overrides, name="live")
+        gate = pool.submit(let_it_end)
+        wait(lambda: run.done() or (folder / "checkpoints/step_2/complete.json").exists())
+        rows = evaluate(store, "live", follow=True)
+        result, _ = run.result(), gate.result()
+    assert [row["step"] for row in rows] == [2, 4, 6, 8]
+    assert rows[-1]["validation_loss"] == pytest.approx(result["validation_loss"], rel=1e-6)
+    log = (folder / "logs/evaluate-checkpoint.log").read_text()
+    assert re.findall(r"step (\d+): validation loss", log) == ["2", "4", "6", "8"]
+    assert (folder / "evaluations.jsonl").read_text().count("\n") == 4
+    assert (
+        "Evaluations of checkpoints" in (folder / "report.html").read_text()
+    )  # also if it was written before
+
+
+def wait(condition):
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_cannot_be_evaluated_is_rejected(trained, tasks, monkeypatch):
     store, _ = trained
     for run, message in (("run@3", "run@2"), ("run@x", "neither RUN nor RUN@STEP"), ("other", "no such run")):
         with pytest.raises(ProfileError, match=message):
@@ -105,3 +162,8 @@ def test_what_cannot_be_evaluated_is_rejected(trained, tasks):
         evaluate(store, "run", tasks=["endings"], include=str(tasks / "missing"))
     with pytest.raises(FatalError, match="has no task ending; nearest: endings"):
         evaluate(store, "run@6", tasks=["ending"], include=str(tasks))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        FatalError, match=r"the data of remote cannot be read .*nobody/has-this.*; without a network"
+    ):
+        evaluate(store, "run@6", tasks=["remote"], include=str(tasks))
