@@ -22,7 +22,8 @@ from profiles import data_sources, launchers, objectives, user_functions
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from profiles.sections import tracking
-from profiles.sections.model import LARGEST, neighbours
+from profiles.sections.base import LARGEST
+from profiles.sections.model import CORRECTED, neighbours
 
 Rule = Callable[[Profile], None]  # raises ProfileError
 CPU_PROCESSES = 16
@@ -173,10 +174,9 @@ def _tensor(profile: Profile) -> None:
         else:
             reason = f"neither divides {kv_heads} KV heads nor is a multiple of them"
         raise ProfileError("parallel.tensor", tensor, reason)
-    if model.expert_width % tensor:
-        width = "intermediate_size" if model.moe_intermediate_size is None else "moe_intermediate_size"
-        reason = f"does not divide model.{width} {model.expert_width}"
-        raise ProfileError("parallel.tensor", tensor, reason)
+    for name, width in model.mlp_widths.items():
+        if width % tensor:
+            raise ProfileError("parallel.tensor", tensor, f"does not divide model.{name} {width}")
     given, derived = profile.parallel.kv_replication, profile.kv_replication
     if given not in (None, derived):
         reason = f"tensor {tensor} over {kv_heads} KV heads makes it {derived}"
@@ -263,6 +263,8 @@ def _experts(profile: Profile) -> None:
             raise ProfileError("parallel.expert", degree, reason, [1])
         if train.capacity_factor is not None:
             raise ProfileError("train.capacity_factor", train.capacity_factor, reason, ["null"])
+        if train.balance == "bias":
+            raise ProfileError("train.balance", "bias", reason, ["sequence"])
         return
     ranks = profile.data_parallel * parallel.context
     valid = [n for n in range(1, experts + 1) if experts % n == 0 and ranks % n == 0]
@@ -276,6 +278,12 @@ def _experts(profile: Profile) -> None:
         raise ProfileError("parallel.schedule", "zero_bubble", reason, ["1f1b", "interleaved"])
     if train.precision == "fp8":
         raise ProfileError("train.precision", "fp8", "does not support experts", ["bf16"])
+    if train.balance == "bias" and model.architecture not in CORRECTED:
+        reason = f"moves a bias of the experts' selection, which exports of {model.architecture} have no tensor for"
+        raise ProfileError("train.balance", "bias", reason, ["sequence", "global", "none"])
+    if train.balance != "bias" and train.balance_bias_rate is not None:
+        reason = f"has no effect with train.balance {train.balance}"
+        raise ProfileError("train.balance_bias_rate", train.balance_bias_rate, reason, ["null"])
     if train.capacity_factor is not None and parallel.context > 1:
         reason = "counts the tokens of whole samples, which parallel.context divides"
         raise ProfileError("train.capacity_factor", train.capacity_factor, reason, ["null"])

@@ -117,6 +117,9 @@ def _lora(profile: Profile) -> None:
     lora = profile.lora
     if not lora.rank:
         return
+    if profile.model.kv_lora_rank is not None:
+        reason = f"{profile.model.architecture} has no q, k and v projections of hidden states, which are not supported otherwise"
+        raise ProfileError("lora.rank", lora.rank, reason, [0])
     apart = [target for target in lora.targets if target in (*PARTS["qkv"], "gate_proj")]
     if profile.model.architecture in ("gpt", "dbrx") and apart:
         reason = f"names a part of a weight that model.architecture {profile.model.architecture} has in one"

@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from profiles.errors import format_value
 from profiles.schema import Profile
-from profiles.sections.model import Section
+from profiles.sections.base import Section
 
 HEAD = """# Profiles
 

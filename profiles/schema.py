@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from parallel.constraints import expert_shard_degree, kv_replicas
-from profiles.sections.cluster import Cluster, Natural
-from profiles.sections.model import Count, Model, Section, Size
+from profiles.sections.base import Count, Natural, Section, Size
+from profiles.sections.cluster import Cluster
+from profiles.sections.model import Model
 from profiles.sections.tracking import Tracking
 
 __all__ = [
@@ -295,12 +296,20 @@ class Train(Section):
     document_masks: bool = Field(
         False, description="mask attention across documents and restart positions at each document"
     )
-    balance: Literal["sequence", "global", "batch", "none"] = Field(
+    balance: Literal["sequence", "global", "batch", "bias", "none"] = Field(
         "sequence",
         description="experts: what the balance loss takes its statistics of: a sample; all tokens of a step, counted by one more "
-        "forward pass; or a microbatch of a rank, as Hugging Face, which depends on its size and on the topology",
+        "forward pass; or a microbatch of a rank, as Hugging Face, which depends on its size and on the topology. bias: no loss; "
+        "the bias in each expert's selection moves against its excess load in the whole step (deepseek_v3)",
     )
-    balance_coefficient: Rate = Field(0.001, description="experts: coefficient of the balance loss")
+    balance_coefficient: Rate | None = Field(
+        None,
+        description="experts: coefficient of the balance loss, with bias of the loss of a sample beside it; null: 0.001, with "
+        "bias 0",
+    )
+    balance_bias_rate: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="experts: how far balance bias moves a bias in a step; null: 0.001"
+    )
     router_z_coefficient: Rate = Field(0.0, description="experts: coefficient of the router's z-loss")
     capacity_factor: Annotated[float, Field(gt=0)] | None = Field(
         None,
@@ -327,6 +336,19 @@ class Train(Section):
         description="skipped steps in a row after which the run rolls back to a checkpoint and excludes their samples",
     )
     rollbacks: Natural = Field(2, description="rollbacks before the run stops")
+
+    @property
+    def expert_loss_coefficient(self) -> float:
+        """Coefficient of the balance loss."""
+        default = 0.0 if self.balance == "bias" else 0.001
+        return default if self.balance_coefficient is None else self.balance_coefficient
+
+    @property
+    def expert_bias_step(self) -> float:
+        """How far a step moves the bias of an expert's selection."""
+        if self.balance != "bias":
+            return 0.0
+        return 0.001 if self.balance_bias_rate is None else self.balance_bias_rate
 
 
 class Compile(Section):

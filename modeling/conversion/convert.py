@@ -156,9 +156,10 @@ def destination_files(weights: Weights, options: Options) -> Sequence[File]:
     """The files to write. Raises ProfileError if the degrees do not fit the model."""
     model = weights.model
     heads, kv_heads, layers = model.num_attention_heads, model.num_key_value_heads, model.num_hidden_layers
-    valid = [t for t in valid_tensor_degrees(heads, kv_heads) if model.intermediate_size % t == 0]
+    widths = model.mlp_widths.values()
+    valid = [t for t in valid_tensor_degrees(heads, kv_heads) if not any(width % t for width in widths)]
     if options.tensor not in valid:
-        mlp = model.intermediate_size
+        mlp = " or ".join(map(str, widths))
         reason = f"does not split {heads} query heads, {kv_heads} KV heads and an MLP of {mlp}"
         raise ProfileError("--tensor", options.tensor, reason, neighbours(options.tensor, valid))
     if not 1 <= options.pipeline <= layers:

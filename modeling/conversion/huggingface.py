@@ -1,6 +1,7 @@
 """Read and write weights as Hugging Face folders: reads safetensors and .bin lazily, writes safetensors.
 
-GPT-OSS as it is published, with experts in MXFP4, is read as bfloat16 (mxfp4.py).
+GPT-OSS as it is published, with experts in MXFP4, is read as bfloat16 (mxfp4.py), and so is DeepSeek-V3 in float8 with scales
+(block_scales.py). Its modules that predict further tokens, stored as layers beyond the last, are left out.
 
 A safetensors file is 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the tensors end to end.
 """
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modeling.conversion import mxfp4, torch_files
+from modeling.conversion import block_scales, mxfp4, torch_files
 from modeling.conversion.tensor_files import Entry, PreallocatedFile
 from modeling.conversion.torch_files import LazyTensor, stamp
 from modeling.conversion.weights import Part, Weights, global_shapes, read_mapped
@@ -70,7 +73,7 @@ def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> W
         found |= stored
     parts: dict[str, list[Part]] = {}
     used: set[str] = set()
-    quantized = 0
+    quantized: Counter[str] = Counter()
     shapes = global_shapes(model)
     for their_name, sources in _sources(model, shapes).items():
         # A base model saved without its head has names without this prefix.
@@ -79,26 +82,38 @@ def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> W
         expected = _stored_shape(sources, shapes)
         if packed := mxfp4.find_packed(found, key, expected):
             used |= {key + mxfp4.BLOCKS, key + mxfp4.SCALES}
-            quantized += 1
-            dtype, reader = torch.bfloat16, packed.read
+            quantized["MXFP4"] += 1
+            stored, reader = torch.bfloat16, packed.read
         elif key in found:
             used.add(key)
             if found[key].shape != expected:
                 raise ValueError(f"{key}: shape {found[key].shape}; the model has {expected}")
-            dtype, reader = found[key].dtype, partial(_read_mapped, found[key])
+            stored, reader = found[key].dtype, partial(_read_mapped, found[key])
+            if scaled := block_scales.find_scaled(found, key):
+                used.add(key + block_scales.SCALES)
+                quantized["float8"] += 1
+                stored, reader = torch.bfloat16, scaled.read
         else:
             continue
         for name, mapped in sources:
-            parts[name] = [Part((0,) * len(shapes[name]), shapes[name], dtype, partial(reader, mapped))]
-    if quantized:
-        log.info("%d weights in MXFP4 are read as bfloat16, and written as such", quantized)
+            parts[name] = [Part((0,) * len(shapes[name]), shapes[name], stored, partial(reader, mapped))]
+    for kind, count in quantized.items():
+        log.info("%d weights in %s are read as bfloat16, and written as such", count, kind)
     rest = [name for name in found.keys() - used if not name.endswith(BUFFERS)]
     if model.tie_word_embeddings:  # stored again under its second name
         rest = [name for name in rest if name != "lm_head.weight"]
+    if model.architecture == "deepseek_v3":
+        rest = [name for name in rest if not _is_beyond_last_layer(name, model)]
     for name in rest:
         # for Weights to reject by name
         parts[name] = [Part((), (), found[name].dtype, partial(read_mapped, found[name].open))]
     return Weights(model, parts, dtype)
+
+
+def _is_beyond_last_layer(name: str, model: Model) -> bool:
+    """Whether a tensor is of a layer that the model does not have."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= model.num_hidden_layers
 
 
 def _sources(model: Model, names: Iterable[str]) -> dict[str, Sources]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from modeling.models.build import MODELS
+from modeling.models.weight_names import FLOAT32
 from parallel import Mesh
 from parallel.layout import layout_of
 from profiles.sections.model import Model
@@ -70,6 +71,8 @@ class Weights:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype that `read` returns a tensor in."""
+        if name.endswith(FLOAT32):
+            return torch.float32
         return self.dtype or self.parts[name][0].dtype
 
     def nbytes(self) -> int:

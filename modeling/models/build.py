@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 import torch
 
 from modeling.models.families.dbrx import Dbrx
+from modeling.models.families.deepseek_v3 import DeepseekV3
 from modeling.models.families.gpt import GPT
 from modeling.models.families.gpt_oss import GptOss
 from modeling.models.families.llama import Llama
@@ -44,6 +45,7 @@ MODELS: dict[str, type[LanguageModel]] = {
     "qwen3_moe": Qwen3Moe,
     "dbrx": Dbrx,
     "gpt_oss": GptOss,
+    "deepseek_v3": DeepseekV3,
     "gpt": GPT,
 }
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # of weights
@@ -104,6 +106,8 @@ def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
     model.device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
     for layer in expert_layers(model):
         layer.options = build_expert_options(profile)
+        if layer.routing.selection_bias:
+            layer.router.move_selection_bias(profile.train.expert_bias_step)
     if profile.lora.rank:
         apply_lora(model, profile.lora, profile.model, mesh, profile.parallel.sequence_parallel)
     return model
@@ -119,10 +123,10 @@ def build_expert_options(profile: Profile) -> ExpertOptions:
     train = profile.train
     balance = Balance(
         train.balance,
-        train.balance_coefficient,
+        train.expert_loss_coefficient,
         train.router_z_coefficient,
         samples=train.global_batch_size,
-        layers=profile.model.num_hidden_layers,
+        layers=profile.model.num_expert_layers,
     )
     return ExpertOptions(balance, train.capacity_factor)
 

@@ -12,9 +12,10 @@ from profiles.schema import Profile
 def layer_multiply_adds(profile: Profile) -> list[int]:
     """Forward multiply-adds per token of each layer; the last includes the language-model head.
 
-    Per layer: h·d·(2n + 2k) of the attention projections, 3·h·f (gated) or 2·h·f (gpt) of the MLP, and 2·n·d for each key that a
-    token sees on average: s/2 in causal attention, w - w²/2s in a sliding window of w. Of experts, the MLPs of a token's own ones
-    and the router count. Updates of LoRA are left out.
+    Per layer: h·d·(2n + 2k) of the attention projections (of latent attention those that its keys and values go through), 3·h·f
+    (gated) or 2·h·f (gpt) of the MLP, and 2·n·d for each key that a token sees on average: s/2 in causal attention, w - w²/2s in
+    a sliding window of w. Of experts, the MLPs of a token's own and shared ones and the router count. Updates of LoRA are left
+    out.
     """
     layers = [weights + scores for weights, scores in _weights_and_scores(profile)]
     layers[-1] += _head(profile)
@@ -24,15 +25,17 @@ def layer_multiply_adds(profile: Profile) -> list[int]:
 def _weights_and_scores(profile: Profile) -> list[tuple[int, int]]:
     """Forward multiply-adds per token of each layer: of its weights, and of attention's scores and values."""
     model, s = profile.model, profile.train.sequence_length
-    h, d = model.hidden_size, model.head_dim
-    projections = h * d * (2 * model.num_attention_heads + 2 * model.num_key_value_heads)
+    h, both = model.hidden_size, model.head_dim + (model.v_head_dim or model.head_dim)
     matrices = 2 if model.architecture == "gpt" else 3  # gate, up, down
-    mlp = matrices * h * model.expert_width
-    if model.num_experts is not None:
-        mlp = model.num_experts_per_tok * mlp + h * model.num_experts
-    windows = [model.window(layer) for layer in range(model.num_hidden_layers)]
-    scores = [int(2 * visible_keys(s, window) * model.num_attention_heads * d) for window in windows]
-    return [(projections + mlp, each) for each in scores]
+    layers = []
+    for layer in range(model.num_hidden_layers):
+        mlp = matrices * h * model.intermediate_size
+        if model.has_experts(layer):
+            experts = model.num_experts_per_tok + (model.n_shared_experts or 0)
+            mlp = experts * matrices * h * model.expert_width + h * model.num_experts
+        scores = int(visible_keys(s, model.window(layer)) * model.num_attention_heads * both)
+        layers.append((model.projection_weights + mlp, scores))
+    return layers
 
 
 def _head(profile: Profile) -> int:

@@ -9,10 +9,10 @@ from torch import nn
 
 from modeling.models.language_model import LanguageModel
 from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RowParallelLinear
+from parallel.layers.linear import ReplicatedLinear
 from parallel.layers.lora import (
     ZERO,
     LowRankUpdate,
-    ReplicatedLinear,
     attach,
     first_factor,
     keep_sections_apart,
@@ -73,7 +73,7 @@ def _update(
     rank, scale, initial = lora.rank, lora.alpha / lora.rank, first_factor(in_features)
     if isinstance(linear, RowParallelLinear):
         a = RowParallelLinear(in_features, rank, mesh.tensor, initializer=initial, **options)
-        b = ReplicatedLinear(rank, sections[""], mesh.tensor, **options)
+        b = ReplicatedLinear(rank, sections[""], mesh.tensor, initializer=ZERO, **options)
         # Global numbers of this rank's features: they key dropout. A buffer, so that no graph depends on the rank.
         local = in_features // mesh.tensor.size
         columns = torch.arange(local, device=options["device"]) + mesh.tensor.rank * local

@@ -3,7 +3,7 @@
 Pair i of a head, (x_i, x_{i + d/2}), is rotated by the angle position · θ_i, with θ_i = base^(-2i/d). Scalings of
 θ extend the context: "linear" divides every θ by a factor (arXiv 2306.15595); "llama3" divides the low frequencies,
 keeps the high ones and interpolates between (Llama 3.1); so does "yarn", by the number of turns within the original context, and
-multiplies queries and keys by a factor (arXiv 2309.00071).
+multiplies queries and keys by a factor (arXiv 2309.00071). DeepSeek-V3 rotates a part of each head, whose pairs are neighbours.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from profiles.sections.model import Model, YarnRope
+from profiles.sections.model import Model
+from profiles.sections.rope import YarnRope
 
 
 def inverse_frequencies(model: Model) -> Tensor:
-    """θ (d/2), scaled, in radians per position; float32."""
-    d = model.head_dim
+    """θ (d/2), scaled, in radians per position; float32. d: elements of a head that are rotated."""
+    d = model.rotary_dim
     theta = model.rope_theta ** -(torch.arange(0, d, 2, dtype=torch.int64).float() / d)
     scaling = model.rope_scaling
     if scaling is None:
@@ -60,9 +61,23 @@ def attention_factor(model: Model) -> float:
     scaling = model.rope_scaling
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0
-    return (
-        0.1 * math.log(scaling.factor) + 1 if scaling.attention_factor is None else scaling.attention_factor
-    )
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _magnitude(scaling, scaling.mscale) / _magnitude(scaling, scaling.mscale_all_dim)
+    return _magnitude(scaling, 1.0)
+
+
+def score_factor(model: Model) -> float:
+    """What attention's scores are multiplied by besides 1/√d, in models whose YaRN scales all of a head (`mscale_all_dim`)."""
+    scaling = model.rope_scaling
+    if scaling is None or scaling.rope_type != "yarn" or not scaling.mscale_all_dim:
+        return 1.0
+    return _magnitude(scaling, scaling.mscale_all_dim) ** 2
+
+
+def _magnitude(scaling: YarnRope, weight: float) -> float:
+    return 0.1 * weight * math.log(scaling.factor) + 1
 
 
 def cos_sin(positions: Tensor, theta: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -79,6 +94,11 @@ def cos_sin(positions: Tensor, theta: Tensor, factor: float = 1.0) -> tuple[Tens
     if factor != 1:
         cos, sin = cos * factor, sin * factor
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def split_pairs(x: Tensor) -> Tensor:
+    """Heads (..., d) whose pairs are neighbours, (x_2i, x_2i+1), with all first elements before all second ones."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 class _Rotate(Function):

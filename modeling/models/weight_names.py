@@ -213,6 +213,40 @@ GPT_OSS = {
     ),
 }
 
+_LATENTS = {  # our layer: theirs
+    "kv_norm": "kv_a_layernorm",
+    "kv": "kv_b_proj",
+    "latents.kv": "kv_a_proj_with_mqa",
+    "q_norm": "q_a_layernorm",
+    "latents.q": "q_a_proj",
+}
+_SHARED = "model.layers.{}.mlp.shared_experts"
+DEEPSEEK_V3 = {
+    **{name: entry for name, entry in LLAMA.items() if ".qkv." not in name and not name.endswith(".bias")},
+    **{
+        name: entry
+        for name, entry in _experts("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj").items()
+        if ".mlp." in name
+    },
+    **{
+        f"layers.{{}}.attention.{ours}.weight": HuggingFaceTensor(
+            f"model.layers.{{}}.self_attn.{theirs}.weight"
+        )
+        for ours, theirs in _LATENTS.items()
+    },
+    "layers.{}.attention.q.weight": HuggingFaceTensor("model.layers.{}.self_attn.q_b_proj.weight"),
+    "layers.{}.mlp.router.selection_bias": HuggingFaceTensor(
+        "model.layers.{}.mlp.gate.e_score_correction_bias"
+    ),
+    "layers.{}.shared.gate_up.gate.weight": HuggingFaceTensor(f"{_SHARED}.gate_proj.weight"),
+    "layers.{}.shared.gate_up.up.weight": HuggingFaceTensor(f"{_SHARED}.up_proj.weight"),
+    "layers.{}.shared.down.weight": HuggingFaceTensor(f"{_SHARED}.down_proj.weight"),
+}
+_WHOLE_QUERIES = HuggingFaceTensor(
+    "model.layers.{}.self_attn.q_proj.weight"
+)  # without a latent of the queries
+FLOAT32 = (".router.selection_bias",)  # ends the names of tensors that are float32 in any precision
+
 MAPS = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -222,6 +256,7 @@ MAPS = {
     "qwen3_moe": QWEN3_MOE,
     "dbrx": DBRX,
     "gpt_oss": GPT_OSS,
+    "deepseek_v3": DEEPSEEK_V3,
     "gpt": GPT,
 }
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert
@@ -230,6 +265,8 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert
 def huggingface_tensor(model: Model, name: str) -> HuggingFaceTensor:
     """The Hugging Face tensor that holds our tensor `name`. Raises ValueError if the architecture has no such tensor."""
     entry = MAPS[model.architecture].get(_NUMBER.sub("{}", name))
+    if model.architecture == "deepseek_v3" and name.endswith("attention.q.weight") and not model.q_lora_rank:
+        entry = _WHOLE_QUERIES
     if entry is None:
         raise ValueError(f"{name}: {model.architecture} has no tensor of this name")
     numbers = [int(number) for number in _NUMBER.findall(name)]

@@ -1,7 +1,8 @@
 """Costs of a pipeline stage's layers as a rank sees them: memory, FLOPs and communication of one microbatch.
 
-A stage is a first layer (with the embedding), middle layers, identical but for their attention's window, and a last layer (with
-the final norm and the loss). Each kind is built once on the meta device and run forward and backward under a `Meter`.
+A stage is a first layer (with the embedding), middle layers, identical but for their attention's window and whether they have
+experts, and a last layer (with the final norm and the loss). Each kind is built once on the meta device and run forward and
+backward under a `Meter`.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class StageCosts:
     def module(self, layers: range) -> nn.Module:
         """A stage on the meta device with the same parameters as the one that holds `layers`."""
         count = self.profile.model.num_hidden_layers
-        key = (*self._degrees, 0 in layers, count - 1 in layers, len(layers))
+        experts = sum(map(self.profile.model.has_experts, layers))
+        key = (*self._degrees, 0 in layers, count - 1 in layers, len(layers), experts)
         if key not in self._cache:
             self._cache[key] = build_model(self.profile, self.mesh, layers, META)
         return self._cache[key]
@@ -105,9 +107,10 @@ class StageCosts:
         )
 
     def _layer(self, layer: int, last: bool, mode: str) -> LayerCosts:
-        train, window = self.profile.train, self.profile.model.window(layer)
+        train, model = self.profile.train, self.profile.model
+        kind = model.window(layer), model.has_experts(layer)
         shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
-        key = (*self._degrees, *shape, layer == 0, last, window, mode)
+        key = (*self._degrees, *shape, layer == 0, last, *kind, mode)
         if key not in self._cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)
             self._cache[key] = self._measure(stage, mode)

@@ -45,7 +45,8 @@ def attention(
 
     Args:
         q: (b, n, s, d); over a context axis, s is this rank's zigzag shard.
-        k, v: (b, k, s, d), n a multiple of k.
+        k: (b, k, s, d), n a multiple of k.
+        v: (b, k, s, d), or narrower heads, which are padded with zeros: all kernels take heads of one size.
         axis: context axis.
         causal: whether tokens attend only to themselves and earlier tokens.
         scale: of the scores; None: 1 / √d.
@@ -55,11 +56,16 @@ def attention(
         kernel: name of a kernel (kernels.py); None: the device's default.
 
     Returns:
-        (b, n, s, d); its `transpose(1, 2)` is contiguous if the operator below computed it.
+        (b, n, s, d), or as wide as v; its `transpose(1, 2)` is contiguous if the operator below computed it and v was not padded.
 
     Raises:
         ValueError: mismatched shapes or dtypes, a window without `causal`, or an unknown kernel.
     """
+    width = v.shape[-1]
+    if width < k.shape[-1]:
+        v = F.pad(v, (0, k.shape[-1] - width))
+        masks = {"documents": documents, "window": window, "sinks": sinks}
+        return attention(q, k, v, axis, causal=causal, scale=scale, **masks, kernel=kernel)[..., :width]
     name = kernel or kernels.default_kernel(q)
     found = kernels.find_kernel(name)
     plain = documents is None and window is None and sinks is None

@@ -9,6 +9,8 @@ With f_i = E/(k·N) · (tokens of N that chose expert i), P_i the mean over the 
     global     all of a step's tokens, whose choices a pass before the step counts (arXiv 2501.11873)
     batch      a microbatch of one rank, and L times k, averaged over layers: for one layer Hugging Face's loss. It depends on
                the microbatch size and on the topology
+    bias       a sample; the coefficient is 0 unless given: what balances is the router's selection bias, which moves against the
+               excess load of the whole step (arXiv 2408.15664)
     none       none
 
 z-loss: mean over tokens of log²Σexp(logits) (ST-MoE, arXiv 2202.08906). Losses are summed over layers and averaged over the
@@ -20,6 +22,7 @@ evaluation does not count at all, microbatches add up, and compiled graphs have 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +33,7 @@ from torch.autograd import Function
 from parallel import collectives
 from parallel.mesh import Axis
 
-KINDS = ("sequence", "global", "batch", "none")
+KINDS = ("sequence", "global", "batch", "bias", "none")
 EXTRA = 3  # entries of a tally after the loads of the experts: choices dropped, balance loss, z-loss
 
 
@@ -76,12 +79,12 @@ def losses(
     length = len(logits) // samples  # s/c
     whole = length * context.size  # s
     z = logits.logsumexp(-1).square().sum() / whole
-    if balance.kind not in ("sequence", "global", "batch"):
+    if balance.kind == "none":
         return torch.stack((torch.zeros_like(z), z))
     normalized = scores / scores.sum(-1, keepdim=True)
     if balance.kind == "batch":
         counted, tokens, share = counts.sum(0, keepdim=True), len(logits), k / balance.layers
-    elif balance.kind == "sequence":
+    elif balance.kind in ("sequence", "bias"):
         counted, tokens, share = collectives.all_reduce(counts, context), whole, 1.0
     else:
         counted, tokens, share = load[None] * k, 1, 1.0
@@ -94,7 +97,7 @@ class _Record(Function):
     """The weights (T, k) as they are; backward adds the gradients of the losses, and counts.
 
     Args of `apply`: weights; losses (2) as from `losses`; tally (E + EXTRA), whose gradient becomes the statistics; bias (E) or
-    None, whose gradient becomes the excess load; statistics (E + EXTRA); gradient of the losses, and of the bias.
+    None, whose gradient becomes the excess load; statistics (E + EXTRA); gradient of the losses; number of all choices, T·k.
     """
 
     @staticmethod
@@ -106,17 +109,25 @@ class _Record(Function):
         bias: Tensor | None,
         statistics: Tensor,
         loss_gradient: Tensor,
+        choices: int,
     ) -> Tensor:
         ctx.save_for_backward(statistics, loss_gradient)
-        ctx.bias = bias is not None
+        ctx.bias, ctx.choices = bias is not None, choices
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         statistics, loss_gradient = ctx.saved_tensors
-        loads = statistics[:-EXTRA]
-        excess = loads - loads.mean() if ctx.bias else None
-        return grad, loss_gradient, statistics, excess, None, None
+        excess = _excess(statistics[:-EXTRA], ctx.choices) if ctx.bias else None
+        return grad, loss_gradient, statistics, excess, None, None, None
+
+
+def _excess(loads: Tensor, choices: int) -> Tensor:
+    """Load of each expert beyond an equal share, times a constant that makes it a whole number: sums of it are exact in any
+    order, so that no sign depends on rounding.
+    """
+    common = math.gcd(len(loads), choices)
+    return loads * (len(loads) // common) - choices // common
 
 
 def record(
@@ -143,4 +154,4 @@ def record(
     statistics = torch.cat((loads, dropped.view(1).float(), per_step.detach()))
     coefficients = (balance.coefficient, balance.z_coefficient)
     gradient = torch.stack([losses.new_full((), c / (balance.samples * tensor)) for c in coefficients])
-    return _Record.apply(weights, losses, tally, bias, statistics, gradient)
+    return _Record.apply(weights, losses, tally, bias, statistics, gradient, weights.numel())

@@ -4,12 +4,13 @@
     chosen = top-k of scores, or of scores + selection bias
     weights = scale · scores[chosen], divided by their sum if `normalize`
 
-Normalized softmax scores are the softmax of the chosen logits, as some families define them.
+Normalized softmax scores are the softmax of the chosen logits, as some families define them. With groups of experts, a token
+chooses among those of its best groups only, a group's score being the sum of its two best (arXiv 2412.19437).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.initialization import Constant
-from parallel.layout import Initializer, Layout, Section, parameter
+from parallel.layout import Initializer, Layout, Section, layout_of, parameter
 from parallel.mesh import Axis
 
 
@@ -31,9 +32,9 @@ class Routing:
     normalize: bool = True  # whether a token's weights sum to `scale`
     scale: float = 1.0
     bias: bool = False  # whether the logits have a bias
-    # step of a bias that takes part in the selection only and moves, after each optimizer step, against the sign of its expert's
-    # excess load in the whole step: balance without a loss (arXiv 2408.15664); None: no such bias
-    selection_step: float | None = None
+    groups: int = 1  # of consecutive experts
+    top_groups: int = 1  # groups that a token chooses among
+    selection_bias: bool = False  # whether a bias takes part in the selection, and in nothing else
 
 
 class Routed(NamedTuple):
@@ -74,10 +75,19 @@ class Router(nn.Module):
         section, zero = Section("", (routing.experts,), None), Constant(0.0)
         if routing.bias:
             self.bias = parameter(Layout((section,), axis.size, zero, partial), dtype, device)
-        if routing.selection_step is not None:
+        if routing.selection_bias:
             # float32 in any training dtype, because its steps are small. Every tensor rank counts the whole load.
-            layout = Layout((section,), axis.size, zero, sign_step=routing.selection_step)
-            self.selection_bias = parameter(layout, torch.float32, device)
+            self.selection_bias = parameter(
+                Layout((section,), axis.size, zero, sign_step=0.0), torch.float32, device
+            )
+
+    def move_selection_bias(self, step: float) -> None:
+        """Let the selection bias balance the load: after each optimizer step, that of an expert moves by `step` against the sign
+        of the expert's excess load in the whole step (arXiv 2408.15664). To be called before an optimizer takes the bias; without
+        it the bias stays as it is.
+        """
+        bias = self.selection_bias
+        bias.global_layout = replace(layout_of(bias), sign_step=step)
 
     def forward(self, x: Tensor) -> Routed:
         """x (T, h)."""
@@ -85,11 +95,22 @@ class Router(nn.Module):
         bias = None if self.bias is None else self.bias.float()
         logits = F.linear(x.float(), self.weight.float(), bias)  # (T, E)
         scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
-        selected = (
-            scores.detach() if self.selection_bias is None else scores.detach() + self.selection_bias.detach()
-        )
+        selected = scores.detach()
+        if self.selection_bias is not None:
+            selected = selected + self.selection_bias.detach()
+        if routing.top_groups < routing.groups:
+            selected = _within_best_groups(selected, routing.groups, routing.top_groups)
         indices = selected.topk(routing.top_k, sorted=True).indices  # (T, k)
         weights = scores.gather(1, indices)
         if routing.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+            # Sigmoids of very negative logits may all be 0.
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
         return Routed(weights * routing.scale if routing.scale != 1 else weights, indices, logits, scores)
+
+
+def _within_best_groups(selected: Tensor, groups: int, top: int) -> Tensor:
+    """Scores (T, E) with -inf for the experts of all but a token's `top` best groups."""
+    grouped = selected.unflatten(1, (groups, -1))  # (T, groups, E/groups)
+    best = grouped.topk(2).values.sum(-1).topk(top).indices  # (T, top)
+    kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)  # (T, groups)
+    return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)

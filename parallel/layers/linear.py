@@ -221,6 +221,37 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class ReplicatedLinear(nn.Module):
+    """Y = X Wᵀ with all of W on every tensor rank; X is (tokens, i).
+
+    Args:
+        out_features: o, or the sizes of the stacked sections by name.
+        sequence_parallel: whether a rank has its own tokens; the weight's gradient is then a partial sum.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        axis: Axis,
+        *,
+        sequence_parallel: bool = False,
+        initializer: Initializer | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"": out_features} if isinstance(out_features, int) else out_features
+        sections = tuple(Section(name, (size, in_features), None) for name, size in sizes.items())
+        partial_axes = ("tensor",) if sequence_parallel and axis.size > 1 else ()
+        self.weight = parameter(
+            Layout(sections, axis.size, initializer or Normal(0.02), partial_axes), dtype, device
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
 class VocabParallelEmbedding(nn.Module):
     """Token embedding with the vocabulary split by rows; ranks look up the tokens of their shard and reduce the results.
 

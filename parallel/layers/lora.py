@@ -14,48 +14,17 @@ each section of B uses its own columns; the others stay zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.initialization import Constant, Normal
-from parallel.layout import Initializer, Layout, Section, layout_of, parameter
-from parallel.mesh import Axis
+from parallel.layout import layout_of
 from parallel.random import Keys, dropout
 
 ZERO = Constant(0.0)
-
-
-class ReplicatedLinear(nn.Module):
-    """Y = X Wᵀ with all of W on every tensor rank; X is (tokens, i).
-
-    Args:
-        out_features: o, or the sizes of the stacked sections by name.
-        sequence_parallel: whether a rank has its own tokens; the weight's gradient is then a partial sum.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int | Mapping[str, int],
-        axis: Axis,
-        *,
-        sequence_parallel: bool = False,
-        initializer: Initializer = ZERO,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        sizes = {"": out_features} if isinstance(out_features, int) else out_features
-        sections = tuple(Section(name, (size, in_features), None) for name, size in sizes.items())
-        partial_axes = ("tensor",) if sequence_parallel and axis.size > 1 else ()
-        self.weight = parameter(Layout(sections, axis.size, initializer, partial_axes), dtype, device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
 
 
 class LowRankUpdate(nn.Module):

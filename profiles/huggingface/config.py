@@ -1,7 +1,8 @@
 """The config.json of Hugging Face's models from and to `Model`'s fields.
 
 Of LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM,
-DbrxForCausalLM (dbrx_config.py), GptOssForCausalLM and GPT2LMHeadModel.
+DbrxForCausalLM (dbrx_config.py), GptOssForCausalLM, DeepseekV3ForCausalLM and GPT2LMHeadModel. Of DeepSeek-V3, the modules that
+predict further tokens are left out: num_nextn_predict_layers is not read, and written as 0.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 
 from profiles.errors import ProfileError
 from profiles.huggingface import dbrx_config
-from profiles.sections.model import ROTARY, WINDOWED, LinearRope, Llama3Rope, Model, YarnRope
+from profiles.sections.model import LATENT, ROTARY, WINDOWED, Model
+from profiles.sections.rope import LinearRope, Llama3Rope, YarnRope
 
 LLAMA_FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -46,6 +48,14 @@ FIXED = {
     },
     "dbrx": {},
     "gpt_oss": {"attention_dropout": 0.0, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    "deepseek_v3": {
+        "attention_dropout": 0.0,
+        "attention_bias": False,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
     "gpt": {
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
@@ -84,6 +94,23 @@ ROTARY_DEFAULTS = {
         "num_experts_per_tok": 4,
         "attention_bias": True,
     },
+    "deepseek_v3": {
+        "rms_norm_eps": 1e-6,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "norm_topk_prob": True,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+    },
 }
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -100,6 +127,12 @@ EXPERT_FIELDS = {
     },
     "dbrx": {name: name for name in ("num_experts", "num_experts_per_tok", "norm_topk_prob")},
     "gpt_oss": {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"},
+    "deepseek_v3": {
+        "num_experts": "n_routed_experts",
+        **{name: name for name in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")},
+        **{name: name for name in ("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group")},
+        **{name: name for name in ("routed_scaling_factor", "q_lora_rank", *LATENT)},
+    },
 }
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -110,6 +143,7 @@ CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "dbrx": "DbrxForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 
@@ -131,6 +165,8 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
         config = ROTARY_DEFAULTS[architecture] | _canonical_experts(config)
         values |= {name: config[name] for name in LLAMA_FIELDS if config.get(name) is not None}
         values |= {name: config[name] for name in EXPERT_FIELDS.get(architecture, ())}
+        if architecture == "deepseek_v3":
+            values.pop("head_dim", None)  # of the rotated elements alone
         values["norm_eps"] = config["rms_norm_eps"]
         if architecture == "dbrx":
             values["clip_qkv"] = config["clip_qkv"]
@@ -150,8 +186,9 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _canonical_experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the number of experts under one name: transformers has two."""
-    return {{"num_local_experts": "num_experts"}.get(name, name): value for name, value in config.items()}
+    """The config with the number of experts under one name: transformers has three."""
+    names = dict.fromkeys(("num_local_experts", "n_routed_experts"), "num_experts")
+    return {names.get(name, name): value for name, value in config.items()}
 
 
 def _windows(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -185,9 +222,6 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
         return {"rope_theta": float(theta), "rope_scaling": None}
     if kind not in kinds:
         raise ProfileError("rope_scaling.rope_type", kind, "is not supported", ["default", *kinds])
-    for name in ("mscale", "mscale_all_dim"):
-        if scaling.get(name) is not None:
-            raise ProfileError(f"rope_scaling.{name}", scaling[name], "is not supported", ["null"])
     fields = {name: value for name, value in scaling.items() if name in kinds[kind].model_fields}
     return {"rope_theta": float(theta), "rope_scaling": {"rope_type": kind, **fields}}
 
@@ -196,7 +230,7 @@ def to_config_json(model: Model) -> dict[str, Any]:
     """The config.json of a model, readable by transformers 4 and 5."""
     if (kind := model.architecture) in ROTARY:
         fields = {name: getattr(model, name) for name in LLAMA_FIELDS}
-        scaling = model.rope_scaling and model.rope_scaling.model_dump()
+        scaling = model.rope_scaling and model.rope_scaling.model_dump(exclude_none=True)
         fields |= {"rms_norm_eps": model.norm_eps, "rope_scaling": scaling}
         if kind in WINDOWED:
             fields["sliding_window"] = model.sliding_window
@@ -207,6 +241,9 @@ def to_config_json(model: Model) -> dict[str, Any]:
             windows = map(model.window, range(model.num_hidden_layers))
             fields["layer_types"] = [f"{'sliding' if window else 'full'}_attention" for window in windows]
         fields |= {theirs: getattr(model, ours) for ours, theirs in EXPERT_FIELDS.get(kind, {}).items()}
+        if kind == "deepseek_v3":
+            del fields["head_dim"]
+            fields["num_nextn_predict_layers"] = 0
         if kind == "dbrx":
             fields = dbrx_config.from_llama_names({**fields, "clip_qkv": model.clip_qkv})
         return {"architectures": [CLASSES[kind]], "model_type": kind, **fields, **FIXED[kind]}

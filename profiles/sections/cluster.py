@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from profiles.sections.model import Count, Section, Size
+from profiles.sections.base import Count, Natural, Section, Size
 
-Natural = Annotated[int, Field(ge=0, le=2**31 - 1)]
 WORD = r"^[\w@.,+-]+$"
 LINE = r"^[^\x00-\x1f\x7f]+$"
 OPTION = r"^--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?$"

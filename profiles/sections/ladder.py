@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from profiles import yaml_text
 from profiles.errors import ProfileError
 from profiles.schema import NAME
-from profiles.sections.model import Count, Section, Size
+from profiles.sections.base import Count, Section, Size
 from profiles.validation_errors import profile_error
 
 SHIPPED = Path(__file__).parents[1] / "ladders"

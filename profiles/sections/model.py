@@ -9,87 +9,52 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from profiles.errors import ProfileError
 from profiles.huggingface import dbrx_config
+from profiles.sections.base import Count, Natural, Section, Size
+from profiles.sections.rope import RopeScaling, YarnRope
 
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
-EXPERTS = ("mixtral", "qwen3_moe", "dbrx", "gpt_oss")  # architectures whose MLPs are mixtures of experts
+EXPERTS = (
+    "mixtral",
+    "qwen3_moe",
+    "dbrx",
+    "gpt_oss",
+    "deepseek_v3",
+)  # architectures whose MLPs are mixtures of experts
+CORRECTED = ("deepseek_v3",)  # architectures whose experts have a bias of their selection
 # Architectures with Llama's fields; the others have GPT's.
 ROTARY = ("llama", "mistral", "qwen3", "olmo2", *EXPERTS)
 WINDOWED = ("mistral", "mixtral", "gpt_oss")  # architectures with a sliding window
 # Keys on which initial weights and learning rates depend, and nothing else.
 PARAMETRIZATION = ("parametrization", "base_hidden_size", "base_num_hidden_layers")
 PARAMETRIZED = ("llama", "mistral", "qwen3")  # architectures with parametrizations other than standard
+LATENT = (
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)  # of latent attention, all required
 OPTIONAL = (  # fields of some architectures only
     ("sliding_window", WINDOWED, "sliding window"),
     ("full_attention_every", ("gpt_oss",), "layers of different windows"),
     ("clip_qkv", ("dbrx",), "clipped heads"),
+    *((name, ("deepseek_v3",), "latent attention") for name in (*LATENT, "q_lora_rank")),
+    ("n_shared_experts", ("deepseek_v3",), "shared experts"),
+    *((name, ("deepseek_v3",), "groups of experts") for name in ("n_group", "topk_group")),
+    ("first_k_dense_replace", ("deepseek_v3",), "leading layers of another kind"),
+    ("routed_scaling_factor", ("deepseek_v3",), "factor of its experts' weights"),
 )
 ACTIVATIONS = {**dict.fromkeys(ROTARY, ("silu",)), "gpt": ("gelu", "gelu_new")}
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-LARGEST = 2**24  # of a tensor dimension, so that products of two fit 64-bit integers
-Size = Annotated[int, Field(ge=1, le=LARGEST)]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no type conversion."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True
-    )
-
-
-class LinearRope(Section):
-    """Linear RoPE scaling: position interpolation (arXiv 2306.15595)."""
-
-    rope_type: Literal["linear"] = Field(description="kind of scaling")
-    factor: float = Field(ge=1, description="divides every frequency")
-
-
-class Llama3Rope(Section):
-    """Llama 3.1 RoPE scaling: only low frequencies are scaled."""
-
-    rope_type: Literal["llama3"] = Field(description="kind of scaling")
-    factor: float = Field(ge=1, description="divides low frequencies")
-    low_freq_factor: float = Field(gt=0, description="wavelengths above original length / this are scaled")
-    high_freq_factor: float = Field(
-        gt=0, description="wavelengths below original length / this are unchanged"
-    )
-    original_max_position_embeddings: Count = Field(description="context length of pretraining")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Llama3Rope:
-        if self.low_freq_factor >= self.high_freq_factor:
-            reason = f"is not above low_freq_factor {self.low_freq_factor}"
-            raise ProfileError("high_freq_factor", self.high_freq_factor, reason)
-        return self
-
-
-class YarnRope(Section):
-    """YaRN RoPE scaling (arXiv 2309.00071): low frequencies are divided, queries and keys multiplied."""
-
-    rope_type: Literal["yarn"] = Field(description="kind of scaling")
-    factor: float = Field(ge=1, description="divides low frequencies")
-    beta_fast: float = Field(32.0, gt=0, description="pairs that turn more often are unchanged")
-    beta_slow: float = Field(1.0, gt=0, description="pairs that turn less often are divided by the factor")
-    truncate: bool = Field(True, description="round the bounds between these pairs to whole ones")
-    attention_factor: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="multiplies queries and keys; null: 0.1 · ln(factor) + 1"
-    )
-    original_max_position_embeddings: Count = Field(description="context length of pretraining")
-
-
-RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="rope_type")]
-
 
 class Model(Section):
-    """The model: a Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS or GPT architecture."""
+    """The model: a Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS, DeepSeek-V3 or GPT architecture."""
 
     architecture: Literal[
-        "llama", "mistral", "qwen3", "olmo2", "mixtral", "qwen3_moe", "dbrx", "gpt_oss", "gpt"
+        "llama", "mistral", "qwen3", "olmo2", "mixtral", "qwen3_moe", "dbrx", "gpt_oss", "deepseek_v3", "gpt"
     ] = Field("llama", description="model architecture")
     hidden_size: Size = Field(description="width of the residual stream")
     intermediate_size: Size = Field(
@@ -99,8 +64,23 @@ class Model(Section):
     num_attention_heads: Size = Field(description="number of query heads")
     num_key_value_heads: Size = Field(description="number of KV heads (default: as many as query heads)")
     head_dim: Size = Field(
-        description="size of an attention head (default: hidden_size / num_attention_heads)"
+        description="size of an attention head (default: hidden_size / num_attention_heads; deepseek_v3: that of queries and "
+        "keys, qk_nope_head_dim + qk_rope_head_dim)"
     )
+    q_lora_rank: Size | None = Field(
+        None,
+        description="width of the latent that queries come from; null: the hidden state itself (deepseek_v3)",
+    )
+    kv_lora_rank: Size | None = Field(
+        None, description="width of the latent that keys and values come from (deepseek_v3)"
+    )
+    qk_nope_head_dim: Size | None = Field(
+        None, description="elements of a query or key head that are not rotated (deepseek_v3)"
+    )
+    qk_rope_head_dim: Size | None = Field(
+        None, description="elements that are; all heads share those of keys (deepseek_v3)"
+    )
+    v_head_dim: Size | None = Field(None, description="size of a value head (deepseek_v3)")
     vocab_size: Size = Field(description="vocabulary size: number of token embeddings")
     max_position_embeddings: Size = Field(
         description="maximum sequence length; for gpt, the number of learned positions"
@@ -144,15 +124,32 @@ class Model(Section):
         description="divide initializer_range by √(2 · layers) for projections onto the residual stream (default: true for gpt)"
     )
     num_experts: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None, description="experts of a layer (mixtral, qwen3_moe, dbrx, gpt_oss); alias: num_local_experts"
+        None,
+        description="experts of a layer (mixtral, qwen3_moe, dbrx, gpt_oss, deepseek_v3); aliases: num_local_experts, "
+        "n_routed_experts",
     )
     num_experts_per_tok: Count | None = Field(None, description="experts that a token goes to")
     moe_intermediate_size: Size | None = Field(
-        None, description="width of an expert, where it is not intermediate_size (qwen3_moe)"
+        None, description="width of an expert, where it is not intermediate_size (qwen3_moe, deepseek_v3)"
     )
     norm_topk_prob: bool = Field(
         True,
         description="divide the weights of a token's experts by their sum (always, for mixtral and gpt_oss)",
+    )
+    n_shared_experts: Count | None = Field(
+        None, description="experts that every token goes to, besides its own (deepseek_v3)"
+    )
+    first_k_dense_replace: Natural | None = Field(
+        None, description="leading layers with an MLP in place of experts; null: none (deepseek_v3)"
+    )
+    n_group: Count | None = Field(
+        None, description="groups that the experts are divided into; null: one (deepseek_v3)"
+    )
+    topk_group: Count | None = Field(
+        None, description="groups that a token's experts are among; null: one (deepseek_v3)"
+    )
+    routed_scaling_factor: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="multiplies the weights of a token's experts; null: 1 (deepseek_v3)"
     )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="dropout probability of embeddings, attention and residuals (gpt)"
@@ -193,10 +190,44 @@ class Model(Section):
         every = self.full_attention_every
         return None if every and (layer + 1) % every == 0 else self.sliding_window
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of an MLP."""
+        return self.num_experts is not None and layer >= (self.first_k_dense_replace or 0)
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Number of layers that have experts."""
+        return sum(map(self.has_experts, range(self.num_hidden_layers)))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a query or key head that RoPE rotates."""
+        return self.qk_rope_head_dim or self.head_dim
+
+    @property
+    def projection_weights(self) -> int:
+        """Elements of a layer's attention projections, without biases."""
+        h, n = self.hidden_size, self.num_attention_heads
+        if self.kv_lora_rank is None:
+            return h * self.head_dim * (2 * n + 2 * self.num_key_value_heads)
+        latent, plain, rotated, value = (getattr(self, name) for name in LATENT)
+        queries = (h + n * self.head_dim) * self.q_lora_rank if self.q_lora_rank else h * n * self.head_dim
+        return queries + h * (latent + rotated) + latent * n * (plain + value) + n * value * h
+
     @property
     def expert_width(self) -> int:
         """Width of an expert, or of the MLP of a model without experts."""
         return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def mlp_widths(self) -> dict[str, int]:
+        """Widths of the MLPs and experts that the model has, by the key that says them."""
+        widths = {}
+        if self.num_expert_layers < self.num_hidden_layers or self.moe_intermediate_size is None:
+            widths["intermediate_size"] = self.intermediate_size
+        if self.moe_intermediate_size is not None:
+            widths["moe_intermediate_size"] = self.moe_intermediate_size
+        return widths
 
     @property
     def parameters(self) -> int:
@@ -210,21 +241,27 @@ class Model(Section):
 
     def _parameters(self, experts: int | None) -> int:
         """Parameters of a model with this many experts in a layer."""
-        h, f, gpt = self.hidden_size, self.expert_width, self.architecture == "gpt"
+        h, kind = self.hidden_size, self.architecture
+        gpt, biased = kind == "gpt", kind == "gpt_oss" or self.mlp_bias
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         norm = 2 * h if gpt else h
-        head_norms = 2 * self.head_dim
-        qk_norms = {"qwen3": head_norms, "qwen3_moe": head_norms, "olmo2": q + kv}.get(self.architecture, 0)
-        attention = h * (q + 2 * kv) + q * h + self.attention_bias * (q + 2 * kv + h)
-        sinks = self.num_attention_heads if self.architecture == "gpt_oss" else 0
+        head_norms, latents = 2 * self.head_dim, (self.q_lora_rank or 0) + (self.kv_lora_rank or 0)
+        qk_norms = {"qwen3": head_norms, "qwen3_moe": head_norms, "olmo2": q + kv, "deepseek_v3": latents}
+        attention = self.projection_weights + self.attention_bias * (q + 2 * kv + h) + qk_norms.get(kind, 0)
+        sinks = self.num_attention_heads if kind == "gpt_oss" else 0
         wide = 1 if gpt else 2  # gate and up
-        expert_bias = self.architecture == "gpt_oss"
-        mlp = (wide + 1) * h * f + (self.mlp_bias or expert_bias) * (wide * f + h)
+
+        def mlp(width: int) -> int:
+            return (wide + 1) * h * width + biased * (wide * width + h)
+
+        mlps = (self.num_hidden_layers - self.num_expert_layers) * mlp(self.intermediate_size)
         if experts is not None:
-            mlp = experts * mlp + (h + expert_bias) * (self.num_experts or 0)  # and the router
+            router = (h + (kind in ("gpt_oss", "deepseek_v3"))) * (self.num_experts or 0)
+            used = experts + (self.n_shared_experts or 0)
+            mlps += self.num_expert_layers * (used * mlp(self.expert_width) + router)
         ends = self.vocab_size * h * (1 if self.tie_word_embeddings else 2) + norm
         positions = self.max_position_embeddings * h if gpt else 0
-        return self.num_hidden_layers * (attention + sinks + mlp + 2 * norm + qk_norms) + ends + positions
+        return self.num_hidden_layers * (attention + sinks + 2 * norm) + mlps + ends + positions
 
     @model_validator(mode="before")
     @classmethod
@@ -237,6 +274,9 @@ class Model(Section):
         values = {name: value for name, value in values.items() if not (value is None and name in _DERIVED)}
         if isinstance(heads, int) and heads > 0:
             values.setdefault("num_key_value_heads", heads)
+            parts = [values.get("qk_nope_head_dim"), values.get("qk_rope_head_dim")]
+            if all(isinstance(part, int) for part in parts):
+                values.setdefault("head_dim", sum(parts))
             if isinstance(hidden, int) and "head_dim" not in values:
                 if hidden % heads:
                     below = hidden // heads * heads
@@ -269,12 +309,13 @@ class Model(Section):
             reason = "is set, but no sliding_window that the other layers attend within"
             raise ProfileError("full_attention_every", self.full_attention_every, reason, ["null"])
         self._check_experts()
+        self._check_latents()
         self._check_parametrization()
         if self.architecture in ROTARY:
             for name in ("dropout", "mlp_dropout"):
                 if rate := getattr(self, name):
                     raise ProfileError(name, rate, f"{self.architecture} has no dropout", [0.0])
-            if self.attention_bias and self.architecture in ("mistral", "dbrx"):
+            if self.attention_bias and self.architecture in ("mistral", "dbrx", "deepseek_v3"):
                 reason = f"{self.architecture} has no biases in its attention"
                 raise ProfileError("attention_bias", True, reason, [False])
             if self.architecture == "dbrx":
@@ -286,11 +327,10 @@ class Model(Section):
                     raise ProfileError("rope_scaling", self.rope_scaling.rope_type, reason, ["null"])
             if self.mlp_bias and self.architecture != "llama":
                 raise ProfileError("mlp_bias", True, f"{self.architecture} has no biases in its MLP", [False])
-            if self.head_dim % 2:
+            name = "head_dim" if self.qk_rope_head_dim is None else "qk_rope_head_dim"
+            if (size := self.rotary_dim) % 2:
                 reason = "RoPE rotates pairs, so it must be even"
-                raise ProfileError(
-                    "head_dim", self.head_dim, reason, [self.head_dim - 1 or 2, self.head_dim + 1]
-                )
+                raise ProfileError(name, size, reason, [size - 1 or 2, size + 1])
             return self
         if kv_heads != heads:
             raise ProfileError(
@@ -326,6 +366,40 @@ class Model(Section):
             if getattr(self, name):
                 raise ProfileError(name, True, f"is not supported with parametrization {kind}", [False])
 
+    def _check_latents(self) -> None:
+        kind, scaling = self.architecture, self.rope_scaling
+        if kind != "deepseek_v3":
+            if isinstance(scaling, YarnRope):
+                for name in ("mscale", "mscale_all_dim"):
+                    if (value := getattr(scaling, name)) is not None:
+                        raise ProfileError(f"rope_scaling.{name}", value, f"{kind} has none", ["null"])
+            return
+        for name in (*LATENT, "n_shared_experts"):
+            if getattr(self, name) is None:
+                raise ProfileError(name, None, f"is missing; {kind} has it", [])
+        heads, size = self.num_attention_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
+        if self.num_key_value_heads != heads:
+            reason = f"{kind} has keys and values for each query head"
+            raise ProfileError("num_key_value_heads", self.num_key_value_heads, reason, [heads])
+        if self.head_dim != size:
+            reason = "is not qk_nope_head_dim + qk_rope_head_dim"
+            raise ProfileError("head_dim", self.head_dim, reason, [size])
+        if self.v_head_dim > size:
+            reason = f"is more than the {size} elements of a query; not supported"
+            raise ProfileError("v_head_dim", self.v_head_dim, reason, [size])
+        if (dense := self.first_k_dense_replace or 0) >= (layers := self.num_hidden_layers):
+            reason = f"leaves none of {layers} layers with experts"
+            raise ProfileError("first_k_dense_replace", dense, reason, [layers - 1])
+        experts, groups, chosen = self.num_experts, self.n_group or 1, self.topk_group or 1
+        valid = [n for n in range(1, experts // 2 + 1) if experts % n == 0]
+        if groups not in valid:
+            reason = f"does not divide {experts} experts into groups of two or more"
+            raise ProfileError("n_group", groups, reason, neighbours(groups, valid))
+        fewest = -(-self.num_experts_per_tok * groups // experts)  # groups that hold a token's experts
+        if not fewest <= chosen <= groups:
+            reason = f"is not between {fewest}, which hold num_experts_per_tok {self.num_experts_per_tok}, and n_group {groups}"
+            raise ProfileError("topk_group", chosen, reason, [fewest if chosen < fewest else groups])
+
     def _check_experts(self) -> None:
         kind, experts, chosen = self.architecture, self.num_experts, self.num_experts_per_tok
         fields = {
@@ -344,7 +418,7 @@ class Model(Section):
         if chosen > experts:
             reason = f"is more than num_experts {experts}"
             raise ProfileError("num_experts_per_tok", chosen, reason, [experts])
-        if kind != "qwen3_moe":
+        if kind not in ("qwen3_moe", "deepseek_v3"):
             if self.moe_intermediate_size is not None:
                 reason = f"{kind}'s experts have the width intermediate_size"
                 raise ProfileError("moe_intermediate_size", self.moe_intermediate_size, reason, ["null"])
@@ -375,7 +449,10 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ProfileError(
             given[1], values[given[1]], f"is an alias of {given[0]}, which is set too; set one", given[:1]
         )
-    aliases = {**dict.fromkeys(NORM_EPS_ALIASES, "norm_eps"), "num_local_experts": "num_experts"}
+    aliases = {
+        **dict.fromkeys(NORM_EPS_ALIASES, "norm_eps"),
+        **dict.fromkeys(("num_local_experts", "n_routed_experts"), "num_experts"),
+    }
     return {aliases.get(name, name): value for name, value in values.items()}
 
 

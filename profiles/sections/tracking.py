@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from profiles.errors import ProfileError
-from profiles.sections.model import Section
+from profiles.sections.base import Section
 
 if TYPE_CHECKING:
     from profiles.schema import Profile

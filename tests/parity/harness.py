@@ -62,6 +62,12 @@ MODELS = {
         **LLAMA, "architecture": "qwen3_moe", "head_dim": 16, "moe_intermediate_size": 16, "num_experts": 8,
         "num_experts_per_tok": 3, "norm_topk_prob": False,
     },
+    "deepseek_v3": {
+        **LLAMA, "architecture": "deepseek_v3", "num_key_value_heads": 8, "num_hidden_layers": 3, "first_k_dense_replace": 1,
+        "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 2.5,
+    },
     "gpt": GPT,
     "gpt 4 layers": {**GPT, "num_hidden_layers": 4},
     "gpt dropout": {**GPT, "dropout": 0.1, "mlp_dropout": 0.1},

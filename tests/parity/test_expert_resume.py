@@ -1,4 +1,4 @@
-"""Checkpoints of experts that are spread over ranks: resumed there and elsewhere, and exported with every expert."""
+"""Checkpoints of experts that are spread over ranks, and of the bias that balances them: resumed, and exported whole."""
 
 import torch
 
@@ -6,8 +6,8 @@ from modeling.conversion import formats, huggingface
 from tests.parity.harness import STEPS, Case, assemble, one_process, train
 
 HALF = STEPS // 2
-CASE = Case("mixtral", data=2, tensor=2, expert=2, sharding="fsdp")
-ELSEWHERE = Case("mixtral", context=2, expert=2)
+CASE = Case("deepseek_v3", data=2, tensor=2, expert=2, sharding="fsdp", balance="bias")
+ELSEWHERE = Case("deepseek_v3", context=2, expert=2, balance="bias")
 
 
 def test_experts_resume_and_are_exported_on_any_topology(pool, tmp_path):
@@ -29,4 +29,7 @@ def test_experts_resume_and_are_exported_on_any_topology(pool, tmp_path):
     }
     for number in range(CASE.profile().model.num_experts):
         ours = first.weights[f"layers.1.mlp.down.{number}.weight"]
-        assert torch.equal(exported[f"model.layers.1.block_sparse_moe.experts.{number}.w2.weight"], ours)
+        assert torch.equal(exported[f"model.layers.1.mlp.experts.{number}.down_proj.weight"], ours)
+    bias = exported["model.layers.2.mlp.gate.e_score_correction_bias"]
+    assert torch.equal(bias, first.weights["layers.2.mlp.router.selection_bias"])
+    assert bias.any()

@@ -118,6 +118,24 @@ CASES = {
     "experts, tensor 2, no sequence parallelism, no sharding": Case(
         "mixtral", data=2, tensor=2, sequence_parallel=False, sharding="none", expert=2
     ),
+    "expert 2, tensor 2, data 2, deepseek_v3, bias": Case(
+        "deepseek_v3", tensor=2, data=2, expert=2, balance="bias", microbatches=4
+    ),
+    "expert 2, context 2, pipeline 2, documents, full activation checkpointing, deepseek_v3, bias": Case(
+        "deepseek_v3", context=2, pipeline=2, expert=2, documents=True, recompute="full", balance="bias"
+    ),
+    "expert 4, hsdp 2 x 2, tensor 2, no sequence parallelism, deepseek_v3, bias": Case(
+        "deepseek_v3",
+        tensor=2,
+        data=4,
+        expert=4,
+        sequence_parallel=False,
+        sharding="fsdp",
+        shard_degree=2,
+        recompute="selective",
+        balance="bias",
+        native=True,
+    ),
     "dropout, tensor 2": Case("gpt dropout", tensor=2, recompute="selective"),
     "dropout, tensor 2, no sequence parallelism": Case("gpt dropout", tensor=2, sequence_parallel=False),
     "dropout, context 2": Case("gpt dropout", context=2),

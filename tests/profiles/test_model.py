@@ -50,6 +50,11 @@ YARN = {
     "original_max_position_embeddings": 32,
 }
 EXPERTS = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    **EXPERTS, "architecture": "deepseek_v3", "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 16, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 MODELS = [
     LLAMA,
     {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -63,6 +68,8 @@ MODELS = [
     {**EXPERTS, "architecture": "dbrx", "norm_eps": 1e-5, "norm_topk_prob": False},
     {**EXPERTS, "architecture": "gpt_oss", "sliding_window": 128, "full_attention_every": 2},
     {**EXPERTS, "architecture": "gpt_oss", "sliding_window": 128, "rope_scaling": YARN},
+    {**DEEPSEEK, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0, "norm_topk_prob": False},
     GPT,
     {**GPT, "tie_word_embeddings": False, "hidden_act": "gelu_new"},
 ]
@@ -107,6 +114,16 @@ def test_norm_eps_aliases(name):
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act = gelu: is not an activation of llama; nearest valid: silu"),
         (LLAMA, {"dropout": 0.1}, "dropout = 0.1: llama has no dropout; nearest valid: 0.0"),
         (LLAMA, {"sliding_window": 8}, "sliding_window = 8: llama has no sliding window; nearest valid: null"),
+        (LLAMA, {"n_group": 2}, "n_group = 2: llama has no groups of experts; nearest valid: null"),
+        (LLAMA, {"rope_scaling": {**YARN, "mscale": 1.0}}, "rope_scaling.mscale = 1.0: llama has none"),
+        (DEEPSEEK, {"num_key_value_heads": 4}, "num_key_value_heads = 4: deepseek_v3 has keys and values for each query head"),
+        (DEEPSEEK, {"head_dim": 12}, "head_dim = 12: is not qk_nope_head_dim + qk_rope_head_dim; nearest valid: 10"),
+        (DEEPSEEK, {"v_head_dim": 12}, "v_head_dim = 12: is more than the 10 elements of a query"),
+        (DEEPSEEK, {"kv_lora_rank": None}, "kv_lora_rank: is missing; deepseek_v3 has it"),
+        (DEEPSEEK, {"qk_rope_head_dim": 3}, "qk_rope_head_dim = 3: RoPE rotates pairs, so it must be even; nearest valid: 2, 4"),
+        (DEEPSEEK, {"n_group": 4}, "n_group = 4: does not divide 4 experts into groups of two or more; nearest valid: 2"),
+        (DEEPSEEK, {"topk_group": 3}, "topk_group = 3: is not between 1, which hold num_experts_per_tok 2, and n_group 2"),
+        (DEEPSEEK, {"first_k_dense_replace": 2}, "leaves none of 2 layers with experts; nearest valid: 1"),
         (LLAMA, {"clip_qkv": 8.0}, "clip_qkv = 8.0: llama has no clipped heads; nearest valid: null"),
         (EXPERTS, {"architecture": "gpt_oss", "full_attention_every": 2}, "is set, but no sliding_window"),
         (EXPERTS, {"architecture": "dbrx"}, "norm_eps = 1e-06: is not supported for dbrx; nearest valid: 1e-05"),
@@ -139,7 +156,10 @@ def test_config_json_agrees_with_transformers(values, tmp_path):
     config = AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
-    shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    biases = (
+        (name, bias) for name, bias in built.named_buffers() if name.endswith("e_score_correction_bias")
+    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in (*built.named_parameters(), *biases)}
     h, f, v = model.hidden_size, model.intermediate_size, model.vocab_size
     assert sum(map(math.prod, shapes.values())) == model.parameters
     if model.num_experts is not None:
@@ -180,6 +200,10 @@ def test_omitted_config_fields_get_transformers_defaults():
     ("config", "message"),
     [
         ({"model_type": "mamba"}, "model_type = mamba: is not a supported architecture"),
+        (
+            {"model_type": "deepseek_v3", "scoring_func": "softmax"},
+            "scoring_func = softmax: is not supported for deepseek_v3",
+        ),
         ({"model_type": "dbrx", "emb_pdrop": 0.1}, "emb_pdrop = 0.1: is not supported for dbrx"),
         (
             {

@@ -29,7 +29,7 @@ class Attention(llama.Attention):
 class Block(mixtral.Block):
     attention_layer = Attention
 
-    def build_mlp(self, model: Model, mesh: Mesh, **options: object) -> MixtureOfExperts:
+    def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: object) -> MixtureOfExperts:
         del options["products"]  # the experts' are exact
         routing = Routing(model.num_experts, model.num_experts_per_tok, bias=True)
         options |= {"bias": True, "activation": "clamped_silu"}

@@ -66,9 +66,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, model: Model, mesh: Mesh, **options: object) -> None:
+    def __init__(self, model: Model, mesh: Mesh, width: int | None = None, **options: object) -> None:
         super().__init__()
-        h, f = model.hidden_size, model.intermediate_size
+        h, f = model.hidden_size, width or model.intermediate_size
         options["bias"] = model.mlp_bias
         self.gate_up = ColumnParallelLinear(h, {"gate": f, "up": f}, mesh.tensor, **options)
         options["initializer"] = parametrization.residual(model)
@@ -90,9 +90,9 @@ class Block(nn.Module):
         self.attention_norm = self.norm_layer(model.hidden_size, mesh.tensor, **norm)
         self.attention = self.attention_layer(model, mesh, layer, **options)
         self.mlp_norm = self.norm_layer(model.hidden_size, mesh.tensor, **norm)
-        self.mlp = self.build_mlp(model, mesh, **options)
+        self.mlp = self.build_mlp(model, mesh, layer, **options)
 
-    def build_mlp(self, model: Model, mesh: Mesh, **options: object) -> nn.Module:
+    def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: object) -> nn.Module:
         """The layer after attention; families with experts build them here."""
         return MLP(model, mesh, **options)
 

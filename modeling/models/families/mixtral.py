@@ -19,7 +19,7 @@ from profiles.sections.model import Model
 
 
 class Block(llama.Block):
-    def build_mlp(self, model: Model, mesh: Mesh, **options: object) -> MixtureOfExperts:
+    def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: object) -> MixtureOfExperts:
         del options["products"]  # the experts' are exact
         routing = Routing(model.num_experts, model.num_experts_per_tok, normalize=model.norm_topk_prob)
         options["output_initializer"] = Normal(model.residual_initializer_range)

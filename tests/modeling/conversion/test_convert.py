@@ -1,6 +1,8 @@
 """Conversion of checkpoints: Hugging Face forms, round trips, interruption, corrupted files, memory."""
 
+import copy
 import errno
+import itertools
 import json
 import os
 import re
@@ -15,6 +17,8 @@ from transformers import (
     AutoModelForCausalLM,
     DbrxConfig,
     DbrxForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -53,6 +57,11 @@ LLAMA = {
     "vocab_size": 101,
 }
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": 101}
+DEEPSEEK = DeepseekV3Config(
+    **{**LLAMA, "num_key_value_heads": 4}, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+    v_head_dim=8, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
+    first_k_dense_replace=1,
+)  # fmt: skip
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
     "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True)),
@@ -77,6 +86,7 @@ MODELS = {
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**LLAMA, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     ),
+    "deepseek_v3": lambda: DeepseekV3ForCausalLM(DEEPSEEK),
     "gpt": lambda: GPT2LMHeadModel(GPT2Config(**GPT)),
     "gpt, untied": lambda: GPT2LMHeadModel(GPT2Config(**GPT, tie_word_embeddings=False)),
 }
@@ -86,8 +96,9 @@ def save(model, folder: Path, **options) -> Path:
     """Save a Hugging Face model with random weights and biases."""
     torch.manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.normal_()
     model.save_pretrained(folder, **options)
     return folder
 
@@ -114,6 +125,49 @@ def test_hugging_face_round_trips_through_a_topology(make, tmp_path, monkeypatch
         found = AutoModelForCausalLM.from_pretrained(tmp_path / f"back-{name}").state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_float8_weights_with_block_scales_are_read_as_bf16(tmp_path):
+    """As DeepSeek-V3 is published: blocks of 128, some smaller, and a module that predicts further tokens as one more layer."""
+    config = copy.deepcopy(DEEPSEEK)
+    config.update({"hidden_size": 136, "q_lora_rank": 130})
+    torch.manual_seed(0)
+    source = DeepseekV3ForCausalLM(config).to(torch.bfloat16)
+    source.save_pretrained(tmp_path / "bf16")
+    stored = load_file(tmp_path / "bf16/model.safetensors")
+    expected, quantized = {}, {"model.layers.3.eh_proj.weight": torch.ones(2, 2)}
+    for name, tensor in stored.items():
+        expected[name] = quantized[name] = tensor
+        if name.endswith("proj.weight"):
+            scales = torch.rand([-(-size // 128) for size in tensor.shape]) + 0.5
+            quantized[name] = (tensor.float() * 100).to(torch.float8_e4m3fn)
+            quantized[f"{name}_scale_inv"] = scales
+            expected[name] = quantized[name].float()
+            for row, column in itertools.product(*map(range, scales.shape)):
+                block = (slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
+                expected[name][block] *= scales[row, column]
+            expected[name] = expected[name].to(torch.bfloat16)
+    (tmp_path / "fp8").mkdir()
+    (tmp_path / "fp8/config.json").write_text((tmp_path / "bf16/config.json").read_text())
+    path = tmp_path / "fp8/model.safetensors"
+    save_file(quantized, path)
+    convert(tmp_path / "fp8", tmp_path / "back", Options("hf"))
+    found = load_file(tmp_path / "back/model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name].to(found[name].dtype)) for name in expected)
+    assert {name for name in found if found[name].dtype == torch.float32} == {
+        name for name in found if name.endswith("e_score_correction_bias")
+    }
+    name = "model.layers.0.self_attn.o_proj.weight"
+    save_file({**quantized, f"{name}_scale_inv": torch.ones(1, 1)}, path)
+    with pytest.raises(
+        ValueError, match=r"o_proj\.weight: scales of shape \(1, 1\); blocks of 128 × 128 have \(2, 1\)"
+    ):
+        formats.read(tmp_path / "fp8", None, None)
+    del quantized[f"{name}_scale_inv"]
+    save_file(quantized, path)
+    with pytest.raises(ValueError, match=r"o_proj\.weight: is in float8_e4m3fn, but the files have no"):
+        formats.read(tmp_path / "fp8", None, None)
 
 
 def save_trained(folder: Path, case: Case) -> None:

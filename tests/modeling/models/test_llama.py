@@ -1,9 +1,11 @@
-"""Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX and GPT-OSS against transformers' classes."""
+"""Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS and DeepSeek-V3 against transformers' classes."""
 
 import pytest
 from transformers import (
     DbrxConfig,
     DbrxForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -112,7 +114,38 @@ DBRX = {
     "attn_config": {"clip_qkv": 0.7, "kv_n_heads": 2, "rope_theta": 10000.0},
     "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 5, "moe_top_k": 2},
 }
+DEEPSEEK = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+MAGNITUDES = {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 16}
 EXPERTS = {
+    "deepseek_v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **DEEPSEEK, rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, **MAGNITUDES}
+        ),
+    ),
+    "deepseek_v3, queries of no latent, one group": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **{**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+        ),
+    ),
     "dbrx": (DbrxForCausalLM, DbrxConfig(**DBRX)),
     "gpt_oss": (
         GptOssForCausalLM,

@@ -7,7 +7,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from parallel import Axis, Mesh, ZeRO1, initialize
 from parallel.experts import layer as layers
 from parallel.experts.activations import ACTIVATIONS
-from parallel.experts.balance import Balance
+from parallel.experts.balance import EXTRA, Balance, record
 from parallel.experts.grouped import routed_experts
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts
 from parallel.experts.router import Routing
@@ -91,7 +91,8 @@ def test_batch_balance_of_one_layer_is_hugging_face_s():
 def train_with_selection_bias(**degrees: int) -> torch.Tensor:
     """The selection bias after two steps of two microbatches over the same tokens."""
     with mesh(**degrees) as on:
-        layer = make_layer(on, Balance(), score="sigmoid", selection_step=0.01)
+        layer = make_layer(on, Balance("bias"), score="sigmoid", selection_bias=True)
+        layer.router.move_selection_bias(0.01)
         optimizer = ZeRO1(layer.named_parameters(), on)
         tokens = torch.randn(2, 2, 16, H, generator=torch.Generator().manual_seed(3))
         own = tokens.unflatten(2, (on.data.size, -1))[:, :, on.data.rank]
@@ -108,6 +109,29 @@ def test_selection_bias_follows_the_load_of_the_whole_step(pool):
     assert set(expected.tolist()) - {0.0}
     for found in pool.run(train_with_selection_bias, 2, data=2, expert=2):
         assert torch.equal(found, expected)
+
+
+def test_selection_bias_of_a_balanced_load_stays():
+    """Of which each microbatch has another expert's part: 2 choices of 5 experts are no whole number for each."""
+    tally, bias = torch.zeros(E + EXTRA, requires_grad=True), torch.zeros(E, requires_grad=True)
+    for expert in range(E):  # one microbatch for each, in which all its 2 choices are this expert
+        weights = torch.ones(1, 2, requires_grad=True)
+        loads = torch.zeros(E).index_fill_(0, torch.tensor(expert), 2.0)
+        rest = torch.zeros(2), tally, bias, loads, torch.zeros(())
+        record(Balance("bias"), weights, *rest, tensor=1).sum().backward()
+    assert bias.grad.tolist() == [0.0] * E
+    assert tally.grad[:E].tolist() == [2.0] * E
+
+
+def test_groups_limit_the_choice_to_the_best_two():
+    layer = make_layer(Mesh(), Balance(), score="sigmoid", groups=2, top_groups=1)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[:, 0] = torch.tensor(
+            [3.0, -3.0, 1.0, 1.0]
+        )  # the best expert is in the worse group
+    indices = layer.router(torch.eye(1, H)).indices
+    assert sorted(indices[0].tolist()) == [2, 3]
 
 
 def test_expert_degree_that_does_not_divide_the_experts_is_rejected():

@@ -1,0 +1,65 @@
+"""Weights in float8 with a scale for each block of 128 × 128, as DeepSeek-V3 is published: read as bfloat16, a slice at a time.
+
+Beside `<layer>.weight` (o, i) in float8_e4m3fn, files have `<layer>.weight_scale_inv` (⌈o/128⌉, ⌈i/128⌉) in float32, and
+
+    weight[a, b] = stored[a, b] · weight_scale_inv[⌊a/128⌋, ⌊b/128⌋]
+
+of which the last blocks may be smaller. The product, of float32, is rounded to bfloat16. Source: README_WEIGHTS.md of
+deepseek-ai/DeepSeek-V3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modeling.conversion.torch_files import LazyTensor
+from modeling.models.weight_names import HuggingFaceTensor
+
+SCALES = "_scale_inv"
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class ScaledTensor:
+    """A weight and its scales, mapped from their files."""
+
+    stored: LazyTensor  # (o, i)
+    scales: LazyTensor  # (⌈o/128⌉, ⌈i/128⌉)
+
+    def read(self, _: HuggingFaceTensor, index: tuple[slice, ...]) -> Tensor:
+        """Rows and columns of the weight, which is one of ours."""
+        factors = self.scales.open()
+        for dim, chosen in enumerate(index):
+            blocks = torch.arange(chosen.start, chosen.stop) // BLOCK
+            factors = factors.index_select(dim, blocks)
+        return self.stored.open()[index].float().mul_(factors).bfloat16()
+
+
+def find_scaled(found: Mapping[str, LazyTensor], key: str) -> ScaledTensor | None:
+    """The weight `key` if it has scales; None if it is not in float8.
+
+    Raises:
+        ValueError: float8 without scales, or scales of another form.
+    """
+    stored, scales = found.get(key), found.get(key + SCALES)
+    if stored is None or (scales is None and stored.dtype.itemsize > 1):
+        return None
+    if scales is None:
+        raise ValueError(f"{key}: is in {_kind(stored)}, but the files have no {key}{SCALES}")
+    if stored.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32:
+        reason = "only float8_e4m3fn with float32 is supported"
+        raise ValueError(f"{key}: is in {_kind(stored)}, its scales in {_kind(scales)}; {reason}")
+    blocks = tuple(math.ceil(size / BLOCK) for size in stored.shape)
+    if scales.shape != blocks:
+        reason = f"blocks of {BLOCK} × {BLOCK} have {blocks}"
+        raise ValueError(f"{key}: scales of shape {scales.shape}; {reason}")
+    return ScaledTensor(stored, scales)
+
+
+def _kind(tensor: LazyTensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,129 @@
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention, shared experts, and experts balanced by a bias of their selection.
+
+    x = x + attention(norm(x));  x = x + shared(norm(x)) + Σ over the token's k experts of weight · expert(norm(x))
+
+    latents    c = norm(Wc x) of the queries and l = norm(Wl x) of keys and values, and r = rotate(Wr x), one key for all heads
+    head i     q_i = [Q_i c, rotate(Q'_i c)];   k_i = [K_i l, r];   v_i = V_i l;   softmax(scale · q_i k_iᵀ) v_i
+    experts    k of the sigmoids of the router's logits plus the selection bias, among those of the best groups; the weights are
+               the sigmoids of the chosen, divided by their sum, times a factor (parallel/experts/router.py)
+
+The first layers have an MLP in place of experts. Without a rank of the queries' latent, Q is applied to x. The model's modules
+that predict further tokens are left out. Shapes as in `llama.py`, with query and key heads of d = p + r elements, of which r are
+rotated, and value heads of u; tensor ranks share out the heads, and each has all of the latents.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from modeling.models import parametrization
+from modeling.models.families import llama, mixtral
+from modeling.models.families.llama import MLP
+from modeling.models.rope import rotate, score_factor, split_pairs
+from parallel import ColumnParallelLinear, Mesh, Normal, RMSNorm, RowParallelLinear, collectives
+from parallel.attention.attention import attention
+from parallel.experts.layer import MixtureOfExperts
+from parallel.experts.router import Routing
+from parallel.layers.linear import ReplicatedLinear
+from parallel.random import Keys
+from profiles.sections.model import Model
+
+LATENT_EPSILON = 1e-6  # of the latents' norms, whatever that of the others is
+
+
+class Attention(nn.Module):
+    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: object) -> None:
+        super().__init__()
+        h, n, axis = model.hidden_size, model.num_attention_heads, mesh.tensor
+        self.plain, self.rotated, self.value = (
+            model.qk_nope_head_dim,
+            model.qk_rope_head_dim,
+            model.v_head_dim,
+        )
+        self.heads, self.axis, self.context = n // axis.size, axis, mesh.context
+        self.scale = score_factor(model) * model.head_dim**-0.5
+        self.sequence_parallel = options["sequence_parallel"] and axis.size > 1
+        exact = {name: option for name, option in options.items() if name != "products"}
+        norm = {name: option for name, option in exact.items() if name != "initializer"}
+        norm["epsilon"] = LATENT_EPSILON
+        queries, ranks = {"": n * model.head_dim}, {"kv": model.kv_lora_rank + self.rotated}
+        if model.q_lora_rank:
+            ranks = {"q": model.q_lora_rank, **ranks}
+            self.q_norm = RMSNorm(model.q_lora_rank, axis, **norm)
+        self.latents, self.ranks = ReplicatedLinear(h, ranks, axis, **exact), [*ranks.values()]
+        self.q = ColumnParallelLinear(model.q_lora_rank or h, queries, axis, **options)
+        self.kv_norm = RMSNorm(model.kv_lora_rank, axis, **norm)
+        self.kv = ColumnParallelLinear(
+            model.kv_lora_rank, {"": n * (self.plain + self.value)}, axis, **options
+        )
+        options["initializer"] = parametrization.residual(model)
+        self.output = RowParallelLinear(n * self.value, h, axis, **options)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None, keys: Keys | None = None
+    ) -> Tensor:
+        *query, kv = self.latents(x).split(
+            self.ranks, -1
+        )  # of this rank's tokens, (b·s/c, ·) or (b·s/(c·t), ·)
+        kv, shared = kv.split((kv.shape[-1] - self.rotated, self.rotated), -1)
+        # Its gradient is summed over the heads of all tensor ranks.
+        shared = (collectives.gather if self.sequence_parallel else collectives.copy)(
+            shared.contiguous(), self.axis
+        )  # (b·s/c, r)
+        q = self.q(self.q_norm(query[0]) if query else x)  # (b·s/c, n/t·(p + r))
+        kv = self.kv(self.kv_norm(kv))  # (b·s/c, n/t·(p + u))
+        s, n = cos.shape[1], self.heads
+        q, rotated = q.view(-1, s, n, self.plain + self.rotated).split((self.plain, self.rotated), -1)
+        k, v = kv.view(-1, s, n, self.plain + self.value).split((self.plain, self.value), -1)
+        rotated = torch.cat((rotated, shared.view(-1, s, 1, self.rotated)), 2)  # (b, s/c, n/t + 1, r)
+        rotated = rotate(split_pairs(rotated), cos, sin)
+        q = torch.cat((q, rotated[:, :, :n]), -1)  # (b, s/c, n/t, d)
+        k = torch.cat((k, rotated[:, :, n:].expand(-1, -1, n, -1)), -1)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (b, n/t, s/c, ·)
+        y = attention(q, k, v, self.context, scale=self.scale, documents=documents)  # (b, n/t, s/c, u)
+        return self.output(y.transpose(1, 2).reshape(-1, n * self.value), keys)  # (b·s/c, h)
+
+
+class Block(mixtral.Block):
+    attention_layer = Attention
+
+    def __init__(
+        self, model: Model, mesh: Mesh, layer: int, norm: dict[str, object], **options: object
+    ) -> None:
+        super().__init__(model, mesh, layer, norm, **options)
+        self.shared = None
+        if model.has_experts(layer):
+            self.shared = MLP(model, mesh, model.n_shared_experts * model.expert_width, **options)
+
+    def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: object) -> nn.Module:
+        if not model.has_experts(layer):
+            return MLP(model, mesh, **options)
+        del options["products"]  # the experts' are exact
+        routing = Routing(
+            model.num_experts,
+            model.num_experts_per_tok,
+            score="sigmoid",
+            normalize=model.norm_topk_prob,
+            scale=model.routed_scaling_factor or 1.0,
+            groups=model.n_group or 1,
+            top_groups=model.topk_group or 1,
+            selection_bias=True,
+        )
+        options["output_initializer"] = Normal(model.residual_initializer_range)
+        return MixtureOfExperts(model.hidden_size, model.expert_width, routing, mesh, **options)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, keys: Keys | None = None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, documents, keys)
+        y = self.mlp_norm(x)
+        if self.shared is None:
+            return x + self.mlp(y, keys)
+        return x + self.shared(y, keys) + self.mlp(y, cos.shape[1])  # s/c tokens of a sample
+
+
+class DeepseekV3(llama.Llama):
+    """DeepSeek-V3, or one pipeline stage of it; arguments as for `LanguageModel`."""
+
+    block = Block

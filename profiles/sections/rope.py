@@ -1,0 +1,60 @@
+"""Kinds of RoPE scaling, the model section's `rope_scaling`; modeling/models/rope.py has the formulas."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from profiles.errors import ProfileError
+from profiles.sections.base import Count, Section
+
+
+class LinearRope(Section):
+    """Linear RoPE scaling: position interpolation (arXiv 2306.15595)."""
+
+    rope_type: Literal["linear"] = Field(description="kind of scaling")
+    factor: float = Field(ge=1, description="divides every frequency")
+
+
+class Llama3Rope(Section):
+    """Llama 3.1 RoPE scaling: only low frequencies are scaled."""
+
+    rope_type: Literal["llama3"] = Field(description="kind of scaling")
+    factor: float = Field(ge=1, description="divides low frequencies")
+    low_freq_factor: float = Field(gt=0, description="wavelengths above original length / this are scaled")
+    high_freq_factor: float = Field(
+        gt=0, description="wavelengths below original length / this are unchanged"
+    )
+    original_max_position_embeddings: Count = Field(description="context length of pretraining")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Llama3Rope:
+        if self.low_freq_factor >= self.high_freq_factor:
+            reason = f"is not above low_freq_factor {self.low_freq_factor}"
+            raise ProfileError("high_freq_factor", self.high_freq_factor, reason)
+        return self
+
+
+class YarnRope(Section):
+    """YaRN RoPE scaling (arXiv 2309.00071): low frequencies are divided, queries and keys multiplied."""
+
+    rope_type: Literal["yarn"] = Field(description="kind of scaling")
+    factor: float = Field(ge=1, description="divides low frequencies")
+    beta_fast: float = Field(32.0, gt=0, description="pairs that turn more often are unchanged")
+    beta_slow: float = Field(1.0, gt=0, description="pairs that turn less often are divided by the factor")
+    truncate: bool = Field(True, description="round the bounds between these pairs to whole ones")
+    attention_factor: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="multiplies queries and keys; null: 0.1 · ln(factor) + 1"
+    )
+    mscale: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="weight of ln(factor) in the default of attention_factor (deepseek_v3)"
+    )
+    mscale_all_dim: Annotated[float, Field(ge=0)] | None = Field(
+        None,
+        description="the same, by which it is divided: the scores are multiplied by its square (deepseek_v3)",
+    )
+    original_max_position_embeddings: Count = Field(description="context length of pretraining")
+
+
+RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="rope_type")]
