@@ -16,7 +16,7 @@ from modeling.data.records import open_samples
 from modeling.scaling.fit import Observation
 from modeling.scaling.forecast import forecast
 from modeling.scaling.rungs import rungs_of, target_of
-from modeling.training.evaluate import evaluate_samples
+from modeling.training.evaluate import Evaluation, evaluate_split
 from modeling.training.learning_rate import learning_rate
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
@@ -62,13 +62,13 @@ def dataset_of(profile: Profile, store: Store) -> Path:
     return store.artifacts.path(DatasetStep(TokenizerStep().run(context)).run(context))
 
 
-def held_out_loss(profile: Profile, dataset: Path) -> float:
-    """Train in this process; the loss on the first held-out windows."""
+def held_out(profile: Profile, dataset: Path) -> Evaluation:
+    """Train in this process; the losses on the first held-out windows."""
     train = profile.train.model_copy(update={"micro_batch_size": profile.train.global_batch_size})
     profile = profile.model_copy(update={"train": train})
     samples = open_samples(profile, dataset, "train")
-    validation = Samples(Corpus.open(dataset, "validation"), SEQUENCE, None)
-    size = train.global_batch_size
+    sequence, size = train.sequence_length, train.global_batch_size
+    validation = Samples(Corpus.open(dataset, "validation"), sequence, None)
     with Trainer(profile) as trainer:
         import torch
 
@@ -76,9 +76,9 @@ def held_out_loss(profile: Profile, dataset: Path) -> float:
         for step in range(1, train.steps + 1):
             optimizer.begin_step(1)
             batch = torch.from_numpy(samples.batch((step - 1) * size, size))
-            trainer.forward_backward(batch, 1 / (size * SEQUENCE))
+            trainer.forward_backward(batch, 1 / (size * sequence))
             optimizer.step(learning_rate(train, step))
-        return evaluate_samples(trainer, validation, VALIDATION_BATCHES * BATCH // size).loss
+        return evaluate_split(trainer, validation, VALIDATION_BATCHES * BATCH // size)
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def main() -> None:
         dataset = dataset_of(target.profile, Store(options.store))
         begun, observations = time.monotonic(), []
         for rung in rungs:
-            loss = held_out_loss(rung.profile, dataset)
+            loss = held_out(rung.profile, dataset).loss
             observations.append(Observation(rung.n, rung.tokens, loss))
             train = rung.profile.train
             print(
@@ -108,7 +108,7 @@ def main() -> None:
             flush=True,
         )
         print(f"{found['extrapolation']:.1f} × the largest rung, noise {found['noise']:.2%}", flush=True)
-        outcome = held_out_loss(target.profile, dataset)
+        outcome = held_out(target.profile, dataset).loss
         inside = "inside" if low <= outcome <= high else "outside"
         error = found["loss"] / outcome - 1
         seconds = time.monotonic() - begun

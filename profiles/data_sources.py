@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import glob
 import re
+from itertools import chain, count
 from pathlib import Path
 
 from profiles.errors import ProfileError
-from profiles.schema import Profile, Source
+from profiles.schema import Data, Profile, Source
 
 # Keys that only some kinds of sources take, with those kinds.
 KINDS = {
@@ -21,6 +22,17 @@ KINDS = {
 }
 REQUIRED = {"files": "path", "tokens": "path", "megatron": "path", "hub": "repository"}
 REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def names(data: Data) -> list[str]:
+    """Name of each source, in order: of its repository, path or kind, with a number where two are the same."""
+    found: list[str] = []
+    for source in data.sources:
+        place = (source.repository or source.path or source.kind).rstrip("/").rpartition("/")[2]
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", place.partition(".")[0]).strip("-") or source.kind
+        free = chain([name], (f"{name}-{number}" for number in count(2)))
+        found.append(next(each for each in free if each not in found))
+    return found
 
 
 def check(profile: Profile) -> None:

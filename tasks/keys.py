@@ -194,11 +194,15 @@ def forecast_target(profile: Profile) -> str:
     return digest({"model": _model(profile, trained=True), "train": train, **sections})
 
 
-def forecast(target: str, rungs: Sequence[Sequence[float]]) -> str:
-    """Key of a forecast, from the settings of its target and the size, length and loss of each rung."""
-    return digest(
-        {"step": "forecast", "recipe": 2, "target": target, "rungs": [list(rung) for rung in rungs]}
-    )
+def forecast(target: str, rungs: Sequence[Sequence[float]], metrics: Sequence[Mapping[str, float]]) -> str:
+    """Key of a forecast, from the settings of its target, the size, length and loss of each rung, and its metrics."""
+    measured = {"rungs": [list(rung) for rung in rungs], "metrics": [dict(found) for found in metrics]}
+    return digest({"step": "forecast", "recipe": 3, "target": target, **measured})
+
+
+def mixture(target: str, **fitted: Any) -> str:
+    """Key of a proposed mixture, from the settings of its target, the proxies' weights and losses, objective and bounds."""
+    return digest({"step": "mixture", "recipe": 1, "target": target, **fitted})
 
 
 def training(run: str, identity: str, train: Train) -> str:

@@ -15,11 +15,13 @@ from typing import Any
 
 from modeling.scaling import forecast as forecasts
 from modeling.scaling.fit import Observation
+from modeling.scaling.metrics import forecast_metrics
 from modeling.scaling.rungs import Rung
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from profiles.state_files import retried
 from tasks import keys
+from tasks.evaluation import results
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
@@ -28,14 +30,33 @@ KIND = "forecast"
 FILE = "forecast.json"  # in the artifact, and in the folder of a run that was forecast
 
 
-def register(store: Store, target: Rung, rungs: Sequence[Rung], losses: Sequence[float]) -> Artifact:
+def metrics_of(run: RunFolder, evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics of a finished run's last checkpoint: those of its evaluation, and those of tasks that it was evaluated on."""
+    later = results.read(run.path).get(max(run.checkpoint_steps(), default=0), {})
+    return {
+        name: value for name, value in {**later, **evaluation["metrics"]}.items() if name != "validation_loss"
+    }
+
+
+def register(
+    store: Store,
+    target: Rung,
+    rungs: Sequence[Rung],
+    losses: Sequence[float],
+    metrics: Sequence[Mapping[str, float]],
+) -> Artifact:
     """Fit the rungs' losses and write the target's forecast, unless the store has it.
 
-    Raises ProfileError if the law cannot be fitted to these rungs.
+    Args:
+        metrics: of each rung, by name; forecast as far as a fit supports it.
+
+    Raises:
+        ProfileError: the law cannot be fitted to these rungs.
     """
     observations = [Observation(rung.n, rung.tokens, loss) for rung, loss in zip(rungs, losses, strict=True)]
     settings = keys.forecast_target(target.profile)
-    key = keys.forecast(settings, [[point.n, point.d, point.loss] for point in observations])
+    fitted = [[point.n, point.d, point.loss] for point in observations]
+    key = keys.forecast(settings, fitted, metrics)
     with store.artifacts.lock(KIND, key):
         if found := store.artifacts.find(KIND, key):
             return found
@@ -43,6 +64,7 @@ def register(store: Store, target: Rung, rungs: Sequence[Rung], losses: Sequence
             found = forecasts.forecast(observations, target.n, target.tokens)
         except ValueError as error:
             raise ProfileError("rungs", None, str(error)) from error
+        supported, without = forecast_metrics(observations, metrics, target.n, target.tokens)
         document = {
             "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "target": {"name": target.name, "settings": settings, "n": target.n, "tokens": target.tokens},
@@ -51,6 +73,8 @@ def register(store: Store, target: Rung, rungs: Sequence[Rung], losses: Sequence
                 for rung, point in zip(rungs, observations, strict=True)
             ],
             **found,
+            "metrics": supported,
+            "metrics_without_forecast": without,
         }
         summary = {name: document[name] for name in ("written", "loss", "interval", "share", "extrapolation")}
         with store.artifacts.publish(KIND, key, {**summary, "settings": settings}) as folder:
@@ -92,8 +116,10 @@ def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | N
     return document
 
 
-def outcome(forecast: Mapping[str, Any], loss: float) -> dict[str, Any]:
-    """A forecast against the loss that the run reached."""
+def outcome(
+    forecast: Mapping[str, Any], loss: float, metrics: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """A forecast against the loss, and the metrics, that the run reached."""
     low, high = forecast["interval"]
     kept = ("key", "written", "loss", "interval", "share", "extrapolation")
     return {
@@ -101,4 +127,13 @@ def outcome(forecast: Mapping[str, Any], loss: float) -> dict[str, Any]:
         "outcome": loss,
         "error": forecast["loss"] / loss - 1,
         "within": low <= loss <= high,
+        "metrics": {
+            name: {
+                **row,
+                "outcome": metrics[name],
+                "within": row["interval"][0] <= metrics[name] <= row["interval"][1],
+            }
+            for name, row in forecast.get("metrics", {}).items()  # absent in those of earlier versions
+            if metrics and name in metrics
+        },
     }

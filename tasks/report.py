@@ -156,7 +156,7 @@ def _forecast(folder: Path, evaluation: Mapping[str, Any]) -> dict[str, Any] | N
     file = folder / ladder.FILE
     if not file.exists():
         return None
-    return ladder.outcome(json.loads(file.read_text()), evaluation["validation_loss"])
+    return ladder.outcome(json.loads(file.read_text()), evaluation["validation_loss"], evaluation["metrics"])
 
 
 def _versions() -> dict[str, str]:

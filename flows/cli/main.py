@@ -128,6 +128,19 @@ def parser() -> argparse.ArgumentParser:
     ladder.add_argument("--target", action="store_true", help=about)
     _json(ladder)
 
+    about = "find the weights of a run's data sources, by small runs under sampled weights"
+    example = "trainshed mixture plan mixture.yaml"
+    mixture = _command(commands, "mixture", "plan|run FILE", about, example)
+    about = (
+        "plan: show the proxies and what they cost; run: train those that are missing, and propose weights"
+    )
+    mixture.add_argument("action", choices=("plan", "run"), metavar="plan|run", help=about)
+    mixture.add_argument("file", metavar="FILE", help="a mixture file (docs/mixtures.md)")
+    _store(mixture)
+    about = "run: also train a proxy with the proposed weights, and compare it with its forecast"
+    mixture.add_argument("--check", action="store_true", help=about)
+    _json(mixture)
+
     about = "list the runs of a store, with their state and size"
     runs = _command(commands, "runs", "", about, "trainshed runs")
     _store(runs)

@@ -23,7 +23,15 @@ ALERT_KINDS = {  # of events, and when they are emitted (flows/alerts)
 }
 ALERTS = [f"Trainshed alert: {kind}" for kind in ALERT_KINDS]  # names of automations
 AUTOMATION = "Runs without a heartbeat have crashed"
-FLOWS = ("pretrain", "finetune", "continual", "evaluate", "ladder", "export")  # whose failures are alerts
+FLOWS = (
+    "pretrain",
+    "finetune",
+    "continual",
+    "evaluate",
+    "ladder",
+    "mixture",
+    "export",
+)  # whose failures are alerts
 STOPPED, REJECTED, GATE_MISSED = "Stopped", "Rejected", "GateMissed"  # final states (final_states.py)
 
 HEARTBEAT_SECONDS = 30

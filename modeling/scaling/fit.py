@@ -69,7 +69,7 @@ class Fit:
         """
         chance = np.random.default_rng(seed)
         losses = np.array([float(law.loss(n, d)) for law in self.draws])
-        losses = losses * np.exp(self.noise * _noise(chance, len(losses)))
+        losses = losses * np.exp(self.noise * run_noise(chance, len(losses)))
         losses = losses * np.exp(drift * chance.standard_normal(len(losses)))
         low, high = np.quantile(losses, [(1 - share) / 2, (1 + share) / 2])
         return float(low), float(high)
@@ -106,21 +106,21 @@ def fit(observations: Sequence[Observation], seed: int = 0, draws: int = DRAWS) 
         noise = max(NOISE, float(spread))
     chance = np.random.default_rng(seed)
     shape = (draws, len(n))
-    counts = _resample(chance, shape)
+    counts = resample(chance, shape)
     # What a few residuals say of the noise is uncertain itself: scaled by √(ν/χ²).
     unsure = np.sqrt(len(n) / chance.chisquare(len(n), (draws, 1)))
-    noisy = losses * np.exp(noise * unsure * _noise(chance, shape))
+    noisy = losses * np.exp(noise * unsure * run_noise(chance, shape))
     centers = np.clip(chance.normal(PRIOR, SPREAD, (draws, 2)), LOWEST, HIGHEST)
     laws = [Law(*map(float, row), scale) for row in (*found, *_solve(n, d, noisy, counts, centers, noise))]
     return Fit(laws[0], tuple(laws[1:]), noise)
 
 
-def _noise(chance: np.random.Generator, shape: int | tuple[int, ...]) -> np.ndarray:
+def run_noise(chance: np.random.Generator, shape: int | tuple[int, ...]) -> np.ndarray:
     """Student's t with `TAILS` degrees of freedom, of unit variance."""
     return chance.standard_t(TAILS, shape) * np.sqrt((TAILS - 2) / TAILS)
 
 
-def _resample(chance: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+def resample(chance: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
     """Weights (draws, rungs) of the rungs in each draw, 1 on average, from a Dirichlet distribution."""
     return chance.dirichlet(np.full(shape[1], 4.0), shape[0]) * shape[1]
 

@@ -37,7 +37,7 @@ def forecast(observations: Sequence[Observation], n: float, d: float, seed: int 
     fitted = fit(observations, seed)
     largest = max(point.flops for point in observations)
     tested = backtest(observations, seed)
-    drift = _drift(observations, tested)
+    drift = drift_of(observations, tested)
 
     def at(n: float, d: float) -> dict[str, Any]:
         beyond = math.log(max(1.0, 6 * n * d / largest))
@@ -60,7 +60,9 @@ def forecast(observations: Sequence[Observation], n: float, d: float, seed: int 
     }
 
 
-def backtest(observations: Sequence[Observation], seed: int = 0) -> list[dict[str, Any]] | None:
+def backtest(
+    observations: Sequence[Observation], seed: int = 0, draws: int = BACKTEST_DRAWS
+) -> list[dict[str, Any]] | None:
     """Forecasts of the largest rungs by the others: a quarter of the rungs is left out, as far as enough remain.
 
     Returns None if too few would remain, or if those that remain cannot be fitted.
@@ -70,7 +72,7 @@ def backtest(observations: Sequence[Observation], seed: int = 0) -> list[dict[st
     if count < 1:
         return None
     try:
-        fitted = fit(ordered[:-count], seed, BACKTEST_DRAWS)
+        fitted = fit(ordered[:-count], seed, draws)
     except ValueError:
         return None
     rows = []
@@ -80,7 +82,7 @@ def backtest(observations: Sequence[Observation], seed: int = 0) -> list[dict[st
     return rows
 
 
-def _drift(observations: Sequence[Observation], tested: Sequence[dict[str, Any]] | None) -> float:
+def drift_of(observations: Sequence[Observation], tested: Sequence[dict[str, Any]] | None) -> float:
     """Relative error of the backtest for each factor of e in compute beyond the rungs that it was made from; 0 without one.
 
     A law that misses the largest rungs will miss the target by more, in proportion to the logarithm of the extrapolation.

@@ -18,6 +18,7 @@ from modeling.models.flops import flops_per_token
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
+from profiles.sections.experiment import Experiment
 from profiles.sections.ladder import Ladder, RungSize
 
 MULTIPLE = 8  # of a rung's MLP width
@@ -56,20 +57,19 @@ class Rung:
         return 6 * self.n * self.tokens
 
 
-def target_of(ladder: Ladder) -> Rung:
-    """The target. Raises ProfileError if its profile is invalid, or no run that a ladder can forecast."""
-    profile = resolve.load(ladder.target, ladder.overrides)
+def target_of(experiment: Experiment) -> Rung:
+    """The target. Raises ProfileError if its profile is invalid, or no run that small runs can forecast."""
+    target, kind = experiment.target, type(experiment).__name__.lower()
+    profile = resolve.load(target, experiment.overrides)
     resolve.check(profile)
     if profile.train.steps is None:
-        reason = "is missing; a ladder needs the target's length in steps, not epochs"
+        reason = f"is missing; a {kind} needs the target's length in steps, not epochs"
         raise ProfileError("train.steps", None, reason)
     if profile.fine_tunes or profile.init.from_ is not None:
-        raise ProfileError(
-            "target", ladder.target, "is no pretraining run from scratch, which a ladder is for"
-        )
+        raise ProfileError("target", target, f"is no pretraining run from scratch, which a {kind} is for")
     if profile.model.num_experts is not None:
-        raise ProfileError("target", ladder.target, "has experts, whose sizes a ladder does not vary")
-    return Rung(profile, tuple(ladder.overrides))
+        raise ProfileError("target", target, f"has experts, whose sizes a {kind} does not vary")
+    return Rung(profile, tuple(experiment.overrides))
 
 
 def rungs_of(ladder: Ladder, target: Rung) -> list[Rung]:
@@ -88,19 +88,39 @@ def rungs_of(ladder: Ladder, target: Rung) -> list[Rung]:
 
 
 def _rung(ladder: Ladder, target: Rung, size: RungSize, length: float) -> Rung:
-    model, train = target.profile.model, target.profile.train
-    layers = size.num_hidden_layers or model.num_hidden_layers
-    sizes = {"hidden_size": size.hidden_size, **_shapes(target.profile, size.hidden_size)}
-    sizes["num_hidden_layers"] = layers
-    overrides = [*ladder.overrides, *ladder.rung_overrides]
-    overrides += [f"model.{name}={value}" for name, value in sizes.items()]
+    layers = size.num_hidden_layers or target.profile.model.num_hidden_layers
     name = f"{ladder.name}-h{size.hidden_size}-l{layers}-t{length:g}"
-    first = resolve.load(ladder.target, [*overrides, "parallel.pipeline_cuts=null"], name)
+    return small_run(ladder, target, (size.hidden_size, layers), length, name, ladder.rung_overrides)
+
+
+def small_run(
+    experiment: Experiment,
+    target: Rung,
+    size: tuple[int, int],
+    length: float,
+    name: str,
+    topology: Sequence[str] = (),
+    changes: Sequence[str] = (),
+) -> Rung:
+    """A run of the target's family. Raises ProfileError for a size that is impossible.
+
+    Args:
+        size: width and depth.
+        length: training tokens over N.
+        topology: overrides without mathematics.
+        changes: overrides of what the target has, applied last.
+    """
+    train = target.profile.train
+    hidden, layers = size
+    sizes = {"hidden_size": hidden, **_shapes(target.profile, hidden), "num_hidden_layers": layers}
+    overrides = [*experiment.overrides, *topology]
+    overrides += [f"model.{key}={value}" for key, value in sizes.items()]
+    first = resolve.load(experiment.target, [*overrides, "parallel.pipeline_cuts=null"], name)
     tokens = length * flops_per_token(first) / 6
     unit = first.train.micro_batch_size * max(1, first.data_parallel)
-    growth = (tokens / target.tokens) ** ladder.batch_exponent
+    growth = (tokens / target.tokens) ** experiment.batch_exponent
     batch = train.global_batch_size
-    if ladder.batch_exponent:
+    if experiment.batch_exponent:
         batch = max(1, round(batch * growth / unit)) * unit
     steps = max(1, round(tokens / (batch * train.sequence_length)))
     share, rate = steps / train.steps, math.sqrt(batch / train.global_batch_size)
@@ -115,7 +135,8 @@ def _rung(ladder: Ladder, target: Rung, size: RungSize, length: float) -> Rung:
     overrides += [f"train.{key}={value!r}" for key, value in settings.items()]
     overrides.append(f"data.schedule={json.dumps(_mixture(target.profile, share, steps))}")
     overrides.append(f"checkpoint.every={math.ceil(target.profile.checkpoint.every * share)}")
-    run = resolve.load(ladder.target, overrides, name)
+    overrides += changes
+    run = resolve.load(experiment.target, overrides, name)
     resolve.check(run)
     return Rung(run, tuple(overrides))
 

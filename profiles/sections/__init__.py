@@ -1,4 +1,6 @@
-"""Sections of a profile that have a file of their own, and the ladder file; `profiles/schema.py` has the other sections.
+"""Sections of a profile that have a file of their own, and the files of ladders and mixtures.
+
+`profiles/schema.py` has the other sections.
 
 Start with `model.py`.
 """

@@ -42,6 +42,7 @@ def render(ladder: Ladder, forecast: Mapping[str, Any]) -> str:
             html.section("Loss by training compute", _chart(forecast)),
             html.section("Rungs", _rungs(forecast)),
             html.section("Backtest: the largest rungs forecast by the others", _backtest(forecast)),
+            html.section("Metrics", _metrics(forecast)),
             html.section("Loss by length, each trained to the end of its schedule", _lengths(forecast)),
             html.section("Best size for a budget", *_budgets(forecast)),
             html.section(
@@ -110,6 +111,16 @@ def _backtest(forecast: Mapping[str, Any]) -> str:
             )
         )
     return html.table(("FLOPs", "loss", "forecast", "interval", "loss is", "error"), rows)
+
+
+def _metrics(forecast: Mapping[str, Any]) -> str:
+    """Forecasts of the metrics that the backtest supports."""
+    rows = []
+    for name, row in forecast["metrics"].items():
+        low, high = row["interval"]
+        values = (f"{row['value']:.4f}", f"{low:.4f} – {high:.4f}", f"{row['backtest_error']:.2%}")
+        rows.append((name, *values))
+    return html.table(("metric", "forecast", "interval", "error of the backtest"), rows)
 
 
 def _lengths(forecast: Mapping[str, Any]) -> str:

@@ -174,7 +174,16 @@ def _forecast(forecast: Mapping[str, Any] | None) -> str:
         "forecast written, before the run started": forecast["written"],
         "artifact": forecast["key"],
     }
-    return html.properties(shown)
+    rows = []
+    for name, row in forecast.get("metrics", {}).items():  # absent in earlier versions
+        low, high = row["interval"]
+        inside = "inside" if row["within"] else "outside"
+        rows.append(
+            (name, f"{row['value']:.4f}", f"{low:.4f} to {high:.4f}", f"{row['outcome']:.4f}", inside)
+        )
+    return html.properties(shown) + html.table(
+        ("metric", "forecast", "interval", "outcome", "outcome is"), rows
+    )
 
 
 def _planned(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:

@@ -11,17 +11,14 @@ import json
 import logging
 import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
-from itertools import count as counter
 from typing import Any
 
 from modeling.data.indexed import token_dtype
 from modeling.data.records import rows_path
 from modeling.data.sample_order import LONGEST_PATTERN, quotas
-from profiles import check
+from profiles import check, data_sources
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks import keys
@@ -266,12 +263,7 @@ def _blend(profile: Profile, plan: DatasetPlan) -> list[dict[str, Any]] | None:
 def _sources(profile: Profile, plan: DatasetPlan) -> list[dict[str, Any]]:
     """Name and number of shards of each source, in order."""
     counts = [sum(shard.source == i for shard in plan.shards) for i in range(len(profile.data.sources))]
-    names: list[str] = []
-    for source in profile.data.sources:
-        place = (source.repository or source.path or source.kind).rstrip("/").rpartition("/")[2]
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", place.partition(".")[0]).strip("-") or source.kind
-        free = chain([name], (f"{name}-{number}" for number in counter(2)))
-        names.append(next(each for each in free if each not in names))
+    names = data_sources.names(profile.data)
     return [{"name": name, "shards": shards} for name, shards in zip(names, counts, strict=True)]
 
 

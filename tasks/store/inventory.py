@@ -121,7 +121,7 @@ def _describe(store: Store, name: str, files: Mapping[str, int]) -> Run:
 def _unused_artifacts(store: Store, runs: Mapping[str, Mapping[str, int]]) -> tuple[list[Garbage], list[str]]:
     """Artifacts that no run refers to, and notes about those that are kept for a run that still makes them."""
     used: set[tuple[str, str]] = set()
-    kept: set[str] = {"forecast"}  # a record of what was expected of a run, of a few kilobytes
+    kept: set[str] = {"forecast", "mixture"}  # records of what was expected of a run, of a few kilobytes
     notes = []
     for name in runs:
         record = json.loads(store.run_folder(name).read(ARTIFACTS) or b"{}")

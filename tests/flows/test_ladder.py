@@ -17,6 +17,7 @@ OVERRIDES = [
     "model.base_hidden_size=16",
     "model.base_num_hidden_layers=1",
     "checkpoint.every=0",
+    "evaluate.by_source=true",
 ]
 
 
@@ -56,6 +57,7 @@ def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_pat
     ]  # fmt: skip
     low, high = first["interval"]
     assert 0 < low < first["loss"] < high
+    assert first["metrics"].keys() | first["metrics_without_forecast"].keys() == {"validation_loss/texts"}
     assert "Loss by training compute" in Path(first["page"]).read_text()
     begun = trained(store)
     assert sorted(begun) == sorted(names)
@@ -106,9 +108,9 @@ def test_a_forecast_that_is_made_after_the_run_started_is_none(tmp_path):
         ({"rungs": [{"hidden_size": 8, "tokens_per_parameter": [0.04, 0.04]}]}, "is listed twice"),
         (
             {"devices": 1, "rung_overrides": ["cluster.devices_per_node=2", "train.micro_batch_size=2"]},
-            "devices = 1: is less than the 2 of one rung",
+            "devices = 1: is less than the 2 of one run",
         ),
-        ({"maximum_flops": 1e3}, "maximum_flops = 1000.0: is exceeded: the rungs take"),
+        ({"maximum_flops": 1e3}, "maximum_flops = 1000.0: is exceeded: the runs take"),
         ({"maximum_price": 10.0}, "maximum_price = 10.0: cannot be checked"),
         ({"overrides": ["train.steps=null", "train.epochs=1"]}, "train.steps: is missing; a ladder needs"),
         ({"target": "tiny-moe", "overrides": []}, "target = tiny-moe: has experts"),

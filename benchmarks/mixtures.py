@@ -1,0 +1,151 @@
+"""Is a planted good mixture found? `python -m benchmarks.mixtures --seed 0`: proxies over three synthetic sources.
+
+One source repeats a few sentences and is learned at once, one is a Markov chain that takes long, and one is random words, of
+which nothing can be learned but which are four fifths of the text. Twelve proxies give a proposal for the mean of the three
+held-out losses. It is trained, and so is a grid of mixtures, whose best is what the proposal is compared with. All in this
+process; ten minutes a seed on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from benchmarks.ladder import dataset_of, held_out
+from modeling.scaling import mixture as laws
+from modeling.scaling.proxies import (
+    Proxy,
+    least_weight,
+    mixture_target,
+    proposed,
+    proxies_of,
+    training_sources,
+)
+from profiles.sections.mixture import Mixture
+from tasks.mixture import shares_of, source_tokens
+from tasks.store.store import Store
+
+VOCABULARY, STEPS, GRID = 320, 200, 0.2
+DOCUMENTS = {"sentences": 300, "chain": 300, "random": 2400}
+WORDS = 40  # of a document
+PROFILE = {
+    "extends": "tiny",
+    "model": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": VOCABULARY},
+    "tokenizer": {"vocabulary_size": VOCABULARY},
+    "parallel": {"tensor": 1},
+    "train": {"steps": STEPS, "warmup_steps": 20, "global_batch_size": 8, "micro_batch_size": 8, "sequence_length": 64,
+              "precision": "float32", "learning_rate": 6e-3, "minimum_learning_rate": 6e-4},
+    "compile": {"enabled": False},
+    "checkpoint": {"every": 0},
+    "cluster": {"devices_per_node": 1, "threads": 1},
+}  # fmt: skip
+
+
+def write_sources(folder: Path) -> list[Path]:
+    """The texts of the three sources, the same for every seed."""
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefghijklmnop", k=3)) for _ in range(150)]
+    sentences = [" ".join(chance.choices(words, k=8)) for _ in range(6)]
+    following = {word: chance.choices(words, k=3) for word in words}
+
+    def chain() -> list[str]:
+        found = [chance.choice(words)]
+        while len(found) < WORDS:
+            found.append(chance.choice(following[found[-1]]))
+        return found
+
+    make = {
+        "sentences": lambda: chance.choices(sentences, k=WORDS // 8),
+        "chain": chain,
+        "random": lambda: chance.choices(words, k=WORDS),
+    }
+    paths = []
+    for name, count in DOCUMENTS.items():
+        paths.append(folder / f"{name}.jsonl")
+        lines = (json.dumps({"text": f"{name}: {' '.join(make[name]())}"}) for _ in range(count))
+        paths[-1].write_text("\n".join(lines))
+    return paths
+
+
+def describe(folder: Path, seed: int) -> Mixture:
+    """The mixture of one seed, whose proxies are as large as the target."""
+    sources = [{"kind": "files", "path": str(path)} for path in write_sources(folder)]
+    target = folder / "planted.yaml"
+    target.write_text(yaml.safe_dump({**PROFILE, "data": {"sources": sources, "validation_fraction": 0.1}}))
+    return Mixture.model_validate(
+        {
+            "name": f"planted-{seed}",
+            "target": str(target),
+            "overrides": [f"train.seed={seed}"],
+            "proxy": {"hidden_size": 64, "tokens_per_parameter": 1.0},
+            "objective": dict.fromkeys(DOCUMENTS, 1.0),
+        }
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, action="append", required=True)
+    options = parser.parse_args()
+    for seed in options.seed:
+        with tempfile.TemporaryDirectory() as folder:
+            measure(Path(folder), seed)
+
+
+def measure(folder: Path, seed: int) -> None:
+    """Find and check the mixture of one seed."""
+    mixture, store = describe(folder, seed), Store(str(folder / "store"))
+    target = mixture_target(mixture)
+    proxies = proxies_of(mixture, target)
+    sources = training_sources(target.profile)
+    begun = time.monotonic()
+    dataset = dataset_of(proxies[0].run.profile, store)
+    natural = shares_of(source_tokens(store, dataset.name, target.profile), sources)
+
+    def train(proxy: Proxy) -> np.ndarray:
+        found = held_out(proxy.run.profile, dataset_of(proxy.run.profile, store)).sources
+        losses = np.array([found[name] for name in sources])
+        weights = " ".join(f"{weight:5.1%}" for weight in (proxy.weights or natural).values())
+        print(
+            f"  {proxy.name:<20} {weights}: {' '.join(f'{x:.4f}' for x in losses)}, mean {losses.mean():.4f}",
+            flush=True,
+        )
+        return losses
+
+    losses = np.array([train(proxy) for proxy in proxies])
+    weights = np.array([list((proxy.weights or natural).values()) for proxy in proxies])
+    fitted = laws.fit(weights, losses, seed)
+    least = least_weight(mixture, len(sources))
+    chosen, _ = laws.propose(
+        fitted, np.ones(len(sources)), np.full(len(sources), least), np.ones(len(sources))
+    )
+    low, high = np.quantile(fitted.outcomes(chosen, seed).mean(1), [0.05, 0.95])
+    forecast = fitted.losses(chosen).mean()
+    outcome = train(
+        proposed(mixture, target, dict(zip(sources, chosen.tolist(), strict=True)), "proposed")
+    ).mean()
+    best = np.inf
+    for row in itertools.product(np.arange(GRID / 2, 1, GRID), repeat=2):
+        if sum(row) < 1:
+            grid = dict(zip(sources, [*row, 1 - sum(row)], strict=True))
+            best = min(best, train(proposed(mixture, target, grid, "grid")).mean())
+    inside = "inside" if low <= outcome <= high else "outside"
+    print(
+        f"seed {seed}: natural {losses[0].mean():.4f}, proposed {outcome:.4f}, best of the grid {best:.4f}: "
+        f"{outcome / best - 1:+.2%}; forecast {forecast:.4f}, {low:.4f} to {high:.4f}, {inside}; "
+        f"{time.monotonic() - begun:.0f} s",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

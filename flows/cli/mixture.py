@@ -1,0 +1,99 @@
+"""`trainshed mixture plan|run FILE`: plan the proxies of a mixture, or train them and propose weights of the sources."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flows.cli import run as run_command
+from flows.cli.exit_codes import DONE
+from flows.cli.runs_table import print_table, row_of, total_of
+from flows.ui.console import relative
+from modeling.scaling.proxies import Proxy, mixture_target
+from profiles.sections.mixture import Mixture
+
+SAME = ("batch", "learning_rate")  # of all proxies, so the table leaves them out
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan or run a mixture; returns the exit code. Raises ProfileError for an invalid one."""
+    if options.action == "plan":
+        return _plan(options)
+    mixture = Mixture.load(options.file)
+    profile = mixture_target(mixture).profile
+
+    def start() -> dict[str, Any]:
+        from flows.mixture import mixture as flow
+
+        return flow(options.file, options.store, options.check)
+
+    return run_command.run_flow(options, profile, mixture.name, start, print_result)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from flows.mixture import load
+
+    mixture, _, proxies, plans = load(options.file)
+    rows = [
+        {**row_of(proxy.run, planned), "weights": proxy.weights, "mixture": _percent(proxy)}
+        for proxy, planned in zip(proxies, plans, strict=True)
+    ]
+    total = total_of(rows, "all proxies")
+    if options.json:
+        print(json.dumps({"mixture": mixture.name, "proxies": rows, "total": total}, indent=1))
+    else:
+        shown = [{key: value for key, value in row.items() if key not in SAME} for row in rows]
+        print_table([*shown, total], mixture.name)
+    return DONE
+
+
+def _percent(proxy: Proxy) -> str:
+    """Weights of a proxy in per cent, in the order of its sources."""
+    return (
+        " ".join(f"{100 * weight:.0f}" for weight in proxy.weights.values()) if proxy.weights else "natural"
+    )
+
+
+def print_result(console: Console, result: dict[str, Any]) -> None:
+    """Print weights and losses by source, how to apply the weights, and the page."""
+    share = f"{result['share']:.0%} interval"
+    losses = Table("held-out loss", "natural", "proposed", share, "change", box=None, pad_edge=False)
+    for row in result["losses"]:
+        low, high = row["interval"]
+        values = (
+            f"{row['natural']:.4f}",
+            f"{row['loss']:.4f}",
+            f"{low:.4f} to {high:.4f}",
+            f"{row['change']:+.4f}",
+        )
+        losses.add_row("mean" if row["source"] is None else row["source"], *values)
+    weights = Table(
+        "weight", "natural", "proposed", "best of each draw", "times read", box=None, pad_edge=False
+    )
+    for name, weight in result["weights"].items():
+        low, high = result["weight_intervals"][name]
+        interval = f"{low:.1%} to {high:.1%}"
+        passes = f"{result['passes'][name]:.2g}"
+        weights.add_row(name, f"{result['natural'][name]:.1%}", f"{weight:.1%}", interval, passes)
+    for table in (weights, losses):
+        table.header_style = "dim"
+        for column in table.columns[1:]:
+            column.justify = "right"
+        console.print()
+        console.print(table)
+    console.print()
+    facts = {}
+    if outcome := result.get("outcome"):
+        mean = outcome[-1]
+        inside = "inside" if mean["within"] else "outside"
+        facts["outcome"] = f"mean {mean['outcome']:.4f}, {inside} the interval; forecast {mean['error']:+.2%}"
+    facts["settings"] = " ".join(f"--set {shlex.quote(override)}" for override in result["overrides"])
+    facts["or run"] = f"trainshed run {shlex.quote(relative(result['profile']))}"
+    facts["page"] = relative(result["page"])
+    for name, value in facts.items():
+        console.print(f"{name:<15}  {value}", soft_wrap=True, markup=False)

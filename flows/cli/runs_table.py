@@ -1,0 +1,81 @@
+"""The table of an experiment's runs before anything runs: size, length, rate, compute, time and price of each, and in all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flows.cli.plan_table import in_days
+from modeling.planning.planner import Plan
+from modeling.scaling.rungs import Rung
+
+
+def short(number: float) -> str:
+    """5464 -> '5.46K', 2714304 -> '2.71M'."""
+    for unit in ("", "K", "M", "G", "T", "P", "E"):
+        if abs(number) < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:,.3g}Z"
+
+
+# By the row's key: title, and how a value is shown. Those without any value are left out.
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "mixture": ("mixture, %", str),
+    "parameters": ("parameters", short),
+    "tokens": ("tokens", short),
+    "steps": ("steps", str),
+    "batch": ("batch", str),
+    "learning_rate": ("rate", "{:.2g}".format),
+    "devices": ("devices", str),
+    "flops": ("FLOPs", short),
+    "days": ("time", in_days),
+    "price": ("price", "{:,.2f}".format),
+}
+
+
+def row_of(run: Rung, planned: Plan) -> dict[str, Any]:
+    """What the table says of a run; times and prices are None where the device's speed or price is unknown."""
+    train = run.profile.train
+    return {
+        "run": run.name,
+        "parameters": planned.parameters,
+        "n": run.n,
+        "tokens": run.tokens,
+        "steps": train.steps,
+        "batch": train.global_batch_size,
+        "learning_rate": train.learning_rate,
+        "devices": run.profile.world_size,
+        "flops": run.flops,
+        "days": planned.days,
+        "price": planned.price,
+    }
+
+
+def total_of(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Sums over runs; None where a run's value is unknown."""
+    found: dict[str, Any] = {"run": name}
+    for key in ("tokens", "flops", "days", "price"):
+        values = [row[key] for row in rows]
+        found[key] = None if None in values else sum(values)
+    return found
+
+
+def print_table(rows: Sequence[dict[str, Any]], experiment: str, warnings: Sequence[str] = ()) -> None:
+    """Print rows, whose names are shown without the experiment's, and warnings."""
+    columns = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    prefix = f"{experiment}-"
+    table.add_column(f"{prefix}…", no_wrap=True)
+    for key in columns:
+        table.add_column(COLUMNS[key][0], justify="right", no_wrap=True)
+    for row in rows:
+        cells = (COLUMNS[key][1](row[key]) if row.get(key) is not None else "" for key in columns)
+        table.add_row(row["run"].removeprefix(prefix), *cells)
+    console = Console(highlight=False)
+    console.print(table)
+    for warning in warnings:
+        console.print(f"\nwarning: {warning}", style="yellow")

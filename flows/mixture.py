@@ -1,0 +1,149 @@
+"""Mixture: small runs under sampled weights of a target's sources, and the weights that their losses by source lead to.
+
+    plan ─> proxy ┐
+            proxy ├─> proposed weights ─> proxy with these weights, if asked for
+            proxy ┘
+
+Each proxy is an ordinary run of the pretraining flow, so one that is finished is cached. Proxies from before a source was added
+are evaluated on the held-out text of all sources, and count with weight 0 of that source.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from flows.final_states import final_states
+from flows.hooks import show_failure
+from flows.runner import THREADS, Runner
+from flows.server.secrets import hub_token
+from flows.side_by_side import plan_within, require_startable, run_side_by_side
+from modeling.planning.auto import resolve_auto
+from modeling.planning.planner import Plan
+from modeling.scaling.proxies import Proxy, mixture_target, proposed, proxies_of, training_sources
+from modeling.scaling.rungs import Rung
+from profiles.errors import ProfileError
+from profiles.sections.mixture import Mixture
+from tasks import keys
+from tasks import mixture as mixtures
+from tasks.evaluation.held_out import EvaluationStep
+from tasks.mixture import OF_SOURCE, Measured
+from tasks.reporting import mixture_page
+from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.store import runs
+from tasks.store.artifacts import Artifact
+from tasks.store.backends import FolderBackend
+from tasks.store.store import Store
+
+log = logging.getLogger(__name__)
+
+
+def run_name() -> str:
+    """Name of the flow run in Prefect's UI: the mixture file's."""
+    return Path(flow_run.parameters["file"]).stem
+
+
+def load(file: str) -> tuple[Mixture, Rung, list[Proxy], list[Plan]]:
+    """A mixture, its target, its proxies and their plans. Raises ProfileError for one that cannot run or is over its budget."""
+    mixture = Mixture.load(file)
+    target = mixture_target(mixture)
+    proxies = proxies_of(mixture, target)
+    return mixture, target, proxies, plan_within(mixture, [proxy.run for proxy in proxies])
+
+
+@flow(
+    name="mixture",
+    flow_run_name=run_name,
+    task_runner=THREADS,
+    on_failure=[show_failure],
+    on_crashed=[show_failure],
+)
+@final_states
+def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str, Any]:
+    """Train the proxies of a mixture and propose weights for its target; returns the proposal and the paths of its files.
+
+    Args:
+        file: The mixture file.
+        store: Where artifacts and runs are kept: a folder or an s3:// prefix.
+        check: Whether to train a proxy with the proposed weights too, and compare it with its forecast.
+    """
+    described, target, proxies, _ = load(file)
+    require_startable([proxy.run for proxy in proxies])
+    opened = Store(store, target.profile.cluster.work_dir or "store")
+    results = run_side_by_side(described, [proxy.run for proxy in proxies], store)
+    sources = training_sources(target.profile)
+    natural = next(proxy for proxy in proxies if len(proxy.sources) == len(sources))  # the first of its group
+    inputs = {proxy.name: runs.read_inputs(runs.fetch(opened, proxy.name)) for proxy in proxies}
+    _require_one_tokenizer(inputs)
+    dataset = opened.artifacts.expect(DatasetStep.kind, inputs[natural.name]["dataset"])
+    tokens = mixtures.source_tokens(opened, dataset.key, target.profile)
+    losses = _losses(opened, proxies, results, inputs, dataset, len(sources))
+    measured = [
+        Measured(proxy.name, proxy.weights or mixtures.shares_of(tokens, proxy.sources), found)
+        for proxy, found in zip(proxies, losses, strict=True)
+    ]
+    against = natural.weights or mixtures.shares_of(tokens, sources)
+    artifact = mixtures.register(opened, described, target, measured, against, tokens)
+    document = mixtures.read(opened, artifact)
+    mean = document["losses"][-1]
+    log.info("proposed: mean loss %.4f, %+.4f against the natural mixture", mean["loss"], mean["change"])
+    result = {"mixture": described.name, "key": artifact.key, **document}
+    if check:
+        name = f"{described.name}-{len(sources)}-{artifact.key[:8]}"
+        run = proposed(described, target, document["weights"], name)
+        (trained,) = run_side_by_side(described, [run.run], store)
+        result["outcome"] = mixtures.outcome(document, _by_source(trained["evaluation"]))
+    folder = opened.work_dir / "mixtures"
+    profile = mixtures.profile_of(described, target, document["weights"])
+    FolderBackend(folder).write(f"{described.name}.yaml", profile.encode())
+    page = mixture_page.write(folder / f"{described.name}.html", described, result)
+    return {**result, "profile": str(folder / f"{described.name}.yaml"), "page": str(page)}
+
+
+def _require_one_tokenizer(inputs: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise ProfileError if losses of the proxies cannot be compared, because their tokens differ."""
+    first = next(iter(inputs))
+    for name, found in inputs.items():
+        if found["tokenizer"] != inputs[first]["tokenizer"]:
+            reason = f"of {name} is not that of {first}, so their losses differ in unit; name one that stays"
+            raise ProfileError("tokenizer.source", None, reason)
+
+
+def _losses(
+    store: Store,
+    proxies: Sequence[Proxy],
+    results: Sequence[Mapping[str, Any]],
+    inputs: Mapping[str, Mapping[str, str]],
+    dataset: Artifact,
+    sources: int,
+) -> list[dict[str, float]]:
+    """Held-out losses of all sources by proxy; those of fewer sources are evaluated on the text of all of them."""
+    found = []
+    first = proxies[0].run.profile
+    context = Context(first, store, token=hub_token(first), flow_run=str(flow_run.id))
+    with Runner(context) as runner:
+        for proxy, result in zip(proxies, results, strict=True):
+            evaluation = result["evaluation"]
+            if len(proxy.sources) < sources:
+                where = replace(
+                    context, profile=resolve_auto(proxy.run.profile), folder=runs.fetch(store, proxy.name)
+                )
+                what = keys.digest([inputs[proxy.name]["identity"], dataset.key])
+                evaluation = runner.run(EvaluationStep(dataset, what), where).summary
+            found.append(_by_source(evaluation))
+    return found
+
+
+def _by_source(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Held-out loss by the names of sources."""
+    metrics = evaluation["metrics"]
+    return {
+        name.removeprefix(OF_SOURCE): value for name, value in metrics.items() if name.startswith(OF_SOURCE)
+    }

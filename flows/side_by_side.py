@@ -1,0 +1,130 @@
+"""Runs of an experiment, a ladder or a mixture: planned against its budget, and run several at a time within its devices.
+
+Each is an ordinary run of the pretraining flow, so one that is finished is cached and one that was interrupted resumes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from typing import Any
+
+from flows.pretrain import pretrain
+from modeling.planning import planner
+from modeling.planning.auto import resolve_auto
+from modeling.planning.planner import Plan, plan
+from modeling.scaling.rungs import Rung
+from profiles import resolve
+from profiles.errors import ProfileError
+from profiles.sections.experiment import Experiment
+from tasks.reporting.format import format_duration
+
+log = logging.getLogger(__name__)
+
+_run: ContextVar[str] = ContextVar("run", default="")  # name of the run that a log record belongs to
+
+
+def plan_within(experiment: Experiment, runs: Sequence[Rung]) -> list[Plan]:
+    """Plans of the runs. Raises ProfileError for a run that does not fit its devices, or if they are over the budget."""
+    plans = []
+    for run in runs:
+        profile = resolve_auto(run.profile)
+        plans.append(plan(profile))
+        planner.require_fit(profile, plans[-1])
+    largest = max(run.profile.world_size for run in runs)
+    if experiment.devices is not None and experiment.devices < largest:
+        raise ProfileError("devices", experiment.devices, f"is less than the {largest} of one run", [largest])
+    flops = sum(run.flops for run in runs)
+    if experiment.maximum_flops is not None and flops > experiment.maximum_flops:
+        reason = f"is exceeded: the runs take {flops:.3g} FLOPs; remove the largest, or shorten them"
+        raise ProfileError("maximum_flops", experiment.maximum_flops, reason)
+    if experiment.maximum_price is None:
+        return plans
+    if any(planned.price is None for planned in plans):
+        reason = "cannot be checked: the price of a run is unknown; set cluster.node_price"
+        raise ProfileError("maximum_price", experiment.maximum_price, reason, ["null"])
+    price = sum(planned.price for planned in plans)
+    if price > experiment.maximum_price:
+        reason = f"is exceeded: the runs cost {price:,.2f}; remove the largest, or shorten them"
+        raise ProfileError("maximum_price", experiment.maximum_price, reason)
+    return plans
+
+
+def require_startable(runs: Sequence[Rung]) -> None:
+    """Raise ProfileError for a run whose data or devices are not on this machine."""
+    for run in runs:
+        resolve.check_start(run.profile)
+        planner.require_devices(run.profile)
+
+
+def run_side_by_side(experiment: Experiment, runs: Sequence[Rung], store: str) -> list[dict[str, Any]]:
+    """Results of the runs, trained as far as they are not; the largest start first, within the device budget."""
+    budget = experiment.devices or max(run.profile.world_size for run in runs)
+    free, changed = budget, threading.Condition()
+    stopped, threads = False, set[int]()
+
+    def work(run: Rung) -> dict[str, Any]:
+        nonlocal free
+        size = run.profile.world_size
+        with changed:
+            changed.wait_for(lambda: stopped or free >= size)
+            if stopped:
+                raise ProfileError(experiment.name, run.name, "was not started, because another run failed")
+            free -= size
+            threads.add(threading.get_ident())
+        try:
+            _run.set(run.name)
+            begun = time.monotonic()
+            result = pretrain(experiment.target, list(run.overrides), run.name, store)
+            how = {step["step"]: step["how"] for step in result["steps"]}["train"]
+            _run.set("")
+            took = format_duration(time.monotonic() - begun)
+            log.info("%-24s  %-6s  %8s  loss %.4f", run.name, how, took, result["validation_loss"])
+            return result
+        finally:
+            with changed:
+                free += size
+                threads.discard(threading.get_ident())
+                changed.notify_all()
+
+    ordered = sorted(runs, key=lambda run: -run.flops)
+    with _quiet_runs(), ThreadPoolExecutor(min(len(runs), budget)) as pool:
+        futures: dict[str, Future[dict[str, Any]]] = {
+            run.name: pool.submit(copy_context().run, work, run) for run in ordered
+        }
+        try:
+            return [futures[run.name].result() for run in runs]
+        except BaseException as error:
+            with changed:
+                # What has not started does not; what runs ends first, unless the flow is stopped.
+                stopped = True
+                changed.notify_all()
+                for thread in threads if not isinstance(error, Exception) else ():
+                    interrupt = ctypes.py_object(KeyboardInterrupt)  # as Ctrl-C would in the main thread
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), interrupt)
+            raise
+
+
+@contextmanager
+def _quiet_runs() -> Iterator[None]:
+    """Show warnings of the runs with their names in the terminal; what else they log is in Prefect and in the log file."""
+
+    def shown(record: logging.LogRecord) -> bool:
+        return not _run.get() or record.levelno >= logging.WARNING
+
+    handlers = [
+        handler for handler in logging.getLogger().handlers if not isinstance(handler, logging.FileHandler)
+    ]
+    for handler in handlers:
+        handler.addFilter(shown)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(shown)

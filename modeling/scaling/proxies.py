@@ -1,0 +1,201 @@
+"""The runs of a mixture file: small runs of the target's family, each under other weights of its sources.
+
+Weights are spread evenly over all mixtures that give each source its least weight: a Kronecker sequence of the generalised golden
+ratio (Roberts 2018), mapped to the simplex by the gaps of its sorted coordinates. A longer sequence begins with the shorter one,
+so more proxies leave the earlier ones as they are. A proxy's data has the sources of its group alone, so those from before a
+source was added stay the same runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from modeling.scaling.rungs import Rung, small_run, target_of
+from profiles import data_sources
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+from profiles.sections.mixture import Mixture
+
+PROXIES_PER_SOURCE = 4
+LEAST = 0.1  # of an equal share: the default of minimum_weight
+DIGITS = 4  # of sampled weights
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A run of a mixture.
+
+    Attributes:
+        sources: the training sources of its group.
+        weights: by source, summing to 1; None: those of the natural mixture, the sources' shares of the tokens.
+    """
+
+    run: Rung
+    sources: tuple[str, ...]
+    weights: Mapping[str, float] | None
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.run.name
+
+
+def spread_weights(k: int, count: int, least: float) -> list[list[float]]:
+    """The first `count` mixtures of k sources that are spread evenly over those with at least `least` of each."""
+    ratio = 2.0
+    for _ in range(60):  # the positive root of x^k = x + 1
+        ratio = (1 + ratio) ** (1 / k)
+    steps = ratio ** -np.arange(1, k)  # (k - 1)
+    rows = []
+    for number in range(1, count + 1):
+        cuts = np.sort((0.5 + number * steps) % 1)
+        shares = np.diff(cuts, prepend=0.0, append=1.0)
+        row = [round(float(least + (1 - k * least) * share), DIGITS) for share in shares]
+        row[int(np.argmax(row))] += 1 - sum(row)
+        rows.append([round(weight, DIGITS) for weight in row])
+    return rows
+
+
+def training_sources(profile: Profile) -> list[str]:
+    """Names of the sources that are trained on, in order."""
+    names = data_sources.names(profile.data)
+    return [
+        name for name, source in zip(names, profile.data.sources, strict=True) if source.use != "validation"
+    ]
+
+
+def least_weight(mixture: Mixture, k: int) -> float:
+    """The least weight of each of k sources. Raises ProfileError if all together would have more than 1."""
+    least = mixture.minimum_weight or LEAST / k
+    if least * k >= 1:
+        raise ProfileError(
+            "minimum_weight", least, f"leaves nothing to vary among {k} sources", [f"{LEAST / k:.3g}"]
+        )
+    return least
+
+
+def mixture_target(mixture: Mixture) -> Rung:
+    """The target. Raises ProfileError if it has no mixture to choose, or the objective names what it does not have."""
+    target = target_of(mixture)
+    profile = target.profile
+    sources = training_sources(profile)
+    if len(sources) < 2:
+        reason = "has one training source; a mixture needs at least two in data.sources"
+        raise ProfileError("target", mixture.target, reason)
+    if profile.data.schedule:
+        reason = "changes the mixture during training; a mixture file proposes constant weights: remove it"
+        raise ProfileError("data.schedule", None, reason, ["[]"])
+    if profile.objective.kind != "pretrain":
+        raise ProfileError("target", mixture.target, "is no pretraining run, which a mixture is for")
+    known = data_sources.names(profile.data)
+    for name in mixture.objective:
+        if name not in known:
+            raise ProfileError(
+                f"objective.{name}", mixture.objective[name], "is no source of the target", known
+            )
+    if mixture.objective and not any(mixture.objective.values()):
+        raise ProfileError("objective", None, "weights no source at all")
+    return target
+
+
+def proxies_of(mixture: Mixture, target: Rung) -> list[Proxy]:
+    """The proxies, group by group. Raises ProfileError with the group's key for one that is impossible."""
+    sources = training_sources(target.profile)
+    known: set[str] = set()
+    found: list[Proxy] = []
+    names: set[tuple[str, ...]] = set()
+    for number, group in enumerate(mixture.proxies):
+        key = f"proxies.{number}.sources"
+        for name in group.sources or ():
+            if name not in sources:
+                raise ProfileError(key, name, "is no training source of the target", sources)
+        ours = tuple(name for name in sources if group.sources is None or name in group.sources)
+        if ours in names:
+            raise ProfileError(
+                key, list(ours), "are the sources of an earlier group; raise its count instead"
+            )
+        if len(ours) < len(sources) and target.profile.tokenizer.source == "train":
+            reason = (
+                "is trained on the sources, so that of a group with fewer sources would differ; name a tokenizer "
+                "that stays, such as run:NAME of a finished run"
+            )
+            raise ProfileError("tokenizer.source", "train", reason)
+        count = group.count or PROXIES_PER_SOURCE * (len(set(ours) - known) or 1)
+        names.add(ours)
+        known |= set(ours)
+        found += _group(mixture, target, ours, count)
+    if tuple(sources) not in names:
+        missing = [name for name in sources if name not in known]
+        reason = f"has no group over all sources{f', {missing[0]} too' if missing else ''}; add one: {{}}"
+        raise ProfileError("proxies", None, reason)
+    if len(found) < len(sources) + 2:
+        reason = (
+            f"makes {len(found)} proxies, too few for {len(sources)} sources; at least {len(sources) + 2}"
+        )
+        raise ProfileError("proxies.0.count", mixture.proxies[0].count, reason)
+    return found
+
+
+def proposed(mixture: Mixture, target: Rung, weights: Mapping[str, float], name: str) -> Proxy:
+    """A proxy with the proposed weights."""
+    return _proxy(mixture, target, tuple(weights), weights, name)
+
+
+def overrides_of(profile: Profile, weights: Mapping[str, float]) -> list[str]:
+    """The weights, by training source, as overrides of a profile."""
+    names = data_sources.names(profile.data)
+    return [
+        f"data.sources.{names.index(name)}.weight={weight:.{DIGITS}g}" for name, weight in weights.items()
+    ]
+
+
+def _group(mixture: Mixture, target: Rung, sources: tuple[str, ...], count: int) -> list[Proxy]:
+    """The natural mixture of some sources, and sampled ones."""
+    k = len(sources)
+    given = dict(zip(data_sources.names(target.profile.data), target.profile.data.sources, strict=True))
+    natural = None
+    if all(given[name].weight for name in sources):
+        total = sum(given[name].weight for name in sources)
+        natural = {name: given[name].weight / total for name in sources}
+    prefix = f"{mixture.name}-{k}"
+    found = [_proxy(mixture, target, sources, natural, f"{prefix}-natural")]
+    for number, row in enumerate(spread_weights(k, count - 1, least_weight(mixture, k)), 1):
+        weights = dict(zip(sources, row, strict=True))
+        found.append(_proxy(mixture, target, sources, weights, f"{prefix}-{number:02d}"))
+    return found
+
+
+def _proxy(
+    mixture: Mixture, target: Rung, sources: Sequence[str], weights: Mapping[str, float] | None, name: str
+) -> Proxy:
+    """A proxy; its sources have equal weights, which a schedule replaces from the first step on, so all share a data set."""
+    profile, size = target.profile, mixture.proxy
+    kept = []
+    for known, source in zip(data_sources.names(profile.data), profile.data.sources, strict=True):
+        if source.use == "validation" or known in sources:
+            weight = 1.0 if weights and source.use != "validation" else None
+            kept.append(
+                source.model_copy(update={"weight": weight}).model_dump(mode="json", exclude_none=True)
+            )
+    changes = [f"data.sources={json.dumps(kept)}", "evaluate.by_source=true"]
+    if weights:
+        change = {"step": 1, "weights": [weights[known] for known in sources]}
+        changes.append(f"data.schedule={json.dumps([change])}")
+    layers = size.num_hidden_layers or profile.model.num_hidden_layers
+    try:
+        run = small_run(
+            mixture,
+            target,
+            (size.hidden_size, layers),
+            size.tokens_per_parameter,
+            name,
+            mixture.proxy_overrides,
+            changes,
+        )
+    except ProfileError as error:
+        raise error.within("proxy") if error.key == "hidden_size" else error from None
+    return Proxy(run, tuple(sources), weights)

@@ -1,0 +1,82 @@
+"""What ladder and mixture files have in common: a target profile, and small runs of its family within a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, ValidationError
+
+from profiles import yaml_text
+from profiles.errors import ProfileError
+from profiles.schema import NAME
+from profiles.sections.base import Count, Section
+from profiles.validation_errors import profile_error
+
+
+class Experiment(Section):
+    """The target, and what all small runs share."""
+
+    name: str = Field(
+        pattern=f"^{NAME}$", description="name of the experiment; names of its runs begin with it"
+    )
+    description: str = Field("", description="one-line description")
+    target: str = Field(
+        min_length=1, description="profile that the runs are for: a name, or a path relative to this file"
+    )
+    overrides: list[str] = Field([], description="KEY=VALUE, of the target and of every small run")
+    batch_exponent: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="batch size ∝ training tokens to this power, and learning rate ∝ √batch (arXiv 2410.21676, 2205.10287); "
+        "0: the target's batch for every run",
+    )
+    devices: Count | None = Field(
+        None,
+        description="devices that runs may use at the same time; null: as many as the largest uses",
+    )
+    maximum_flops: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="budget of all small runs in training FLOPs; more is rejected"
+    )
+    maximum_price: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="budget of all small runs in the currency of cluster.node_price; more is rejected"
+    )
+
+    @classmethod
+    def load(cls, file: str | Path, shipped: Path | None = None) -> Self:
+        """Read a file, or a shipped one by its name; a target that is a path becomes relative to the working folder.
+
+        Args:
+            shipped: the folder of those that come with Trainshed, as .yml, for profiles end in .yaml.
+
+        Raises:
+            ProfileError: there is no such file, an unknown key, or a value of the wrong type.
+        """
+        kind = cls.__name__.lower()
+        path = Path(file).expanduser()
+        if "/" not in str(file) and path.suffix not in (".yaml", ".yml"):
+            found = sorted(shipped.glob("*.yml")) if shipped else []
+            known = {each.stem: each for each in found}
+            if str(file) not in known:
+                reason = f"there is no such {kind}; a file ends in .yaml"
+                raise ProfileError(kind, str(file), reason, list(known))
+            path = known[str(file)]
+        try:
+            values = yaml_text.parse(path.read_text())
+        except FileNotFoundError:
+            raise ProfileError(kind, str(file), "there is no such file") from None
+        except (ValueError, OSError) as error:
+            raise ProfileError(kind, str(file), str(error)) from error
+        if not isinstance(values, dict):
+            raise ProfileError(kind, str(file), "is not a mapping of keys")
+        values.setdefault("name", f"{path.stem}-{kind}" if path.parent == shipped else path.stem)
+        try:
+            experiment = cls.model_validate(values)
+        except ValidationError as error:
+            raise profile_error(error, values, cls) from None
+        target = experiment.target
+        if "/" in target or target.endswith((".yaml", ".yml")):
+            target = str(path.parent / Path(target).expanduser())
+            target = target if "/" in target else f"./{target}"
+        return experiment.model_copy(update={"target": target})

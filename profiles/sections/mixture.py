@@ -1,0 +1,58 @@
+"""Mixture file: small runs of a target profile under sampled weights of its sources; `Mixture.load` reads and validates one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from profiles.sections.experiment import Experiment
+from profiles.sections.base import Count, Section, Size
+
+
+class ProxySize(Section):
+    """The size and length of all proxies, in the target's family."""
+
+    hidden_size: Size = Field(description="width; heads keep their size, so it is a multiple of it")
+    num_hidden_layers: Count | None = Field(None, description="depth; null: the target's")
+    tokens_per_parameter: float = Field(
+        gt=0, description="length: training tokens over N, the multiply-adds per token"
+    )
+
+
+class ProxyGroup(Section):
+    """Proxies over the same sources: one with the natural mixture, the others with sampled weights."""
+
+    sources: list[str] | None = Field(
+        None,
+        min_length=2,
+        description="names of the training sources; null: all. A group from before a source was added lists those of then",
+    )
+    count: Count | None = Field(
+        None, description="number of proxies; null: 4 for each source that no group before it has"
+    )
+
+
+class Mixture(Experiment):
+    """A mixture file."""
+
+    proxy: ProxySize = Field(description="size and length of each proxy")
+    proxy_overrides: list[str] = Field(
+        [], description="KEY=VALUE of the proxies alone, such as fewer devices; no mathematics"
+    )
+    proxies: list[ProxyGroup] = Field(
+        [ProxyGroup()], min_length=1, description="groups of proxies; the last one is over all sources"
+    )
+    objective: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {},
+        description="weights of the sources' held-out losses in the mean that is minimised; {}: the natural mixture's",
+    )
+    minimum_weight: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="least weight of a source in sampled and proposed mixtures; null: 0.1 / number of sources",
+    )
+    maximum_passes: Annotated[float, Field(gt=0)] | None = Field(
+        4.0, description="times that the target may read a source at most (arXiv 2305.16264); null: no limit"
+    )

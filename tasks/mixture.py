@@ -1,0 +1,211 @@
+"""Proposed mixtures in the store: the weights that proxies' losses by source lead to, and what they are expected to gain.
+
+A proposal is an immutable artifact whose key covers the target's settings, the proxies' weights and losses, the objective and the
+bounds. `profile_of` applies one to its target.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from modeling.scaling import mixture as laws_of
+from modeling.scaling.proxies import DIGITS, least_weight, overrides_of, training_sources
+from modeling.scaling.rungs import Rung
+from profiles import data_sources, resolve
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+from profiles.sections.mixture import Mixture
+from profiles.state_files import retried
+from tasks import keys
+from tasks.steps.dataset import CORPUS, DatasetStep
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
+
+KIND, FILE = "mixture", "mixture.json"
+OF_SOURCE = "validation_loss/"  # in the names of metrics
+SHARE = 0.9  # of the intervals
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A finished proxy: weights of the training sources, summing to 1, and held-out losses by source in nats per token."""
+
+    name: str
+    weights: Mapping[str, float]
+    losses: Mapping[str, float]
+
+
+def source_tokens(store: Store, dataset: str, profile: Profile) -> dict[str, int]:
+    """Training tokens of each training source, in order, from the key of a data set of a profile's sources.
+
+    Raises ProfileError for a source without any.
+    """
+    folder = store.artifacts.path(store.artifacts.expect(DatasetStep.kind, dataset), with_required=False)
+    corpus = json.loads(retried((folder / CORPUS).read_text))
+    counts, first = {}, 0
+    for source in corpus["sources"]:
+        shards = corpus["train"][first : first + source["shards"]]
+        counts[source["name"]] = sum(shard["tokens"] for shard in shards)
+        first += source["shards"]
+    for name in training_sources(profile):
+        if not counts[name]:
+            raise ProfileError("data.sources", name, "has no training tokens, so it has no weight")
+    return {name: counts[name] for name in training_sources(profile)}
+
+
+def shares_of(tokens: Mapping[str, int], sources: Sequence[str]) -> dict[str, float]:
+    """The natural weights of some sources: their shares of the tokens."""
+    total = sum(tokens[name] for name in sources)
+    return {name: tokens[name] / total for name in sources}
+
+
+def register(
+    store: Store,
+    mixture: Mixture,
+    target: Rung,
+    measured: Sequence[Measured],
+    natural: Mapping[str, float],
+    tokens: Mapping[str, int],
+) -> Artifact:
+    """Fit the proxies' losses and write the proposed mixture, unless the store has it.
+
+    Args:
+        natural: weights of the mixture that the proposed one is compared with.
+        tokens: training tokens of each source.
+
+    Raises:
+        ProfileError: the objective names a source without held-out text, or the losses cannot be fitted.
+    """
+    sources = list(natural)
+    held_out = [name for name in data_sources.names(target.profile.data) if name in measured[0].losses]
+    objective = dict(mixture.objective or natural)
+    for name, weight in objective.items():
+        if weight and name not in held_out:
+            reason = f"has no held-out window of train.sequence_length {target.profile.train.sequence_length}"
+            raise ProfileError(f"objective.{name}", weight, reason, held_out)
+    lowest, highest = laws_of.bounds(
+        len(sources),
+        least_weight(mixture, len(sources)),
+        [tokens[name] for name in sources],
+        target.tokens,
+        mixture.maximum_passes,
+    )
+    weights = np.array([[proxy.weights.get(name, 0.0) for name in sources] for proxy in measured])
+    losses = np.array([[proxy.losses[name] for name in held_out] for proxy in measured])
+    settings = keys.forecast_target(target.profile)
+    key = keys.mixture(
+        settings,
+        proxies=[weights.tolist(), losses.tolist()],
+        objective=objective,
+        bounds=[lowest.tolist(), highest.tolist()],
+    )
+    with store.artifacts.lock(KIND, key):
+        if found := store.artifacts.find(KIND, key):
+            return found
+        try:
+            laws = laws_of.fit(weights, losses)
+        except ValueError as error:
+            raise ProfileError("proxies", None, str(error)) from error
+        aim = np.array([objective.get(name, 0.0) for name in held_out])
+        chosen, drawn = laws_of.propose(laws, aim, lowest, highest)
+        best = _rounded(dict(zip(sources, chosen.tolist(), strict=True)))
+        document = {
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "target": {"name": target.name, "settings": settings},
+            "share": SHARE,
+            "objective": objective,
+            "natural": dict(natural),
+            "weights": best,
+            "weight_intervals": dict(zip(sources, _interval(drawn), strict=True)),
+            "highest": dict(zip(sources, highest.tolist(), strict=True)),
+            "passes": {name: weight * target.tokens / tokens[name] for name, weight in best.items()},
+            "overrides": overrides_of(target.profile, best),
+            "losses": _compare(laws, held_out, aim, list(natural.values()), list(best.values())),
+            "left_out_error": _left_out(weights, losses, held_out),
+            "proxies": [asdict(proxy) for proxy in measured],
+            "laws": {
+                "floor": laws.floor.tolist(),
+                "effects": laws.effects.tolist(),
+                "noise": laws.noise.tolist(),
+            },
+        }
+        summary = {name: document[name] for name in ("written", "weights", "natural")}
+        with store.artifacts.publish(KIND, key, {**summary, "settings": settings}) as folder:
+            (folder / FILE).write_text(json.dumps(document, indent=1))
+    return store.artifacts.expect(KIND, key)
+
+
+def read(store: Store, artifact: Artifact) -> dict[str, Any]:
+    """The contents of a proposal."""
+    return json.loads(retried((store.artifacts.path(artifact) / FILE).read_text))
+
+
+def profile_of(mixture: Mixture, target: Rung, weights: Mapping[str, float]) -> str:
+    """The target with other weights of its sources as the YAML of a profile; it has the mixture's name."""
+    overrides = [*target.overrides, *overrides_of(target.profile, weights)]
+    return resolve.dump(resolve.load(mixture.target, overrides, mixture.name))
+
+
+def outcome(proposal: Mapping[str, Any], losses: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The forecasts of a proposal against the losses by source that a run with its weights reached; the mean comes last."""
+    aim = proposal["objective"]
+    mean = sum(weight * losses[name] for name, weight in aim.items() if weight) / sum(aim.values())
+    rows = []
+    for row in proposal["losses"]:
+        reached = mean if row["source"] is None else losses[row["source"]]
+        low, high = row["interval"]
+        rows.append(
+            {**row, "outcome": reached, "error": row["loss"] / reached - 1, "within": low <= reached <= high}
+        )
+    return rows
+
+
+def _compare(
+    laws: laws_of.MixtureLaws,
+    held_out: Sequence[str],
+    aim: np.ndarray,
+    natural: Sequence[float],
+    best: Sequence[float],
+) -> list[dict[str, Any]]:
+    """Losses of both mixtures by source, then their weighted mean, each with the intervals of a run."""
+    pair = np.array(natural), np.array(best)
+    before, after = ([*laws.losses(w), laws.losses(w) @ aim / aim.sum()] for w in pair)
+    runs = (laws.outcomes(w, seed) for seed, w in enumerate(pair))  # (draws, sources) each
+    old, new = (np.column_stack([drawn, drawn @ aim / aim.sum()]) for drawn in runs)
+    return [
+        {
+            "source": name,  # None: the mean
+            "natural": float(before[i]),
+            "loss": float(after[i]),
+            "interval": interval,
+            "change": float(after[i] - before[i]),
+            "change_interval": change,
+        }
+        for i, (name, interval, change) in enumerate(
+            zip([*held_out, None], _interval(new), _interval(new - old), strict=True)
+        )
+    ]
+
+
+def _left_out(weights: np.ndarray, losses: np.ndarray, held_out: Sequence[str]) -> dict[str, float] | None:
+    """Median relative error by source of proxies that the others forecast; None with too few proxies."""
+    errors = laws_of.left_out_errors(weights, losses)
+    if np.isnan(errors).any():
+        return None
+    return dict(zip(held_out, np.median(np.abs(errors), 0).tolist(), strict=True))
+
+
+def _interval(values: np.ndarray) -> list[list[float]]:
+    """Interval of each column."""
+    return np.quantile(values, [(1 - SHARE) / 2, (1 + SHARE) / 2], axis=0).T.tolist()
+
+
+def _rounded(weights: Mapping[str, float]) -> dict[str, float]:
+    """The weights as overrides write them."""
+    return {name: float(f"{weight:.{DIGITS}g}") for name, weight in weights.items()}

@@ -1,0 +1,127 @@
+"""HTML page of a mixture: proposed weights, losses by source from the natural to the proposed mixture, and the proxies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from profiles.sections.mixture import Mixture
+from tasks.reporting import html
+from tasks.reporting.chart import LINE_STYLES, Series, line_chart
+from tasks.store.backends import FolderBackend
+
+POINTS = 25  # of a line
+
+
+def write(path: Path, mixture: Mixture, proposal: Mapping[str, Any]) -> Path:
+    """Write the page of a proposal; returns its path."""
+    FolderBackend(path.parent).write(path.name, render(mixture, proposal).encode())
+    return path
+
+
+def render(mixture: Mixture, proposal: Mapping[str, Any]) -> str:
+    """The page, from a mixture and the contents of its proposal."""
+    mean = proposal["losses"][-1]
+    low, high = mean["change_interval"]
+    figures = {
+        "mean loss, proposed": f"{mean['loss']:.4f}",
+        "mean loss, natural": f"{mean['natural']:.4f}",
+        "change": f"{mean['change']:+.4f}",
+        f"{proposal['share']:.0%} interval of the change": f"{low:+.4f} – {high:+.4f}",
+    }
+    settings = "\n".join(f"--set {override}" for override in proposal["overrides"])
+    return html.page(
+        mixture.name,
+        mixture.description or f"Mixture of the sources of {proposal['target']['name']}",
+        [
+            html.section("", html.key_figures(figures)),
+            html.section("Weights", _weights(proposal), html.code_block(settings)),
+            html.section("Held-out loss by source", _losses(proposal)),
+            html.section("From the natural to the proposed mixture", _chart(proposal)),
+            html.section("Outcome of a proxy with the proposed weights", _outcome(proposal)),
+            html.section("Proxies", _proxies(proposal)),
+            html.section("Registered", html.properties({"written": proposal["written"]})),
+        ],
+    )
+
+
+def named(source: str | None) -> str:
+    """A source in a table of losses; None is the mean."""
+    return "mean" if source is None else source
+
+
+def _weights(proposal: Mapping[str, Any]) -> str:
+    rows = []
+    for name, weight in proposal["weights"].items():
+        low, high = proposal["weight_intervals"][name]
+        interval = f"{low:.1%} – {high:.1%}"
+        rows.append(
+            (
+                name,
+                f"{proposal['natural'][name]:.1%}",
+                f"{weight:.1%}",
+                interval,
+                f"{proposal['passes'][name]:.2g}",
+            )
+        )
+    return html.table(("source", "natural", "proposed", "best of each draw", "times read"), rows)
+
+
+def _losses(proposal: Mapping[str, Any]) -> str:
+    errors, rows = proposal["left_out_error"] or {}, []
+    for row in proposal["losses"]:
+        (low, high), (least, most) = row["interval"], row["change_interval"]
+        error = errors.get(row["source"])
+        rows.append(
+            (
+                named(row["source"]),
+                f"{row['natural']:.4f}",
+                f"{row['loss']:.4f}",
+                f"{low:.4f} – {high:.4f}",
+                f"{row['change']:+.4f}",
+                f"{least:+.4f} – {most:+.4f}",
+                "" if error is None else f"{error:.2%}",
+            )
+        )
+    columns = ("source", "natural", "proposed", "interval", "change", "interval", "error of proxies left out")
+    return html.table(columns, rows)
+
+
+def _chart(proposal: Mapping[str, Any]) -> str:
+    """Fitted losses along the straight way between both mixtures, and what proxies with them measured."""
+    floor, effects = (np.array(proposal["laws"][name]) for name in ("floor", "effects"))
+    natural, best = (np.array(list(proposal[name].values())) for name in ("natural", "weights"))
+    names = [row["source"] for row in proposal["losses"]]
+    aim = np.array([proposal["objective"].get(name, 0.0) for name in names[:-1]])
+    way = np.linspace(0, 1, POINTS)
+    losses = np.array([floor + np.exp(effects @ (natural + share * (best - natural))) for share in way])
+    losses = np.column_stack([losses, losses @ aim / aim.sum()])
+    lines = []
+    for number, (name, column) in enumerate(zip(names, losses.T, strict=True)):
+        style = "smooth" if name is None else f"line-{number % LINE_STYLES + 1}"
+        lines.append(Series(named(name), style, list(zip(way.tolist(), column.tolist(), strict=True))))
+    measured = [(1.0, row["outcome"]) for row in proposal.get("outcome", ())]
+    if measured:
+        lines.append(Series("measured with the proposed weights", "validation", measured, dots=True))
+    return line_chart(lines, x_label="0: natural, 1: proposed", y_label="held-out loss")
+
+
+def _outcome(proposal: Mapping[str, Any]) -> str:
+    rows = []
+    for row in proposal.get("outcome", ()):
+        inside = "inside" if row["within"] else "outside"
+        values = (f"{row['loss']:.4f}", f"{row['outcome']:.4f}", f"{row['error']:+.2%}", inside)
+        rows.append((named(row["source"]), *values))
+    return html.table(("source", "forecast", "outcome", "error of the forecast", "outcome is"), rows)
+
+
+def _proxies(proposal: Mapping[str, Any]) -> str:
+    sources, held_out = list(proposal["weights"]), [row["source"] for row in proposal["losses"][:-1]]
+    rows = []
+    for proxy in proposal["proxies"]:
+        weights = [f"{proxy['weights'].get(name, 0):.1%}" for name in sources]
+        rows.append((proxy["name"], *weights, *(f"{proxy['losses'][name]:.4f}" for name in held_out)))
+    return html.table(("run", *sources, *(f"loss of {name}" for name in held_out)), rows)
