@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from profiles.sections.experiment import Experiment
 from profiles.sections.base import Count, Section, Size
+from profiles.sections.experiment import Experiment
 
 
 class ProxySize(Section):
