@@ -128,7 +128,7 @@ def parser() -> argparse.ArgumentParser:
     ladder.add_argument("--target", action="store_true", help=about)
     _json(ladder)
 
-    about = "find the weights of a run's data sources, by small runs under sampled weights"
+    about = "find the weights of a run's data sources by small runs"
     example = "trainshed mixture plan mixture.yaml"
     mixture = _command(commands, "mixture", "plan|run FILE", about, example)
     about = (
