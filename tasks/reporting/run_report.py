@@ -56,7 +56,7 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
             html.section(
                 "Evaluation on the whole validation split", _evaluation(facts["evaluation"], facts["before"])
             ),
-            html.section("Forecast and outcome", _forecast(facts.get("forecast"))),
+            html.section("Forecast and outcome", forecast_against_outcome(facts.get("forecast"))),
             html.section("Samples", *_samples(facts)),
             html.section("Exported model", _export(facts["export"]) if facts["export"] else ""),
             html.section("Data", _data(profile, summaries)),
@@ -160,7 +160,7 @@ def _experts(experts: Mapping[str, Any] | None) -> list[str]:
     return [html.properties(shown), picture]
 
 
-def _forecast(forecast: Mapping[str, Any] | None) -> str:
+def forecast_against_outcome(forecast: Mapping[str, Any] | None) -> str:
     """The forecast of a ladder, made before the run started, and the loss that the run reached."""
     if forecast is None:
         return ""

@@ -86,6 +86,28 @@ def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_pat
     assert exported(rung / "export", dataset, 32)[0] == pytest.approx(measured, rel=1e-5)
 
 
+def test_an_outcome_has_the_metrics_that_were_forecast():
+    from tasks import ladder as forecasts
+    from tasks.reporting import run_report
+
+    forecast = {
+        "key": "k",
+        "written": "now",
+        "loss": 3.0,
+        "interval": [2.9, 3.1],
+        "share": 0.9,
+        "extrapolation": 8.0,
+    }
+    accuracy = {"value": 0.5, "interval": [0.4, 0.6], "backtest_error": 0.01}
+    found = forecasts.outcome(
+        {**forecast, "metrics": {"accuracy": accuracy}}, 3.05, {"accuracy": 0.7, "other": 1.0}
+    )
+    assert found["within"]
+    assert found["metrics"] == {"accuracy": {**accuracy, "outcome": 0.7, "within": False}}
+    assert ">accuracy<" in run_report.forecast_against_outcome(found)
+    assert forecasts.outcome(forecast, 3.05)["metrics"] == {}  # of an earlier version
+
+
 def test_a_forecast_that_is_made_after_the_run_started_is_none(tmp_path):
     from tasks import ladder as forecasts
     from tasks.store.store import Store
