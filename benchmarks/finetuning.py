@@ -1,7 +1,8 @@
 """Measure a training step of SFT (packed) and DPO against TRL's trainers: same model, records, batch and precision.
 
 Both sides run eager in one process with one thread, float32, on records of random words; only answers count. The sides alternate;
-the first steps of a run warm up. Reported: wall and CPU time of a step, as medians over all steps, and TRL's over ours.
+the first steps of a run warm up. Reported: wall and CPU time of a step, as medians over all steps, and TRL's over ours. Of packed
+pairs, a step of ours has a varying number; its times count for as many pairs as TRL's step has.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,7 +72,26 @@ def write_inputs(folder: Path, records: int) -> Any:
     return config
 
 
-def profile(folder: Path, config: Any, kind: str, batch: int, sequence: int) -> Profile:
+class Work(NamedTuple):
+    """What is measured: samples of a step, and tokens of a row, of ours and of TRL's."""
+
+    kind: str
+    packing: bool
+    batch: int
+    sequence: int
+    their_batch: int
+    their_sequence: int
+
+
+# Records have 61 to 281 tokens, so that neither side cuts any.
+WORK = {
+    "SFT, packed": Work("sft", True, 4, 512, 4, 512),
+    "DPO, padded": Work("dpo", False, 8, 288, 8, 288),
+    "DPO, packed": Work("dpo", True, 1, 1152, 8, 288),
+}
+
+
+def profile(folder: Path, config: Any, work: Work) -> Profile:
     """Our profile of the same work."""
     source = {"kind": "files", "path": str(folder / "records.jsonl")}
     return Profile.model_validate(
@@ -80,9 +100,10 @@ def profile(folder: Path, config: Any, kind: str, batch: int, sequence: int) -> 
             "model": from_config_json(config.to_dict()),
             "tokenizer": {"source": str(folder / "tokenizer")},
             "data": {"sources": [{**source, "use": "train"}, {**source, "use": "validation"}]},
-            "objective": {"kind": kind},
+            "objective": {"kind": work.kind, "packing": work.packing},
             "train": {
-                "steps": 1000, "global_batch_size": batch, "micro_batch_size": batch, "sequence_length": sequence,
+                "steps": 1000, "global_batch_size": work.batch, "micro_batch_size": work.batch,
+                "sequence_length": work.sequence,
                 "learning_rate": RATE, "precision": "float32",
             },
             "compile": {"enabled": False},
@@ -91,16 +112,17 @@ def profile(folder: Path, config: Any, kind: str, batch: int, sequence: int) -> 
     )  # fmt: skip
 
 
-def ours(folder: Path, wanted: Profile) -> Callable[[int], list[Times]]:
-    """A function that trains so many steps and returns their times."""
+def ours(folder: Path, wanted: Profile, pairs: int) -> Callable[[int], list[Times]]:
+    """A function that trains so many steps and returns their times, of DPO for so many pairs."""
     context = Context(wanted, Store(str(folder / "store")))
     dataset = DatasetStep(TokenizerStep().run(context)).run(context)
-    samples = open_samples(wanted, context.store.artifacts.path(dataset), "train")
+    opened = wanted, context.store.artifacts.path(dataset), "train"
+    samples = open_samples(*opened)
     trainer = Trainer(wanted)
     optimizer = make_optimizer(trainer)
     count = wanted.train.global_batch_size
     if wanted.objective.kind == "dpo":
-        samples.reference = log_probabilities(trainer, samples)
+        samples.reference = log_probabilities(trainer, open_samples(*opened, ordered=True))
 
     def run(steps: int) -> list[Times]:
         times = []
@@ -109,18 +131,19 @@ def ours(folder: Path, wanted: Profile) -> Callable[[int], list[Times]]:
             optimizer.begin_step(1)
             first = step * count
             batch = read_batch(trainer, samples, first, count)
-            scale = 1 / samples.counted(first, count)
-            trainer.forward_backward(
-                batch.tokens, scale, documents=batch.documents, reference=batch.reference
-            )
+            counted = samples.counted(first, count)
+            given = {"answers": batch.answers, "reference": batch.reference}
+            trainer.forward_backward(batch.tokens, 1 / counted, documents=batch.documents, **given)
             optimizer.step(RATE)
-            times.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+            part = pairs / counted if wanted.objective.kind == "dpo" else 1.0
+            taken = time.perf_counter() - start[0], time.process_time() - start[1]
+            times.append((taken[0] * part, taken[1] * part))
         return times[WARM_UP:]
 
     return run
 
 
-def theirs(folder: Path, kind: str, batch: int, sequence: int) -> Callable[[int], list[Times]]:
+def theirs(folder: Path, work: Work) -> Callable[[int], list[Times]]:
     """The same by TRL."""
     from datasets import Dataset
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
@@ -136,20 +159,21 @@ def theirs(folder: Path, kind: str, batch: int, sequence: int) -> Callable[[int]
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.times.append((time.perf_counter() - self.start[0], time.process_time() - self.start[1]))
 
-    names = ("prompt", "completion") if kind == "sft" else ("prompt", "chosen", "rejected")
+    names = ("prompt", "completion") if work.kind == "sft" else ("prompt", "chosen", "rejected")
     rows = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
     records = Dataset.from_list([{name: row[name] for name in names} for row in rows])
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 
     def run(steps: int) -> list[Times]:
         common = {
-            "output_dir": str(folder / "trl"), "per_device_train_batch_size": batch, "max_length": sequence, "use_cpu": True,
-            "bf16": False, "report_to": "none", "gradient_checkpointing": False, "max_steps": steps, "save_strategy": "no",
+            "output_dir": str(folder / "trl"), "per_device_train_batch_size": work.their_batch,
+            "max_length": work.their_sequence, "use_cpu": True, "bf16": False, "report_to": "none",
+            "gradient_checkpointing": False, "max_steps": steps, "save_strategy": "no",
             "disable_tqdm": True, "logging_steps": 10**6, "learning_rate": RATE,
         }  # fmt: skip
         model, clock = LlamaForCausalLM.from_pretrained(folder / "model"), Clock()
         given = {"train_dataset": records, "processing_class": tokenizer, "callbacks": [clock]}
-        if kind == "sft":
+        if work.kind == "sft":
             trainer = SFTTrainer(model, SFTConfig(packing=True, **common), **given)
         else:
             trainer = DPOTrainer(model, args=DPOConfig(precompute_ref_log_probs=True, **common), **given)
@@ -162,16 +186,19 @@ def theirs(folder: Path, kind: str, batch: int, sequence: int) -> Callable[[int]
 def main() -> None:
     parser = make_parser(__doc__, rounds=3)
     parser.add_argument("--steps", type=int, default=6, help="of a run, after the warm-up (default: 6)")
+    parser.add_argument("--only", default="", help="part of a title, of the work to measure (default: all)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = write_inputs(folder, records=96)
-        for kind, batch, sequence in (("sft", 4, 512), ("dpo", 8, 288)):
+        for title, work in WORK.items():
+            if options.only not in title:
+                continue
             sides = {
-                "ours": ours(folder, profile(folder, config, kind, batch, sequence)),
-                "TRL": theirs(folder, kind, batch, sequence),
+                "ours": ours(folder, profile(folder, config, work), work.their_batch),
+                "TRL": theirs(folder, work),
             }
             times: dict[str, list[Times]] = {side: [] for side in sides}
             for _ in range(options.rounds):
@@ -179,7 +206,7 @@ def main() -> None:
                     times[side] += run(WARM_UP + options.steps)
             for index, clock in enumerate(("wall", "CPU")):
                 one, other = (statistics.median(pair[index] for pair in times[side]) for side in sides)
-                line = f"{kind}  {clock:<4}  ours {one * 1e3:7.1f} ms a step, TRL {other * 1e3:7.1f} ms: {other / one:.2f} times"
+                line = f"{title}  {clock:<4}  ours {one * 1e3:7.1f} ms a step, TRL {other * 1e3:7.1f} ms: {other / one:.2f} times"
                 lines.append(line)
     print("\n".join(lines))
 

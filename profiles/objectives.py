@@ -11,7 +11,7 @@ from profiles.schema import Objective, Profile
 # Keys of `objective` that only some kinds take, with those kinds.
 KINDS = {
     "template": ("sft", "dpo", "orpo"),
-    "packing": ("sft",),
+    "packing": ("sft", "dpo", "orpo"),
     "too_long": ("sft", "dpo", "orpo"),
     "maximum_prompt_length": ("dpo", "orpo"),
     "truncation": ("dpo", "orpo"),

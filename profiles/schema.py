@@ -162,9 +162,10 @@ class Objective(Section):
         min_length=1,
         description="sft, dpo, orpo: chat template of messages: chatml, llama3 or a Jinja file; null: the tokenizer's",
     )
-    packing: bool = Field(
-        True,
-        description="sft: pack records into samples of train.sequence_length, with document masks; false: pad each record",
+    packing: bool | None = Field(
+        None,
+        description="sft, dpo, orpo: pack records into samples, with document masks; false: one record a sample, padded; "
+        "null: true for sft, false for pairs. A sample is one row of train.sequence_length, of pairs two",
     )
     too_long: Literal["truncate", "drop"] = Field(
         "truncate", description="sft, dpo, orpo: what to do with records longer than train.sequence_length"
@@ -473,6 +474,11 @@ class Profile(Section):
         return 2 if self.objective.kind in ("dpo", "orpo") else 1
 
     @property
+    def answers_per_row(self) -> int:
+        """How many answers a row of preference pairs may have; a sequence has at least two tokens."""
+        return max(1, self.train.sequence_length // 2) if self.packs and self.rows_per_sample > 1 else 1
+
+    @property
     def micro_batch_rows(self) -> int:
         """Sequences in a forward pass on a rank."""
         return self.train.micro_batch_size * self.rows_per_sample
@@ -480,7 +486,13 @@ class Profile(Section):
     @property
     def document_masks(self) -> bool:
         """Whether attention is masked across documents, or across the records of a packed sample."""
-        return self.train.document_masks or (self.objective.kind == "sft" and self.objective.packing)
+        return self.train.document_masks or self.packs
+
+    @property
+    def packs(self) -> bool:
+        """Whether a sample may have several records."""
+        kind, packing = self.objective.kind, self.objective.packing
+        return kind != "pretrain" and (kind == "sft" if packing is None else packing)
 
     @property
     def kv_replication(self) -> int:

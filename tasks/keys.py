@@ -176,7 +176,8 @@ def run_identity(
         train["loss"] = _function(profile.train.loss)
     inputs = {"tokenizer": tokenizer, "dataset": dataset, "weights": weights, "parent": parent}
     if profile.objective.kind != "pretrain":
-        inputs["objective"] = profile.objective.model_dump(mode="json", exclude={"precompute_reference"})
+        objective = profile.objective.model_dump(mode="json", exclude={"precompute_reference"})
+        inputs["objective"] = {**objective, "packing": profile.packs}
     if profile.lora.rank:
         inputs["lora"] = profile.lora.model_dump(mode="json")
     if profile.data.schedule:

@@ -26,7 +26,9 @@ class Batch(NamedTuple):
     tokens: Tensor | None = None  # (b, s + 1) int64
     # (b, s) int64, the position in its sample where each token's document starts; None without document masks
     documents: Tensor | None = None
-    # (b) float32, log-probability of each row's answer under a reference model; None without one
+    # (b, s) int64, the number in its row of the sequence of a token and the next, else -1; None unless pairs are packed
+    answers: Tensor | None = None
+    # (b, answers) float32, log-probability of each row's answers under a reference model; None without one
     reference: Tensor | None = None
 
 
@@ -35,6 +37,8 @@ def read_batch(trainer: Trainer, samples: Samples | RecordSamples, first: int, c
     arrays = {"tokens": samples.batch(first, count)}
     if trainer.profile.document_masks:
         arrays["documents"] = samples.document_starts(first, count)
+    if isinstance(samples, RecordSamples) and samples.answers > 1:
+        arrays["answers"] = samples.answer_numbers(first, count)
     if isinstance(samples, RecordSamples) and samples.reference is not None:
         arrays["reference"] = samples.references(first, count)
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}

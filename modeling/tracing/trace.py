@@ -196,15 +196,18 @@ def _rehearse_step(
 ) -> None:
     """Run what a step computes between the model, the loss and the optimizer; `hidden` are the model's outputs."""
     settings, device = profile.train, trace_device(profile)
-    count, s = settings.micro_batch_size * profile.accumulation_steps, settings.sequence_length
+    count, s = profile.micro_batch_rows * profile.accumulation_steps, settings.sequence_length
     samples = torch.zeros(count, s + 1, dtype=torch.int64, device=device)
-    documents = torch.zeros_like(samples[:, 1:]) if settings.document_masks else None
+    documents = torch.zeros_like(samples[:, 1:]) if profile.document_masks else None
+    answers = torch.zeros_like(documents) if profile.answers_per_row > 1 else None
     positions = zigzag_positions(s, mesh.context.size, mesh.context.rank).to(device)
     model_experts = profile.model.num_experts
     experts = profile.model.num_hidden_layers * (model_experts + EXTRA) if model_experts else 0
     counts = 2 + 3 * len(PROGRAMS) + mesh.size, experts
     spikes = settings.spike_factor is not None
-    StepFunctions(compile).rehearse(samples, positions, documents, counts, mesh.tensor.size, spikes)
+    StepFunctions(compile).rehearse(
+        samples, positions, (documents, answers), counts, mesh.tensor.size, spikes
+    )
     if model.last and settings.loss is None:
         factor = torch.zeros((), device=device)
         for gradient in (hidden, model.output_embedding().weight):

@@ -76,7 +76,7 @@ def evaluate_samples(
         # Beyond the end, samples start over.
         batch = read_batch(trainer, samples, first, size) if trainer.reads_samples else Batch()
         rows = (samples.windows - first) * trainer.profile.rows_per_sample
-        pairs = {"reference": batch.reference, "pairs_per_token": pairs_per_token}
+        pairs = {"answers": batch.answers, "reference": batch.reference, "pairs_per_token": pairs_per_token}
         local_sums.append(trainer.evaluate(batch.tokens, rows, batch.documents, **pairs))
     # A pass counts exactly in float32, all of them together in float64.
     local_sum = torch.stack(local_sums).cpu().double().sum(0)

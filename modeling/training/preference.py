@@ -30,30 +30,44 @@ METRICS = PAIR_METRICS
 
 
 class Answers(NamedTuple):
-    """What the loss of m pairs is a function of; chosen and rejected rows alternate."""
+    """What the loss of m samples of pairs is a function of; rows of chosen and of rejected answers alternate."""
 
     log_probabilities: Tensor  # (2m, s/c) of the tokens that follow, float32; 0 where there is none
     answer: Tensor  # (2m, s/c) whether the token is of an answer
-    reference: Tensor  # (2m) log ρ of the answers; zeros without a reference
+    reference: Tensor  # (2m, a) log ρ of each row's answers; zeros without a reference
+    numbers: Tensor | None = (
+        None  # (2m, s/c) the number in its row of a token's answer, negative for none; None: a is 1
+    )
 
 
-def row_sums(values: Tensor, context: Axis) -> Tensor:
-    """Sums (rows) over the sequence of values (rows, s/c), whose gradient is each rank's own."""
-    local = values.sum(1)
-    return local + (collectives.all_reduce(local.detach(), context) - local.detach())
+def answer_sums(values: Tensor, numbers: Tensor | None, width: int) -> Tensor:
+    """Sums (rows, a) of values (rows, s/c) over this rank's tokens of each answer; `width` is a."""
+    if numbers is None:
+        return values.sum(1, keepdim=True)
+    rows = torch.arange(len(values), device=values.device)[:, None] * width
+    places, values = (rows + numbers.clamp(min=0)).flatten(), values.where(numbers >= 0, 0).flatten()
+    # One dimension, in which the sum is deterministic on a GPU if it has to be.
+    return values.new_zeros(len(rows) * width).index_add(0, places, values).view(-1, width)
 
 
 def pair_losses(objective: Objective, answers: Answers, context: Axis, nll_weight: float = 0.0) -> Tensor:
-    """Loss of the pairs and the METRICS: sums (1 + metrics) over the pairs that have answers.
+    """Number of pairs, their loss and the METRICS: sums (2 + metrics) over the pairs that have answers.
 
     Args:
         nll_weight: orpo: weight of a token in the sum of NLLs, in pairs per token.
     """
+
+    def sums(values: Tensor) -> Tensor:
+        """Sums (2m, a) over the sequence, whose gradient is each rank's own."""
+        local = answer_sums(values, answers.numbers, answers.reference.shape[1])
+        return local + (collectives.all_reduce(local.detach(), context) - local.detach())
+
     logs, mask = answers.log_probabilities, answers.answer
-    total = row_sums(logs.where(mask, 0), context)  # (2m)
-    lengths = collectives.all_reduce(mask.sum(1).float(), context).clamp(min=1)
+    total = sums(logs.where(mask, 0))  # (2m, a)
+    lengths = sums(mask.float())
     ratios = total - answers.reference
-    present = collectives.all_reduce(mask.sum(1).float(), context)[::2] > 0  # (m)
+    present = lengths[::2] > 0  # (m, a)
+    lengths = lengths.clamp(min=1)
     delta = ratios[::2] - ratios[1::2]
     beta = objective.beta
     reward = beta * delta
@@ -62,7 +76,7 @@ def pair_losses(objective: Objective, answers: Answers, context: Axis, nll_weigh
         mean = total / lengths
         odds = mean - torch.log1p(-mean.exp().clamp(max=1 - 1e-7))
         losses = -beta * F.logsigmoid(odds[::2] - odds[1::2])
-        nll = -row_sums(logs, context)[::2].where(present, 0).sum() * nll_weight
+        nll = -sums(logs)[::2].where(present, 0).sum() * nll_weight
         reward = beta * (mean[::2] - mean[1::2])
     elif objective.loss == "sigmoid":
         smoothing = objective.label_smoothing
@@ -73,6 +87,6 @@ def pair_losses(objective: Objective, answers: Answers, context: Axis, nll_weigh
         means = ratios / lengths
         losses = (means[::2] - means[1::2] - 1 / (2 * beta)).square()
     kl = (ratios[::2] + ratios[1::2]) / 2
-    columns = torch.stack((losses, (reward > 0).float(), reward, kl), 1)  # (m, 1 + metrics)
-    sums = columns.where(present[:, None], 0).sum(0)
-    return torch.cat((sums[:1] + nll, sums[1:].detach()))
+    columns = torch.stack((losses, (reward > 0).float(), reward, kl))  # (1 + metrics, m, a)
+    loss, *metrics = columns.where(present, 0).sum((1, 2))
+    return torch.stack((present.sum().to(loss.dtype), loss + nll, *(metric.detach() for metric in metrics)))

@@ -1,7 +1,7 @@
 """Log-probabilities of a reference model: `python -m modeling.training.reference --run-folder RUN --weights W --output FILE ...`.
 
 The weights that the run starts from rate the answers of all preference pairs, of both splits, once. Writes `reference.npz`: for
-each split, log π(y) of each row's answer y, float32, in corpus order. One process per device, in the run's topology.
+each split, log π(y) of each sequence's answer y, float32, in order of rows. One process per device, in the run's topology.
 """
 
 from __future__ import annotations
@@ -31,23 +31,30 @@ log = logging.getLogger("trainshed")
 
 
 def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
-    """Log-probability (rows) of each row's answer, float32; every rank calls it, and gets all."""
+    """Log-probability of each sequence's answer, in order of rows, float32; every rank calls it, and gets all.
+
+    Args:
+        samples: in corpus order.
+    """
     data, size = trainer.mesh.data, trainer.profile.train.global_batch_size // trainer.mesh.data.size
-    rows_per_sample = samples.rows_per_sample
-    count, rows = size * data.size, size * rows_per_sample
-    found = []
+    count, rows = size * data.size, size * samples.rows_per_sample
+    found: list[np.ndarray] = []
     passes = math.ceil(samples.windows / count)
     for index in range(passes):
         first = index * count + data.rank * size
         # Beyond the end, samples start over.
         batch = read_batch(trainer, samples, first, size) if trainer.reads_samples else Batch()
-        local = trainer.answer_log_probabilities(batch.tokens).float().cpu()
-        everyone = torch.zeros(rows * data.size)
+        sizes = samples.sizes(index * count, count)
+        local = trainer.answer_log_probabilities(batch)[:, : sizes.max()].float().cpu()  # (rows, answers)
+        everyone = torch.zeros(rows * data.size, local.shape[1])
         everyone[data.rank * rows : (data.rank + 1) * rows] = local
-        found += trainer.sum_on_host(everyone)
+        shared = np.array(trainer.sum_on_host(everyone))
+        found.append(shared[np.arange(shared.shape[1]) < sizes[:, None]])
         if trainer.leader and (index + 1) * 10 // passes > index * 10 // passes:
-            log.info(f"reference: {min((index + 1) * count, samples.windows):,} of {samples.windows:,} pairs")
-    return np.array(found[: samples.windows * rows_per_sample], np.float32)
+            log.info(
+                f"reference: {min((index + 1) * count, samples.windows):,} of {samples.windows:,} samples"
+            )
+    return np.concatenate(found)[: samples.sizes(0, samples.windows).sum()].astype(np.float32)
 
 
 def main(arguments: list[str] | None = None) -> int:

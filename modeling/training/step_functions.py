@@ -31,7 +31,7 @@ class StepFunctions:
         self,
         samples: Tensor,
         positions: Tensor,
-        documents: Tensor | None,
+        aligned: tuple[Tensor | None, Tensor | None],
         counts: Sequence[int],
         degree: int,
         spikes: bool,
@@ -39,12 +39,13 @@ class StepFunctions:
         """Call each function as a step does, so that all of it is compiled.
 
         Args:
-            samples, positions, documents: see `shard`.
+            samples, positions: see `shard`.
+            aligned: its documents and answers.
             counts: how many numbers of each kind a rank adds to the statistics.
             degree: see `pack`.
             spikes: whether the guard looks for spikes.
         """
-        self.shard(samples, positions, documents)
+        self.shard(samples, positions, *aligned)
         number = torch.zeros((), device=samples.device)
         self.multiply(self.add(number, number), number)
         statistics = self.pack(number, degree, *(number.new_zeros(count) for count in counts))
@@ -57,11 +58,11 @@ class StepFunctions:
 
 
 def shard(
-    samples: Tensor, positions: Tensor, documents: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A context rank's tokens and targets (m·b, s/c) of samples (m·b, s + 1), and of `documents` (m·b, s)."""
-    masks = None if documents is None else documents[:, positions]
-    return samples[:, positions], samples[:, positions + 1], masks
+    samples: Tensor, positions: Tensor, documents: Tensor | None, answers: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """A context rank's tokens and targets (m·b, s/c) of samples (m·b, s + 1), and of `documents` and `answers` (m·b, s)."""
+    documents, answers = (None if each is None else each[:, positions] for each in (documents, answers))
+    return samples[:, positions], samples[:, positions + 1], documents, answers
 
 
 def add(total: Tensor, loss: Tensor) -> Tensor:

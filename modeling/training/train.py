@@ -186,6 +186,7 @@ class TrainingRun:
             token_weight,
             first_sample,
             batch.documents,
+            answers=batch.answers,
             reference=batch.reference,
             pairs_per_token=self.data.pairs_per_token(self.step),
         )

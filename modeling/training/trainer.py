@@ -39,8 +39,12 @@ from parallel.random import sample_keys
 from profiles.schema import Profile
 
 if TYPE_CHECKING:
+    from modeling.data.prefetch import Batch
     from parallel.optimizer.arithmetic import Compile
     from parallel.pipeline.pipeline import Pipeline
+
+# A context rank's tokens and targets (m·b, s/c), and further inputs of the stages.
+Local = tuple[Tensor | None, Tensor | None, dict[str, Tensor]]
 
 
 class Trainer:
@@ -152,30 +156,36 @@ class Trainer:
         return torch.stack([loss.float(), *metrics])
 
     def _preference_loss(self, stage: LanguageModel, x: Tensor, targets: Tensor, scale: float) -> Tensor:
-        """Loss of the pairs of a microbatch; in evaluation followed by the sums of the metrics.
+        """Loss of the pairs of a microbatch; in evaluation their number, loss and the sums of the metrics.
 
         Args:
-            targets: (2b, s/c + 1) from `_shard`: the tokens that follow, then the row's number in the step.
+            targets: (2b, s/c + 1) or (2b, 2·s/c + 1) from `_shard`: the tokens that follow, if pairs are packed the numbers of
+                their answers, and the row's number in the step.
         """
         objective, context = self.profile.objective, self.mesh.context
-        following, rows = targets[:, :-1], targets[:, -1]
+        (following, *numbers), rows = targets[:, :-1].split(len(self.positions), 1), targets[:, -1]
+        numbers = numbers[0] if numbers else None
+        width = 1 if numbers is None else self.profile.answers_per_row
         answer = following >= 0
-        counted = following != PADDING if objective.kind == "orpo" else answer
+        counted = answer
+        if objective.kind == "orpo":
+            counted = following != PADDING if numbers is None else numbers >= 0
         wanted = following.where(answer, ~following).where(counted, IGNORE_INDEX)
         logs = -stage.token_losses(x.detach(), wanted)  # (2b, s/c)
         if self._answers is not None:
-            self._answers.append(logs.sum(1))
+            self._answers.append(preference.answer_sums(logs, numbers, width))
             return logs.new_zeros(())
-        reference = logs.new_zeros(len(rows)) if self._reference is None else self._reference[rows]
+        reference = logs.new_zeros(len(rows), width) if self._reference is None else self._reference[rows]
         training = not self._evaluating
         with torch.set_grad_enabled(training):
-            answers = preference.Answers(logs.requires_grad_(training), answer, reference)
+            answers = preference.Answers(logs.requires_grad_(training), answer, reference, numbers)
             sums = preference.pair_losses(objective, answers, context, self._pairs_per_token)
         if self._evaluating:
             return sums / context.size  # every context rank has all of it
-        (gradient,) = torch.autograd.grad(sums[0], logs)
+        loss = sums[1]
+        (gradient,) = torch.autograd.grad(loss, logs)
         weighted = stage.loss(x, wanted, -gradient)
-        return _scaled(weighted + (sums[0] / context.size - weighted).detach(), scale)
+        return _scaled(weighted + (loss / context.size - weighted).detach(), scale)
 
     @property
     def metrics(self) -> list[str]:
@@ -205,26 +215,29 @@ class Trainer:
         return self.first or self.last or self.profile.document_masks
 
     def _shard(
-        self, samples: Tensor | None, documents: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
+        self, samples: Tensor | None, documents: Tensor | None, answers: Tensor | None = None
+    ) -> Local:
         """This context rank's tokens and targets, (m·b, s/c) each, of samples (m·b, s + 1); and its `documents`, if any.
 
         A negative token, the complement of an id or padding, is an input and no target (modeling/data/records.py). Of preference
-        pairs, the targets stay as they are, and are followed by the row's number.
+        pairs, the targets stay as they are, and are followed by the local `answers`, if any, and the row's number.
         """
         if samples is None:
             return None, None, {}
         samples = samples.to(self.torch_device, non_blocking=True)
-        if documents is not None:
-            documents = documents.to(self.torch_device, non_blocking=True)
-        tokens, targets, documents = self.functions.shard(samples, self.positions, documents)
+        documents, answers = (
+            None if each is None else each.to(self.torch_device, non_blocking=True)
+            for each in (documents, answers)
+        )
+        given = samples, self.positions, documents, answers
+        tokens, targets, documents, answers = self.functions.shard(*given)
         masks = {} if documents is None else {"documents": documents}
         if self.profile.objective.kind == "pretrain":
             return tokens, targets, masks
         ids = tokens.where(tokens >= 0, ~tokens).where(tokens != PADDING, 0)
         if self.profile.rows_per_sample > 1:
-            rows = torch.arange(len(samples), device=samples.device)
-            return ids, torch.cat((targets, rows[:, None]), 1), masks
+            rows = torch.arange(len(samples), device=samples.device)[:, None]
+            return ids, torch.cat((targets, *(() if answers is None else (answers,)), rows), 1), masks
         return ids, targets.where(targets >= 0, IGNORE_INDEX), masks
 
     def forward_backward(
@@ -234,6 +247,7 @@ class Trainer:
         first: int = 0,
         documents: Tensor | None = None,
         *,
+        answers: Tensor | None = None,
         reference: Tensor | None = None,
         pairs_per_token: float = 0.0,
     ) -> Tensor:
@@ -244,16 +258,18 @@ class Trainer:
                 step's samples.
             first: number of the first sample in the run, which seeds dropout.
             documents: (m·b, s) position at which each token's document begins; None: attention crosses documents.
-            reference: (m·b), log-probability of each row's answer under the reference model, for dpo; None: rated now, if the
-                objective says so, else 0.
+            answers: (m·b, s) number in its row of the sequence that a token and the next belong to, else -1; None: pairs are not
+                packed.
+            reference: (m·b) or (m·b, answers), log-probability of each row's answers under the reference model, for dpo; None:
+                rated now, if the objective says so, else 0.
             pairs_per_token: for orpo, of the global batch (`RecordSamples.pairs_per_token`).
 
         Returns:
             scale · summed loss of this rank's tokens, 0-dim float32 on the device; 0 without the last stage.
         """
         settings = self.profile.train
-        tokens, targets, masks = self._shard(samples, documents)
-        self._prepare_pairs(samples, reference, pairs_per_token)
+        tokens, targets, masks = self._shard(samples, documents, answers)
+        self._prepare_pairs((tokens, targets, masks), reference, pairs_per_token)
         if self.experts and settings.balance == "global":
             self._count_choices(tokens, targets, masks)
         extra = masks
@@ -301,17 +317,16 @@ class Trainer:
         for number, layer in self.experts.items():
             layer.load.copy_(counts[number] / counts[number].sum())
 
-    def _prepare_pairs(
-        self, samples: Tensor | None, reference: Tensor | None, pairs_per_token: float
-    ) -> None:
+    def _prepare_pairs(self, local: Local, reference: Tensor | None, pairs_per_token: float) -> None:
         objective = self.profile.objective
-        if objective.kind == "dpo" and not objective.precompute_reference:
+        rates = objective.kind == "dpo" and not objective.precompute_reference
+        if rates and self.collected is None:
             with contextlib.ExitStack() as stack:
                 for stage in self.stages.values():
                     stack.enter_context(without_updates(stage))
-                reference = all_reduce(self.answer_log_probabilities(samples), self.mesh.context)
+                reference = all_reduce(self._answer_log_probabilities(*local), self.mesh.context)
         if reference is not None:
-            reference = reference.to(self.torch_device, non_blocking=True)
+            reference = reference.to(self.torch_device, non_blocking=True).view(len(reference), -1)
         self._reference, self._pairs_per_token = reference, pairs_per_token
 
     def _microbatches(
@@ -329,6 +344,7 @@ class Trainer:
         counted: int,
         documents: Tensor | None = None,
         *,
+        answers: Tensor | None = None,
         reference: Tensor | None = None,
         pairs_per_token: float = 0.0,
     ) -> Tensor:
@@ -341,7 +357,8 @@ class Trainer:
         Returns:
             [tokens or pairs, loss, *metrics] of this rank, float32 on the device; zeros without the last stage.
         """
-        tokens, targets, masks = self._shard(samples, documents)
+        tokens, targets, masks = self._shard(samples, documents, answers)
+        self._prepare_pairs((tokens, targets, masks), reference, pairs_per_token)
         if targets is not None:
             counts = torch.arange(len(targets), device=targets.device) < counted
             if self.profile.rows_per_sample > 1:
@@ -349,7 +366,6 @@ class Trainer:
                 targets = torch.cat((kept, targets[:, -1:]), 1)
             else:
                 targets = targets.where(counts[:, None], IGNORE_INDEX)
-        self._prepare_pairs(samples, reference, pairs_per_token)
         self._evaluating = True
         try:
             if self.pipeline:
@@ -361,17 +377,21 @@ class Trainer:
         finally:
             self._evaluating = False
         result = torch.zeros(2 + len(self.metrics), device=self.torch_device)
-        if self.last:
+        if self.last and self.profile.rows_per_sample > 1:
+            result[:] = sums
+        elif self.last:
             result[0] = (targets != IGNORE_INDEX).sum()
-            if self.profile.rows_per_sample > 1:
-                result[0] = max(0, min(counted, len(targets))) // 2 / self.mesh.context.size
             result[1:] = sums
         return result
 
+    def answer_log_probabilities(self, batch: Batch) -> Tensor:
+        """Log-probabilities (m·b, answers) of rows of pairs: this rank's partial sum over its tokens, on the device."""
+        return self._answer_log_probabilities(*self._shard(batch.tokens, batch.documents, batch.answers))
+
     @torch.no_grad()
-    def answer_log_probabilities(self, samples: Tensor | None) -> Tensor:
-        """Log-probabilities (m·b) of the answers of rows of pairs: this rank's partial sum over its tokens, on the device."""
-        tokens, targets, masks = self._shard(samples, None)
+    def _answer_log_probabilities(
+        self, tokens: Tensor | None, targets: Tensor | None, masks: dict[str, Tensor]
+    ) -> Tensor:
         self._answers = []
         try:
             if self.pipeline:
@@ -379,8 +399,11 @@ class Trainer:
             else:
                 for x, y, inputs in self._microbatches(tokens, targets, masks):
                     self._loss(self.stages[0](x, self.positions, **inputs), y)
-            rows = self.profile.micro_batch_rows * self.profile.accumulation_steps
-            return torch.cat(self._answers) if self.last else torch.zeros(rows, device=self.torch_device)
+            shape = (
+                self.profile.micro_batch_rows * self.profile.accumulation_steps,
+                self.profile.answers_per_row,
+            )
+            return torch.cat(self._answers) if self.last else torch.zeros(shape, device=self.torch_device)
         finally:
             self._answers = None
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-RECIPE = 1  # increment when the same files give different documents
+RECIPE = 2  # increment when the same files give different documents or records
 
 
 def documents() -> Iterator[str]:
@@ -33,7 +33,7 @@ def documents() -> Iterator[str]:
 def records() -> Iterator[dict[str, str]]:
     """Questions about documented classes and functions, to fine-tune on: what a name does, in its docstring's first paragraph.
 
-    The rejected answer is that of the question before.
+    The rejected answer ends after half of its words.
     """
     root, before = _root(), None
     for path in _modules():
@@ -43,8 +43,9 @@ def records() -> Iterator[dict[str, str]]:
             if not 20 <= len(answer) <= 400 or answer == before:
                 continue
             prompt = f"What does {module}.{name} do?\n"
-            if before is not None:
-                yield {"prompt": prompt, "completion": answer, "chosen": answer, "rejected": before}
+            words = answer.split()
+            half = " ".join(words[: max(1, len(words) // 2)])
+            yield {"prompt": prompt, "completion": answer, "chosen": answer, "rejected": half}
             before = answer
 
 

@@ -71,7 +71,7 @@ class DatasetStep(Step):
         """From the shards in their order, and how they are read."""
         profile, plan = context.profile, self.plan(context)
         weights = [source.weight for source in profile.data.sources]
-        rows = {"packing": profile.objective.packing} if plan.records else {}
+        rows = {"packing": profile.packs} if plan.records else {}
         return keys.dataset(
             _shard_keys(plan),
             profile.train.sequence_length,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from modeling.data.indexed import map_index, map_tokens, read_header
-from modeling.data.records import pack, write_rows
+from modeling.data.records import pack_pairs, pack_rows, write_rows
 from profiles.schema import Profile
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
@@ -19,8 +19,10 @@ def write(profile: Profile, store: Store, shards: Sequence[Artifact], path: Path
     """Write the rows of a split of tokenized shards. Returns its number of samples."""
     found = [_sequences(store.artifacts.path(shard) / split) for shard in shards]
     lengths, counted = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
-    packing = profile.objective.kind == "sft" and profile.objective.packing
-    rows = pack(lengths, profile.train.sequence_length) if packing else None
+    rows = None
+    if profile.packs:
+        pack = pack_rows if profile.rows_per_sample == 1 else pack_pairs
+        rows = pack(lengths, profile.train.sequence_length)
     write_rows(path, lengths, counted, rows)
     return (len(lengths) if rows is None else len(rows)) // profile.rows_per_sample
 

@@ -100,9 +100,8 @@ class Case:
     balance: str = "sequence"
     capacity: float | None = None  # of the experts
     documents: bool = False  # whether attention is masked to documents
-    objective: str = (
-        "pretrain"  # sft: the loss counts some tokens only; dpo, orpo: two rows of the batch are a pair
-    )
+    # sft: the loss counts some tokens only; dpo, orpo: two rows of the batch are a pair, with `documents` several
+    objective: str = "pretrain"
     lora: tuple[str, ...] = ()  # targets of updates of rank 4, with dropout
     in_graph: bool = False  # whether FSDP's collectives are operators of the blocks, as on neuron
     native: bool = False  # whether to use the backend's reductions, as on accelerators
@@ -115,6 +114,11 @@ class Case:
     def rows(self) -> int:
         """Rows of a sample."""
         return 2 if self.objective in ("dpo", "orpo") else 1
+
+    @property
+    def packs(self) -> bool:
+        """Whether the two rows of a sample have several pairs."""
+        return self.rows == 2 and self.documents
 
     @property
     def rates(self) -> bool:
@@ -137,7 +141,10 @@ class Case:
                 "model": MODELS[self.model],
                 "tokenizer": {"source": "train"},
                 "data": {"sources": [{"kind": "python-docs"}]},
-                "objective": {"kind": self.objective, "precompute_reference": not self.rates},
+                "objective": {
+                    "kind": self.objective, "precompute_reference": not self.rates,
+                    **({"packing": True} if self.packs else {}),
+                },
                 **({"lora": {"rank": 4, "targets": [*self.lora], "dropout": 0.2}} if self.lora else {}),
                 "parallel": {
                     "tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "expert": self.expert,
@@ -247,8 +254,13 @@ def _train(
             counted = int((tokens[:, 1:] >= 0).sum()) if case.rows == 1 else BATCH // 2
             pairs = {"pairs_per_token": 1 / SEQUENCE} if case.objective == "orpo" else {}
             if case.objective == "dpo" and not case.rates:
-                pairs["reference"] = -torch.arange(first, first + samples).float() - step
-            starts = document_starts(first, samples) if case.documents else None
+                answers = trainer.profile.answers_per_row
+                pairs["reference"] = (
+                    (-torch.arange(first, first + samples).float() - step).repeat(answers, 1).T
+                )
+            starts = document_starts(first // case.rows, samples, rows=case.rows) if case.documents else None
+            if case.packs:
+                pairs["answers"] = answer_numbers(starts)
             loss = trainer.forward_backward(
                 local, 1 / counted, (step * BATCH + first) // case.rows, starts, **pairs
             )
@@ -269,13 +281,22 @@ def _train(
         trainer.mesh.close()
 
 
-def document_starts(first: int, samples: int, known: Sequence[Sequence[int]] = BOUNDARIES) -> Tensor:
-    """Position where each token's document begins (samples, s), for the samples from `first` on."""
-    starts = torch.zeros(samples, SEQUENCE, dtype=torch.int64)
-    for i in range(samples):
-        for boundary in known[(first + i) % len(known)]:
+def document_starts(
+    first: int, count: int, known: Sequence[Sequence[int]] = BOUNDARIES, rows: int = 1
+) -> Tensor:
+    """Position where each token's document begins (count, s), for the samples of so many equal rows from `first` on."""
+    starts = torch.zeros(count, SEQUENCE, dtype=torch.int64)
+    for i in range(count):
+        for boundary in known[(first + i // rows) % len(known)]:
             starts[i, boundary:] = boundary
     return starts
+
+
+def answer_numbers(starts: Tensor) -> Tensor:
+    """Number of the document that a token and the next belong to, else -1, from their starts (rows, s)."""
+    begins = starts == torch.arange(SEQUENCE)
+    following = torch.cat((begins[:, 1:], begins[:, :1]), 1)  # the last is the end of a document, too
+    return (begins.cumsum(1) - 1).where(~following, -1)
 
 
 def gradient_boxes(optimizer: ZeRO1) -> Iterator[tuple[ShardBox, Tensor]]:

@@ -122,7 +122,8 @@ def ours(
         load(theirs.weights)
         count = samples.windows
         batch = read_batch(trainer, samples, 0, count)
-        pairs = {"reference": batch.reference}
+        assert not wanted.packs or count < len(RECORDS)
+        pairs = {"reference": batch.reference, "answers": batch.answers}
         if wanted.objective.kind == "orpo":
             pairs["pairs_per_token"] = samples.pairs_per_token(0, count)
         scale = 1 / samples.counted(0, count)
@@ -212,8 +213,10 @@ def test_dpo_equals_trl(theirs, loss):
         processing_class=theirs.tokenizer,
     )
     ours_of = {"label_smoothing": 0.2} if loss == "smoothed" else {"loss": loss}
-    wanted = profile(theirs, objective={"kind": "dpo", "beta": 0.3, **ours_of})
-    assert_equal(theirs, ours(theirs, wanted, reference=reference.state_dict()), *step(trainer))
+    expected = step(trainer)
+    for packing in (False, True):
+        wanted = profile(theirs, objective={"kind": "dpo", "beta": 0.3, "packing": packing, **ours_of})
+        assert_equal(theirs, ours(theirs, wanted, reference=reference.state_dict()), *expected)
 
 
 def test_orpo_equals_trl(theirs):
@@ -221,9 +224,10 @@ def test_orpo_equals_trl(theirs):
 
     arguments = settings(ORPOConfig, theirs.folder, beta=0.3, disable_dropout=True)
     trainer = ORPOTrainer(base(theirs), arguments, train_dataset=pairs(), processing_class=theirs.tokenizer)
-    assert_equal(
-        theirs, ours(theirs, profile(theirs, objective={"kind": "orpo", "beta": 0.3})), *step(trainer)
-    )
+    expected = step(trainer)
+    for packing in (False, True):
+        wanted = profile(theirs, objective={"kind": "orpo", "beta": 0.3, "packing": packing})
+        assert_equal(theirs, ours(theirs, wanted), *expected)
 
 
 # Our names of PEFT's factors: those of projections of one layer are side by side.

@@ -8,18 +8,38 @@ from hypothesis import strategies as st
 
 from modeling.data.corpus import Corpus
 from modeling.data.indexed import IndexedDatasetBuilder
-from modeling.data.records import PADDING, RECORD_DTYPE, RecordSamples, pack, rows_path, write_rows
+from modeling.data.records import (
+    PADDING,
+    RECORD_DTYPE,
+    RecordSamples,
+    pack_pairs,
+    pack_rows,
+    rows_path,
+    write_rows,
+)
 
 S = 8
 
 
 @given(st.lists(st.integers(1, 16), max_size=40))
 def test_packing_places_each_sequence_once_and_needs_few_rows(lengths):
-    rows = pack(np.array(lengths, np.int64), 16)
+    rows = pack_rows(np.array(lengths, np.int64), 16)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     filled = [sum(lengths[i] for i in row) for row in rows]
     assert all(size <= 16 for size in filled)
     assert sum(size <= 8 for size in filled) <= 1  # two rows that fit into one would have been one
+
+
+@given(st.lists(st.tuples(st.integers(2, 16), st.integers(2, 16)), max_size=40))
+def test_packing_of_pairs_places_both_of_each_in_the_rows_of_one_sample(lengths):
+    rows = pack_pairs(np.array(lengths, np.int64).flatten(), 16)
+    assert sorted(i for row in rows for i in row) == list(range(2 * len(lengths)))
+    assert [[i + 1 for i in row] for row in rows[::2]] == rows[1::2]
+    flat = [length for pair in lengths for length in pair]
+    filled = [sum(flat[i] for i in row) for row in rows]
+    assert all(size <= 16 for size in filled)
+    half_empty = [max(pair) <= 8 for pair in zip(filled[::2], filled[1::2], strict=True)]
+    assert sum(half_empty) <= 1  # two samples that fit into one would have been one
 
 
 def make(folder, sequences, packed, rows_per_sample=1, seed=None):
@@ -37,9 +57,10 @@ def make(folder, sequences, packed, rows_per_sample=1, seed=None):
     (target / "corpus.json").write_text(json.dumps(corpus))
     lengths = np.array([len(sequence) for sequence in stored])
     counted = np.array([(sequence >= 0).sum() for sequence in stored])
-    rows = pack(lengths, S) if packed else None
-    write_rows(rows_path(target, "train"), lengths, counted, rows)
-    return RecordSamples(Corpus.open(target, "train"), rows_path(target, "train"), S, seed, rows_per_sample)
+    pack = pack_rows if rows_per_sample == 1 else pack_pairs
+    write_rows(rows_path(target, "train"), lengths, counted, pack(lengths, S) if packed else None)
+    shape = rows_per_sample, S // 2 if packed and rows_per_sample > 1 else 1
+    return RecordSamples(Corpus.open(target, "train"), rows_path(target, "train"), S, seed, *shape)
 
 
 def sequences(*lengths):
@@ -75,4 +96,16 @@ def test_a_pair_is_two_rows(tmp_path):
     assert samples.counted(1, 1) == 1
     assert samples.pairs_per_token(0, 2) == 2 / (4 + 6)
     samples.reference = np.array([-1.0, -2.0, -3.0, -4.0], np.float32)
-    assert samples.references(1, 1).tolist() == [-3.0, -4.0]
+    assert samples.references(1, 1).tolist() == [[-3.0], [-4.0]]
+
+
+def test_packed_pairs_know_their_answers_and_how_many_they_are(tmp_path):
+    samples = make(tmp_path, sequences(3, 2, 7, 8, 4, 6), packed=True, rows_per_sample=2)
+    assert samples.windows == 2
+    assert samples.batch(0, 2)[:, :7:6].tolist() == [[~10, 53], [~20, 64], [~30, 36], [~40, 46]]
+    assert samples.sizes(0, 2).tolist() == [2, 2, 1, 1]
+    assert [samples.counted(0, 1), samples.counted(1, 1), samples.counted(0, 2)] == [2, 1, 3]
+    assert samples.answer_numbers(0, 1).tolist() == [[0, 0, -1, 1, 1, 1, -1, -1], [0, -1, 1, 1, 1, 1, 1, -1]]
+    assert samples.pairs_per_token(0, 2) == 3 / (2 + 3 + 6)
+    samples.reference = np.arange(6, dtype=np.float32)  # in order of rows
+    assert samples.references(0, 1).tolist() == [[0, 1, 0, 0], [2, 3, 0, 0]]
