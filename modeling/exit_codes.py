@@ -1,4 +1,4 @@
-"""Exit codes of the programs that run on devices; they tell the launcher why one ended and whether to retry."""
+"""Exit codes of the programs that run on devices: why a program ended, and so whether the flow retries it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def code_of(program: Callable[[], int]) -> int:
 
 
 def _follows_failed_read(error: BaseException | None) -> bool:
-    """Whether an error was raised because a file or server could not be read, which says nothing about the input."""
+    """Whether an error was raised because a file or server could not be read, so the input may still be valid."""
     while error is not None:
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
             return True

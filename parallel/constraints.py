@@ -18,10 +18,10 @@ def kv_replicas(kv_heads: int, tensor: int) -> int:
 
 
 def expert_shard_degree(shard_degree: int, expert: int, replicas: int) -> int:
-    """Ranks that share out the states of the same experts: no more nodes than `shard_degree` of the other parameters spans.
+    """Ranks over which states of the same experts are sharded: on no more nodes than those of other parameters.
 
     Args:
-        shard_degree: ranks that share out the states of other parameters.
+        shard_degree: ranks over which states of other parameters are sharded.
         expert: degree of the expert axis.
         replicas: data × context.
     """

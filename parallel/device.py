@@ -124,7 +124,7 @@ class Device:
 def _retain_freed_memory() -> None:
     """Make glibc keep large freed blocks instead of returning them to the system; no effect on other C libraries.
 
-    Mapping the same pages anew at each allocation costs a small Llama 7 % of its step time in float32 and 20 % in bf16.
+    Mapping the same pages again at each allocation costs a small Llama 7 % of its step time in float32 and 20 % in bf16.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

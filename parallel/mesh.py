@@ -9,13 +9,13 @@ the tensor axis unfolds to (kv shard, kv replica): with m replicas, tensor rank 
     dp_replicate  the ranks of data × context that hold the same shard
     expert        `expert` neighbours of data × context, among which the experts of each layer are divided
     expert_shard, expert_replicate
-                  the ranks that hold the same experts: those that share out their states, and those that hold the same shard;
-                  with one expert rank they are dp_shard and dp_replicate
+                  the ranks that hold the same experts: those over which their states are sharded, and those that hold the same
+                  shard; with one expert rank they are dp_shard and dp_replicate
     embedding     the first and the last pipeline stage, which may share a weight
     world         all ranks
 
-Tensors of the device travel over the axes' groups, and what is on the host (objects, numbers in float64) over `host`, a group of
-all ranks on the CPU, because a device's backend takes no host tensors.
+Device tensors are communicated over the axes' groups, host data (objects, float64 numbers) over `host`, a CPU group of all ranks,
+because a device's backend takes no host tensors.
 
 Process groups are created in the same order on every rank and registered under the axis's name: a compiled graph refers to
 "tensor", never to the group of ranks 8 to 15, so ranks share compiled graphs.

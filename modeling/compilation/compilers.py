@@ -48,7 +48,7 @@ class Compiler(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Write to the cache folder what each compiling process would find out anew; their caches start as copies of it."""
+        """Fill the cache folder with what every compiling process needs; their caches start as copies of it."""
 
     @abstractmethod
     def cache_counts(self) -> tuple[int, int]:

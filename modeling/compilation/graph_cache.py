@@ -36,11 +36,8 @@ from parallel.optimizer.arithmetic import Compile
 from profiles.schema import Profile, Train
 
 CACHE = "cache.tar"
-ENDS = {
-    "embedding": "embedding",
-    "positions": "embedding",
-    "norm": "norm",
-}  # region of a model's modules around its layers
+# region of a model's modules around its layers
+ENDS = {"embedding": "embedding", "positions": "embedding", "norm": "norm"}
 REGIONS = ("embedding", "rotations", "block", "recomputed block", "norm", "loss")
 STEP = "step"  # functions between the regions, and the optimizer's
 PROGRAMS = (*(f"{region}, {mode}" for region in REGIONS for mode in ("training", "evaluation")), STEP)

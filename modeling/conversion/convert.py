@@ -57,14 +57,12 @@ class Options:
     # form of Q, K and V in written NxD shards; None uses coalesced without GQA, separate with GQA
     nxd_qkv: QKVForm | None = None
     budget: int = BUDGET  # MB of memory for slices
-    adapters: Path | None = (
-        None  # LoRA adapters to merge into the weights, of any format that `read_adapters` reads
-    )
+    # LoRA adapters to merge into the weights, of any format that `read_adapters` reads
+    adapters: Path | None = None
 
     average: tuple[Path, ...] = ()  # further checkpoints, whose weights are averaged with the source's
-    last: int | None = (
-        None  # number of the source's latest checkpoints to average, if it is a run; None: the latest alone
-    )
+    # number of the source's latest checkpoints to average, if it is a run; None: the latest alone
+    last: int | None = None
 
     @property
     def slice_bytes(self) -> int:
@@ -141,9 +139,8 @@ def _members(source: Path, options: Options) -> list[Path]:
     """The checkpoints to read: the source's latest first, then those to average it with. Raises ProfileError."""
     found = [formats.locate(source)]
     if options.last:
-        folder = (
-            source / "checkpoints" if (source / "checkpoints").is_dir() else source.parent
-        )  # of its latest
+        # of its latest
+        folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source.parent
         saved = [path for _, path in locations.complete_checkpoints(folder)]
         if not 1 < options.last <= len(saved):
             reason = f"{folder} has {len(saved)} complete checkpoints"

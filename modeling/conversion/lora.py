@@ -91,9 +91,8 @@ class Adapters(ABC):
         from safetensors.torch import save_file
 
         model = self.model
-        stored: dict[
-            str, list[Factors]
-        ] = {}  # by the module of the Hugging Face model, which may have several weights in one
+        # by the module of the Hugging Face model, which may have several weights in one
+        stored: dict[str, list[Factors]] = {}
         for factors in self:
             name = huggingface_tensor(model, factors.tensor).name
             stored.setdefault(name.removesuffix(".weight"), []).append(factors)

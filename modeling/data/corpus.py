@@ -258,9 +258,8 @@ class Samples:
         self._stream_starts = np.array([stream.start for stream in corpus.streams])
         phases = [(0, [stream.weight for stream in corpus.streams])]
         for first, weights in changes:
-            phases = [
-                phase for phase in phases if phase[0] < first
-            ]  # one from the first step on replaces the corpus's
+            # one from the first step on replaces the corpus's
+            phases = [phase for phase in phases if phase[0] < first]
             phases.append((first, [weights.get(stream.source, 0.0) for stream in corpus.streams]))
         self._mixture = Mixture(phases)
         self._orders = []

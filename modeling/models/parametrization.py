@@ -1,4 +1,4 @@
-"""Parametrization: how initial weights and learning rates depend on width and depth, so that a rate tuned small holds large.
+"""Parametrization: how initial weights and learning rates depend on width and depth, to transfer rates from small models.
 
 With m = hidden_size and L = layers, both relative to the base model's, σ = initializer_range and η the learning rate:
 
@@ -11,10 +11,10 @@ With m = hidden_size and L = layers, both relative to the base model's, σ = ini
     final norm of a tied model          1      η     1/m       η/m    1/m            η/m
 
 mup is muP's Table 3 (Tensor Programs V, arXiv 2203.03466); completep is CompleteP with α = 1 (arXiv 2505.01618), whose residual
-multiplier 1/L stands in the weights that it multiplies: under Adam, a multiplier c of a weight equals c times its initial values
-and c times its rate. The output multiplier of a tied model is in the final norm. So no layer has a multiplier, and an exported
-model is an ordinary one. Weight decay per step, rate times decay, is that of the base model for every group, as CompleteP has it.
-Adam's ε is not scaled; it is small next to the gradients' scale at sizes that are trained.
+multiplier 1/L is folded into the weights that it multiplies: under Adam, a multiplier c of a weight equals c times its initial
+values and c times its rate. The output multiplier of a tied model is folded into the final norm. So no layer has a multiplier,
+and an exported model is an ordinary one. Weight decay per step, rate times decay, is that of the base model for every group, as
+in CompleteP. Adam's ε is not scaled: it is small compared with the gradients of models of practical size.
 
 Heads keep their size when the width grows (there are more of them), for which 1/√d is right at every width.
 """

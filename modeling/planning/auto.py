@@ -1,4 +1,4 @@
-"""What memory decides: `train.recompute: auto` and `parallel.keep_gathered: auto`.
+"""Resolve the settings that depend on memory: `train.recompute: auto` and `parallel.keep_gathered: auto`.
 
 Modes of activation checkpointing cost more compute from one to the next (activation_checkpointing.py), so the first mode that
 fits the device for all layers is taken, and of it the fewest layers that fit: `train.recompute_layers`, found by bisection.
@@ -23,7 +23,7 @@ AUTO = "auto"
 def resolve_auto(profile: Profile, cache: CostCache | None = None) -> Profile:
     """Replace each `auto` of a profile by what fits the device; other profiles are returned as they are.
 
-    If nothing fits, it is the choice that needs least memory, which `planner.require_fit` rejects.
+    If nothing fits, chooses what needs the least memory, which `planner.require_fit` then rejects.
 
     Args:
         cache: measurements of other plans of the same model, to reuse and extend.

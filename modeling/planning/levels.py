@@ -50,9 +50,8 @@ def _span(profile: Profile, axis: str) -> tuple[int, int]:
     """Distance between neighbouring ranks of an axis, and how many there are."""
     parallel = profile.parallel
     model = parallel.tensor * parallel.context
-    shards = (
-        profile.shard_degree
-    )  # "data": the ranks that share states out; "replica": those with equal shares
+    # "data": the ranks over which states are sharded; "replica": those that hold the same shard
+    shards = profile.shard_degree
     return {
         "tensor": (1, parallel.tensor),
         "context": (parallel.tensor, parallel.context),

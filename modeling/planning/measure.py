@@ -25,6 +25,7 @@ from profiles.schema import Profile
 # Rows, inner and columns of products; tokens of attention; and the layer's hidden size and tokens.
 ACCELERATOR = ((1024, 8192), (512, 2048, 8192), (1024, 4096, 16384), (4096, 8192))
 HOST = ((256, 2048), (128, 512, 2048), (256, 1024), (512, 1024))
+CALLS = 5
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[int], tuple[int, int]]
 
 
@@ -61,10 +62,10 @@ def calibrate(
     return Calibration(name, table.measured, table.torch, products, others)
 
 
-def fastest(device: Device, call: Callable[[], Any], calls: int = 5) -> float:
-    """Seconds of the fastest of several calls, after one that warms up."""
+def fastest(device: Device, call: Callable[[], Any]) -> float:
+    """Seconds of the fastest of CALLS calls, after one that warms up."""
     times = []
-    for _ in range(calls + 1):
+    for _ in range(CALLS + 1):
         device.synchronize()
         start = time.perf_counter()
         call()
@@ -92,9 +93,8 @@ def _attentions(
         def call(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
             torch.autograd.grad(attention(q, k, v, Axis("context")), (q, k, v), torch.ones_like(q))
 
-        flops = (
-            7 * 2 * heads * s * s * d / 2
-        )  # as operator_costs counts: 2 products forward, 5 backward, half of each
+        # as operator_costs counts: 2 products forward, 5 backward, half of each
+        flops = 7 * 2 * heads * s * s * d / 2
         yield "attention", s, s, d, flops / fastest(device, call)
 
 

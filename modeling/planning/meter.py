@@ -1,7 +1,6 @@
 """Measure a module's memory, FLOPs and communication while it runs on the meta device, where only shapes are computed.
 
-The planner so has no rules of its own about what layers save, send or multiply. A stage of one layer takes about 30
-ms.
+So the planner needs no rules of its own about what layers save, send or multiply. A stage of one layer takes about 30 ms.
 """
 
 from __future__ import annotations

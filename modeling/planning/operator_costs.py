@@ -6,7 +6,7 @@ volume   bytes that one rank sends, collectives as rings over n ranks: (n-1)/n o
          twice that for an all-reduce; ring attention sends K and V n-1 times, in backward n-2 times, and their float32
          gradients n-1 times; experts exchange the rows of T·k choices twice in forward and three times in backward
 
-Of experts, a rank computes as many rows as it has choices: the load is taken to be balanced.
+The load of experts is assumed to be balanced: a rank computes as many rows as its tokens have choices.
 """
 
 from __future__ import annotations
@@ -33,14 +33,8 @@ from parallel.torch_internals import (
 )
 
 _aten, _ours = torch.ops.aten, torch.ops.trainshed
-_PRODUCTS = {
-    _aten.mm: 0,
-    scaled_mm: 0,
-    _aten.bmm: 0,
-    _aten.addmm: 1,
-    _aten.addmm_: 1,
-    _aten.baddbmm: 1,
-}  # index of the left factor
+# index of the left factor
+_PRODUCTS = {_aten.mm: 0, scaled_mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.addmm_: 1, _aten.baddbmm: 1}
 _GATHERS = (all_gather_into_tensor, all_gather_into_tensor_out)
 _COLLECTIVES = (*_GATHERS, reduce_scatter_tensor, all_reduce, all_to_all_single)
 _RINGS = (_ours.ring_attention, _ours.ring_attention_backward)

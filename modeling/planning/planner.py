@@ -63,7 +63,7 @@ class Plan:
     """Resources that a run needs."""
 
     parameters: int  # of the model
-    active_parameters: int  # that a token is multiplied with: fewer only in a model with experts
+    active_parameters: int  # those that one token uses: fewer only in a model with experts
     mesh: dict[str, int]  # size of each mesh axis
     stages: tuple[StagePlan, ...]  # by pipeline rank
     host_bytes: int  # memory of a process besides tensors, on devices that share the host's memory; else 0
@@ -73,9 +73,8 @@ class Plan:
     flops_per_token: float  # of training, analytic (modeling/models/flops.py)
     tokens: int | None  # of the run; None if the data determines it
     sent: dict[str, int]  # bytes that the busiest rank sends in a step, by mesh axis
-    levels: dict[
-        str, str
-    ]  # links between the ranks of each axis that communicates: "chip", "node" or "network"
+    # links between the ranks of each axis that communicates: "chip", "node" or "network"
+    levels: dict[str, str]
     kv_replication: int  # tensor ranks that hold the same KV head
     bubble: float  # pipeline bubble as a share of the working time
     basis: str  # what the times are based on (calibration.py)

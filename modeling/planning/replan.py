@@ -1,4 +1,4 @@
-"""Plan a layout anew for other hardware: as many nodes as have the same peak compute, and the fastest topology that fits.
+"""Plan a layout for other hardware: as many nodes as have the same peak compute, and the fastest topology that fits.
 
 Batch sizes, sequence length and schedule stay, so the run's mathematics does. If no topology fits, the nodes are doubled.
 """

@@ -1,11 +1,10 @@
 """Topology search: which layouts a cluster could train a model with, fastest first, and why others cannot.
 
-A family is a tensor degree (the valid ones within a node, and powers of two to explain why they are invalid), a
-pipeline degree that divides the remaining ranks, a context degree where sequences are long, of a model with experts an
-expert degree that divides them and data × context, and a sharding over the data
-and context ranks: ZeRO-1, FSDP over all of them, or HSDP, which shards over the ranks of a node and replicates beyond. Each
-family uses the least recomputation that fits, and keeps gathered weights where that pays. Nodes, devices, batch sizes,
-sequence length and schedule stay as in the profile.
+A family is a tensor degree (the valid ones within a node, and powers of two to explain why they are invalid), a pipeline degree
+that divides the remaining ranks, a context degree for long sequences, an expert degree for models with experts, and a sharding
+over the data and context ranks: ZeRO-1, FSDP over all of them, or HSDP, which shards over the ranks of a node and replicates
+beyond. Each family uses the least recomputation that fits, and keeps gathered weights where that is faster. Nodes, devices,
+batch sizes, sequence length and schedule stay as in the profile.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def search(profile: Profile) -> tuple[list[Topology], list[Rejected]]:
 
 
 def neighbours(profile: Profile) -> list[Topology]:
-    """What fits with half and with twice the tensor degree, all else as in the profile: a glimpse of the search, in a second."""
+    """Topologies that fit with half and with twice the tensor degree, all else as in the profile; takes about a second."""
     cache: CostCache = {}
     settings = profile.parallel.model_dump()
     kept = {key: settings[key] for key in ("pipeline", "context", "data_sharding", "keep_gathered")}
@@ -81,7 +80,7 @@ def _needs(rejected: Rejected) -> float:
 
 
 def _shardings(profile: Profile, degrees: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """The ways to share states out among the data and context ranks."""
+    """The ways to shard states over the data and context ranks."""
     yield {"data_sharding": "zero1", "shard_degree": None, "keep_gathered": False}
     model = math.prod(degrees[axis] for axis in ("tensor", "pipeline", "context") if axis in degrees)
     ranks = profile.world_size // model * degrees.get("context", 1)
@@ -153,7 +152,7 @@ def explain(found: Sequence[Topology], rejected: Sequence[Rejected]) -> list[str
         reasons.append(f"pipeline {mesh['pipeline']} leaves a bubble of {best.plan.bubble:.1%}")
     if "data" in levels:
         ranks = best.overrides["parallel.shard_degree"] or mesh["data"] * mesh["context"]
-        kind = {"zero1": "ZeRO-1 shares states out", "fsdp": "FSDP shares weights and states out"}[sharding]
+        kind = {"zero1": "ZeRO-1 shards states", "fsdp": "FSDP shards weights and states"}[sharding]
         reasons.append(f"{kind} over {ranks} ranks {where[levels['data']]}")
     for smaller in (True, False):
         side = [

@@ -36,9 +36,8 @@ class LayerCosts:
     # forward_peak, backward_peak: maximum bytes alive during each, the layer's input excluded
     forward_peak: int
     backward_peak: int
-    products: Mapping[
-        Shape, int
-    ]  # FLOPs of forward and backward by shape, recomputation and padding included
+    # FLOPs of forward and backward by shape, recomputation and padding included
+    products: Mapping[Shape, int]
     moved: int  # bytes that other operators read and write in both
     sent: Mapping[str, int]  # bytes that the rank sends in both, by mesh axis
 

@@ -26,9 +26,8 @@ from typing import Any
 import psutil
 
 FILE = "attempts.jsonl"  # in a run folder
-BEGUN = (
-    "TRAINSHED_BEGUN"  # environment variable of ranks: when their job's torchrun began, in seconds since 1970
-)
+# environment variable of ranks: when their job's torchrun began, in seconds since 1970
+BEGUN = "TRAINSHED_BEGUN"
 TOTALS = (
     "trained_seconds",  # steps, without their share of the next ones
     "skipped_seconds",  # steps whose update was skipped

@@ -75,7 +75,7 @@ def report(process: heartbeat.WatchedProcess) -> None:
 
 
 def kill(pid: int) -> None:
-    """End a process, with SIGALRM if it can still take it, so that the exit status tells a hang."""
+    """End a process, with SIGALRM if it still handles signals, so that the exit status shows a hang."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         process.send_signal(signal.SIGALRM)

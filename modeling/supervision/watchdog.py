@@ -175,7 +175,7 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self._hung:
-            self._thread.join()  # of the ranks that hang, another one ended first; the exit code is that of a hang all the same
+            self._thread.join()  # another hung rank ended first; this one still exits with the code of a hang
         with self._changed:
             self._finished = True
             self._changed.notify()

@@ -2,7 +2,7 @@
 
 FLOPs, sent  per operator as in modeling/planning/operator_costs.py
 peak         maximum bytes of a graph's own results alive at a time, in the order of the graph
-kept         bytes that autograd saves from forward to backward, parameters excluded, shared memory counted once
+saved        bytes that autograd saves from forward to backward, parameters excluded, shared memory counted once
 operators    number of calls by operator name without the overload: "aten.mm"
 """
 
@@ -39,7 +39,7 @@ class StageStats:
     """One pipeline stage."""
 
     layers: tuple[int, int]  # (first, end)
-    kept: int  # bytes that autograd saves per microbatch
+    saved: int  # bytes that autograd saves per microbatch
     peak: int  # maximum bytes that one of its graphs needs on top
 
 

@@ -41,7 +41,7 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
     for rank in range(ranks):
         stages, layers = traced["stages"][rank::ranks], partition[rank::ranks]
         microbatches = microbatches_in_flight(profile, rank)
-        working = math.ceil(microbatches * sum(stage["kept"] for stage in stages))
+        working = math.ceil(microbatches * sum(stage["saved"] for stage in stages))
         working += max(stage["peak"] for stage in stages)
         modules = [costs.module(held) for held in layers]
         buckets = plan_buckets(profile, modules)

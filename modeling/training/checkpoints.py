@@ -5,7 +5,7 @@ A corrupted checkpoint is moved to quarantine, and the run resumes from the late
 Kept are the latest `checkpoint.keep`, the multiples of `checkpoint.keep_every` steps, and the one with the lowest validation
 loss, if an evaluation fell on its step. A failed save is logged and retried after 1, 2, 4, ... steps while training continues.
 The run fails if the final checkpoint cannot be written, or if FIRST_SAVES attempts have failed and none has succeeded since the
-run was started: it would train for nothing.
+run was started, since its training would be lost.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ log = logging.getLogger("trainshed")
 RETRY_PAUSES = (1.0, 2.0, 4.0, 8.0)
 
 
-FIRST_SAVES = (
-    8  # failed attempts, none before successful, after which a run ends; with the pauses above, 127 steps
-)
+FIRST_SAVES = 8  # failed attempts before the first successful save, after which a run ends: 127 steps with the pauses above
 
 
 class SaveGivenUp(RuntimeError):
@@ -56,7 +54,7 @@ class Start:
 
 
 class Checkpoints:
-    """Reads and writes a run's checkpoints. Every method is called on all ranks.
+    """Resumes from, saves and prunes a run's checkpoints. Every method is called on all ranks.
 
     Args:
         run: the run folder.
@@ -365,7 +363,7 @@ class Checkpoints:
         followed = state_files.parse(text)
         if followed is None:  # to follow the request a second time would repeat the training since
             raise Rejected(
-                f"{self._followed_path}: damaged, so it is unknown whether checkpoint.resume and checkpoint.weights were "
+                f"{self._followed_path}: corrupted, so it is unknown whether checkpoint.resume and checkpoint.weights were "
                 "followed already; remove it to follow them now, or remove these keys to resume from the latest checkpoint"
             )
         return followed
@@ -387,7 +385,7 @@ class Checkpoints:
         if text is None:
             raise checkpoint.StaleAttempt(f"{path}: removed during training, which ends")
         if not text.isdecimal():
-            raise RuntimeError(f"{path}: damaged: {text!r} is not a number")
+            raise RuntimeError(f"{path}: corrupted: {text!r} is not a number")
         if int(text) != self.attempt:
             reason = f"attempt {int(text)} has taken over the run"
             raise checkpoint.StaleAttempt(f"attempt {self.attempt} ends: {reason}")

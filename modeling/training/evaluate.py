@@ -145,7 +145,7 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
 
 
 def evaluate_into(output: Path, trainer: Trainer, samples: Samples | RecordSamples, step: int) -> Evaluation:
-    """Evaluate a whole split, generate samples, and write both as JSON. Every rank calls it, after so many steps."""
+    """Evaluate a whole split, generate samples, and write both as JSON; called on every rank, with the step of the weights."""
     evaluation = evaluate_split(trainer, samples)
     generated = generate_samples(trainer, samples)
     if trainer.leader:

@@ -1,7 +1,7 @@
 """Log-probabilities of a reference model: `python -m modeling.training.reference --run-folder RUN --weights W --output FILE ...`.
 
-The weights that the run starts from rate the answers of all preference pairs, of both splits, once. Writes `reference.npz`: for
-each split, log π(y) of each sequence's answer y, float32, in order of rows. One process per device, in the run's topology.
+Evaluates the answers of all preference pairs, of both splits, under the weights that the run starts from. Writes `reference.npz`:
+for each split, log π(y) of each sequence's answer y, float32, in order of rows. One process per device, in the run's topology.
 """
 
 from __future__ import annotations

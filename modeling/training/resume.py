@@ -1,4 +1,4 @@
-"""What a run may resume from: the request of the profile, and checkpoints that it must not take for its own."""
+"""Resume requests: which checkpoint the profile asks for, and rejection of checkpoints that are not this run's."""
 
 from __future__ import annotations
 

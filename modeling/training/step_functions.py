@@ -43,7 +43,7 @@ class StepFunctions:
             aligned: its documents and answers.
             counts: how many numbers of each kind a rank adds to the statistics.
             degree: see `pack`.
-            spikes: whether the guard looks for spikes.
+            spikes: whether the guard detects spikes.
         """
         self.shard(samples, positions, *aligned)
         number = torch.zeros((), device=samples.device)

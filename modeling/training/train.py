@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class TrainingRun:
-    """A run on this rank, from the checkpoint it resumes from to its last step, a stop signal or divergence.
+    """The training loop on this rank, from the checkpoint it resumes from to the last step, a stop signal or divergence.
 
     Args:
         options: the arguments of this program.
@@ -157,7 +157,7 @@ class TrainingRun:
         return exit_codes.INTERRUPTED if self.step < self.settings.steps else 0
 
     def _evaluate_before(self) -> None:
-        """Evaluate the weights that a fine-tuning run starts from, as those that it ends with will be; once in a run."""
+        """Evaluate the initial weights of a fine-tuning run, as its final ones will be; once per run."""
         if self.before is None or self.step:
             return
         known = torch.tensor([float(self.trainer.leader and self.before.exists())])

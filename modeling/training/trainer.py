@@ -261,7 +261,7 @@ class Trainer:
             answers: (m·b, s) number in its row of the sequence that a token and the next belong to, else -1; None: pairs are not
                 packed.
             reference: (m·b) or (m·b, answers), log-probability of each row's answers under the reference model, for dpo; None:
-                rated now, if the objective says so, else 0.
+                computed now if the objective needs it, else 0.
             pairs_per_token: for orpo, of the global batch (`RecordSamples.pairs_per_token`).
 
         Returns:

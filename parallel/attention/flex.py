@@ -2,7 +2,7 @@
 
 For devices whose flash attention takes no mask. The mask is a formula of positions and document indices, so no s × s tensor
 exists: the kernel visits only the blocks of 128 × 128 scores that the window and the documents of their rows and columns can
-share, and applies the formula in those that are not wholly visible. KV heads are not repeated. All shapes are static and nothing
+share, and applies the formula in those that are not fully visible. KV heads are not repeated. All shapes are static and nothing
 is read on the host, whatever the number of documents. Sinks (sinks.py) scale the result by the kernel's log-sum-exp.
 
 Over a context axis K and V are all-gathered instead of sent around a ring (arXiv 2407.21783, section 3.3.2): each block of a
@@ -102,10 +102,8 @@ def _block_mask(
             seen = seen & (distance < window)
         return seen if documents is None else seen & (documents[b, query] == keys[b, key])
 
-    (first, last), (key_first, key_last) = (
-        _ranges(positions[None]),
-        _ranges(key_positions[None]),
-    )  # (1, blocks)
+    # (1, blocks)
+    (first, last), (key_first, key_last) = (_ranges(positions[None]), _ranges(key_positions[None]))
     # Between the positions of a block's queries and keys, (1, query blocks, key blocks).
     nearest, farthest = first[:, :, None] - key_last[:, None], last[:, :, None] - key_first[:, None]
     some = every = torch.ones_like(nearest, dtype=torch.bool)

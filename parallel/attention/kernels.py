@@ -232,9 +232,8 @@ class CudaFlash(Kernel):
 
 MATH = Math()
 _kernels: dict[str, Kernel] = {"math": MATH, "cpu-flash": CpuFlash(), "cuda-flash": CudaFlash()}
-_EXTERNAL = {
-    "nki": "the package that provides AWS's NKI flash attention must call kernels.register()"
-}  # takes bounds
+# takes bounds
+_EXTERNAL = {"nki": "the package that provides AWS's NKI flash attention must call kernels.register()"}
 
 
 def register(name: str, kernel: Kernel) -> None:

@@ -16,7 +16,7 @@ send/recv, of keys and values and then of their dk and dv in float32, overlaps a
 of its K and V (KV heads not repeated): forward B(c-1); backward B(c-2), and the elements of B(c-1) in float32.
 
 A sliding window hides parts of these blocks, or all of them; they are then computed by pairs of chunks, and only those that the
-window reaches. Keys and values move around the whole ring all the same.
+window reaches. Keys and values still move around the whole ring.
 
 The computed half depends on the rank, and graphs must not: forward and backward are opaque operators that take the axis's
 registered name, the same on every rank.

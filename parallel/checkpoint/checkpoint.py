@@ -67,7 +67,7 @@ __all__ = [
 
 
 class LoadFailed(RuntimeError):
-    """A checkpoint could not be read, which says nothing about its contents."""
+    """A checkpoint could not be read; it may still be intact."""
 
 
 def save(

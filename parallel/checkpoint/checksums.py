@@ -1,9 +1,9 @@
 """Checksums of a checkpoint's files in blocks, so that a rank verifies exactly the bytes that it reads.
 
 The checksum of a block is the sum of its 64-bit words modulo 2^64, those of each page multiplied by an odd weight of their own:
-a flipped bit changes it, as does a zeroed, foreign or swapped page. It runs at the speed of memory, where a cryptographic hash
-would take several times as long as the load. `<file>.checksums` holds the checksums of a file's blocks, 8 bytes for each 16 KiB,
-and the marker their SHA-256, which so covers the file.
+a flipped bit changes it, as does a zeroed, misplaced or swapped page. It runs at memory speed, while a cryptographic hash would
+take several times as long as the load. `<file>.checksums` holds the checksums of a file's blocks, 8 bytes for each 16 KiB, and
+the marker their SHA-256, which so covers the file.
 """
 
 from __future__ import annotations

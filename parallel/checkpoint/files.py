@@ -70,7 +70,7 @@ class CheckpointFiles:
             path = Path(f"{self.root}/{file}")
 
             def map_file() -> torch.UntypedStorage:
-                with path.open("rb") as opened:  # an error of torch's mapping does not tell why
+                with path.open("rb") as opened:  # its errors name the cause, those of torch's mapping do not
                     size = os.fstat(opened.fileno()).st_size
                 return torch.UntypedStorage.from_file(str(path), False, size)
 

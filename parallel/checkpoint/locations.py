@@ -103,7 +103,7 @@ def write_marker(checkpoint: Location, about: dict[str, Any]) -> None:
 
 
 def retry_reads(path: str, read: Callable[[], T]) -> T:
-    """Call `read`, again after each of READ_PAUSES if it fails; absence and corruption are not failures, and raised at once."""
+    """Call `read`, and retry failures after each of READ_PAUSES; absence and corruption are raised at once."""
     for pause in READ_PAUSES:
         try:
             return read()

@@ -5,7 +5,7 @@ A is (r, i), drawn like a layer's weights, and B (o, r) zero, so that training s
     column-parallel W    u = x Aᵀ on a rank's own tokens, A whole on every rank; B is split by rows as W is
     row-parallel W       u = Σ x_t A_tᵀ with A split by columns as W is; B is whole on every rank
 
-so that what ranks exchange for the update is r wide, and neither x nor y moves a second time.
+so that ranks exchange tensors of width r for the update, and neither x nor y a second time.
 
 One layer may hold several weights side by side ([q; k; v]). They share one A, or have an A each: then the As are stacked, and
 each section of B uses its own columns; the others stay zero.
@@ -33,7 +33,7 @@ class LowRankUpdate(nn.Module):
     Args:
         a, b: linear layers.
         rate: of dropout.
-        site: number of the layer in its block, which tells its dropout masks from those of others.
+        site: number of the layer in its block, so that its dropout masks differ from those of other layers.
         columns: global indices of the features of x on this rank; None: x has all features, of this rank's tokens.
     """
 

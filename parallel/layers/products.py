@@ -139,7 +139,6 @@ def swizzle(scales: Tensor) -> Tensor:
     """
     m, k = scales.shape
     padded = F.pad(scales, (0, -k % 4, 0, -m % 128))
-    tiles = padded.view(
-        -1, 4, 32, padded.shape[1] // 4, 4
-    )  # (row tiles, row / 32, row mod 32, column tiles, column)
+    # (row tiles, row / 32, row mod 32, column tiles, column)
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).flatten()

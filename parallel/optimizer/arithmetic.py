@@ -48,7 +48,7 @@ def add(target: Tensor, source: Tensor) -> None:
 
 
 def square_norm(shards: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Weighted sum of the squares of flat tensors, each with weights of its equal blocks; 0-dim float32."""
+    """Weighted sum of squares of flat tensors, each with one weight for each of its equal blocks; 0-dim float32."""
     total = torch.zeros_like(weights[0][0])
     for shard, weight in zip(shards, weights, strict=True):
         norms = torch.linalg.vector_norm(shard.view(len(weight), -1), dim=1, dtype=torch.float32)

@@ -143,9 +143,8 @@ class Bucket:
         self.transient = False  # whether to release the values when a microbatch's gradients are complete
         self.in_graph = False  # whether a graph gathers the values and reduces the gradients
         self._gathering: dist.Work | None = None
-        self.gathered = (
-            True  # whether `values` holds the parameters, or will once the gather in progress ends
-        )
+        # whether `values` holds the parameters, or will once the gather in progress ends
+        self.gathered = True
         if not resident:
             self.release()
 

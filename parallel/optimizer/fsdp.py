@@ -133,9 +133,8 @@ def gather_in_graph(block: nn.Module) -> None:
             for weight, (module, name) in zip(weights, places, strict=True):
                 setattr(module, name, weight)
         output = forward(*inputs)
-        if (
-            torch.compiler.is_compiling()
-        ):  # else a graph would return the weights; eager recomputation reads them
+        # Otherwise a graph would return the weights. Eager recomputation still reads them.
+        if torch.compiler.is_compiling():
             for _, _, places in block.gathers:
                 for module, name in places:
                     setattr(module, name, None)

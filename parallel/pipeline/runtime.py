@@ -132,6 +132,5 @@ class LowMemoryStage(PipelineStage):
         gradients = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, accumulated, strict=True):
             parameter.grad = gradient
-        torch.autograd.backward(
-            parameters, gradients
-        )  # accumulates through AccumulateGrad nodes, and so calls hooks
+        # accumulates through AccumulateGrad nodes, and so calls hooks
+        torch.autograd.backward(parameters, gradients)

@@ -92,7 +92,7 @@ def test_fsdp_gathers_in_both_graphs_of_a_block_and_saves_no_weights(tmp_path):
             f"_c10d_functional.{name}_tensor" for name in ("all_gather_into", "reduce_scatter")
         )
         assert (forward[gather], backward[gather], backward[scatter]) == (1, 1, 1)
-        assert sharded.stages[0].kept == plain.stages[0].kept
+        assert sharded.stages[0].saved == plain.stages[0].saved
 
 
 def test_graphs_are_the_same_on_every_rank(tmp_path):
@@ -157,7 +157,7 @@ def test_traced_costs_agree_with_analytic_flops_and_eager_memory(tmp_path):
             loss = trainer.stages[0].loss(trainer.stages[0](tokens, trainer.positions), tokens)
     assert loss.isfinite()
     eager = sum(saved.values())
-    assert 0.4 * eager < found.stages[0].kept <= 1.05 * eager  # compiled graphs save less than eager layers
+    assert 0.4 * eager < found.stages[0].saved <= 1.05 * eager  # compiled graphs save less than eager layers
 
 
 def test_traced_costs_replace_the_plans_estimates(tmp_path):
@@ -165,7 +165,7 @@ def test_traced_costs_replace_the_plans_estimates(tmp_path):
     planned, found = plan(spread), trace(spread).to_json()
     after = apply_trace(spread, planned, found)
     first, costs = found["stages"][0], StageCosts(spread)
-    working = 2 * first["kept"] + first["peak"]  # two microbatches in flight
+    working = 2 * first["saved"] + first["peak"]  # two microbatches in flight
     buckets = plan_buckets(spread, [costs.module(partition_layers(spread)[0])])
     with_buffers = activation_bytes(spread, working, 2, costs.hidden_bytes, buckets)
     assert after.stages[0].bytes["activations"] == with_buffers > working

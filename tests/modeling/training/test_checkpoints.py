@@ -179,12 +179,12 @@ def test_checkpoint_of_another_model_is_rejected_with_first_differing_field(run,
     )
 
 
-def test_damaged_record_of_a_followed_request_is_named(run, dataset):
+def test_corrupted_record_of_a_followed_request_is_named(run, dataset):
     train(run, dataset)  # a request for the latest checkpoint needs none
     (run / "resumed.json").write_text("")
     train(run, dataset)
     said = train(run, dataset, "checkpoint.resume=4", code=2)
-    assert f"{run}/resumed.json: damaged" in said
+    assert f"{run}/resumed.json: corrupted" in said
     assert steps(run) == [4, 8, 12]
 
 

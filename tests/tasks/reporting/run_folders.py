@@ -15,7 +15,7 @@ TRACED = {
         {"name": "block, training", "graphs": [{"flops": 10**9}, {"flops": 2 * 10**9}]},
         {"name": "loss, training", "graphs": [{"flops": 10**9}]},
     ],
-    "stages": [{"kept": 9 << 20, "peak": 2 << 20}],
+    "stages": [{"saved": 9 << 20, "peak": 2 << 20}],
 }
 
 
