@@ -71,7 +71,7 @@ def first_step(rounds: int) -> bool:
         dataset = micro.dataset(folder / "data", tokens=20000)
         profile = load(str(write_run_folder(folder / "compile", "tiny", *overrides) / "profile.yaml"))
         artifact = graphs.Graphs().run(Context(profile, store))
-        print(graphs.sentence(artifact.summary))
+        print(graphs.format_summary(artifact.summary))
 
         def train(kind: str) -> float:
             with tempfile.TemporaryDirectory(dir=folder) as run_folder:

@@ -49,7 +49,7 @@ def chained_runs(profiles: Sequence[str], overrides: Sequence[str] = (), name: s
         if name:
             run = run.model_copy(update={"name": f"{name}-{run.name}"})
         if run.name in [each.name for each in found]:
-            reason = "stands twice in the chain, and two runs of a store cannot have the same name"
+            reason = "occurs twice in the chain, and two runs of a store cannot have the same name"
             raise ProfileError("profiles", profile, reason)
         if found and global_shapes(run.model) != global_shapes(found[-1].run.model):
             reason = f"has another model than {found[-1].profile}, from whose weights it would start"

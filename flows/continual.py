@@ -25,7 +25,7 @@ from flows.parameters import ProfileName, RunName
 from flows.pretrain import load, run_name
 from flows.runner import THREADS, Runner
 from flows.server.secrets import hub_token
-from flows.steps import check_plan, following, open_run, read_lock, resolve_inputs
+from flows.steps import check_plan, open_run, read_lock, resolve_inputs, with_training_progress
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks import continual as series
@@ -57,10 +57,10 @@ def continual(
     """
     run = load(profile, overrides, name or None)
     if run.fine_tunes:
-        reason = "continual pretraining only continues runs of objective.kind pretrain without LoRA"
+        reason = "continual pretraining supports objective.kind pretrain without LoRA only"
         raise ProfileError("profile", profile, reason)
     opened = Store(store, run.cluster.work_dir or "store")
-    # Of two schedules, or one that overtakes itself, the later waits, and then finds nothing new.
+    # If scheduled flow runs overlap, the later one waits for the lock, and then finds no new data.
     with opened.lock(f"continual-{run.name}"):
         return _round(Context(run, opened, token=hub_token(run), flow_run=str(flow_run.id)))
 
@@ -68,14 +68,14 @@ def continual(
 def _round(context: Context) -> State[Any]:
     """One round: train the promoted model on new data, and promote the result if it is no worse."""
     profile, store = context.profile, context.store
-    current = series.standing(store, profile.name)
+    current = series.promoted_model(store, profile.name)
     if current is None:
-        missing = f"run {profile.name} has no finished model to continue: one that was trained to its end and exported"
+        missing = f"run {profile.name} has no finished model to continue; train it to its last step and export it first"
         return Completed(name="NothingYet", message=missing)
     tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
     name = f"{profile.name}-round-{current.round + 1}"
     # An interrupted round resumes with its data; a finished one that was not promoted looks for new data.
-    over = series.is_over(store, name)
+    over = series.is_trained(store, name)
     with runs.lock_run(store, name) as lock, Runner(context) as runner:
         resolve_inputs(runner, None if over else read_lock(store, name))
         everything = runner.run(DatasetStep(tokenizer))
@@ -94,14 +94,16 @@ def _round(context: Context) -> State[Any]:
         identity = keys.run_identity(run, tokenizer.key, dataset.key, start)
         runs.record_flow_run(base, context.flow_run)
         inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": None}
-        lock.check()  # a process that was suspended meanwhile may have lost the round to another one
+        lock.check()  # another process may have taken over the round while this one was suspended
         with open_run(runner, run, identity, inputs, planned, replace=over) as overview:
             held_out = store.artifacts.expect(DatasetStep.kind, current.dataset)
             of_base = replace(runner.context, profile=resolve.load(str(base / "profile.yaml")), folder=base)
             what = keys.digest([current.identity, weights.name, held_out.key])
             before = runner.run(EvaluationStep(held_out, what), of_base)
             graphs = compiling.result()
-            runner.run(TrainingStep(dataset, identity, graphs, weights), following(runner.context))
+            runner.run(
+                TrainingStep(dataset, identity, graphs, weights), with_training_progress(runner.context)
+            )
             ledger.record(store, run.name, identity, dataset, parent=current.identity)
             what = keys.digest([identity, held_out.key])
             after = runner.run(EvaluationStep(held_out, what, graphs))
@@ -116,6 +118,6 @@ def _round(context: Context) -> State[Any]:
             if not better:
                 return Completed(name="NotPromoted", message=f"{current.run} stands: {losses}")
             series.promote(store, profile.name, current, run.name, identity)
-            message = f"{run.name} takes the place of {current.run}: {losses}"
+            message = f"{run.name} replaces {current.run}: {losses}"
             emit("promoted", run.name, message)
             return Completed(name="Promoted", message=message)

@@ -163,9 +163,8 @@ def evaluate(
         evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed)
         done: set[int] = set()
         while True:
-            active = (
-                follow and opened.lock_holder(f"run-{name}") is not None
-            )  # before the look at its checkpoints
+            # before the look at its checkpoints
+            active = follow and opened.lock_holder(f"run-{name}") is not None
             steps = opened.run_folder(name).checkpoint_steps() if step is None else [step]
             for each in [each for each in steps if each not in done]:
                 if evaluator.evaluate(each):

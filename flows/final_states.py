@@ -29,9 +29,9 @@ R = TypeVar("R")
 
 
 def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
-    """Decorate the function of a flow: it ends in one of our final states where Prefect would say Crashed or Failed.
+    """Decorate a flow's function: it ends in one of our final states where Prefect would use Crashed or Failed.
 
-    Whoever calls the flow gets the rejection as it was raised, and `prefect.exceptions.CancelledRun` for a stop.
+    The caller gets a rejection as it was raised, and `prefect.exceptions.CancelledRun` for a stop.
     """
 
     @functools.wraps(function)
@@ -59,5 +59,5 @@ def _is_cancelled() -> bool:
     try:
         with get_client(sync_client=True) as client:
             return client.read_flow_run(flow_run.id).state.is_cancelling()
-    except Exception:  # a server that has gone, too, cancels nothing
+    except Exception:  # an unreachable server has not cancelled it
         return False

@@ -1,4 +1,4 @@
-"""What happens at the end of a flow run that does not complete; the first two are Prefect's hooks.
+"""Handlers for flow runs that do not complete; the first two are Prefect hooks.
 
 cancelled          cancels the run's jobs, if its process has not done so
 failed, crashed    shows the failure and the next action on the overview; jobs keep running, and a rerun re-attaches to them
@@ -72,7 +72,7 @@ def show_stop(flow_run: str, parameters: Mapping[str, Any]) -> str:
         Overview(_profile(folders[0]), folders[0], UUID(flow_run)).end(stop_markdown(message))
         return message
     except Exception as error:
-        log.debug("cannot tell what is saved: %s", error)
+        log.debug("cannot read what is saved: %s", error)
         return "completed steps and checkpoints are kept"
 
 
@@ -84,7 +84,7 @@ def _profile(folder: Path) -> Profile:
 
 
 def _latest(parameters: Mapping[str, Any], flow_run: str) -> tuple[Store, str, list[Path]]:
-    """The store, name and folders of the run that a flow run works on: of a chain, the last that it began."""
+    """The store, name and folders of a flow run's run; of a chain, the run that it began last."""
     located = _locate_runs(parameters)
     for store, name in reversed(located):
         if folders := runs.folders_of_flow_run(store, name, flow_run):

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from profiles import resolve
 from profiles.check import PLANNED_ONLY
 
-# Told by their names, because the form is made at each start: those for hardware that nothing trains on cannot start.
+# Profiles for hardware that nothing trains on cannot start. Recognised by name, as loading all profiles would slow each start.
 STARTABLE = tuple(name for name in resolve.names() if name.rpartition("-")[2] not in PLANNED_ONLY)
 
 ProfileName = Annotated[

@@ -27,13 +27,13 @@ from flows.server.secrets import hub_token
 from flows.steps import (
     RunCommand,
     check_plan,
-    following,
-    keep_lock,
     open_run,
     read_lock,
     resolve_inputs,
+    store_lock,
+    suggest_commands,
     warn_about_data,
-    ways_out,
+    with_training_progress,
 )
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import plan
@@ -116,11 +116,11 @@ def pretrain(
 def train_profile(
     run: Profile, command: RunCommand, *, update: bool = False, replace: bool = False, fork: str = ""
 ) -> dict[str, Any]:
-    """Train and export one profile within a flow run; the result is that of `pretrain`, and so are the other arguments.
+    """Train and export one profile within a flow run; result and other arguments as for `pretrain`.
 
     Args:
         run: the resolved profile.
-        command: what it was resolved from.
+        command: the command line that it was resolved from.
     """
     opened = Store(command.store, run.cluster.work_dir or "store")
     run = locate_runs(run, opened)
@@ -130,12 +130,12 @@ def train_profile(
         if parent:
             require_forkable(opened, parent, run)
         if not replace:
-            with ways_out(command, run.name):
+            with suggest_commands(command, run.name):
                 runs.check_name(opened, run)
         planned = check_plan(runner)
         compiling = runner.start(GraphsStep())
         resolve_inputs(runner, None if update else read_lock(opened, run.name, parent))
-        keep_lock(runner.context)
+        store_lock(runner.context)
         tokenizer = runner.run(TokenizerStep())
         check_fits(run, tokenizer)
         dataset = runner.run(DatasetStep(tokenizer))
@@ -148,7 +148,7 @@ def train_profile(
         identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key, origin)
 
         inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": weights}
-        lock.check()  # a process that was suspended meanwhile may have lost the run to another one
+        lock.check()  # another process may have taken over the run while this one was suspended
         with open_run(
             runner, run, identity, inputs, planned, command, parent=parent, replace=replace, warnings=warnings
         ) as overview:
@@ -164,11 +164,11 @@ def train_profile(
                     high,
                 )
             graphs = compiling.result()
-            # Other objectives have no reference model, and no line that says so.
-            rated = run.objective.kind == "dpo" and run.objective.precompute_reference
-            reference = runner.run(ReferenceStep(dataset, weights, graphs)) if rated else None
+            # Not a skipped step, which would be shown, for runs that have no reference model.
+            has_reference = run.objective.kind == "dpo" and run.objective.precompute_reference
+            reference = runner.run(ReferenceStep(dataset, weights, graphs)) if has_reference else None
             training = TrainingStep(dataset, identity, graphs, weights, reference)
-            runner.run(training, following(runner.context))
+            runner.run(training, with_training_progress(runner.context))
             ledger.record(opened, run.name, identity, dataset, parent and parent.identity)
             evaluated = runner.run(EvaluationStep(dataset, identity, graphs, weights, reference))
             exported = runner.run(ExportStep(tokenizer, identity, weights))

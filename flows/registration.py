@@ -1,7 +1,7 @@
 """Register Trainshed with the Prefect server of PREFECT_API_URL: `python -m flows.registration`; idempotent.
 
 Creates the work pool with its concurrency limit, the automations of alerts (flows/alerts), and an automation that marks flow runs
-without a heartbeat as crashed: without it, a run whose worker was killed would show as running for ever.
+without a heartbeat as crashed: else a run whose worker was killed would stay in state Running.
 """
 
 from __future__ import annotations

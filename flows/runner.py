@@ -1,7 +1,7 @@
 """Runs steps as Prefect tasks, cached by the store.
 
-The store is the only cache: a step whose artifact is complete there ends in the state Cached. Looking for it is part of the
-task, so a store that does not answer for a moment is asked again.
+The store is the only cache: a step whose artifact is complete there ends in the state Cached. The lookup is part of the task, so
+it is retried if the store does not answer.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ REJECTIONS = (ProfileError, *SOURCE_ERRORS)  # errors of the input
 PREFECT_PROGRESS_SECONDS = 15.0  # between progress lines in Prefect's log
 PREFECT_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 NOISE = ("Task run failed with %s: %r - Retry", "Running hook ", "Hook ")  # formats of Prefect's records
-# Seconds before each retry, of which the last applies to all further ones, and by what share they vary: runs that a common
-# cause stopped do not all come back at once.
+# Seconds before each retry; the last applies to all further ones. With jitter, so that runs that a common cause stopped do not
+# all restart at once.
 DELAYS = {"retry_delay_seconds": [2.0, 4.0, 8.0, 16.0, 30.0], "retry_jitter_factor": 0.3}
 # Background steps and mapped parts share the flow's threads: two parts a core, and room for the steps that wait for them.
 THREADS = ThreadPoolTaskRunner(max_workers=2 * (os.cpu_count() or 1) + 8)
@@ -76,7 +76,7 @@ class _Call:
     """One call of a step in a flow run."""
 
     step: Step
-    place: int  # index of its outcome
+    position: int  # index of its outcome
     task: Task[..., Any] | None = None
     artifact: Artifact | None = None  # what it found or made
     cached: bool = False  # whether the store had it
@@ -148,8 +148,8 @@ class Runner:
     def check(
         self, name: str, function: Callable[[], T], describe: Callable[[T], str], retries: int = 0
     ) -> T:
-        """Run a function as a task that makes no artifact, under the profile's name."""
-        begun, place = time.monotonic(), self._reserve(name)
+        """Run a function as a task that makes no artifact; the task is named after the profile."""
+        begun, position = time.monotonic(), self._reserve(name)
         options = {**DELAYS, "retries": retries, "retry_condition_fn": worth_retrying} if retries else {}
         title = f"{name} {self.context.profile.name}"
         made = task(function, name=name, task_run_name=title, cache_policy=NO_CACHE, **options)
@@ -157,17 +157,17 @@ class Runner:
         how = "done" if state.is_completed() else "failed"
         result = state.result(raise_on_failure=False)
         note = describe(result) if how == "done" else ""
-        self._conclude(place, Outcome(name, how, time.monotonic() - begun, note))
+        self._conclude(position, Outcome(name, how, time.monotonic() - begun, note))
         return state.result()
 
     def run(self, step: Step, context: Context | None = None) -> Artifact | None:
         """Run a step, perhaps in another run's context. Returns its artifact, None if skipped; raises what made it fail."""
-        # Called directly, not submitted: so a cancellation reaches the step, which then ends its child processes.
+        # Called directly, not submitted, so that a cancellation reaches the step, which then ends its child processes.
         call = self._prepare(step, context or self.context)
         return self._finish(call, call.task(return_state=True))
 
     def start(self, step: Step) -> Background:
-        """Start a step in the background, beside those that are run meanwhile."""
+        """Start a step in the background, concurrently with the following steps."""
         background = Background(self._prepare(step, self.context), self._finish)
         self._background.append(background)
         return background
@@ -210,7 +210,7 @@ class Runner:
                 return False
             call.retries += 1
             self._record(call.step.name, "tried again", state)
-            if decide is None:  # one that decides says so itself
+            if decide is None:  # a step that decides logs its retries itself
                 log.warning("%s failed: %s", call.step.name, _reason(state))
                 log.warning("restarting %s, attempt %d of %d", call.step.name, call.retries + 1, RETRIES + 1)
             return True
@@ -223,22 +223,22 @@ class Runner:
 
     def _finish(self, call: _Call, state: State) -> Artifact | None:
         """Record the outcome of a step, and return its artifact or raise what made it fail."""
-        name, place, seconds = call.step.name, call.place, time.monotonic() - call.begun
+        name, position, seconds = call.step.name, call.position, time.monotonic() - call.begun
         if call.stop is not None:
-            self._conclude(place, Outcome(name, "stopped", seconds, retries=call.retries))
+            self._conclude(position, Outcome(name, "stopped", seconds, retries=call.retries))
             raise call.stop
         if not state.is_completed():
-            self._conclude(place, Outcome(name, "failed", seconds, retries=call.retries))
+            self._conclude(position, Outcome(name, "failed", seconds, retries=call.retries))
             self._record(name, "failed", state)
         state.result()  # raises what made the step fail
         artifact = call.artifact
         if artifact is None:
-            self._conclude(place, Outcome(name, "skipped", None, state.message or ""))
+            self._conclude(position, Outcome(name, "skipped", None, state.message or ""))
             return None
         how, took = ("cached", artifact.seconds) if call.cached else ("done", seconds)
         self._record_use(artifact)
         note, summary = call.step.describe(artifact.summary), artifact.summary
-        self._conclude(place, Outcome(name, how, took, note, summary, call.retries))
+        self._conclude(position, Outcome(name, how, took, note, summary, call.retries))
         return artifact
 
     def _record_use(self, artifact: Artifact) -> None:
@@ -265,8 +265,8 @@ class Runner:
         self.outcomes.append(Outcome(name, "running", None))
         return len(self.outcomes) - 1
 
-    def _conclude(self, place: int, outcome: Outcome) -> None:
-        self.outcomes[place] = outcome
+    def _conclude(self, position: int, outcome: Outcome) -> None:
+        self.outcomes[position] = outcome
         timed = outcome.how in ("done", "failed", "stopped") and outcome.seconds
         took = format_duration(outcome.seconds) if timed else ""
         log.info("%s", f"{outcome.step:<10}  {outcome.how:<7}  {took:>7}  {outcome.note}".rstrip())
@@ -290,7 +290,7 @@ def worth_retrying(made: Task[..., Any], run: TaskRun, state: State) -> bool:
 
 
 def forward_logs() -> None:
-    """Send our log records to Prefect's UI, beside those of Prefect's own that are worth reading there."""
+    """Send our log records to Prefect's UI, and filter Prefect's own there (`_is_news`)."""
     for name in PACKAGES:
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
@@ -309,9 +309,9 @@ _throttle = ProgressFilter(PREFECT_PROGRESS_SECONDS)  # for all packages togethe
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a record of Prefect's says what no line of ours and no final state says.
+    """Whether a Prefect log record adds information to our lines and the final states.
 
-    Its line about a retry counts to UNLIMITED; the message of a rejection or a failed job needs no traceback.
+    Its retry line counts to UNLIMITED, and a rejection or a failed job needs no traceback beside its message.
     """
     if isinstance(record.msg, str) and record.msg.startswith(NOISE):
         return False
@@ -327,7 +327,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     **DELAYS,
 )
 def part(function: Callable[[T], R], item: T, name: str) -> R:
-    """One part of a step."""
+    """Process one item of a step, as a task of its own."""
     return function(item)
 
 

@@ -1,4 +1,4 @@
-"""What flows do around their steps: check the plan, resolve the inputs, open the run folder, follow training."""
+"""Parts of flows that are not steps: check the plan, resolve the inputs, open the run folder, follow training."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def check_plan(runner: Runner) -> planner.Plan:
 
 @dataclass(frozen=True)
 class RunCommand:
-    """The `trainshed run` command that a flow run's parameters amount to."""
+    """The `trainshed run` command that is equivalent to a flow run's parameters."""
 
     profile: str
     overrides: Sequence[str]
     name: str | None
     store: str
 
-    def ways_out(self, conflict: runs.RunExists, name: str) -> list[tuple[str, str]]:
-        """What to do about a name that belongs to a run with other mathematics: (what it does, command)."""
+    def alternatives(self, conflict: runs.RunExists, name: str) -> list[tuple[str, str]]:
+        """Commands that avoid a conflict with an existing run of other mathematics: (what it does, command)."""
         settings = [part for override in self.overrides for part in ("--set", override)]
         settings += ["--store", self.store] if self.store != "./store" else []
         same, other = ["trainshed", "run", self.profile, *settings], f"{name}-2"
@@ -67,12 +67,12 @@ class RunCommand:
 
 
 @contextmanager
-def ways_out(command: RunCommand | None, name: str) -> Iterator[None]:
-    """Add the commands to choose from to a RunExists that is raised in the block."""
+def suggest_commands(command: RunCommand | None, name: str) -> Iterator[None]:
+    """Add the commands that avoid the conflict to a RunExists that is raised in the block."""
     try:
         yield
     except runs.RunExists as conflict:
-        conflict.commands = command.ways_out(conflict, name) if command else ()
+        conflict.commands = command.alternatives(conflict, name) if command else ()
         raise
 
 
@@ -82,7 +82,7 @@ def read_lock(store: Store, name: str, parent: Parent | None = None) -> bytes | 
 
 
 def resolve_inputs(runner: Runner, lock: bytes | None) -> None:
-    """Resolve what the run is made from as a task, reusing the answers of a run lock; the steps that follow use the result."""
+    """Resolve the run's inputs as a task, reusing the answers of a run lock; the next steps use the result."""
     context = runner.context
     progress = progress_reporter("inputs", "Progress of resolve")
 
@@ -94,15 +94,15 @@ def resolve_inputs(runner: Runner, lock: bytes | None) -> None:
     runner.context = replace_fields(context, resolved=inputs)
 
 
-def keep_lock(context: Context) -> None:
-    """Keep the lock of a run that does not exist yet, so that a flow run that fails before training is repeated alike."""
+def store_lock(context: Context) -> None:
+    """Store the lock of a new run, so that a retry after a failure before training uses the same inputs."""
     run = context.store.run_folder(context.profile.name)
     if run.stored_identity is None:
         run.write(LOCK, context.inputs.lock.to_bytes())
 
 
 def warn_about_data(profile: Profile, tokenizer: Artifact, dataset: Artifact) -> list[str]:
-    """Log what the tokenizer and the data let expect of the run; returns the warnings."""
+    """Log warnings about the tokenizer and the amount of data; returns them."""
     warnings = data_warnings(profile, tokenizer.summary, dataset.summary)
     for warning in warnings:
         log.warning("warning: %s", warning)
@@ -128,7 +128,7 @@ def open_run(
     """
     context = runner.context
     keys = {kind: artifact and artifact.key for kind, artifact in inputs.items()}
-    with ways_out(command, profile.name):
+    with suggest_commands(command, profile.name):
         folder = runs.open_run(
             context.store, profile, identity, context.flow_run, keys, parent=parent, replace=replace
         )
@@ -148,8 +148,8 @@ def open_run(
             ending.files += results(context.store, folder, parent)
 
 
-def following(context: Context) -> Context:
-    """The context in which training shows its progress, and its events become alerts."""
+def with_training_progress(context: Context) -> Context:
+    """A context that shows training progress and emits the run's events for alerts."""
     progress, alert = TrainingProgress(context.profile, context.run_folder), context.watch
 
     def watch() -> None:

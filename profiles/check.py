@@ -1,7 +1,7 @@
-"""Validation rules between a profile's sections, and, for a run that starts, of the local files it names; needs no device.
+"""Validation rules between a profile's sections, and of local files before a run starts; needs no device.
 
-`check` runs the rules in order. A choice is offered only if the profile with it satisfies the other rules too; where none
-follows from a rule itself, the nearest valid values are found by trying those around the invalid one.
+`check` runs the rules in order. An error offers only choices with which the profile satisfies the other rules too; where a rule
+does not know its valid values, the nearest ones are found by trial.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAUNCHER_OPTIONS = {
     *("account", "constraint", "exclusive", "nodes", "partition", "time"),
 }
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-RUN = "run:"  # begins the name of a run of the store, whose export is meant
+RUN = "run:"  # prefix of a source that is the export of a run in the store: run:NAME
 
 
 def check(profile: Profile) -> None:

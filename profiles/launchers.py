@@ -1,4 +1,4 @@
-"""Names of launchers that a profile may have: Trainshed's own and those of installed packages, which are not imported for it."""
+"""Valid names of launchers: Trainshed's own and the entry points of installed packages, found without importing them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from profiles.schema import Profile
 
 OWN = ("local", "slurm", "kubernetes")
 GROUP = "trainshed.launchers"  # of entry points
-PERSISTENT = "cluster.kubernetes.claim"
 
 
 def entry_points() -> dict[str, metadata.EntryPoint]:
@@ -35,7 +34,7 @@ def check(profile: Profile) -> None:
                     f"cluster.kubernetes.{key}", None, "is missing: the Kubernetes launcher needs it"
                 )
         if cluster.device == "neuron" and not settings.resources:
-            reason = "is missing: name the devices that a Pod requests"
+            reason = "is empty; name the devices that a Pod requests"
             raise ProfileError("cluster.kubernetes.resources", [], reason, ["[aws.amazon.com/neuron=16]"])
 
 

@@ -21,7 +21,7 @@ KINDS = {
     "label_smoothing": ("dpo",),
 }
 PAIR_METRICS = ("accuracy", "margin", "kl")  # of evaluations of preference pairs, means over pairs
-IMPLEMENTED = ("pretrain", "sft", "dpo", "orpo")
+
 # Targets of `lora` that are parts of another.
 PARTS = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
 PARTS |= {"output": ("o_proj",), "down": ("down_proj",)}
@@ -37,15 +37,12 @@ def check(profile: Profile) -> None:
 
 
 def check_start(profile: Profile) -> None:
-    """Reject what can be planned but not started: missing initial weights, and what is not implemented yet."""
+    """Reject a run that can be planned but lacks the initial weights that it needs. Raises ProfileError."""
     if profile.init.from_ is None and (profile.objective.kind == "dpo" or profile.lora.rank):
         needs = "dpo starts from the model that it must stay close to"
         if profile.lora.rank:
             needs = "LoRA trains updates of a trained model's weights"
         raise ProfileError("init.from", None, f"is missing: {needs}")
-    if profile.objective.kind not in IMPLEMENTED:
-        reason = "can be planned, but training is not implemented yet"
-        raise ProfileError("objective.kind", profile.objective.kind, reason, list(IMPLEMENTED))
 
 
 def _objective(profile: Profile) -> None:

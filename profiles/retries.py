@@ -1,4 +1,4 @@
-"""Retries of network calls: which errors may pass, and how long to wait (exponential backoff with jitter, Retry-After).
+"""Retries of network calls: which errors are temporary, and how long to wait (exponential backoff with jitter, Retry-After).
 
 The clients' own retries end within seconds, while an object store throttles for minutes and the hub counts requests in windows
 of five minutes. So every call to the network goes through `call`.
@@ -20,7 +20,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 DELAYS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0)  # seconds before each retry, four minutes in all
-LONGEST = 600.0  # seconds; a server that asks for more is not waited for that long
+LONGEST = 600.0  # seconds; limit of a wait, even if the server asks for more
 TIMEOUT, EARLY, THROTTLED, SERVER_ERROR = 408, 425, 429, 500  # HTTP status codes; all from the last on
 # Exceptions of httpx, aiohttp and botocore for a connection that failed; by name, since none of them must be installed.
 NETWORK_ERRORS = {
@@ -49,15 +49,15 @@ _thread = threading.local()  # `stop`: the event that ends the waits of a thread
 
 
 def call(function: Callable[[], T], what: str, delays: Sequence[float] = DELAYS) -> T:
-    """The result of a function, called again while its errors may pass.
+    """The result of a function, retried while its errors are temporary.
 
     Args:
         what: starts the lines of the log and the message of the error.
         delays: seconds to wait before each retry, on average.
 
     Raises:
-        ConnectionError: every call failed, for a reason that may pass.
-        Exception: an error that a retry cannot help, as it was raised.
+        ConnectionError: every attempt failed with a temporary error.
+        Exception: a permanent error, as it was raised.
     """
     for delay in (*delays, None):
         try:
@@ -76,7 +76,7 @@ def call(function: Callable[[], T], what: str, delays: Sequence[float] = DELAYS)
 
 
 def seconds_to_wait(error: BaseException | None) -> float | None:
-    """Least time to wait before a retry: 0, or what the server asks for. None if the error cannot pass."""
+    """Minimum time to wait before a retry: 0, or what the server asks for. None if the error is permanent."""
     if error is None:
         return None
     response = getattr(error, "response", None)
@@ -112,7 +112,7 @@ def _retry_after(headers: Any) -> float:
 
 
 def map_in_threads(function: Callable[[T], R], values: Sequence[T], threads: int) -> list[R]:
-    """Results of a function that uses the network, in order; waits for retries end if this thread is interrupted."""
+    """Results of a function that uses the network, in order; an interruption of this thread ends waits for retries."""
     stop = threading.Event()
 
     def call_stoppable(value: T) -> R:

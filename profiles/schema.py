@@ -51,7 +51,8 @@ class Tokenizer(Section):
 
     source: str = Field(
         min_length=1,
-        description='"train" on the data, a hub repository (org/name), a folder, an s3:// folder, or run:NAME, that of a run',
+        description='"train": on the data; or a hub repository (org/name), a folder, an s3:// folder, or run:NAME, the export of '
+        "a run",
     )
     revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
     vocabulary_size: Count | None = Field(
@@ -98,7 +99,7 @@ class Source(Section):
 
 
 class MixtureChange(Section):
-    """From a step on, other weights of the training sources."""
+    """A change of the training sources' weights, from a step on."""
 
     step: Count = Field(description="first optimizer step with these weights, counted from 1")
     weights: list[Rate] = Field(
@@ -175,7 +176,7 @@ class Objective(Section):
         description="dpo, orpo: tokens that a prompt keeps if its record is too long; null: half of train.sequence_length",
     )
     truncation: Literal["keep_start", "keep_end"] = Field(
-        "keep_end", description="dpo, orpo: which end of such a prompt is kept"
+        "keep_end", description="dpo, orpo: which end of a prompt is kept if its record is too long"
     )
     beta: float = Field(
         0.1, gt=0, description="dpo: weight of the KL penalty; orpo: weight of the odds-ratio loss"
@@ -183,11 +184,11 @@ class Objective(Section):
     loss: Literal["sigmoid", "hinge", "ipo"] = Field("sigmoid", description="dpo: loss of a pair's margin")
     precompute_reference: bool = Field(
         True,
-        description="dpo: rate all pairs with the reference model once, in a step of its own; false, with LoRA: in each step, "
-        "by the model without its updates",
+        description="dpo: compute the reference model's log-probabilities once, in a step of the flow; false, with LoRA: in each "
+        "training step, without the updates",
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        0.0, description="dpo, sigmoid: probability that a pair's preference is the wrong way round"
+        0.0, description="dpo, sigmoid: assumed probability that a pair's preference is wrong"
     )
 
 
@@ -224,7 +225,8 @@ class Parallel(Section):
     )
     data_sharding: Literal["none", "zero1", "fsdp"] = Field(
         "zero1",
-        description="what data and context ranks share out: nothing, optimizer states (ZeRO-1), or parameters and gradients too",
+        description="what is sharded over data and context ranks: nothing, optimizer states (ZeRO-1), or parameters and "
+        "gradients too",
     )
     shard_degree: Size | None = Field(
         None,
@@ -281,8 +283,8 @@ class Train(Section):
     )
     fp8_recipe: Literal["tensorwise", "rowwise", "mxfp8"] = Field(
         "rowwise",
-        description="what shares a scale in fp8: a tensor, a row, or 32 values of a row; tensorwise and rowwise: h100 and later; "
-        "mxfp8: b200, and trn3 for planning",
+        description="fp8: values that share a scale: a tensor, a row, or 32 values of a row; tensorwise and rowwise: h100 and "
+        "later; mxfp8: b200, and trn3 for planning",
     )
     gradient_dtype: Literal["float32", "bf16"] = Field(
         "float32", description="dtype of gradient accumulation"
@@ -299,23 +301,23 @@ class Train(Section):
     )
     balance: Literal["sequence", "global", "batch", "bias", "none"] = Field(
         "sequence",
-        description="experts: what the balance loss takes its statistics of: a sample; all tokens of a step, counted by one more "
-        "forward pass; or a microbatch of a rank, as Hugging Face, which depends on its size and on the topology. bias: no loss; "
-        "the bias in each expert's selection moves against its excess load in the whole step (deepseek_v3)",
+        description="experts: statistics of the balance loss. sequence: of a sample; global: of all tokens of a step, counted by "
+        "one more forward pass; batch: of a rank's microbatch, as Hugging Face, so they depend on its size and the topology. bias: "
+        "no loss; each step, a bias in the selection of each expert moves against its excess load (deepseek_v3)",
     )
     balance_coefficient: Rate | None = Field(
         None,
-        description="experts: coefficient of the balance loss, with bias of the loss of a sample beside it; null: 0.001, with "
-        "bias 0",
+        description="experts: coefficient of the balance loss; with bias, of an additional balance loss of each sample. null: "
+        "0.001, with bias 0",
     )
     balance_bias_rate: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="experts: how far balance bias moves a bias in a step; null: 0.001"
+        None, description="experts: how far `balance: bias` moves a bias in a step; null: 0.001"
     )
     router_z_coefficient: Rate = Field(0.0, description="experts: coefficient of the router's z-loss")
     capacity_factor: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="experts: tokens of a sample that an expert takes, relative to an equal share; it drops the rest. null: no "
-        "limit, nothing is dropped",
+        description="experts: tokens of a sample that an expert accepts, relative to an equal share; the rest is dropped. null: "
+        "no limit",
     )
     deterministic: bool = Field(
         True,
@@ -394,13 +396,13 @@ class Evaluate(Section):
     )
     tolerance: Rate = Field(
         0.0,
-        description="increase in validation loss, in nats per token, up to which continual pretraining promotes a model, and a "
-        "chain continues",
+        description="largest increase in validation loss, in nats per token, with which continual pretraining promotes a model "
+        "and a chain continues",
     )
     gate: list[Annotated[str, Field(pattern=CONDITION)]] = Field(
         [],
-        description="conditions on the final evaluation without which a chain stops after this run, such as validation_loss <= "
-        "2.5 or accuracy >= 0.6; []: the validation loss is that of the initial weights at most, within tolerance",
+        description="conditions on the final evaluation for a chain to continue, such as validation_loss <= 2.5 or accuracy >= "
+        "0.6; []: the validation loss exceeds that of the initial weights by at most tolerance",
     )
     metrics: list[Annotated[str, Field(pattern=FUNCTION)]] = Field(
         [],
@@ -460,12 +462,12 @@ class Profile(Section):
 
     @property
     def fine_tunes(self) -> bool:
-        """Whether the run trains for an objective of its own, or with LoRA."""
+        """Whether the run fine-tunes: with an objective other than pretrain, or with LoRA."""
         return self.objective.kind != "pretrain" or bool(self.lora.rank)
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training drops anything, in the model or in its updates."""
+        """Whether the model or its LoRA updates have dropout."""
         return self.model.has_dropout or bool(self.lora.rank and self.lora.dropout)
 
     @property

@@ -1,10 +1,10 @@
-"""Small state files: written durably, replaced atomically, and never trusted blindly when read.
+"""Small state files: written durably, replaced atomically, validated when read.
 
-A machine that loses power may keep a file's name without its contents, and a file that is empty or cut must not stop every later
-start. `read_json` takes a damaged file for a missing one, with a warning: for state that is made again. Where that would be
-wrong, as for a counter or a decision, `require_json` names the file, and `read_text` leaves the judgment to the caller.
+After a power failure a file may exist without its contents, and an empty or truncated file must not stop every later start.
+`read_json` warns and returns None for a corrupted file: for state that can be rebuilt. For state that cannot, such as a counter
+or a decision, `require_json` raises and names the file; `read_text` leaves it to the caller.
 
-A read that fails says nothing about the file: it is tried again, then raised, and never taken for absence.
+A failed read is not evidence that the file is missing: it is retried, then raised.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from uuid import uuid4
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-DELAYS = (0.1, 0.5, 2.0)  # seconds before each further attempt at an operation, times 0.5 to 1.5
-# Errors that another attempt would meet again. All others (ESTALE, EIO, EACCES, timeouts) may pass, on a network.
+DELAYS = (0.1, 0.5, 2.0)  # seconds before each retry, times 0.5 to 1.5
+# Errors that a retry cannot fix. All others (ESTALE, EIO, EACCES, timeouts) may be temporary on a network file system.
 PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
 PERMANENT_CODES = {
     *(
@@ -41,25 +41,25 @@ PERMANENT_CODES = {
 }
 
 
-class Damaged(ValueError):
-    """A state file is empty, cut or otherwise not what was written; the message names it and says what to do."""
+class CorruptedState(ValueError):
+    """A state file is empty, truncated or not what was written; the message names it and what to do."""
 
 
 def retried(operation: Callable[[], T]) -> T:
-    """The result of an idempotent file operation; tried again, after DELAYS, when it raises an OSError that may pass."""
+    """The result of an idempotent file operation; retried after DELAYS if it raises an OSError that may be temporary."""
     for delay in DELAYS:
         try:
             return operation()
         except OSError as error:
             if isinstance(error, PERMANENT) or error.errno in PERMANENT_CODES:
                 raise
-            log.info("%s; trying again", error)
+            log.info("%s; retrying", error)
         time.sleep(delay * random.uniform(0.5, 1.5))
     return operation()
 
 
 def write(path: Path, data: str | bytes, *, durable: bool = True) -> None:
-    """Replace a file atomically; its contents are on the disk before its name, unless it need not be `durable`."""
+    """Replace a file atomically; `durable`: contents and name are flushed to disk before it returns."""
     contents = data.encode() if isinstance(data, str) else data
     retried(lambda: _write(path, contents, durable))
 
@@ -79,13 +79,13 @@ def read_text(path: Path) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None, with a warning, if the file is damaged, and None if it does not exist."""
+    """The JSON object in a file; None if it does not exist, and None with a warning if it is corrupted."""
     text = read_text(path)
     if text is None:
         return None
     found = parse(text)
     if found is None:
-        log.warning("%s: damaged (%s); ignored", path, _damage(text))
+        log.warning("%s: corrupted (%s); ignored", path, _defect(text))
     return found
 
 
@@ -99,16 +99,16 @@ def parse(text: str) -> dict[str, Any] | None:
 
 
 def require_json(data: bytes, location: Path | str) -> dict[str, Any]:
-    """The JSON object in the contents of a state file that must be intact. Raises Damaged."""
+    """The JSON object in the contents of a state file. Raises CorruptedState if there is none."""
     text = data.decode(errors="replace")
     found = parse(text)
     if found is None:
         reason = "restore the file, or move it away if it is not needed"
-        raise Damaged(f"{location}: damaged ({_damage(text)}); {reason}")
+        raise CorruptedState(f"{location}: corrupted ({_defect(text)}); {reason}")
     return found
 
 
-def _damage(text: str) -> str:
+def _defect(text: str) -> str:
     return "not a JSON object" if text.strip("\0 \n") else "empty"
 
 

@@ -1,8 +1,8 @@
 """User functions that a profile names as `module:function`: where their modules are searched, and checks without running them.
 
-Modules are searched on sys.path and, last, in the working folder. The working folder is on it whether or not Python runs with
-a safe path (-P, PYTHONSAFEPATH), and always last, so that a user's own tasks.py, profiles/ or modeling/ there never replaces
-Trainshed's packages; a function in a module of one of those names is rejected.
+Modules are searched on sys.path, then in the working folder, also if Python runs with a safe path (-P, PYTHONSAFEPATH). The
+working folder is last so that a user's own tasks.py, profiles/ or modeling/ never replaces Trainshed's packages; a function in a
+module of one of those names is rejected.
 """
 
 from __future__ import annotations

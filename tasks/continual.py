@@ -24,16 +24,13 @@ from tasks.store.artifacts import Artifact
 from tasks.store.inventory import STANDING
 from tasks.store.store import Store
 
-PHASES = (
-    "warmup_steps",
-    "constant_steps",
-    "minimum_steps",
-)  # of the learning rate's schedule, in order of priority
+# of the learning rate's schedule, in order of priority
+PHASES = ("warmup_steps", "constant_steps", "minimum_steps")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Standing:
+class Promoted:
     """The promoted model of a series: its run, identity and round, and the tokenizer and dataset of the first run."""
 
     run: str
@@ -43,22 +40,22 @@ class Standing:
     dataset: str
 
 
-def standing(store: Store, name: str) -> Standing | None:
-    """The promoted model; None if no run of this name was trained to its end and exported yet."""
+def promoted_model(store: Store, name: str) -> Promoted | None:
+    """The promoted model of a series; None until its first run has finished training and is exported."""
     recorded = store.backend.read(_name(name, STANDING))
-    if recorded is not None:  # a damaged file is an error: without it, the series would start over
-        return Standing(**state_files.require_json(recorded, store.backend.location(_name(name, STANDING))))
+    if recorded is not None:  # if it is corrupted, raise: ignoring it would restart the series from round 0
+        return Promoted(**state_files.require_json(recorded, store.backend.location(_name(name, STANDING))))
     recorded = store.backend.read(_name(name, runs.INPUTS))
     if recorded is None or not store.run_folder(name).files(EXPORT):
         return None
     inputs = state_files.require_json(recorded, store.backend.location(_name(name, runs.INPUTS)))
-    if ledger.find(store, inputs["identity"]) is None:  # it was exported before its end
+    if ledger.find(store, inputs["identity"]) is None:  # exported before training finished
         return None
-    return Standing(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
+    return Promoted(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
 
 
-def is_over(store: Store, name: str) -> bool:
-    """Whether a round was trained to its end."""
+def is_trained(store: Store, name: str) -> bool:
+    """Whether a round has a checkpoint of its last step."""
     run = store.run_folder(name)
     if run.stored_identity is None:
         return False
@@ -66,16 +63,16 @@ def is_over(store: Store, name: str) -> bool:
     return profile.train.steps in run.checkpoint_steps()
 
 
-def latest_checkpoint(store: Store, promoted: Standing) -> Path:
+def latest_checkpoint(store: Store, promoted: Promoted) -> Path:
     """Local folder of the promoted model's latest checkpoint."""
     run = store.run_folder(promoted.run)
     return run.download(f"checkpoints/step_{run.checkpoint_steps()[-1]}")
 
 
-def new_data(store: Store, promoted: Standing, corpus: Artifact, sequence_length: int) -> Artifact | None:
-    """The part of a corpus that the model was not trained on, as a dataset; None if it is less than one window.
+def new_data(store: Store, promoted: Promoted, corpus: Artifact, sequence_length: int) -> Artifact | None:
+    """The part of a corpus that the promoted model was not trained on; None if it is less than one window.
 
-    Its held-out text is that of the series.
+    The result is a dataset artifact with the held-out text of the series.
     """
     contents = _read(store, corpus, CORPUS)
     held_out = _read(store, store.artifacts.expect(DatasetStep.kind, promoted.dataset), CORPUS)["validation"]
@@ -105,7 +102,7 @@ def new_data(store: Store, promoted: Standing, corpus: Artifact, sequence_length
 
 
 def with_steps(profile: Profile, new: Artifact) -> Profile:
-    """Resolve `train.epochs` to steps over the new data; a longer warm-up is cut to them."""
+    """Resolve `train.epochs` to steps over the new data; longer phases of the schedule are shortened to them."""
     train = profile.train
     if train.epochs is None:
         return profile
@@ -119,14 +116,18 @@ def with_steps(profile: Profile, new: Artifact) -> Profile:
         left -= fitting[name]
         if fitting[name] < wanted:
             log.info(
-                "train.%s: cut from %d to %d: the new data makes %d steps", name, wanted, fitting[name], steps
+                "train.%s: reduced from %d to %d: the new data has %d steps",
+                name,
+                wanted,
+                fitting[name],
+                steps,
             )
     return profile.model_copy(update={"train": train.model_copy(update=fitting)})
 
 
-def promote(store: Store, name: str, promoted: Standing, run: str, identity: str) -> Standing:
-    """Make a run's model the promoted one."""
-    after = Standing(run, identity, promoted.round + 1, promoted.tokenizer, promoted.dataset)
+def promote(store: Store, name: str, promoted: Promoted, run: str, identity: str) -> Promoted:
+    """Make a run's model the promoted one of its series."""
+    after = Promoted(run, identity, promoted.round + 1, promoted.tokenizer, promoted.dataset)
     store.backend.write(_name(name, STANDING), json.dumps(asdict(after), indent=1).encode())
     return after
 

@@ -24,7 +24,7 @@ STORAGE_FAILURES = ("LoadFailed", "SaveGivenUp", "StaleAttempt")  # retried; the
 
 
 class FatalError(JobFailed):
-    """A job that would fail again for the same reason; the message says what to change."""
+    """Fatal (non-retryable) failure: the job would fail again for the same reason; the message names what to change."""
 
 
 def classify(profile: Profile, failure: JobFailed) -> JobFailed:
@@ -33,14 +33,14 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
     if code == exit_codes.REJECTED:
         return _as(FatalError, failure, reasons[-1][1] if reasons else "its input was rejected")
     if code == exit_codes.DIVERGED:
-        cause = "the loss diverged and the rollbacks are used up; fork the run before that with a lower train.learning_rate"
+        cause = "the loss diverged and no rollbacks are left; fork the run from an earlier step with a lower train.learning_rate"
         return _as(FatalError, failure, cause)
     if code == exit_codes.HUNG or exit_codes.HANG_MESSAGE in failure.detail:
         cause = f"{HUNG}; the stacks of all ranks are in the folder stacks beside the log"
         return _as(JobFailed, failure, cause)
     if reasons and reasons[-1][0] in STORAGE_FAILURES:
         return _as(JobFailed, failure, reasons[-1][1])
-    # The system's messages about memory count only if no rank reported another cause.
+    # Messages of the system about memory count only if no rank reported another cause.
     if code == exit_codes.OUT_OF_MEMORY or OUT_OF_MEMORY.search(failure.detail):
         return _as(FatalError, failure, f"out of memory; {_advice(profile)}")
     return failure

@@ -1,7 +1,7 @@
-"""Forks: a new run that starts from another run's checkpoint, with its optimizer, its data position and its metrics until then.
+"""Forks: a new run that starts from another run's checkpoint, with its optimizer state, data position and metrics so far.
 
-The new run gets a copy of that checkpoint, by hard links where the file system has them, and resumes from it like from its own.
-Its run.json names the parent, which it does not need afterwards.
+The checkpoint is copied, by hard links where the file system has them, and the new run resumes from it as from its own. Its
+run.json names the parent, which may be removed afterwards.
 """
 
 from __future__ import annotations
@@ -45,22 +45,24 @@ def parent_profile(store: Store, parent: Parent) -> Path:
 
 
 def decay_overrides(store: Store, parent: Parent, steps: int) -> list[str]:
-    """Overrides with which a fork's rate falls from the parent's to zero, in a line, over this many steps.
+    """Overrides that decay a fork's learning rate linearly from the parent's to zero over this many steps.
 
-    A branch of a trunk with warm-up and a constant rate (WSD: arXiv 2404.06395, 2405.18392): the steps up to the parent's are its
-    own, so the branch is the run that would have had this schedule from its beginning.
+    The fork is a branch of a trunk with warm-up and a constant rate (WSD: arXiv 2404.06395, 2405.18392). The parent's steps
+    count as the branch's own, so its result equals that of a run with this schedule from the start.
 
     Raises:
-        ProfileError: the parent's rate is not constant at that step.
+        ProfileError: the parent's learning rate is not constant at that step.
     """
     train = resolve.load(str(parent_profile(store, parent))).train
     if parent.step < train.warmup_steps:
         reason = f"is within the warm-up of {parent.run}, which ends at step {train.warmup_steps}"
         raise ProfileError("--decay", parent.step, reason)
     if learning_rate(train, parent.step) != train.learning_rate:
-        reason = f"the rate of {parent.run} falls already at step {parent.step:,}"
+        reason = f"the learning rate of {parent.run} has begun to decay before step {parent.step:,}"
         raise ProfileError(
-            "--decay", steps, f"{reason}; a trunk has train.schedule constant, or constant_steps until then"
+            "--decay",
+            steps,
+            f"{reason}; a trunk needs train.schedule constant, or constant_steps up to there",
         )
     settings = {
         "steps": parent.step + steps,
@@ -82,7 +84,7 @@ def require_forkable(store: Store, parent: Parent, profile: Profile) -> None:
     for name in POSITION:
         theirs, ours = getattr(existing.train, name), getattr(profile.train, name)
         if theirs != ours:
-            reason = f"a fork continues at the data position of {parent.run}, which counts in its {name}"
+            reason = f"a fork continues at the data position of {parent.run}, which depends on its {name}"
             raise ProfileError(f"train.{name}", ours, reason, [theirs])
     if profile.train.steps is not None and profile.train.steps <= parent.step:
         reason = f"the fork starts at step {parent.step:,}"

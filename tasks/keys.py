@@ -24,7 +24,7 @@ from profiles import user_functions
 from profiles.schema import Profile, Train
 from profiles.sections.model import PARAMETRIZATION
 
-# Keys of `train` that change how the same mathematics is computed or logged, and those that guard it.
+# Keys of `train` that do not change the mathematics: how it is computed, logged and guarded against anomalies.
 NOT_MATHEMATICS = {
     "deterministic",
     "micro_batch_size",
@@ -35,7 +35,7 @@ NOT_MATHEMATICS = {
     "bad_steps",
     "rollbacks",
 }
-# Keys of `train` that make the learning rate's schedule, which may still change for the steps that are ahead.
+# Keys of `train` that make the learning rate's schedule, which may change for steps that are not trained yet.
 SCHEDULE = {
     "steps",
     "epochs",
@@ -46,7 +46,7 @@ SCHEDULE = {
     "minimum_steps",
     "schedule",
 }
-# Keys of `train` that a position in the data counts in.
+# Keys of `train` that a position in the data depends on.
 POSITION = ("global_batch_size", "sequence_length")
 COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
 
@@ -186,7 +186,7 @@ def run_identity(
 
 
 def forecast_target(profile: Profile) -> str:
-    """Digest of the settings of a run that a forecast is of: its mathematics and its data, without names and topology."""
+    """Digest of what a forecast depends on in its target run: mathematics and data, without names and topology."""
     train = profile.train.model_dump(mode="json", exclude=NOT_MATHEMATICS)
     sections = {
         name: getattr(profile, name).model_dump(mode="json") for name in ("tokenizer", "data", "objective")
@@ -236,7 +236,7 @@ def compiler_versions() -> Mapping[str, str]:
     for package in COMPILERS:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
-    # In the order in which torch's inductor looks for it.
+    # The search order of torch's inductor.
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), None)
     if compiler:
         answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
@@ -261,7 +261,7 @@ def _function(name: str) -> list[str | None]:
 
 
 def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
-    """The model's keys; of its parametrization, which matters to training alone, those that are not standard if `trained`."""
+    """The model section; `trained`: with its parametrization, which only training uses, unless that is standard."""
     found = profile.model.model_dump(mode="json")
     scales = {name: found.pop(name) for name in PARAMETRIZATION}
     return found | scales if trained and scales["parametrization"] != "standard" else found

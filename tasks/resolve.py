@@ -1,8 +1,8 @@
-"""Resolves everything that a profile refers to and that can change: hub revisions, lists of files and their digests.
+"""Pins everything that a profile refers to and that can change: hub revisions, lists of files and their digests.
 
-Each reference is a question, and its answer is kept in the run's lock, `<run>/lock.json`. A run that is started again takes its
-answers from there: it needs no network, and a new commit on the hub or a new file in a folder changes nothing. A question that a
-changed profile adds is asked; `update` asks all of them again.
+Each reference is a question whose answer is stored in the run's lock, `<run>/lock.json`. A run that is started again reads its
+answers from there: it needs no network, and a new commit on the hub or a new file in a folder does not affect it. If the profile
+has changed, only new questions are asked; `--update` asks all of them again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Inputs:
 
     @property
     def since(self) -> str:
-        """When the oldest answer was given, in UTC; empty without answers."""
+        """Time of the oldest answer, in UTC; empty without answers."""
         return min((answer["resolved"] for answer in self.lock.answers.values()), default="")
 
 

@@ -39,7 +39,7 @@ class Context:
     profile: Profile
     store: Store  # where artifacts and runs are kept
     folder: Path | None = None  # the run folder; None until the run is open
-    # What the profile's references resolve to; None: resolved once, when a step asks.
+    # What the profile's references resolve to; None: resolved on first use.
     resolved: Inputs | None = None
     # Hugging Face token, never logged or stored; None uses the environment's HF_TOKEN.
     token: str | None = field(default=None, repr=False)
@@ -47,9 +47,9 @@ class Context:
     # Reports what the step is doing and the fraction done (0 to 1, or None if unknown).
     progress: Callable[[str, float | None], None] = lambda message, fraction: None
     watch: Callable[[], None] = lambda: None  # called several times a second while a job of the step runs
-    # Shows a table (key, title, rows) beside the flow run.
+    # Publishes a table (key, title, rows) as an artifact of the flow run.
     table: Callable[[str, str, Rows], None] = lambda key, title, rows: None
-    # Calls a function for each item side by side; takes the function, the items and their display names.
+    # Calls a function for each item concurrently; takes the function, the items and their display names.
     map: Callable[[Callable[[T], R], Sequence[T], Sequence[str]], Iterable[R]] = map_in_threads
 
     @cached_property
@@ -92,7 +92,7 @@ class Step(ABC):
         return context.store.artifacts.find(self.kind, key)
 
     def run(self, context: Context, key: str | None = None) -> Artifact:
-        """Return the artifact, made under its lock unless the store has it; `key` if it was computed before."""
+        """Return the artifact, made under its lock unless the store has it. Pass `key` if it is already computed."""
         key = key or self.key(context)
         if key is None:
             return self.make(context, "")

@@ -28,11 +28,8 @@ log = logging.getLogger(__name__)
 
 EVENT = "trainshed.run."  # begins the name of an event; the kind follows
 RESOURCE = "trainshed.run."  # begins the id of its resource; the run's name follows
-FROM_RANKS = {
-    "rollback": "rollback",
-    "straggler": "straggler",
-    "resumed": "resumed",
-}  # event in events.jsonl: kind
+# event in events.jsonl: kind
+FROM_RANKS = {"rollback": "rollback", "straggler": "straggler", "resumed": "resumed"}
 STATE = "alerts.json"  # in the run folder
 LOOK_SECONDS = 2.0  # between looks at the files
 CHECKPOINT_SECONDS = 15.0  # between looks at the store's checkpoints

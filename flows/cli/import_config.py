@@ -1,4 +1,4 @@
-"""`trainshed import-config`: convert an NxD Training config to a profile, say what becomes of its keys, and plan it."""
+"""`trainshed import-config`: convert an NxD Training config to a profile, report on each of its keys, and plan it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SHOWN = (Effect.DIFFERS, Effect.TO_DO)  # the others are counted
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the profile, print what becomes of each key and the plan; returns the exit code.
+    """Write the profile, print how each key was translated, and the plan; returns the exit code.
 
-    Raises ProfileError if the config is invalid, or changes the mathematics in a way that cannot be kept.
+    Raises ProfileError if the config is invalid, or has a setting of the mathematics that no profile key can express.
     """
     path = Path(options.config).expanduser()
     model_config = None if options.model_config is None else Path(options.model_config).expanduser()

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Align the help texts of subcommands too, whose indent argparse leaves out of the column's width."""
+    """Align the help texts of subcommands too; argparse ignores their indent in the column's width."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
@@ -55,7 +55,7 @@ class HelpFormatter(argparse.HelpFormatter):
             self._action_max_length = max(self._action_max_length, length)
 
     def _format_action(self, action: argparse.Action) -> str:
-        """Leave the line of the metavar above the subcommands out."""
+        """Leave out the metavar line above the subcommands."""
         text = super()._format_action(action)
         return text.partition("\n")[2] if isinstance(action, argparse._SubParsersAction) else text
 
@@ -108,7 +108,9 @@ def parser() -> argparse.ArgumentParser:
     )
     fork.add_argument("name", metavar="NEW", help="name of the new run")
     _overrides(fork)
-    about = "end this many steps later, with the learning rate falling to zero: a branch of a trunk of constant rate"
+    about = (
+        "decay the learning rate to zero over this many steps, then end: a branch of a trunk of constant rate"
+    )
     fork.add_argument("--decay", type=_integer(1), metavar="STEPS", help=about)
     _store(fork)
     _update(fork)
@@ -175,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
     _with_default(fleet, "--output", "fleet.html", "HTML page to write", metavar="FILE")
     _json(fleet)
 
-    about = "show or remove what no run of a store refers to"
+    about = "show or remove files of a store that no run refers to"
     collect = _command(commands, "gc", "", about, "trainshed gc")
     _store(collect)
     collect.add_argument("--yes", action="store_true", help="remove what is shown")
@@ -228,7 +230,7 @@ def parser() -> argparse.ArgumentParser:
     importer.add_argument("out", metavar="OUT", nargs="?", help="profile to write (default: ./NAME.yaml)")
     about = "the model's config.json, if the one that CONFIG names is elsewhere"
     importer.add_argument("--config", dest="model_config", metavar="FILE", help=about)
-    about = "plan the layout anew for this hardware; batch and schedule stay"
+    about = "plan a new layout for this hardware; batch and schedule stay"
     importer.add_argument("--hardware", choices=("trn2", "h200"), help=about)
     importer.add_argument("--verbose", action="store_true", help="list every key")
     _json(importer)

@@ -120,7 +120,7 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
 
 
 def _data_tokens(profile: Profile) -> float | None:
-    """Tokens of the training data, from the sizes of files; None if they do not tell or are not on this machine."""
+    """Tokens of the training data, estimated from file sizes; None if unknown or if the files are not on this machine."""
     try:
         size = text_bytes(profile)
     except ProfileError:
@@ -129,7 +129,7 @@ def _data_tokens(profile: Profile) -> float | None:
 
 
 def _sharding(profile: Profile) -> str:
-    """'fsdp over 16 ranks, 8 replicas': how data and context ranks share states out."""
+    """'fsdp over 16 ranks, 8 replicas': how states are sharded over data and context ranks."""
     ranks, kind = profile.shard_degree, profile.parallel.data_sharding
     replicas = profile.data_parallel * profile.parallel.context // ranks
     if ranks == 1:

@@ -99,7 +99,7 @@ def run_flow(
                 raise KeyboardInterrupt(f", {stop}") from None
     except ProfileError:
         raise
-    except KeyboardInterrupt as stop:  # its message is what is saved, if the flow has said so
+    except KeyboardInterrupt as stop:  # its message, if any, says what is saved
         print_stderr(f"stopped{stop}; run the same command again to resume")
         return FAILED
     except GateMissed as error:
@@ -135,11 +135,11 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
 
         def serve() -> Server:
-            if not (home / "prefect.db").exists():  # said once
+            if not (home / "prefect.db").exists():  # printed once
                 print_stderr(f"Prefect's database: {relative(str(home))} (or in PREFECT_HOME)")
             return stack.enter_context(shared_server(home, work_dir / "logs/server.log"))
 
-        # If possible before Prefect is imported: what follows takes as long as the server's start.
+        # If possible before Prefect is imported, so that the import overlaps with the server's start.
         server = None if may_name_server(home) else serve()
         with without_collection():
             from prefect.logging.handlers import APILogWorker

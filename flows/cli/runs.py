@@ -71,7 +71,7 @@ def _print(found: list[Run], views: Mapping[str, RunView]) -> None:
 
 
 def _state(run: Run, view: RunView | None) -> str:
-    """The state, or what its files know better: that it waits in the queue, or failed."""
+    """The state; queued or failed if the run's files show that."""
     finer = {"queued": "running", "failed": "stopped"}
     return view.state if view and finer.get(view.state) == run.state else run.state
 

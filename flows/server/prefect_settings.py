@@ -36,9 +36,8 @@ STOPPED, REJECTED, GATE_MISSED = "Stopped", "Rejected", "GateMissed"  # final st
 
 HEARTBEAT_SECONDS = 30
 CLIENT_RETRIES = 7  # an unreachable server is retried after 2, 4, ... 128 s: for four minutes, and a fifth with Prefect's jitter
-SILENCE_SECONDS = (
-    360  # without a heartbeat until a run counts as crashed: longer than a run can wait for the server
-)
+# without a heartbeat until a run counts as crashed: longer than a run can wait for the server
+SILENCE_SECONDS = 360
 
 # Environment of servers and flow runs, read when Prefect is imported.
 SETTINGS = {
@@ -67,9 +66,9 @@ def configure(store: Path) -> Path:
 
 
 def few_certificates(home: Path) -> dict[str, str]:
-    """The setting with which a client of a server on loopback loads one certificate, where by default it loads all of them.
+    """Setting that makes clients load one TLS certificate instead of all: faster, and enough for a server on loopback.
 
-    Each of Prefect's clients loads its certificates, whether or not it needs any, and deploying starts hundreds of clients.
+    Each of Prefect's clients loads its certificates, needed or not, and deploying starts hundreds of clients.
     """
     path = home / "certificate.pem"
     if not path.exists():
@@ -85,8 +84,8 @@ def few_certificates(home: Path) -> dict[str, str]:
 
 
 def may_name_server(home: Path) -> bool:
-    """Whether the user's settings could name a Prefect server, which only Prefect itself can tell, a second later."""
-    if "prefect" in sys.modules:  # then it can be asked at once
+    """Whether the user's settings may configure a Prefect server; reading them needs Prefect, which takes a second to import."""
+    if "prefect" in sys.modules:  # then reading them costs nothing
         return True
     files = (home / "profiles.toml", Path(".env"), Path("prefect.toml"))
     variables = ("PREFECT_API_URL", "PREFECT_PROFILES_PATH")

@@ -1,8 +1,8 @@
 """The Prefect server that the commands on one store share if none is configured, with its database beside the store.
 
 The first command starts it, in about 3 s (10 s the first time, when it creates its database) while the flow is being imported.
-Others use it, since servers that share an SQLite database block each other. It ends with the last of them, however that ends. It
-runs in its own session, so that Ctrl-C reaches only the flow, which can then still report its end.
+Others use it, since servers that share an SQLite database block each other. It ends with its last user, even if that is killed.
+It runs in its own session: Ctrl-C reaches only the flow, which can then still report its end.
 
     <home>/server.json          the server's port and host
     <home>/server.lock          held to start, join or end a server
@@ -34,7 +34,7 @@ from profiles.errors import ProfileError
 
 START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 10.0  # seconds
-CHECK_SECONDS = 0.1  # between the server's looks for users
+CHECK_SECONDS = 0.1  # between the server's checks for users
 
 
 class Registration:
@@ -62,7 +62,7 @@ class Registration:
             yield
 
     def register(self, port: int) -> IO[bytes]:
-        """Name the server of this home; returns a file, for the server to inherit, whose lock says that it lives."""
+        """Record the server of this home; returns a file for the server to inherit, locked as long as it is alive."""
         alive = self._file(port, "alive").open("ab")
         fcntl.flock(alive, fcntl.LOCK_EX)
         partial = self.home / "server.partial"
@@ -71,7 +71,7 @@ class Registration:
         return alive
 
     def join(self) -> tuple[int, IO[bytes]] | None:
-        """Become a user of the server: its port, and a file to close when done; None if no server lives."""
+        """Become a user of the server: its port, and a file to close when done; None if no server is running."""
         server = self._read()
         if server is None or not self.is_alive(server["port"]):
             return None

@@ -1,7 +1,7 @@
 """Artifacts of a flow run in Prefect's UI: progress bars, tables and Markdown pages that change while it runs.
 
-The first update creates the artifact and later ones change it, also those of a retried task, so that a flow run has one
-artifact a key. Display errors never stop a run.
+The first update creates the artifact and later ones change it, also those of a retried task, so a flow run has one artifact per
+key. Display errors never stop a run.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from tasks.reporting.format import format_age
 
 PACKAGES = ("flows", "tasks", "profiles", "modeling")  # whose records are shown
 PLAIN_PROGRESS_SECONDS = 10.0  # between progress lines where standard output is not a terminal
-QUIET_SECONDS = 3.0  # after which an unchanged progress line says for how long
+QUIET_SECONDS = 3.0  # after which an unchanged progress line shows the time since its last change
 SEPARATOR = "  "  # between the parts of a progress line
 
 
@@ -80,7 +80,7 @@ class TerminalHandler(logging.Handler):
             self.console.print(Text(SEPARATOR.join(parts)), soft_wrap=True)
 
     def _render_progress(self) -> RenderableType:
-        """The parts, for how long already if they have not changed for a while, and a spinner where no share is known."""
+        """The parts, the time since they changed if that is a while ago, and a spinner if no fraction is known."""
         seconds, spins = time.monotonic() - self._changed_at, len(self._parts) == 1
         width = self.console.width - 2 * spins
         parts = [*self._parts, f"for {format_age(seconds)}"] if seconds >= QUIET_SECONDS else self._parts

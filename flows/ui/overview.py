@@ -83,7 +83,7 @@ def stop_markdown(message: str) -> str:
 def failure_markdown(
     failure: BaseException, logs: Path | None = None, checkpoints: Sequence[int] = ()
 ) -> str:
-    """What happened, as the failure's message says it, and what to do next.
+    """The failure's message and what to do next, as Markdown.
 
     Args:
         checkpoints: steps of the complete ones.

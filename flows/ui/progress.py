@@ -60,10 +60,10 @@ class TrainingProgress:
         self._table = PrefectArtifact("table", "last-steps", "The latest training steps")
         self._overview = Overview(profile, folder)
         self._evaluated = 0  # last step whose evaluation was logged, or was there before
-        self._following = False  # whether the rows that are read now are new ones
+        self._following = False  # whether rows are new, not those of an earlier process
 
     def update(self) -> None:
-        """Show the rows that training wrote since the last call; not those that a process before it left."""
+        """Show the rows that training wrote since the last call, without those of an earlier process."""
         rows = list(self._metrics.rows(is_metrics))
         following, self._following = self._following, True
         for row in rows:
@@ -90,7 +90,7 @@ class TrainingProgress:
         self._overview.update(now=done)
 
     def _restart(self) -> None:
-        """Training has resumed: rows were dropped, and those that are left are read again."""
+        """Start over: training has resumed and dropped rows, so all of them are read again."""
         self._recent.clear()
         self._following = False
 

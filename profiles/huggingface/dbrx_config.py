@@ -1,4 +1,4 @@
-"""DBRX's config.json from and to Llama's names: it has names of its own, and two sections."""
+"""DBRX's config.json from and to Llama's names; it has other names, and two subsections."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def to_llama_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_llama_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse."""
+    """The reverse of `to_llama_names`."""
     config = {theirs: fields[ours] for ours, (theirs, _) in TOP.items()}
     attention = {theirs: fields[ours] for ours, (theirs, _) in ATTENTION.items()}
     experts = {theirs: fields[ours] for ours, (theirs, _) in EXPERTS.items()}

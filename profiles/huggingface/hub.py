@@ -23,7 +23,7 @@ def ask(
     revision: str | None = None,
     delays: Sequence[float] = retries.DELAYS,
 ) -> T:
-    """The hub's answer to a call of its client, which is retried while the hub throttles, fails or is unreachable.
+    """The result of a call of the hub's client, retried while the hub throttles, fails or is unreachable.
 
     Raises:
         ProfileError: for the profile key `key`: no such repository or revision, or no access; never retried.
@@ -50,9 +50,7 @@ def config_json(repository: str, key: str) -> Path:
         return Path(hf_hub_download(name, "config.json", revision=revision))
 
     try:
-        return ask(
-            download, key, repository, revision, delays=()
-        )  # a person waits, and the client has its own
+        return ask(download, key, repository, revision, delays=())  # a user waits, and the client retries too
     except LocalEntryNotFoundError:  # subclass of EntryNotFoundError; the hub client is offline
         raise ProfileError(
             key, repository, "the hub cache does not have it, and HF_HUB_OFFLINE is set"

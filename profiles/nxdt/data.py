@@ -14,7 +14,7 @@ RESETS = ("data.reset_position_ids", "data.reset_attention_mask")
 
 def translate(found: Translation, objective: str) -> None:
     """Set the sources, the validation split, document masks and the sequence length."""
-    _sequence_length(found, objective)
+    _sequence_length(found)
     _document_masks(found, objective)
     sources = (
         _megatron(found) if found.has(PREFIX) or found.has_section(PREFIX) else _folders(found, objective)
@@ -28,7 +28,7 @@ def translate(found: Translation, objective: str) -> None:
         found.report("data.dev_choose_samples", Effect.TO_DO, note)
 
 
-def _sequence_length(found: Translation, objective: str) -> None:
+def _sequence_length(found: Translation) -> None:
     """The data's length decides; the model's is that of samples which are cut already."""
     data, model = found.get("data.seq_length"), found.get("model.encoder_seq_length")
     for key, value in (("model.encoder_seq_length", model), ("data.seq_length", data)):

@@ -1,4 +1,4 @@
-"""Import a config: run the translations in order, and put the profile together."""
+"""Import a config: run the translations in order and assemble the profile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Imported:
-    """A profile's values by section, and what became of each key of the config."""
+    """A profile's values by section, and a line for each key of the config."""
 
     values: dict[str, Any]
     lines: tuple[Line, ...]
@@ -52,7 +52,7 @@ class Imported:
         return replace(self, values=values)
 
     def text(self) -> str:
-        """The profile as YAML; what differs and what is left to do are comments at its head."""
+        """The profile as YAML; differences and things to do are comments at the top."""
         noted = [*self.of(Effect.DIFFERS), *self.of(Effect.TO_DO)]
         comments = [f"# {line.effect}: {line.subject}: {line.note}\n" for line in noted]
         return "".join([*comments, yaml_text.write(self.values)])
@@ -66,7 +66,7 @@ def import_config(path: Path, config: Path | None = None) -> Imported:
         config: config.json of the model, in place of the one that the config names.
 
     Raises:
-        ProfileError: the file or a reference is invalid, or keys change the mathematics and have no equivalent: all of them.
+        ProfileError: the file or a reference is invalid, or keys change the mathematics and have no equivalent; lists all.
     """
     found = Translation(read(path), path.parent)
     model = architecture.translate(found, config)

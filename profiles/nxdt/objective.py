@@ -134,5 +134,5 @@ def _initial_weights(found: Translation, objective: str) -> None:
         return
     note = "an NxD checkpoint's shards can be named as they are; a folder in Hugging Face format or a hub repository too"
     if not found.get(only, False):
-        note = "only its weights are used: optimizer and schedule start anew"
+        note = "only its weights are used, with a new optimizer and schedule"
     found.translate(key, {"init.from": path}, note, Effect.TO_DO)

@@ -1,8 +1,7 @@
-"""Published models: the one whose numbers a config states, in place of a config.json that is not on this machine.
+"""Identifies the published model whose numbers a config states, for a config.json that is not on this machine.
 
-The numbers are those of the shipped profiles. hidden_size, rope_theta and the widths and heads that a config states must be a
-model's own; num_layers and max_position_embeddings override those of the config.json, so they only decide between models that
-are equal in the others.
+The numbers are those of the shipped profiles. hidden_size, rope_theta, widths and heads must match; num_layers and
+max_position_embeddings override those of the config.json, so they only decide between models that are equal otherwise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Keys that stand for themselves: trainer, layout, optimizer, precision, checkpoints and runtime.
+"""Keys that are translated one by one: trainer, layout, optimizer, precision, checkpoints and runtime.
 
-A rule takes the translation, a key and its value, and reports the key. Keys without a rule that no other file has read either are
-unknown: an error where they could change the model, else a line that says so.
+A rule takes the translation, a key and its value, and reports the key. Keys that neither a rule nor another file has read are
+unknown: an error if they could change the model, else reported as such.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def _unknown(found: Translation, key: str, value: Any) -> None:
         found.report(key, Effect.DIFFERS, "unknown to Trainshed: not imported")
 
 
-def _to(ours: str, note: str = "", cast: Callable[[Any], Any] = lambda value: value) -> Rule:
+def _to(ours: str, cast: Callable[[Any], Any] = lambda value: value) -> Rule:
     def rule(found: Translation, key: str, value: Any) -> None:
         try:
-            found.translate(key, {ours: cast(value)}, note)
+            found.translate(key, {ours: cast(value)})
         except (TypeError, ValueError):
             found.report(key, Effect.ERROR, "is not a number")
 
@@ -50,12 +50,12 @@ def _harmless(reason: str) -> Rule:
     return lambda found, key, value: found.report(key, Effect.HARMLESS, reason)
 
 
-def _only(valid: Any, reason: str, otherwise: Effect = Effect.ERROR, harmless: str = "the same here") -> Rule:
+def _only(valid: Any, reason: str, otherwise: Effect = Effect.ERROR) -> Rule:
     """A feature with one supported value; another is an error, or differs."""
 
     def rule(found: Translation, key: str, value: Any) -> None:
         if value == valid or (valid in OFF and value in OFF):
-            found.report(key, Effect.HARMLESS, harmless)
+            found.report(key, Effect.HARMLESS, "the same here")
         else:
             found.report(key, otherwise, reason)
 

@@ -13,7 +13,7 @@ from profiles.errors import ProfileError, format_value
 
 
 class Effect(StrEnum):
-    """What becomes of a key; the graver later."""
+    """What the import does with a key, in ascending order of severity."""
 
     HARMLESS = "no effect"  # needs no equivalent: it changes no mathematics, or is always done
     TRANSLATED = "translated"  # to keys of the profile, with the same meaning
@@ -24,7 +24,7 @@ class Effect(StrEnum):
 
 @dataclass(frozen=True)
 class Line:
-    """What becomes of one key: the effect, the profile keys it sets, and a note."""
+    """The result for one key: the effect, the profile keys that it sets, and a note."""
 
     key: str
     value: Any
@@ -34,7 +34,7 @@ class Line:
 
     @property
     def subject(self) -> str:
-        """The key and its value, and what they become: `key = value -> ours`."""
+        """The key, its value and the profile keys: `key = value -> ours`."""
         arrow = f" -> {self.ours}" if self.ours else ""
         return f"{self.key} = {format_value(self.value)}{arrow}"
 
@@ -89,7 +89,7 @@ class Translation:
             self._add(Line(key, self.theirs[key], effect, ", ".join(values) or None, note))
 
     def report(self, key: str, effect: Effect, note: str) -> None:
-        """Say what becomes of a key that sets nothing; one that is not in the config is passed over, unless it is an error."""
+        """Report a key that sets nothing; a key that the config lacks is only reported with Effect.ERROR."""
         if key in self.theirs or effect is Effect.ERROR:
             self._add(Line(key, self.theirs.get(key), effect, None, note))
 
@@ -99,7 +99,7 @@ class Translation:
         return None if value is None else os.path.expandvars(os.path.expanduser(str(value)))
 
     def _add(self, line: Line) -> None:
-        """Keep the graver of two lines of one key: an error is never replaced."""
+        """Keep the more severe of two lines for one key: an error is never replaced."""
         known = self.lines.get(line.key)
         order = list(Effect)
         if known is None or order.index(line.effect) >= order.index(known.effect):

@@ -39,7 +39,7 @@ def translate(found: Translation, config: Path | None, model: Published | None) 
         "vocab_file",
         "merge_file",
     ):
-        found.report(f"data.tokenizer.{name}", Effect.HARMLESS, "the tokenizer's files tell")
+        found.report(f"data.tokenizer.{name}", Effect.HARMLESS, "read from the tokenizer's files")
     if not is_hugging_face(found):
         _padded_size(found, config)
 
@@ -79,7 +79,7 @@ def _source(found: Translation, config: Path | None, model: Published | None) ->
 def _padded_size(found: Translation, config: Path | None) -> None:
     size, origin, effect = _size(found, config)
     if size is None:
-        note = "is missing, and the tokenizer that tells it is not on this machine; set it, or pass --config FILE"
+        note = "is missing, and the tokenizer that determines it is not on this machine; set it, or pass --config FILE"
         found.report("model.vocab_size", Effect.ERROR, note)
         return
     tensor = found.number("distributed_strategy.tensor_model_parallel_size", 1)
@@ -123,7 +123,7 @@ def _size(found: Translation, config: Path | None) -> tuple[int | None, str, Eff
 
 
 def _count(path: Path) -> int | None:
-    """Tokens in a vocabulary file or a tokenizer's folder; None if that is not on this machine or does not tell."""
+    """Tokens in a vocabulary file or a tokenizer's folder; None if unknown or not on this machine."""
     try:
         if path.is_file():
             return len(json.loads(path.read_text()))

@@ -37,10 +37,12 @@ class Kubernetes(Section):
         description="context of the kubeconfig file; null: the current one, or the Pod's own account",
     )
     claim: str | None = Field(
-        None, pattern=LABEL, description="PersistentVolumeClaim that has the store and the working folder"
+        None, pattern=LABEL, description="PersistentVolumeClaim with the store and the working folder"
     )
     mount: str | None = Field(
-        None, pattern=PATH, description="where it is mounted, on the flow's machine and in Pods alike"
+        None,
+        pattern=PATH,
+        description="where the claim is mounted, the same on the flow's machine and in Pods",
     )
     resources: list[Annotated[str, Field(pattern=QUANTITY)]] = Field(
         [],

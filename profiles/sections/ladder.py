@@ -16,7 +16,7 @@ SHIPPED = Path(__file__).parents[1] / "ladders"
 class RungSize(Section):
     """Runs of one size: a width and a depth of the target's family, each trained for several lengths."""
 
-    hidden_size: Size = Field(description="width; heads keep their size, so it is a multiple of it")
+    hidden_size: Size = Field(description="width; a multiple of the target's head size, which rungs keep")
     num_hidden_layers: Count | None = Field(None, description="depth; null: the target's")
     tokens_per_parameter: list[Annotated[float, Field(gt=0)]] = Field(
         min_length=1,

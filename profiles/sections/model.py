@@ -1,6 +1,6 @@
 """Model section: the fields of a Hugging Face config.json, under Llama's names for all architectures.
 
-`Model` validates them; huggingface_config.py converts from and to each architecture's config.json.
+`Model` validates them; huggingface/config.py converts from and to each architecture's config.json.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class Model(Section):
         description="number of tokens, up to itself, that a token attends to; null: all (mistral, gpt_oss)",
     )
     full_attention_every: Count | None = Field(
-        None, description="one layer in so many attends to all earlier tokens, the last of them (gpt_oss)"
+        None,
+        description="period of layers with full attention: the last of each so many layers has it (gpt_oss)",
     )
     clip_qkv: Annotated[float, Field(gt=0)] | None = Field(
         None, description="bound of queries, keys and values; null: none (dbrx)"

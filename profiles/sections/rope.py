@@ -41,9 +41,11 @@ class YarnRope(Section):
 
     rope_type: Literal["yarn"] = Field(description="kind of scaling")
     factor: float = Field(ge=1, description="divides low frequencies")
-    beta_fast: float = Field(32.0, gt=0, description="pairs that turn more often are unchanged")
-    beta_slow: float = Field(1.0, gt=0, description="pairs that turn less often are divided by the factor")
-    truncate: bool = Field(True, description="round the bounds between these pairs to whole ones")
+    beta_fast: float = Field(32.0, gt=0, description="dimensions with more rotations than this are unchanged")
+    beta_slow: float = Field(
+        1.0, gt=0, description="dimensions with fewer rotations than this are divided by the factor"
+    )
+    truncate: bool = Field(True, description="round the bounds between these dimensions to whole numbers")
     attention_factor: Annotated[float, Field(gt=0)] | None = Field(
         None, description="multiplies queries and keys; null: 0.1 · ln(factor) + 1"
     )
@@ -52,7 +54,7 @@ class YarnRope(Section):
     )
     mscale_all_dim: Annotated[float, Field(ge=0)] | None = Field(
         None,
-        description="the same, by which it is divided: the scores are multiplied by its square (deepseek_v3)",
+        description="weight of ln(factor) in the divisor of that default; its square multiplies attention scores (deepseek_v3)",
     )
     original_max_position_embeddings: Count = Field(description="context length of pretraining")
 

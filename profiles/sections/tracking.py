@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 
 TRACKER = r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$"
 TAG = r"^[^\x00-\x1f\x7f]{1,64}$"
-PACKAGES = {
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "trackio": "trackio",
-}  # tracker: package, and extra that has it
+# tracker: package, and extra that has it
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 
 
 class Tracking(Section):

@@ -33,16 +33,8 @@ from tasks.store.run_folder import MARKER, RunFolder
 
 RESULT = "result.json"
 COMPLETE = ".complete"  # in the exported model, written last
-TASK_FILES = (
-    ".yaml",
-    ".yml",
-    ".json",
-    ".jsonl",
-    ".py",
-    ".csv",
-    ".txt",
-    ".parquet",
-)  # that a task's result depends on
+# that a task's result depends on
+TASK_FILES = (".yaml", ".yml", ".json", ".jsonl", ".py", ".csv", ".txt", ".parquet")
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def _lines(data: bytes) -> list[bytes]:
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[Row]:
-    """The rows of JSON Lines; damaged ones are left out."""
+    """The rows of JSON Lines; corrupted ones are left out."""
     for line in lines:
         try:
             row = orjson.loads(line)
@@ -183,7 +183,7 @@ class _Reader:
         )
 
     def json(self, file: str) -> dict[str, Any]:
-        """A JSON object; empty if it does not exist or is damaged, which the run's own commands report."""
+        """A JSON object; empty if it does not exist or is corrupted, which the run's own commands report."""
         try:
             value = orjson.loads(self.read(file) or b"{}")
         except orjson.JSONDecodeError:

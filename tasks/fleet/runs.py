@@ -189,7 +189,7 @@ Cached = tuple[dict[str, str], Digest]  # stamps of files, and what was read fro
 
 
 def _load(data: bytes | None) -> dict[str, Cached]:
-    """The digests of the last look; none if they are damaged or of another version."""
+    """The digests of the last look; none if they are corrupted or of another version."""
     known = {each.name for each in fields(Digest)}
     try:
         contents = orjson.loads(data or b"{}")

@@ -1,8 +1,8 @@
-"""Launchers start jobs (Python modules, usually under torchrun) on this machine, through Slurm or on Kubernetes.
+"""Launchers: start jobs (Python modules, usually under torchrun) on this machine, through Slurm or on Kubernetes.
 
 Start with `base`: the `Launcher` protocol, the job types and `execute`. `local`, `slurm` and `kubernetes` implement the protocol,
 `plugins` finds them and those of other packages, `conformance` tests any of them. `batch` writes the Slurm batch script,
-`manifests` what Kubernetes gets, `causes` finds the cause of a failure in a log, `log_follower` reads growing files. Of
+`manifests` those of Kubernetes, `causes` finds the cause of a failure in a log, `log_follower` reads growing files. Of
 Trainshed, imports only `profiles`, `parallel.device` and the exit codes of `modeling`.
 """
 

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 STATUS_TIMEOUT = 600.0  # seconds without a job's status until `execute` gives up watching
 WITHHELD_PREFIXES = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of environment variables
-# Without it, `python -m` would prefer a user's tasks.py in the working folder to ours.
 NODE_FAILED = "its node failed"  # in the note of a job that lost a node
+# Without it, `python -m` would import a user's tasks.py in the working folder instead of ours.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 START = "modeling.start"  # starts programs on torch faster
 TORCHRUN = "modeling.supervision.torchrun"
@@ -47,10 +47,10 @@ class Job:
     nodes: int = 1
     processes: int = 0  # ranks per node, started by torchrun; 0: one process without torchrun
     threads: int | None = None  # OMP_NUM_THREADS of each process; None keeps the environment's
-    key: str = ""  # tells jobs of the same name and folder apart on a cluster, e.g. the run's cache key
+    key: str = ""  # distinguishes jobs of the same name and folder on a cluster, e.g. the run's cache key
     array: int = 0  # size of a job array, whose jobs get --index 0 to array - 1; 0: no array
-    # Counts the job's starts; the number is passed as --attempt. A job that has one saves a checkpoint when it is asked to stop,
-    # and is requeued at its time limit.
+    # Counts the job's starts; the number is passed as --attempt. A job with this file saves a checkpoint when it is asked to
+    # stop, and is requeued at its time limit.
     attempt_file: Path | None = None
     # Environment variables that are written to no file.
     secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
@@ -93,14 +93,14 @@ class Status:
     """State of a job."""
 
     running: bool  # queued jobs count as running
-    # None while the job runs, and if it ended without anyone learning its exit code.
+    # None while the job runs, or if its exit code is unknown.
     exit_code: int | None = None
     # How the job ended if there is no exit code, e.g. "Slurm ended job 7 at its time limit"; makes the job failed.
     note: str = ""
 
 
 class JobFailed(RuntimeError):
-    """A job failed; the message says how, and names its log."""
+    """A job failed; the message has the cause and the path of its log."""
 
     def __init__(self, message: str, detail: str = "", exit_code: int | None = None) -> None:
         super().__init__(message)
@@ -117,13 +117,13 @@ def job_environment() -> dict[str, str]:
 def next_attempt(attempt_file: Path) -> int:
     """Increment the attempt number, which fences earlier attempts that are still running somewhere.
 
-    A damaged file continues from the time in seconds, which exceeds every earlier number.
+    If the file is corrupted, numbers continue from the Unix time, which exceeds every earlier number.
     """
     text = state_files.read_text(attempt_file)
     number = 1
     if text is not None:
         if not text.strip().isdecimal():
-            reason = "damaged: %r is not a number; attempts count on from the time"
+            reason = "corrupted: %r is not a number; attempt numbers continue from the Unix time"
             log.warning(f"%s: {reason}", attempt_file, text)
             text = str(int(time.time()))
         number = int(text) + 1
@@ -166,8 +166,8 @@ def execute(
 ) -> None:
     """Run a job to completion, or re-attach to it if it is already running.
 
-    Ctrl-C or a cancelled flow (a BaseException other than Exception) cancels the job. Any other error while watching leaves it
-    running: a status that cannot be read is retried for STATUS_TIMEOUT seconds, an error of `watch` is logged.
+    Ctrl-C or a cancelled flow (a BaseException other than Exception) cancels the job. Any other error leaves it running: polling
+    is retried for STATUS_TIMEOUT seconds, an error of `watch` is logged.
 
     Args:
         watch: called after every poll, e.g. to show progress.

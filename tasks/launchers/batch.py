@@ -6,8 +6,8 @@ The script handles everything itself, since no orchestrator need be alive while 
     USR1        time limit near, or preemption: the ranks save a checkpoint and the job is requeued
     USR2        stop requested: the ranks save a checkpoint and the job ends
                 (a job without an attempt file saves nothing: it gets no USR1 and ends at once on USR2)
-    record      <name>.exit.json, written once the ranks have ended: their exit code, or null if Slurm killed or requeues the job,
-                of which the queue says which; none is left if the script itself was killed or its node failed
+    record      <name>.exit.json, written once the ranks have ended: their exit code, or null if Slurm kills or requeues the job
+                (the queue shows which); missing if the script itself was killed or its node failed
 
 Values are quoted for bash. #SBATCH options are parsed by Slurm, with its own quoting; none holds a path, since the script is
 submitted from the log's folder and changes to the job's folder itself.
@@ -141,12 +141,12 @@ while kill -0 "$ranks" 2> /dev/null; do
 done"""
 
 COUNT_ATTEMPT = Template(r"""
-# Increment the attempt number, which fences earlier starts that are still running. A damaged file continues from the time in
-# seconds, which exceeds every earlier number.
+# Increment the attempt number, which fences earlier starts that are still running. If the file is corrupted, continue from the
+# Unix time, which exceeds every earlier number.
 attempt_file=$file
 attempt=0
 if [ -e "$$attempt_file" ]; then attempt=$$(cat "$$attempt_file") || exit 1; fi
-case "$$attempt" in ''|*[!0-9]*) echo "$$attempt_file: damaged; attempts count on from the time"; attempt=$$(date +%s) ;; esac
+case "$$attempt" in ''|*[!0-9]*) echo "$$attempt_file: corrupted; continuing from the Unix time"; attempt=$$(date +%s) ;; esac
 attempt=$$((attempt + 1))
 printf %d "$$attempt" > "$$attempt_file.partial" && sync "$$attempt_file.partial" &&
   mv "$$attempt_file.partial" "$$attempt_file" || exit 1
@@ -154,7 +154,7 @@ printf %d "$$attempt" > "$$attempt_file.partial" && sync "$$attempt_file.partial
 
 
 def script(job: Job, cluster: Cluster, submission: str) -> str:
-    """Text of the job's batch script; `submission` tells this submission of the job from others, in the Slurm job's comment."""
+    """Text of the job's batch script; `submission` identifies this submission, in the Slurm job's comment."""
     device = devices.resolve(cluster.device)
     variables = {**SAFE_PATH, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_PREFIX}
     variables |= dict(device.environment)

@@ -1,7 +1,7 @@
 """Launcher for Kubernetes, through its official client: an indexed Job and a headless Service (manifests.py).
 
-A running job is found by its labels, so any process can re-attach to it. The API server is asked every few seconds; while it does
-not answer, `execute` tries again. What a Job leaves is removed by Kubernetes a day after its end.
+A running job is found by its labels, so any process can re-attach to it. The API server is polled every few seconds; while it
+does not answer, `execute` retries. Kubernetes removes a Job and its Pods a day after its end.
 """
 
 from __future__ import annotations
@@ -27,17 +27,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 3.0  # between questions to the API server
+POLL_SECONDS = 3.0  # between requests to the API server
 REQUEST_SECONDS = 30.0
-KILL_SECONDS = 60.0  # for Pods to disappear that were killed
+KILL_SECONDS = 60.0  # for killed Pods to disappear
 NOT_FOUND = 404
-LOST = (
-    "Evicted",
-    "NodeLost",
-    "NodeShutdown",
-    "Terminated",
-    "Preempting",
-)  # reasons of a failed Pod, of its node
+# reasons for which a node or the scheduler ends a Pod
+LOST = ("Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting")
 
 
 class KubernetesLauncher:
@@ -55,7 +50,8 @@ class KubernetesLauncher:
             raise ProfileError("cluster.launcher", "kubernetes", reason) from error
         self._jobs, self._core = client.BatchV1Api(api), client.CoreV1Api(api)
         self._missing = client.ApiException
-        self._polled: dict[str, tuple[float, Status]] = {}  # latest answer by identifier, and when it came
+        # time and status of the latest poll, by identifier
+        self._polled: dict[str, tuple[float, Status]] = {}
         self._nodes: dict[str, list[str]] = {}  # of a failed job's Pods, by index
 
     def submit(self, job: Job) -> Handle:
@@ -125,7 +121,7 @@ class KubernetesLauncher:
             if not left:
                 return
         log.warning(
-            "%s: Pods of Kubernetes Job %s are left after it was deleted", handle.job.name, handle.identifier
+            "%s: Pods of Kubernetes Job %s still exist after its deletion", handle.job.name, handle.identifier
         )
 
     def failure(self, handle: Handle, status: Status) -> JobFailed:

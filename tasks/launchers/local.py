@@ -1,6 +1,6 @@
 """Launcher for this machine: torchrun (or plain Python) in its own session, logging into the job's folder.
 
-- A child that holds the flow's stdout keeps a dead flow alive in the eyes of a Prefect worker, so jobs write to files.
+- Jobs write to files: a child that inherits the flow's stdout would make a Prefect worker take a dead flow for a running one.
 - torchrun starts each rank in a session of its own, so no process group contains the whole job. Every process of a job carries
   its identifier in the environment variable MARKER, by which it is found and killed even if torchrun died.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import signal
 import socket
 import subprocess
@@ -34,10 +33,8 @@ from tasks.launchers.base import (
     next_attempt,
 )
 
-log = logging.getLogger(__name__)
-
 MARKER = "TRAINSHED_JOB"
-REPLACED_GRACE = 30.0  # seconds that a job has to save which another one replaces
+REPLACED_GRACE = 30.0  # seconds that a job has to save before another one replaces it
 
 
 class LocalLauncher:
@@ -91,7 +88,7 @@ class LocalLauncher:
 
     def poll(self, handle: Handle) -> Status:
         child = self._children.get(handle.identifier)
-        if child is None:  # another process's child: its exit code is lost
+        if child is None:  # another process's child, so its exit code is unknown
             return Status(running=bool(_processes(handle.identifier)))
         code = child.poll()
         if code is None:

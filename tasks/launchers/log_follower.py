@@ -34,7 +34,7 @@ class LogFollower:
     def lines(self) -> list[str]:
         """Complete lines added since the last call, about READ_BYTES at most; none if there are no more.
 
-        A read that fails is tried again, then raised; the next call starts where it began.
+        A failed read is retried, then raised; the next call reads from the same position.
         """
         try:
             return retried(self._read)
@@ -59,7 +59,7 @@ class LogFollower:
     def rows(self, is_valid: Callable[[dict[str, Any]], bool] = lambda row: True) -> Iterator[dict[str, Any]]:
         """New JSON objects of a JSON Lines file, up to its end.
 
-        Lines that are no JSON objects, as a process that dies while writing leaves them, or not valid, are skipped with one
+        Lines that are not JSON objects, such as those of a process killed while writing, or not valid are skipped with one
         warning.
         """
         corrupted: list[int] = []
@@ -73,11 +73,11 @@ class LogFollower:
         if corrupted and (self._path, corrupted[0]) not in _reported:
             _reported.add((self._path, corrupted[0]))
             others = f" and {len(corrupted) - 1:,} more" if len(corrupted) > 1 else ""
-            log.warning("%s: line %d%s: damaged; skipped", self._path, corrupted[0], others)
+            log.warning("%s: line %d%s: corrupted; skipped", self._path, corrupted[0], others)
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, 0 if it does not exist yet; a look that fails is tried again, then raised."""
+    """Size of a file in bytes, 0 if it does not exist yet; a failed stat is retried, then raised."""
     try:
         return retried(path.stat).st_size
     except FileNotFoundError:
@@ -94,9 +94,8 @@ def last_row(path: Path, key: str) -> dict[str, Any] | None:
         end, size = file.seek(0, os.SEEK_END), READ_BYTES // 16
         while True:
             start = file.seek(max(0, end - size))
-            lines = file.read(end - start).split(b"\n")[
-                :-1
-            ]  # the last part is a line that is still being written
+            # the last part is a line that is still being written
+            lines = file.read(end - start).split(b"\n")[:-1]
             for line in reversed(lines[1:] if start else lines):
                 if (row := _row(line)) is not None and key in row:
                     return row
@@ -121,5 +120,5 @@ def is_metrics(row: dict[str, Any]) -> bool:
 
 
 def is_event(row: dict[str, Any]) -> bool:
-    """Whether a row of events.jsonl says what happened and when."""
+    """Whether a row of events.jsonl has an event and a time."""
     return isinstance(row.get("event"), str) and isinstance(row.get("time"), int | float)

@@ -1,8 +1,8 @@
-"""What Kubernetes gets for a job: an indexed Job, one Pod a node, and a headless Service that gives the Pods names.
+"""Kubernetes manifests of a job: an indexed Job with one Pod per node, and a headless Service that gives the Pods names.
 
 The Pod of index 0 is the rendezvous. Pods see the store and the working folder under the same paths as the flow, on a
-PersistentVolumeClaim, and append to the job's log there, each write on its own, which a POSIX file system keeps whole. A failed
-Pod fails the Job at once: the flow starts the next attempt.
+PersistentVolumeClaim, and append to the job's log there; a POSIX file system makes each append atomic. A failed Pod fails the
+Job at once: the flow starts the next attempt.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def service(name: str, job: Job) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {"name": name, "labels": {JOB_LABEL: job_label(job)}},
-        # Names must resolve before Pods are ready: the rendezvous is what makes them so.
+        # The rendezvous resolves names before Pods are ready.
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -65,7 +65,7 @@ def secret(name: str, job: Job) -> dict[str, Any]:
 
 
 def manifest(name: str, job: Job, cluster: Cluster, log_start: int, attempt: int | None) -> dict[str, Any]:
-    """The Job."""
+    """The Job's manifest."""
     pods = job.array or job.nodes
     labels = {JOB_LABEL: job_label(job)}
     settings = cluster.kubernetes

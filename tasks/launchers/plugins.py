@@ -1,4 +1,4 @@
-"""Which launchers there are: those of Trainshed, and those of installed packages, by entry points.
+"""Registry of launchers: Trainshed's own, and those that installed packages declare as entry points.
 
 A package adds a launcher under the group `trainshed.launchers`, here one called `cloud`:
 
@@ -43,10 +43,8 @@ def create(kind: str, cluster: Cluster | None = None) -> Launcher:
 def _local(cluster: Cluster | None) -> Launcher:
     from tasks.launchers.local import LocalLauncher
 
-    if (
-        cluster is None or cluster.device == "cpu"
-    ):  # which needs no environment, and torch takes a second to import
-        return LocalLauncher()
+    if cluster is None or cluster.device == "cpu":
+        return LocalLauncher()  # needs no environment, and torch takes a second to import
     from parallel import device as devices
 
     return LocalLauncher(dict(devices.resolve(cluster.device).environment))

@@ -1,9 +1,8 @@
 """Launcher for Slurm clusters, through sbatch, squeue, scontrol and scancel.
 
-A running job is found by its name, so any process can re-attach to it. Its batch script (batch.py) writes a record as soon as its
-ranks have ended, and the record, not the queue, says how: Slurm forgets jobs within minutes, and may list them for as long after
-their end as an epilog takes. The queue is therefore queried often only after something has changed. While the controller does not
-answer, a job counts as running.
+A running job is found by its name, so any process can re-attach to it. Its batch script (batch.py) writes a record with the exit
+code as soon as its ranks have ended. The queue does not show it: Slurm forgets jobs within minutes, and lists them while an
+epilog runs. So the queue is queried often only after a change. While the controller does not answer, a job counts as running.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ _queue = Queue()
 
 @dataclass
 class _Watch:
-    """What the polls of one job have seen; times are of time.monotonic."""
+    """Polling state of one job; times are of time.monotonic."""
 
     changed_at: float
     # State in the queue, "" once it has left, and whether there is a record.
     seen: tuple[str, bool] | None = None
-    due_at: float = 0.0  # when to look at the queue again
-    held_since: float | None = None  # first look that found it held after a requeue
+    due_at: float = 0.0  # when to query the queue again
+    held_since: float | None = None  # first query that found it held after a requeue
     pending_reason: str = ""
 
     def observe(self, state: str, recorded: bool) -> None:
@@ -56,7 +55,7 @@ class _Watch:
 
     @property
     def interval(self) -> float:
-        """Seconds between looks at the queue: few after a change, then ever more."""
+        """Seconds between queries of the queue: few after a change, then more and more."""
         return min(POLL_SECONDS, max(CHANGED_SECONDS, (time.monotonic() - self.changed_at) / 3))
 
 
@@ -108,7 +107,7 @@ class SlurmLauncher:
         if now < watch.due_at:
             return Status(running=True)
         try:
-            # Of what another job's poll has read, nothing older than the change that prompts this look.
+            # A reading by another job's poll serves too, unless it is older than the latest change.
             entry = self._entry(handle, max_age=min(watch.interval, now - watch.changed_at))
         except ControllerUnavailable as error:
             log.debug("%s", error)
@@ -147,7 +146,7 @@ class SlurmLauncher:
         return causes.job_failure(handle, status, record.get("nodes", "").split(","))
 
     def _sbatch(self, job: Job, submission: str) -> str:
-        """Submit the job's script and return the identifier; its answer may be lost though Slurm has queued the job."""
+        """Submit the job's script and return the identifier, also if sbatch's answer is lost but the job is queued."""
         command = ["sbatch", "--parsable", f"{job.name}.sbatch"]
         try:
             return run_command(command, folder=job.folder, secrets=job.secrets).strip().partition(";")[0]
@@ -166,7 +165,7 @@ class SlurmLauncher:
         return entry.ended and (killed or record is not None)
 
     def _await_end(self, handle: Handle, seconds: float, *, killed: bool = False) -> bool:
-        """Whether the job ends within this time; looks at the queue at growing intervals, and when a record appears."""
+        """Whether the job ends within this time; queries the queue at growing intervals, and when a record appears."""
         start, asked_at, recorded = time.monotonic(), -math.inf, False
         while True:
             record, now = self._record(handle.job, handle.identifier), time.monotonic()

@@ -12,7 +12,7 @@ from pathlib import Path
 from tasks.launchers.base import JobFailed, job_environment
 
 COMMAND_TIMEOUT = 60.0  # seconds
-RETRY_SECONDS = 300.0  # of retrying a controller that does not answer, where nothing can be done without it
+RETRY_SECONDS = 300.0  # that `Queue.require` retries a controller that does not answer
 FORMAT = "%F|%T|%M|%j|%k|%r"
 
 
@@ -33,9 +33,9 @@ class QueueEntry:
 
     @property
     def ended(self) -> bool:
-        """Whether Slurm only cleans up behind the job, for instance in an epilog.
+        """Whether the job has ended and Slurm only cleans up after it, for instance in an epilog.
 
-        A job that is requeued shows as COMPLETING as well until its nodes are cleaned up, but with no time used.
+        A requeued job is COMPLETING too until its nodes are cleaned up, but with no time used.
         """
         return self.state == "COMPLETING" and self.time_used != "0:00"
 
@@ -95,7 +95,7 @@ def run_command(
 
     Raises JobFailed with its stderr.
     """
-    # Of the user's own settings of squeue, some would hide jobs.
+    # A user's SQUEUE_* settings could hide jobs.
     environment = {name: value for name, value in job_environment().items() if not name.startswith("SQUEUE_")}
     environment |= dict(secrets)
     try:

@@ -45,8 +45,8 @@ def passes_warning(profile: Profile, tokens: float) -> Iterator[str]:
         steps = MAXIMUM_PASSES * profile.train.steps / passes
         yield (
             f"{profile.train.steps:,} steps read the data about {format_number(passes)} times, and beyond "
-            f"{MAXIMUM_PASSES} times repeated text teaches less and less; add data, or train fewer steps: "
-            f"{MAXIMUM_PASSES} times are {format_number(int(steps))}"
+            f"{MAXIMUM_PASSES} times repeated text is worth less and less; add data, or train at most "
+            f"{format_number(int(steps))} steps"
         )
 
 

@@ -14,6 +14,7 @@ from html import escape
 
 WIDTH, HEIGHT = 1000.0, 400.0  # of the plot area, in SVG units
 MAX_POINTS = 500
+TICKS = 5  # of an axis, about
 LINE_STYLES = 6  # line colours in report.html
 MUTED, COLOURS = "#868e96", {"training": "#7f93a8", "smooth": "#2f8fe0", "validation": "#e8703a"}
 Points = Sequence[tuple[float, float]]
@@ -46,7 +47,7 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, from_zer
     )
 
 
-def sparkline(points: Points, *, label: str, style: str = "smooth") -> str:
+def sparkline(points: Points, *, label: str) -> str:
     """HTML of a small line without axes; "" without two finite points."""
     shown = [point for point in points if math.isfinite(point[1])]
     if len(shown) < 2:
@@ -54,7 +55,7 @@ def sparkline(points: Points, *, label: str, style: str = "smooth") -> str:
     frame = Frame(*(_ends([point[axis] for point in shown]) for axis in (0, 1)))
     path = frame.line(shown, "{:.0f},{:.0f}")
     view = f'viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none"'
-    return f'<svg class="spark" {view} role="img" aria-label="{escape(label)}"><path class="{style}" d="{path}"/></svg>'
+    return f'<svg class="spark" {view} role="img" aria-label="{escape(label)}"><path class="smooth" d="{path}"/></svg>'
 
 
 def stacked_bar(parts: Mapping[str, float]) -> str:
@@ -143,17 +144,17 @@ class Frame:
 
 
 def _ends(values: Sequence[float]) -> Sequence[float]:
-    """The least and the largest value, a little apart if they are equal."""
+    """The smallest and the largest value, spread a little if they are equal."""
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Round ticks, 1, 2 or 5 times a power of ten apart, from at most `low` to at least `high`."""
     if high - low <= 1e-12 * max(abs(low), abs(high)) + 1e-300:
         margin = max(0.5, abs(high) / 1000)
         low, high = low - margin, high + margin
-    rough = (high - low) / about
+    rough = (high - low) / TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = power * next(factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

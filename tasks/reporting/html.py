@@ -63,7 +63,7 @@ def code_block(text: str) -> str:
 
 
 def details(summary: str, *contents: str) -> str:
-    """Contents that are folded until the reader opens them."""
+    """A collapsed section that the reader can open."""
     return f"<details><summary>{escape(summary)}</summary>{''.join(contents)}</details>"
 
 

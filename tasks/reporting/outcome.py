@@ -12,7 +12,7 @@ class Outcome:
     """How a step of a flow ended."""
 
     step: str
-    how: str  # "done", "cached", "skipped", "stopped" or "failed"
+    how: str  # "running", "done", "cached", "skipped", "stopped" or "failed"
     # Duration; of a cached step, the time its artifact took when it was made; None if unknown.
     seconds: float | None
     note: str = ""  # one line for the reader, for example why a step was skipped

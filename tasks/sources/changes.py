@@ -1,7 +1,7 @@
-"""Detects files that are not those that were hashed: a shard's key is of the contents that it had when it was listed.
+"""Detects source files that changed after they were hashed: a shard's key covers the contents at the time of listing.
 
-A file whose size, modification time and inode (of a remote file: size and ETag, or modification time) are those of the listing is
-taken for the same. One that differs in them, such as a copy restored from a backup, is hashed again before it is used.
+A file with the listed size, modification time and inode (a remote file: size and ETag, or modification time) counts as unchanged.
+One that differs in them, such as a copy restored from a backup, is hashed again before it is used.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tasks.store.digest_cache import DigestCache
 
 @contextmanager
 def unchanged(shard: Shard, token: str | None = None) -> Iterator[None]:
-    """Raises SourceChanged unless a shard's files are those that were listed, from the beginning to the end of the block.
+    """Raises SourceChanged if a shard's files differ from those listed, at the beginning or at the end of the block.
 
-    Wrap reading in it, inside the block that publishes what is read.
+    Read the shard inside the block, and put the block inside the one that publishes the result.
     """
     if not shard.states:
         yield
@@ -48,7 +48,7 @@ def pair_digest(index: SourceFile, tokens: SourceFile) -> str:
 
 
 def _has_digest(shard: Shard, token: str | None) -> bool:
-    """Whether the present contents of a shard's files, which are read, are those of its digest."""
+    """Whether a shard's files still have its digest; reads them."""
     digest, path = shard.digest.removeprefix("tokens:"), local_path(shard.paths[0])
     if shard.format in ("jsonl", "lines") and shard.stop is not None and path is not None:
         return digest.endswith(f":{range_digest(path, shard.start, shard.stop)}")  # not the whole file

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
-from profiles.schema import Data, Source
+from profiles.schema import Source
 from tasks.sources import files, hub, listing, python_docs
 from tasks.sources.file_shards import split_files
 from tasks.sources.formats import megatron
@@ -17,32 +17,19 @@ from tasks.sources.shard import Shard
 from tasks.store.digest_cache import DigestCache
 
 
-def shards(data: Data, digests: DigestCache | None = None, token: str | None = None) -> list[Shard]:
-    """All shards of a profile's sources, in a fixed order.
-
-    Args:
-        digests: cached digests of local files; without it every file is read.
-
-    Raises:
-        ProfileError: a source without files, or a file of unknown format.
-        SourceError: a corrupted file.
-    """
-    digests = digests or DigestCache()
-    found = []
-    for i, source in enumerate(data.sources):
-        listed = shards_of_source(source, f"data.sources.{i}", data.text, digests, token)
-        found += [replace(shard, source=i, use=source.use) for shard in listed]
-    return found
-
-
 def shards_of_source(
     source: Source, key: str, text: str, digests: DigestCache, token: str | None = None
 ) -> list[Shard]:
-    """All shards of one source, in order; errors as for `shards`.
+    """All shards of one source of a profile, in a fixed order.
 
     Args:
         key: the source's key in the profile, for errors.
         text: name of the field with a record's text, unless the source has one.
+        digests: cached digests of local files.
+
+    Raises:
+        ProfileError: a source without files, or a file of unknown format.
+        SourceError: a corrupted file.
     """
     return KINDS[source.kind](source, key, source.text or text, digests, token)
 

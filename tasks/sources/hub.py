@@ -66,7 +66,7 @@ def _split_files(source: Source, key: str, commit: str, token: str | None) -> li
             raise ProfileError(f"{key}.repository", repository, " ".join(str(error).split())) from None
         raise ProfileError(f"{key}.config", source.config, f"{repository} {reason}", names) from None
     files: dict[Any, list[str]] = builder.config.data_files or {}
-    if not files:  # without an answer of the hub, `datasets` takes a module without files from its cache
+    if not files:  # if the hub does not answer, `datasets` uses a cached module without files
         raise ConnectionError(f"{repository}: the hub is unreachable: the list of its files cannot be read")
     splits = {str(split): list(paths) for split, paths in files.items()}
     if source.split not in splits:

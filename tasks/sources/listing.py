@@ -1,6 +1,6 @@
 """Lists the files of a source: one file, the matches of a glob pattern, or a folder, local or on any fsspec file system.
 
-A folder that cannot be read is an error: without its files the data would be other data, and a run would start again with it.
+A folder that cannot be read is an error: leaving out its files would silently change the data, and with it the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "az"}  # they list everything
 
 
 def list_files(source: Source, key: str) -> list[str]:
-    """Paths or URLs of the files that a source's path means, sorted: a file, a glob pattern's matches, or a folder's files.
+    """Sorted paths or URLs of the files of a source's path: a file, a glob pattern's matches, or a folder's files.
 
     A folder's README.md and hidden files are left out.
 
@@ -89,12 +89,13 @@ class _Finder:
         self._magic = "*[" if "http" in protocols else "*?["  # ? begins a URL's query
 
     def find(self, pattern: str) -> Iterable[str]:
-        """Files that a path or pattern means."""
+        """Files of a path or pattern."""
         parts = pattern.split("/")
         first = next((i for i, part in enumerate(parts) if any(c in part for c in self._magic)), None)
         try:
             info = remote.info(self._filesystem, pattern)  # a file's name may contain brackets
-        except PermissionError:  # what an object store answers for no object, if it does not tell their names
+        except PermissionError:
+            # Object stores answer so for a missing object if listing is not allowed.
             if first is None:
                 raise
             info = None

@@ -39,7 +39,7 @@ class SourceError(ValueError):
 
 
 class SourceChanged(SourceError):
-    """A file is not the one that was hashed, so what was read of it belongs to no key.
+    """A file changed after it was hashed, so its contents must not be published under that key.
 
     Args:
         pinned: whether it was hashed when the run's inputs were resolved, and not just before it was read.

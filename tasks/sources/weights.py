@@ -54,7 +54,7 @@ def fetch(
             raise ProfileError(key, source, reason)
         return
     filesystem, root, found = _list_remote(source, key)
-    version = keys.digest(found)[:12]  # so that files of another version are not taken for this one's
+    version = keys.digest(found)[:12]  # keeps partial downloads of different versions apart
     folder = target.with_name(f".{target.name}.source-{version}")
     _download_folder(source, filesystem, root, found, folder, key)
     if _list_remote(source, key)[2] != found:

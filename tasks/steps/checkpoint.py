@@ -26,7 +26,7 @@ from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 from tasks.store.digest_cache import DigestCache
 
-# Settings of trained weights that the weights themselves do not show.
+# Settings of a model that cannot be inferred from its weights.
 INVISIBLE = ("hidden_act", "norm_eps", "rope_theta", "rope_scaling")
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class CheckpointStep(Step):
 
         Raises:
             ProfileError: they are not of the profile's model.
-            SourceChanged: they are not those of the key.
+            SourceChanged: they have changed since they were resolved.
         """
         from modeling.conversion.convert import Options, convert
         from modeling.conversion.journal import RECORD
@@ -87,7 +87,7 @@ class CheckpointStep(Step):
 
 
 def _warn_of_differences(source: Path, model: Model) -> None:
-    """Warn if a Hugging Face config differs from the profile in settings that the weights do not show."""
+    """Warn if a Hugging Face config differs from the profile in the settings INVISIBLE."""
     path = source / "config.json"
     if not path.is_file():
         return

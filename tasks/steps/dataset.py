@@ -34,7 +34,7 @@ from tasks.tokenization.tokenize_shard import Counts, tokenize
 from tasks.tokenization.worker_pool import WorkerPool
 
 CORPUS, SHARDS = "corpus.json", "shards.json"
-LOCATION = {"path", "anonymous"}  # keys of an entry of corpus.json that say where a shard is read
+LOCATION = {"path", "anonymous"}  # keys of an entry of corpus.json with the location of a shard
 # Shuffle spans a node caches per stream: the current one, the next, and shards that reach beyond them.
 SPANS = 3
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class DatasetStep(Step):
         return f"dataset of {profile.name}"
 
     def plan(self, context: Context) -> DatasetPlan:
-        """What there is to tokenize; duplicates are not known yet.
+        """Plan of what to tokenize, before deduplication.
 
         Raises ProfileError for a source that would never be read.
         """
@@ -82,9 +82,9 @@ class DatasetStep(Step):
         )
 
     def find(self, context: Context, key: str, limit: int = HASH_LIMIT) -> Artifact | None:
-        """The corpus of this key, if ready-made pairs are still where it says; one that points elsewhere is made again.
+        """The corpus of this key, if its Megatron pairs are still at the recorded paths.
 
-        The key is of contents, so it stays when a pair is moved; the paths in the corpus then lead nowhere, or to another pair.
+        Moving a pair does not change the key, which covers contents only, but makes the recorded paths invalid.
         """
         store, found = context.store, context.store.artifacts.find(self.kind, key, limit)
         if found is None:
@@ -94,7 +94,7 @@ class DatasetStep(Step):
             recorded = {name: entry[name] for name in LOCATION & entry.keys()}
             if shard.format == "megatron" and _location(shard) != recorded:
                 reason = f"{shard.name} moved from {entry['path']}"
-                log.info("%s: making the corpus again", reason)
+                log.info("%s: rebuilding the corpus", reason)
                 if store.artifacts.is_locked(self.kind, key):
                     store.artifacts.quarantine(self.kind, key, reason)
                 return None
@@ -200,7 +200,7 @@ class ShardJob:
             counted = f": {tokens:,} tokens" if tokens else ""
             context.progress(f"{self.verb} {self.plan.shards[k].name}{counted}", share(done))
 
-        if len(missing) == 1:  # starting a process would take longer than many a corpus
+        if len(missing) == 1:  # starting a process can take longer than the shard
             (k,) = missing
             report(k, 0, 0)
             self.call(self.plan, store, k, lambda tokens: report(k, tokens, 0), cores, context.token)

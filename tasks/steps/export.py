@@ -22,9 +22,9 @@ ADAPTER = "adapter"  # folder of the export
 
 @dataclass
 class ExportStep(Step):
-    """Writes the weights in the training precision, config.json and the tokenizer; the folder appears complete.
+    """Writes the weights in the training precision, config.json and the tokenizer; the folder appears atomically.
 
-    Of a LoRA run, the weights are merged, and `adapter/` has the adapters in PEFT's format.
+    A LoRA run exports merged weights, and its adapters in PEFT's format in `adapter/`.
 
     The artifact points into the run folder. Its summary: part (of the run folder), bytes.
     """

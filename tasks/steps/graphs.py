@@ -4,8 +4,8 @@
     modeling.tracing.compile  program -> its part of the compiler's cache                 a process each, several at a time
 
 Needs the profile alone, so it runs beside the tokenizer and dataset steps. Each program is an artifact of its own, keyed by its
-graphs and its compiler: runs that differ elsewhere share it, of several concurrent flows one compiles it while the others wait,
-and a retry compiles only what failed. The run's artifact packs the caches of all its programs into one file.
+graphs and its compiler: runs that differ elsewhere share it, concurrent flows compile it once, and a retry compiles only what
+failed. The run's artifact packs the caches of all its programs into one file.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class GraphsStep(Step):
         runs.record_flow_run(work, context.flow_run)
         context.progress("tracing the programs of the run", None)
         traced = _trace(profile, work)
-        # Rejects, before hours of compiling, what the plan's estimate let pass.
+        # Traced memory is more accurate than the plan: reject what does not fit before hours of compiling.
         planner.require_fit(profile, apply_trace(profile, planner.plan(profile), traced))
         entries = _compile_all(context, work, traced["programs"])
         summary = {**summarize(entries, time.monotonic() - begun), "traced": traced}
@@ -124,7 +124,7 @@ def _trace(profile: Profile, work: Path) -> dict[str, Any]:
 
 
 def _compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compile the programs side by side; an entry per program, in order. Any exception ends the compiles too."""
+    """Compile the programs concurrently; an entry per program, in order. Any exception also stops the other compiles."""
     settings, cores = context.profile.compile, os.cpu_count() or 1
     workers = min(len(programs), settings.processes or cores)
     share = MEMORY_FRACTION * psutil.virtual_memory().total / workers
@@ -214,7 +214,7 @@ def _pack_all(context: Context, entries: Sequence[Mapping[str, Any]], target: Pa
 
 
 def summarize(entries: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
-    """Counts of graphs, as neuron_parallel_compile's users know them."""
+    """Counts of graphs, under the names that neuron_parallel_compile prints."""
 
     def count(*status: str) -> int:
         return sum(entry["graphs"] for entry in entries if entry["status"] in status)
@@ -233,10 +233,10 @@ def summarize(entries: Sequence[Mapping[str, Any]], seconds: float) -> dict[str,
 def _show(context: Context, summary: Mapping[str, Any]) -> None:
     """Log a line per program and one for all, and show them as a table."""
     for entry in summary["programs"]:
-        log.info("%s", line(entry))
+        log.info("%s", format_program(entry))
         if entry["error"]:
             log.error("%s", entry["error"])
-    log.info("%s", sentence(summary))
+    log.info("%s", format_summary(summary))
     rows = [
         {
             "program": entry["name"],
@@ -248,11 +248,11 @@ def _show(context: Context, summary: Mapping[str, Any]) -> None:
         }
         for entry in summary["programs"]
     ]
-    context.table("graphs", sentence(summary), rows)
+    context.table("graphs", format_summary(summary), rows)
 
 
-def line(entry: Mapping[str, Any]) -> str:
-    """A program's entry as a log line."""
+def format_program(entry: Mapping[str, Any]) -> str:
+    """A program's entry in one line: graphs, status, time and memory."""
     time = "" if entry["seconds"] is None else f", {format_duration(entry['seconds'])}"
     memory = "" if entry["peak_bytes"] is None else f", {format_bytes(entry['peak_bytes'])}"
     return f"{entry['name']}: {counted(entry['graphs'])}, {entry['status']}{time}{memory}"
@@ -262,8 +262,8 @@ def counted(graphs: int) -> str:
     return f"{graphs} graph{'' if graphs == 1 else 's'}"
 
 
-def sentence(summary: Mapping[str, Any]) -> str:
-    """All programs in one line, with the slowest by name."""
+def format_summary(summary: Mapping[str, Any]) -> str:
+    """The counts of all programs in one line, with the slowest program."""
     timed = [entry for entry in summary["programs"] if entry["status"] == "compiled"]
     slowest = max(timed, key=lambda entry: entry["seconds"], default=None)
     named = f"; slowest: {slowest['name']}, {format_duration(slowest['seconds'])}" if slowest else ""

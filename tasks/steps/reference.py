@@ -20,11 +20,11 @@ from tasks.store.artifacts import Artifact
 
 @dataclass
 class ReferenceStep(Step):
-    """Rates the answers of both splits with the initial weights. The artifact's summary: source."""
+    """Computes the log-probabilities of both splits' answers under the initial weights. The artifact's summary: source."""
 
     dataset: Artifact
     weights: Artifact | None
-    graphs: Artifact | None = None  # the compiled graphs; None compiles as the step meets them
+    graphs: Artifact | None = None  # the compiled graphs; None compiles on first use
 
     kind = "reference"
     name = "reference"
@@ -33,13 +33,13 @@ class ReferenceStep(Step):
         return keys.reference(context.profile, self.weights.key, self.dataset.key)
 
     def make(self, context: Context, key: str) -> Artifact:
-        """Rate the pairs. Raises as the evaluation step."""
+        """Compute the log-probabilities. Raises as `EvaluationStep.make`."""
         profile, store, folder = context.profile, context.store, context.run_folder
         output = folder / "logs" / f"reference-{key[:16]}.npz"
         arguments = ("--weights", str(store.artifacts.path(self.weights)), "--output", str(output))
         job = cluster_job("reference", context, key, self.dataset, self.graphs, *arguments)
         with store.artifacts.publish(self.kind, key, {"source": profile.init.from_}) as staging:
-            if not output.exists():  # it may have ended while no orchestrator watched
+            if not output.exists():  # the job may have ended while no flow followed it
                 run_job(profile, job, output)
             shutil.copyfile(output, staging / REFERENCE)
         output.unlink()

@@ -48,7 +48,7 @@ class TokenizerStep(Step):
 
         Raises:
             ProfileError: the source has none.
-            SourceError: the training text is corrupted, or not that of the key.
+            SourceError: the training text is corrupted, or has changed since it was resolved.
         """
         profile, token, pinned = context.profile, context.token, context.inputs.tokenizer
         source, revision = profile.tokenizer.source, None

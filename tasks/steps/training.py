@@ -35,7 +35,7 @@ class TrainingStep(Step):
 
     dataset: Artifact
     identity: str  # of the run's mathematics
-    graphs: Artifact | None = None  # the compiled graphs; None compiles as training meets them
+    graphs: Artifact | None = None  # the compiled graphs; None compiles on first use
     # Initial weights, an artifact or a checkpoint folder; None starts from scratch.
     weights: Artifact | Path | None = None
     reference: Artifact | None = None  # log-probabilities of the reference model, for dpo
@@ -57,7 +57,7 @@ class TrainingStep(Step):
 
         Raises:
             JobFailed: the attempt failed; another one resumes from the latest checkpoint.
-            FatalError: it failed for a reason that another attempt would meet again.
+            FatalError: it failed, and another attempt would fail for the same reason.
         """
         profile, store, folder = context.profile, context.store, context.run_folder
         job = cluster_job("train", context, key, self.dataset, self.graphs)
@@ -74,7 +74,7 @@ class TrainingStep(Step):
             context.watch()
 
         steps, run = profile.train.steps, store.run_folder(folder.name)
-        if steps not in run.checkpoint_steps():  # otherwise it ended while no orchestrator watched
+        if steps not in run.checkpoint_steps():  # else the job ended while no flow followed it
             if not (folder / "profile.yaml").exists():
                 reason = "moved or removed while the run was active; move it back, or start the run again"
                 raise failures.FatalError(f"{folder}: {reason}")
@@ -91,9 +91,8 @@ class TrainingStep(Step):
         part = f"checkpoints/step_{steps}"
         marker = state_files.parse((run.read(f"{part}/{MARKER}") or b"").decode(errors="replace")) or {}
         tokens = steps * profile.train.global_batch_size * profile.train.sequence_length
-        last = (
-            marker if "loss" in marker else runs.last_training_row(folder)
-        )  # a marker of an earlier version has none
+        # a marker of an earlier version has none
+        last = marker if "loss" in marker else runs.last_training_row(folder)
         summary = {"steps": steps, "loss": last["loss"] if last else math.nan, "tokens": tokens}
         return run_artifacts.publish(store, self.kind, key, folder.name, part, summary)
 
@@ -106,9 +105,9 @@ class TrainingStep(Step):
 
 
 class RetryBudget:
-    """Allows unlimited retries while the run makes progress: `retries` failures in a row without a new checkpoint.
+    """Retry budget: `retries` failures without a new checkpoint; each new checkpoint refills it.
 
-    Attempts are counted alike, from the latest checkpoint.
+    Attempts in log lines are counted from the latest checkpoint, too.
     """
 
     def __init__(self, run: RunFolder, retries: int) -> None:
@@ -159,7 +158,7 @@ def cluster_job(
 class LogForwarder:
     """Forwards rank 0's log lines to the flow's log, apart from step lines, which the progress line replaces."""
 
-    BURST = 10  # lines at once; then one a second, and the rest stays in the job's log
+    BURST = 10  # lines at once; then one per second, the others are in the job's log only
 
     def __init__(self, log_file: Path) -> None:
         self._follower = LogFollower(log_file, start=size_of(log_file))
@@ -167,7 +166,7 @@ class LogForwarder:
         self._asked = time.monotonic()
 
     def forward(self) -> None:
-        """Forward what is new; call it several times a second."""
+        """Forward new lines; call it several times a second."""
         now = time.monotonic()
         self._credit = min(self.BURST, self._credit + now - self._asked)
         self._asked = now

@@ -4,8 +4,8 @@ An artifact is written in a staging folder and renamed into place, so readers ne
 left is removed by the next publisher. Every `find` verifies names and sizes of all files, and contents up to HASH_LIMIT. In
 a store on S3, artifacts are published to a local folder of the same layout, then uploaded, manifest last; `path` downloads.
 
-A file that cannot be read is an error, never a missing file. A corrupted artifact counts as missing; who holds its lock, and so
-will make it again, moves it to quarantine, and so does who publishes or downloads in its place.
+A file that cannot be read is an error, never a missing file. A corrupted artifact counts as missing. It is moved to quarantine
+only by a process that replaces it: one that holds its lock, publishes it or downloads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 HASH_LIMIT = 4 << 30  # bytes hashed by one `find`, about 2 s; the rest is verified by size
 PARALLEL_REQUESTS = 16  # to a remote store
-LIST_WHOLE_KIND = 100  # artifacts of one kind from which one listing of the kind beats one per artifact
+# artifacts of a kind; from this number on, one listing of the kind is faster than one each
+LIST_WHOLE_KIND = 100
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -91,14 +92,14 @@ class ArtifactStore:
     ) -> Artifact | None:
         """The artifact, if it and everything it requires is complete.
 
-        A corrupted one is not; a warning names the file. Within its `lock` it is moved to quarantine.
+        A corrupted artifact is not returned, with a warning that names the file; within its `lock` it is moved to quarantine.
 
         Args:
             hash_limit: bytes whose contents are verified; the rest is verified by size.
             sizes: its files, if they are already listed.
 
         Raises:
-            OSError: a file or folder cannot be read, which says nothing about the artifact.
+            OSError: a file or folder cannot be read, so it is unknown whether the artifact is complete.
         """
         manifest = self._verify_with_required(kind, key, HashBudget(hash_limit), sizes)
         if manifest is None:
@@ -129,8 +130,8 @@ class ArtifactStore:
 
         Raises:
             FileNotFoundError: it is not in the store.
-            Corrupted: a downloaded file differs from the manifest; the artifact was moved to quarantine, and so is made again
-                by the next run.
+            Corrupted: a downloaded file differs from the manifest; the artifact was moved to quarantine, so the next run makes
+                a new one.
         """
         folder = self._folder.path(artifact_path(artifact.kind, artifact.key))
         if self._remote:
@@ -157,7 +158,7 @@ class ArtifactStore:
             requires: {kind, key} of each artifact that this one points to.
 
         Raises:
-            ValueError: an invalid kind or key, or something other than regular files in the folder.
+            ValueError: an invalid kind or key, or the folder contains something other than regular files.
             LockLost: the block is within the artifact's `lock`, which another process took over meanwhile.
         """
         artifact_path(kind, key)  # rejects an invalid name before the block does its work
@@ -192,7 +193,7 @@ class ArtifactStore:
         return held is not None and held.thread == threading.get_ident()
 
     def quarantine(self, kind: str, key: str, reason: object) -> None:
-        """Move an artifact that is not valid, although its files are, to quarantine. Call it within its `lock`."""
+        """Move an artifact whose contents are invalid, although its files are intact, to quarantine. Call within its `lock`."""
         with self._primary.changing(kind, key):
             self._primary.quarantine(kind, key, reason)
 
@@ -230,10 +231,10 @@ class ArtifactStore:
             manifest = self._primary.verify(kind, key, budget, sizes)
         except Corrupted as error:
             if not self.is_locked(kind, key):
-                log.warning("%s %s: %s; to be made again", kind, key, error)
+                log.warning("%s %s: %s; treated as missing", kind, key, error)
                 return None
             with self._primary.changing(kind, key):
-                # Verified anew: it may have been uploaded again meanwhile, and what is moved was seen corrupted twice.
+                # Verified again under the lock: another process may have uploaded it again meanwhile.
                 manifest = self._primary.verify_or_quarantine(kind, key, HashBudget(HASH_LIMIT))
         return manifest or self._restore_upload(kind, key)
 

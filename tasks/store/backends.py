@@ -1,8 +1,8 @@
 """Storage backends of a store: a local or shared folder, or any fsspec file system (`s3://`).
 
 Names are relative to the store's root, separated by slashes. `create` is exclusive on every backend (a hard link on a folder, a
-conditional write on S3); locks need nothing else. A failed read is tried again, then raised: only a file that certainly
-does not exist is reported as absent.
+conditional write on S3); locks need nothing else. A failed read is retried, then raised: a file is reported as absent only if
+the backend says that it does not exist.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Entry:
 class Backend(Protocol):
     """Reads and writes small files by name; lists, moves and removes folders."""
 
-    longest_poll: float  # seconds between two looks at a file that another process may change
+    longest_poll: float  # maximum seconds between polls of a file that another process may change
 
     def location(self, name: str) -> str:
         """Path or URI of a name."""
@@ -72,7 +72,7 @@ class Backend(Protocol):
         """Contents of a file; None only if it does not exist."""
 
     def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
-        """Write a file atomically, replacing an existing one; `durable`: it outlasts a power failure."""
+        """Write a file atomically, replacing an existing one; `durable`: it survives a power failure."""
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a file only if it does not exist; returns whether this call created it.
@@ -129,9 +129,8 @@ class FolderBackend:
         try:
             retried(lambda: _create(path, data))
         except FileExistsError:
-            return (
-                self.read(name) == data
-            )  # equal if an earlier attempt succeeded and only its result was lost
+            # equal if an earlier attempt succeeded and only its result was lost
+            return self.read(name) == data
         return True
 
     def files(self, name: str) -> dict[str, int]:
@@ -188,7 +187,7 @@ class FolderBackend:
 class ObjectBackend:
     """A prefix of an object store, accessed through fsspec. Raises ProfileError for an unknown scheme."""
 
-    longest_poll = 30.0  # every look is a request
+    longest_poll = 30.0  # every poll is a request
     _exclusive: ClassVar[set[str]] = set()  # roots whose `create` is known to be exclusive
 
     def __init__(self, uri: str) -> None:
@@ -255,10 +254,10 @@ class ObjectBackend:
             self._filesystem.rm(self._path(name), recursive=True)
 
     def move(self, name: str, target: str) -> None:
-        """As Backend.move: copies inside the object store, then deletes the sources, once all copies are there.
+        """As Backend.move: copies inside the object store, then deletes the sources once all copies exist.
 
-        What says whose folder it is (run.json, manifest.json) is on top and goes last, so an interrupted move is not mistaken
-        for an empty folder.
+        Files at the top level, which identify the folder (run.json, manifest.json), are deleted last: an interrupted move does
+        not leave a folder that looks empty.
         """
         sizes = self.files(name)
         self.copy(name, target)
@@ -328,7 +327,7 @@ class ObjectBackend:
             "locks need writes that fail if the object exists (on S3, If-None-Match: *), which this object store lacks; use "
             "one that has them, or a shared folder"
         )
-        # fsspec's own implementation looks first and then writes, which is not exclusive.
+        # fsspec's own implementation checks and then writes, which is not exclusive.
         kind = type(self._filesystem)
         if kind.pipe_file is AbstractFileSystem.pipe_file and not issubclass(kind, AsyncFileSystem):
             raise ProfileError("store", self._uri, reason)

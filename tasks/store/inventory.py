@@ -1,7 +1,7 @@
-"""What a store holds: its runs, and what no run refers to.
+"""Inventory of a store: its runs, and the garbage that no run refers to.
 
-A run refers to the artifacts that its steps used, in `artifacts.json`, and through their manifests to what those require. What
-an interrupted step has made so far is not referred to yet, so it is kept while a run lacks that step's artifact.
+A run refers to the artifacts that its steps used, in `artifacts.json`, and through their manifests to what those require. The
+intermediate artifacts of an interrupted step are not referred to yet, so they are kept while a run lacks that step's artifact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STANDING = "standing.json"  # in a run folder: the promoted model of a series, i
 PARTS = {
     "dataset": ("tokens", "hashes", "duplicates"),
     "graphs": ("graph",),
-}  # kinds that a step makes on its way
+}  # kinds of intermediate artifacts, by the step that makes them
 CHECKPOINT = re.compile(rf"checkpoints/step_(\d+)/{re.escape(MARKER)}")
 
 
@@ -84,7 +84,7 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
 
 
 def remove(store: Store, garbage: Iterable[Garbage]) -> None:
-    """Remove garbage. Raises ProfileError while a run is active: what it makes is not referred to yet."""
+    """Remove garbage. Raises ProfileError while a run is active, since its new artifacts are not referred to yet."""
     with store.lock("gc"):
         # By their locks: a run that has just started has no folder yet.
         for name in sorted({file.partition("/")[0] for file in store.backend.files("locks")}):
@@ -121,7 +121,7 @@ def _describe(store: Store, name: str, files: Mapping[str, int]) -> Run:
 def _unused_artifacts(store: Store, runs: Mapping[str, Mapping[str, int]]) -> tuple[list[Garbage], list[str]]:
     """Artifacts that no run refers to, and notes about those that are kept for a run that still makes them."""
     used: set[tuple[str, str]] = set()
-    kept: set[str] = {"forecast", "mixture"}  # records of what was expected of a run, of a few kilobytes
+    kept: set[str] = {"forecast", "mixture"}  # records of predictions, a few kilobytes each
     notes = []
     for name in runs:
         record = json.loads(store.run_folder(name).read(ARTIFACTS) or b"{}")

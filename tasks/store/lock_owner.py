@@ -15,7 +15,7 @@ START_TOLERANCE = 5.0  # seconds; start times shift when the clock is set
 
 @dataclass(frozen=True)
 class LockOwner:
-    """One process on one host; `started` (seconds since 1970) tells it from a later process with the same pid."""
+    """One process on one host; `started` (seconds since 1970) distinguishes it from a later one with the same pid."""
 
     host: str
     pid: int
@@ -37,7 +37,7 @@ class LockOwner:
 
     @property
     def is_local(self) -> bool:
-        """Whether this process sees that one's pid, so that `is_gone` is reliable."""
+        """Whether the owner runs in this host's pid namespace, so that its pid can be checked."""
         return (self.host, self.system) == (socket.gethostname(), _system())
 
     @property

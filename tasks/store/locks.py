@@ -5,9 +5,9 @@ the lock until it is released, expires, or its process is gone; the next holder 
 process can. The highest ticket is never deleted, so that no number is created twice. A thread of the holder renews the
 expiry. Acquiring costs one listing and one write, and leaves one file.
 
-A ticket's number is its fencing token: a holder that was suspended or cut off, and so lost the lock, gets LockLost from the
-`check` that precedes every publication. Expiry times are compared between hosts: their clocks must agree within two thirds
-of the expiry.
+A ticket's number is its fencing token: a holder that lost the lock while it was suspended or partitioned gets LockLost from the
+`check` that precedes every publication. Expiry times are compared between hosts: their clocks must agree within two thirds of
+the expiry.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Lock:
         self._backend, self._name, self._expiry = backend, name, expiry
         self._lost = False
         self._stopped = threading.Event()
-        self._renewing = threading.Lock()  # against a renewal and a check at once
+        self._renewing = threading.Lock()  # serializes renewals and checks
         self._renewal = threading.Thread(target=self._renew, name="lock-renewal", daemon=True)
 
     def check(self) -> None:
@@ -73,7 +73,7 @@ class Lock:
                 log.warning("%s", error)
                 return
             except Exception as error:
-                log.warning("%s: cannot renew the lock: %s; trying again", self._name, error)
+                log.warning("%s: cannot renew the lock: %s; retrying", self._name, error)
 
     def _release(self) -> None:
         self._stopped.set()
@@ -127,7 +127,7 @@ def _acquire_ticket(backend: Backend, name: str, expiry: float) -> int:
                 try:
                     if _confirm(backend, name, last + 1):
                         return last + 1
-                except BaseException:  # not held: others need not wait for its expiry
+                except BaseException:  # release the ticket now, or others would wait until it expires
                     with contextlib.suppress(OSError):
                         _write_ticket(backend, name, last + 1, expiry, released=True)
                     raise

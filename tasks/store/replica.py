@@ -1,7 +1,7 @@
 """Artifacts in one backend: the only place that verifies them, and moves corrupted ones to quarantine.
 
-Quarantine is `<store>/quarantine/<kind>-<key>-<n>/`, with the reason in reason.txt. What is there is never deleted, and a process
-that has mapped the files keeps them.
+Quarantine is `<store>/quarantine/<kind>-<key>-<n>/`, with the reason in reason.txt. Only `trainshed gc` deletes them, and a
+process that has mapped them keeps its mapping.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Replica:
 
         Raises:
             Corrupted: a file is missing or differs from the manifest.
-            OSError: it cannot be read, which says nothing about the artifact.
+            OSError: it cannot be read, so it is unknown whether it is complete.
         """
         data = self.manifest_bytes(kind, key)
         path = artifact_path(kind, key)
@@ -94,12 +94,9 @@ class Replica:
             try:
                 self.backend.move(artifact_path(kind, key), folder)
             except OSError as error:
-                if error.errno not in (
-                    errno.ENOTEMPTY,
-                    errno.EEXIST,
-                ):  # otherwise taken by another process since
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-                continue
+                continue  # another process has taken this name since
             self.backend.write(f"{folder}/{REASON}", f"{reason}\n".encode())
             log.warning("%s %s: %s; moved to %s", kind, key, reason, self.backend.location(folder))
             return

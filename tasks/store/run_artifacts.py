@@ -42,11 +42,11 @@ def publish(store: Store, kind: str, key: str, run: str, part: str, summary: Map
 def find(store: Store, kind: str, key: str, run: str) -> Artifact | None:
     """The artifact, if the files that it points to are complete.
 
-    If they are corrupted, a warning names the file. Within the artifact's lock it is moved to quarantine, and with it the
-    checkpoint that it points to: no run resumes from a corrupted one.
+    If they are corrupted, a warning names the file. Within the artifact's lock, the artifact and the checkpoint that it points
+    to are moved to quarantine, so that no run resumes from it.
 
     Raises:
-        OSError: a file or folder cannot be read, which says nothing about the artifact.
+        OSError: a file or folder cannot be read, so it is unknown whether the artifact is complete.
     """
     artifact = store.artifacts.find(kind, key)
     if artifact is None:
@@ -63,7 +63,7 @@ def find(store: Store, kind: str, key: str, run: str) -> Artifact | None:
     except Corrupted as error:
         reason = f"{error} in {folder.location(part)}"
         if not store.artifacts.is_locked(kind, key):
-            log.warning("%s %s: %s; to be made again", kind, key, reason)
+            log.warning("%s %s: %s; treated as missing", kind, key, reason)
             return None
         if MARKER in folder.files(part):
             folder.quarantine_checkpoint(part, reason)

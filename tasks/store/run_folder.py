@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 MARKER = "complete.json"  # in a checkpoint's folder, written last
 COMPLETE = re.compile(rf"step_(\d+)/{MARKER}")  # below checkpoints/, where nothing else counts
 IDENTITY = "run.json"
-REPLACED = re.compile(r"~\d+$")  # ends the name of a run that another one replaced
-TRACES = ("checkpoints", "metrics.jsonl")  # what a run leaves in its folder
+REPLACED = re.compile(r"~\d+$")  # ends the name of a run that was replaced by another
+TRACES = ("checkpoints", "metrics.jsonl")  # files by which a run's folder is recognised without run.json
 LOCK = "lock.json"  # what the run's references resolve to (tasks/resolve.py)
 
 
@@ -60,8 +60,8 @@ class RunFolder:
         """Identity of the run in the local folder; None if the folder is not a run.
 
         Raises:
-            Damaged: the file with it is; its message names it.
-            OSError: it cannot be read.
+            CorruptedState: run.json is corrupted.
+            OSError: run.json cannot be read.
         """
         return self._identity_in(self._local)
 
@@ -113,7 +113,7 @@ class RunFolder:
         return self._primary.read(f"{self._prefix}/{file}")
 
     def write(self, file: str, data: bytes) -> None:
-        """Write a small file of the run, in the store and on this machine; what this machine has, the store has too."""
+        """Write a small file of the run in the store, then in the local folder."""
         for backend in filter(None, (self._remote, self._local)):
             backend.write(f"{self._prefix}/{file}", data)
 
@@ -157,9 +157,9 @@ class RunFolder:
             _link_files(self.path / part, target.path / part)
 
     def quarantine_checkpoint(self, part: str, reason: str) -> None:
-        """Move a corrupted checkpoint to where training moves those that it finds: without an intact one it does not start over.
+        """Move a corrupted checkpoint to the folder that training uses for those too; then it never starts over by itself.
 
-        The caller holds the lock of the artifact of it.
+        The caller holds the lock of the checkpoint's artifact.
         """
         moved = locations.quarantine(self.checkpoints_location, int(part.rpartition("_")[2]), reason)
         log.warning("run %s: %s; moved to %s", self.name, reason, moved)
@@ -183,8 +183,8 @@ class RunFolder:
             return {}
         found = state_files.require_json(data, backend.location(name))
         if "identity" not in found:
-            reason = "restore the file, or move its folder away to start the run anew"
-            raise state_files.Damaged(f"{backend.location(name)}: damaged (no identity); {reason}")
+            reason = "restore the file, or move its folder away to start the run from the beginning"
+            raise state_files.CorruptedState(f"{backend.location(name)}: corrupted (no identity); {reason}")
         return found
 
     def _restore(self, remote: ObjectBackend, identity: str) -> None:
@@ -205,9 +205,8 @@ class RunFolder:
                     raise OSError(errno.EIO, reason, remote.location(f"{name}/{file}"))
 
             remote.download(name, list(sizes), folder, check)
-            for file in (
-                self._local.files(name).keys() - sizes.keys()
-            ):  # such as of a start that was interrupted
+            # Keep local files that the store lacks, such as those of an interrupted start.
+            for file in self._local.files(name).keys() - sizes.keys():
                 state_files.write(folder / file, self._local.read(f"{name}/{file}") or b"")
             self._local.remove(name)
             self._local.move(str(folder), name)

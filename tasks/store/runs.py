@@ -37,7 +37,7 @@ class RunExists(ProfileError):
     Attributes:
         step: its latest checkpoint.
         forkable: whether a run of this profile can start from that checkpoint.
-        commands: (what it does, command) for each way out; empty if unknown.
+        commands: (what it does, command) for each solution; empty if unknown.
     """
 
     def __init__(self, name: str, differences: Sequence[str], step: int, forkable: bool) -> None:
@@ -65,8 +65,8 @@ def open_run(
 ) -> Path:
     """The folder of a run, created or resumed; the caller holds the lock of its name (`lock_run`).
 
-    A run of the same name and identity is resumed; its learning rate's schedule may change in the steps ahead. One with other
-    mathematics is moved to `<name>~N` if it has no checkpoint or `replace` is true.
+    A run of the same name and identity is resumed; the learning rate's schedule may change for its remaining steps. A run with
+    other mathematics is moved to `<name>~N` if it has no checkpoint or `replace` is true.
 
     Args:
         inputs: keys of the artifacts that it starts from, by kind.
@@ -89,8 +89,8 @@ def open_run(
             _require_no_active_job(profile, existing, folder)
             log.warning("run %s: moved the existing run to %s", run.name, run.move_aside())
         elif existing and (changed := _different_values("train", existing.train, profile.train, SCHEDULE)):
-            _require_no_active_job(profile, existing, folder)  # it would go on with the former schedule
-            log.info("run %s: its schedule changes ahead: %s", run.name, "; ".join(changed))
+            _require_no_active_job(profile, existing, folder)  # it would continue with the old schedule
+            log.info("run %s: the schedule of the remaining steps changes: %s", run.name, "; ".join(changed))
     folder = run.prepare(identity, parent)
     backend = FolderBackend(folder)
     backend.write("profile.yaml", resolve.dump(profile).encode())
@@ -103,7 +103,7 @@ def check_name(store: Store, profile: Profile) -> None:
     """Raise RunExists if the settings alone show that a run with other mathematics has the name, before any work."""
     run = store.run_folder(profile.name)
     if not retried((run.path / "profile.yaml").exists) or run.stored_identity != run.identity:
-        return  # it is not on this machine; `open_run` compares it
+        return  # not on this machine; `open_run` compares it later
     existing = _stored_profile(run.path)
     differences = _setting_differences(existing, profile) + _schedule_differences(
         existing, profile, _latest(run)
@@ -116,7 +116,7 @@ def check_name(store: Store, profile: Profile) -> None:
 def lock_run(store: Store, name: str) -> Iterator[Lock]:
     """Hold the lock of a run's name for a block: one flow run at a time uses it, others wait."""
     with store.lock(f"run-{name}") as lock:
-        with store.lock("gc"):  # a garbage collection that did not see this run yet ends first
+        with store.lock("gc"):  # wait for a garbage collection that has not seen this run
             pass
         yield lock
 
@@ -251,7 +251,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def last_training_row(folder: Path) -> dict[str, Any] | None:
-    """The row of the last training step in a run's metrics.jsonl; None if there is none. Costs the same for any length."""
+    """The row of the last training step in a run's metrics.jsonl, read from its end; None if there is none."""
     return last_row(folder / METRICS, "loss")
 
 

@@ -46,7 +46,7 @@ def abandoned_folders(root: Path) -> Iterator[Path]:
     """The staging folders below `root` whose processes are gone."""
     try:
         folders = list(root.iterdir())
-    except OSError:  # none was made yet; or it cannot be listed now, which is the next one's to clean up
+    except OSError:  # there is none yet, or it cannot be listed now: a later call cleans up
         return
     for outer in folders:
         try:

@@ -6,7 +6,7 @@
     <store>/quarantine/                    replica.py: what was corrupted, with the reason
     <store>/notes/                         local cache, safe to delete
 
-A remote store has a local folder of the same layout, `work_dir`, that artifacts pass through and runs are in.
+A remote store has a local folder of the same layout, `work_dir`: artifacts are made and cached there, and runs write to it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Store:
         self._remote = ObjectBackend(uri) if self.is_remote else None
         self.backend: Backend = self._remote or self._local  # for small files that are not artifacts
         self.work_dir = self._local.root  # a folder on this machine
-        self.local_cache = self._local.path("notes")  # cheap to lose
+        self.local_cache = self._local.path("notes")  # safe to delete
         self.artifacts = ArtifactStore(self._local, self._remote)
 
     def run_folder(self, name: str) -> RunFolder:

@@ -3,9 +3,9 @@
 Checkpoints are excluded: training writes them to the store directly. A file that fails to upload is retried with the next
 sync; training neither waits for it nor fails.
 
-What the store has is not lost to a folder that has less: nothing is uploaded once a later training attempt has (on another
-machine), and a log or metrics file that is shorter than the store's copy of the same attempt does not replace it. A new attempt
-truncates metrics.jsonl to the step that it resumes from, and so replaces it.
+Newer data in the store is never overwritten: nothing is uploaded if the store has files of a later training attempt (from
+another machine), and a log or metrics file does not replace a longer copy of the same attempt. A new attempt does replace
+metrics.jsonl, which it has truncated to the step that it resumes from.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tasks.store.backends import FolderBackend, ObjectBackend
 
 log = logging.getLogger(__name__)
 
-ATTEMPT = "attempt"  # file of a run folder: number of the training attempt that writes it, and may complete checkpoints
+ATTEMPT = "attempt"  # file of a run folder: number of the current attempt, the only one that may complete checkpoints
 INTERVAL = 60.0  # seconds
 LARGE = 8 << 20  # bytes; S3 has no append, so a larger file, such as a log after days, is uploaded less often
 LARGE_INTERVAL = 600.0  # seconds
-# Already in the store; a copy of an artifact; written only by the promotion of a model (continual.py).
+# Written to the store directly; a copy of an artifact; written only by a promotion (continual.py).
 EXCLUDED = {"checkpoints", "graphs", "standing.json"}
 APPENDED = (".jsonl", ".log")  # suffixes of files that only grow during an attempt; TensorBoard's do too
 
@@ -64,20 +64,24 @@ class RunSync:
         )
         if stored > here:
             log.warning(
-                "%s: not uploaded; attempt %d is in the store, this folder is of %d", self._name, stored, here
+                "%s: not uploaded: the store has attempt %d, this folder attempt %d", self._name, stored, here
             )
             return
         if stored < here:
-            self._stored = {}  # all of it is of an earlier attempt
+            self._stored = {}  # the store's files are of an earlier attempt: replace all
         elif self._stored is None:
             self._stored = self._remote.files(self._name)
         states = self._states()
         names = []
         for name, (size, mtime) in states.items():
             postponed = postpone_large and self._is_postponed(name, size)
-            if self._uploaded.get(name) != (size, mtime) and not postponed and not self._is_cut(name, size):
+            if (
+                self._uploaded.get(name) != (size, mtime)
+                and not postponed
+                and not self._is_shorter(name, size)
+            ):
                 names.append(name)
-        # The attempt's number goes last: an interrupted upload is not taken for all files of the attempt.
+        # The attempt's number is uploaded last, so that an interrupted upload still counts as the earlier attempt.
         for batch in (
             [name for name in names if name != ATTEMPT],
             [name for name in names if name == ATTEMPT],
@@ -100,8 +104,8 @@ class RunSync:
     def _is_postponed(self, name: str, size: int) -> bool:
         return size > LARGE and time.monotonic() - self._times.get(name, float("-inf")) < LARGE_INTERVAL
 
-    def _is_cut(self, name: str, size: int) -> bool:
-        """Whether the store has more of a file that only grows, and not because this sync uploaded it."""
+    def _is_shorter(self, name: str, size: int) -> bool:
+        """Whether another machine has uploaded a longer copy of an append-only file."""
         grows = name.endswith(APPENDED) or ".tfevents." in PurePosixPath(name).name
         if not grows or name in self._uploaded or size >= self._stored.get(name, 0):
             return False
@@ -121,7 +125,9 @@ class RunSync:
         try:
             return 0 if data is None else int(data)
         except ValueError:
-            raise ValueError(f"{backend.location(name)}: damaged (not a number); restore the file") from None
+            raise ValueError(
+                f"{backend.location(name)}: corrupted (not a number); restore the file"
+            ) from None
 
     def _try_upload(self, *, postpone_large: bool) -> None:
         try:

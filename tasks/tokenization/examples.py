@@ -4,9 +4,9 @@ A token that the loss does not count is stored as its complement, ~id, which is 
 a sequence is never counted, since nothing predicts it.
 
     sft         messages (or conversations) · prompt and completion · input and output
-    dpo, orpo   prompt, chosen, rejected, of strings or messages; without a prompt, what chosen and rejected begin with alike
+    dpo, orpo   prompt, chosen, rejected, of strings or messages; without a prompt, the common beginning of chosen and rejected
 
-Prompt and completion are tokenized apart, so that a prompt ends in the tokens that it ends in when the model is asked.
+Prompt and completion are tokenized separately, so that a prompt has the same tokens as at inference.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Examples:
             raise Unusable("its text cannot be encoded") from error
 
     def _require_plain(self, messages: Sequence[Message]) -> None:
-        """Reject messages with a special token's text, by which their author could begin turns of others."""
+        """Reject messages with a special token's text, with which their author could forge turns of others."""
         for message in messages:
             if any(token in message["content"] for token in self._special_texts):
                 raise Unusable("a message has the text of a special token")
@@ -199,7 +199,7 @@ def _messages(value: Any, role: str = "user") -> list[Message]:
 
 
 def _shared_words(a: str, b: str) -> str:
-    """What two texts begin with alike, up to the end of a line or word."""
+    """The common beginning of two texts, up to the end of a line or word."""
     length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[: max(a.rfind("\n", 0, length), a.rfind(" ", 0, length)) + 1]
 

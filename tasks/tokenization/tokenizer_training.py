@@ -28,11 +28,12 @@ from tasks.tokenization.tokenizer_files import EOS, byte_level, write
 from tasks.tokenization.worker import answer, send
 from tasks.tokenization.worker_pool import Worker, worker_environment
 
-SMALL = 3_000_000  # characters of text that are trained on within seconds; the source python-docs has fewer
-# Characters. Training takes time by the square of a word's length, and no token of use is as long; what is longer (a genome, a
-# line of dashes without end) is cut.
+SMALL = 3_000_000  # characters: trained on within seconds; the source python-docs has fewer
+# Characters. Training time grows with the square of a word's length, and no useful token is this long; longer words (a genome, a
+# line of dashes) are split.
 MAX_WORD = 1024
-RUNS = (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")  # of which a word of GPT-2's pattern consists
+# classes of characters; a word of GPT-2's pattern is a run of one
+RUNS = (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")
 LONG_WORD = regex.compile("|".join(f"{run}{{{MAX_WORD},}}+" for run in RUNS))
 
 
@@ -97,7 +98,7 @@ def cut_long_words(text: str) -> Iterator[str]:
 
 
 def _may_have_long_words(text: str) -> bool:
-    """Whether one of the blocks of half a long word has no boundary at a space; a tenth of the time of the pattern."""
+    """Whether a block of half of MAX_WORD characters has no space; takes a tenth of the time of LONG_WORD."""
     half = MAX_WORD // 2
     blocks = (text[start : start + half] for start in range(0, len(text) - half + 1, half))
     return any(block.isspace() or len(block.split(maxsplit=1)[0]) == half for block in blocks)

@@ -1,7 +1,7 @@
-"""The flow's side of trackers: starts their processes, and tells them how the run ended.
+"""The flow's side of trackers: starts their processes, and sends them the state in which the run ended.
 
-Nothing here waits for a tracker during the run. At its end, trackers have FINISH_SECONDS in all to send what is left;
-after that they are killed. Of whatever goes wrong, a tracker's first error is logged, once.
+Nothing here waits for a tracker during the run. At its end, all trackers together have FINISH_SECONDS to send what is left, then
+they are killed. Only the first error of each tracker is logged.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class TrackerProcess:
                     stderr=output,
                     env={**QUIET, **environment, **SAFE_PATH},
                     text=True,
-                    start_new_session=True,  # Ctrl-C is for the flow, which then says how the run ended
+                    start_new_session=True,  # Ctrl-C reaches the flow only, which then sends the final state
                 )
             self._say(first)
         except OSError as error:
@@ -103,9 +103,9 @@ class TrackerProcess:
         threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True).start()
 
     def end(self, ending: Ending) -> None:
-        """Say how the run ended."""
+        """Send the final state of the run."""
         files = [(str(path.absolute()), kind) for path, kind in ending.files]
-        with contextlib.suppress(OSError):  # it has ended before
+        with contextlib.suppress(OSError):  # the process has ended already
             self._say(json.dumps({"state": ending.state, "files": files}))
 
     def wait(self, deadline: float) -> None:
@@ -164,7 +164,7 @@ def results(store: Store, folder: Path, parent: Parent | None) -> list[tuple[Pat
             page = write_page(*load_runs(store, [parent.run, folder.name]), folder / "compare.html")
             found.append((page, "comparison"))
         except (ProfileError, OSError) as error:  # the parent may have been removed
-            log.warning("no comparison with %s: %s", parent.run, error)
+            log.warning("cannot compare with the parent run %s: %s", parent.run, error)
     return found
 
 

@@ -1,8 +1,7 @@
 """The `Tracker` protocol: what a tracker implements, here or in a module of a user's own, named as `module:Class`.
 
-A tracker is created without arguments and used by one thread of a process of its own, the working folder being the user's. It
-may block and fail as it likes: training does not wait for it. A call that raises is made again, with the same rows, until it
-succeeds or the run ends.
+A tracker is created without arguments, in a process of its own with the user's working folder, and used by one thread. It may
+block or fail: training does not wait for it. A call that raises is retried with the same rows until it succeeds or the run ends.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ State = Literal["finished", "failed", "stopped"]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told about the run."""
+    """Description of the run for a tracker."""
 
     name: str
     project: str
@@ -43,4 +42,4 @@ class Tracker(Protocol):
         """Attach a file; `kind` is profile, report or comparison."""
 
     def finish(self, state: State) -> None:
-        """Close the run, which may be resumed unless it has finished; sends what is left."""
+        """Send what is left and close the run; a run that has not finished may be resumed later."""

@@ -1,10 +1,11 @@
 """The process of one tracker: `python -m tasks.tracking.worker`, started by `process.py`; reads its orders from standard input.
 
-The first line is the run, as JSON. The second, once the run has ended, says how, and which files to attach; if standard input is
-closed without it, the flow's process has ended, and the run counts as stopped. Standard output has one line for each error.
+The first line describes the run, as JSON. The second line, once the run has ended, has its final state and the files to attach;
+if standard input is closed without it, the flow's process has ended, and the run counts as stopped. Standard output has one line
+for each error.
 
-RUN/metrics.jsonl is the queue: a tracker that is slow or away for hours loses nothing and costs no memory. What it has got is in
-RUN/trackers/<tracker>.json, so that the next process of the run resumes there.
+RUN/metrics.jsonl is the queue: a tracker that is slow or unreachable for hours loses nothing and uses no memory. The position of
+the last row sent is in RUN/trackers/<tracker>.json, where the next process of the run resumes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tasks.tracking.protocol import TrackedRun, Tracker
 FOLDER = "trackers"  # of a run folder
 POLL_SECONDS = 1.0
 MAX_ROWS = 200  # between flushes
-RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)  # before another try; the last applies to all further ones
+RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)  # before each retry; the last applies to all further ones
 TRACKERS = {
     "wandb": "tasks.tracking.wandb_tracker:WandbTracker",
     "mlflow": "tasks.tracking.mlflow_tracker:MlflowTracker",
@@ -42,7 +43,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Orders:
-    """What the flow has said: nothing yet, or how the run ended."""
+    """The flow's message at the end of the run: its final state and files; `over` is set once it has arrived."""
 
     over: threading.Event = field(default_factory=threading.Event)
     state: str = "stopped"
@@ -57,10 +58,10 @@ class Orders:
 
 
 class NewRows:
-    """Rows of metrics.jsonl that a tracker has not got.
+    """Rows of metrics.jsonl that were not sent to a tracker yet.
 
-    A file that starts over, after a resume or a rollback, is read again; of its rows, those that were sent before are left out,
-    and those of repeated steps are not: they took another time.
+    If the file is rewritten, after a resume or a rollback, it is read again without the rows that were sent before. Repeated
+    steps are new rows.
 
     Args:
         sent: the last steps that an earlier process sent, of training and of evaluations during training.
@@ -95,7 +96,7 @@ class NewRows:
 
 
 class Sender:
-    """Calls a tracker, again and again where it fails; `report` is told of each error."""
+    """Calls a tracker, with retries; `report` is called with each error."""
 
     def __init__(self, tracker: Tracker, orders: Orders, report: Callable[[BaseException], None]) -> None:
         self._tracker, self._orders, self._report = tracker, orders, report
@@ -121,7 +122,7 @@ class Sender:
         self._persist(lambda: self._tracker.finish(self._orders.state))
 
     def _persist(self, call: Callable[[], Any]) -> Any:
-        """Make a call until it succeeds, once more after the run has ended; returns its result, None if it never did."""
+        """Retry a call until it succeeds, at most once after the run has ended; returns its result, or None."""
         attempt, last = 0, False
         while True:
             try:
@@ -160,7 +161,7 @@ def main() -> int:
 
 
 def follow(run: Path, given: dict[str, Any], sender: Sender, orders: Orders) -> None:
-    """Send a run's metrics to its end."""
+    """Send a run's metrics until the run ends."""
     path = run / FOLDER / f"{given['tracker'].replace(':', '.')}.json"
     known = state_files.read_json(path) or {}
     files = run / FOLDER
@@ -177,9 +178,8 @@ def follow(run: Path, given: dict[str, Any], sender: Sender, orders: Orders) -> 
         **{name: known.get(name, 0) for name in ("step", "evaluated", "evaluations")},
     }
     rows = NewRows(run / "metrics.jsonl", sent=(state["step"], state["evaluated"]))
-    evaluations = NewRows(
-        run / "evaluations.jsonl", skip=state["evaluations"]
-    )  # of checkpoints, in any order
+    # of checkpoints, in any order
+    evaluations = NewRows(run / "evaluations.jsonl", skip=state["evaluations"])
     state_files.write(path, json.dumps(state))
     while True:
         over = orders.over.is_set()  # asked first, so that what was written before the end is read

@@ -120,7 +120,7 @@ def settings(*overrides: str) -> list[str]:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Training loss of each step; a step that stands twice fails."""
+    """Training loss of each step; fails if a step occurs twice."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "loss" in row]
     assert len({row["step"] for row in rows}) == len(rows)

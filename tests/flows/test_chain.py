@@ -135,7 +135,7 @@ def test_a_chain_that_cannot_work_is_rejected_before_it_starts(stages, tmp_path,
     assert [each.run.init.from_ for each in chained] == [None, "run:night-micro", "run:night-sft"]
     with pytest.raises(ProfileError, match="has another model than"):
         chained_runs([micro, sft], [f"{sft}:model.hidden_size=64"])
-    with pytest.raises(ProfileError, match="stands twice"):
+    with pytest.raises(ProfileError, match="occurs twice"):
         chained_runs([micro, micro])
     with pytest.raises(
         ProfileError, match="tiny-dpo is no profile of the chain; nearest valid: tiny, tiny-sft"

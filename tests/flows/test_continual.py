@@ -82,7 +82,7 @@ def test_nights_of_a_series(series):
     write_texts(texts / "1.jsonl", 2)
     state = night("train.steps=null", "train.epochs=1")
     assert state.name == "Promoted", state.message
-    assert "nightly-round-1 takes the place of nightly" in state.message
+    assert "nightly-round-1 replaces nightly" in state.message
     first, new = corpus_of(store, "nightly"), corpus_of(store, "nightly-round-1")
     assert len(new["train"]) == 1
     assert new["train"][0]["path"] not in {entry["path"] for entry in first["train"]}
@@ -131,7 +131,7 @@ def test_little_new_data_takes_fewer_steps_than_the_warm_up(series, caplog):
     )
     state = night("train.steps=null", "train.epochs=1", "train.warmup_steps=6", "evaluate.tolerance=1")
     assert state.name == "Promoted", state.message
-    assert "train.warmup_steps: cut from 6 to 4: the new data makes 4 steps" in caplog.text
+    assert "train.warmup_steps: reduced from 6 to 4: the new data has 4 steps" in caplog.text
     run = json.loads((store / "runs/nightly/standing.json").read_text())["run"]
     assert len(losses(store / "runs" / run)) == 4
 
@@ -161,7 +161,7 @@ def test_a_run_that_was_exported_before_its_end_is_not_gone_on_from(series, tmp_
     (copy / "ledger" / f"{identity}.json").unlink()
     state = night(store=copy)
     assert state.name == "NothingYet"
-    assert "trained to its end" in state.message
+    assert "train it to its last step" in state.message
 
 
 def test_a_run_is_exported_alone(series):

@@ -286,7 +286,7 @@ def test_a_branch_of_a_trunk_equals_the_run_of_its_length_and_checkpoints_are_av
     pretrain(store, *decay, name="from-scratch")
     assert losses(store / "runs/branch") == losses(store / "runs/from-scratch")
     assert losses(store / "runs/branch")[10] != losses(store / "runs/at-once")[10]
-    with pytest.raises(ProfileError, match="the rate of branch falls already at step 8"):
+    with pytest.raises(ProfileError, match="the learning rate of branch has begun to decay before step 8"):
         decay_overrides(opened, find_parent(opened, "branch@8"), 4)
 
     run, merged = store / "runs/at-once", tmp_path / "merged"

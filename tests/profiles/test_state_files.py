@@ -6,13 +6,13 @@ from profiles import state_files
 
 
 @pytest.mark.parametrize("text", ["", "\0\0\0", '{"identifier": "7', "[1]"])
-def test_damaged_file_counts_as_absent_with_a_warning(tmp_path, caplog, text):
+def test_corrupted_file_counts_as_absent_with_a_warning(tmp_path, caplog, text):
     path = tmp_path / "train.job.json"
     assert state_files.read_json(path) is None
     assert not caplog.records
     path.write_text(text)
     assert state_files.read_json(path) is None
-    assert f"{path}: damaged" in caplog.text
+    assert f"{path}: corrupted" in caplog.text
     state_files.write(path, '{"identifier": "8"}')
     assert state_files.read_json(path) == {"identifier": "8"}
     assert [each.name for each in tmp_path.iterdir()] == [path.name]

@@ -1,6 +1,7 @@
 """Helpers for tests of sources: documents, files that contain them, profiles that name the files."""
 
 import json
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -11,6 +12,7 @@ from profiles import resolve
 from tasks.sources import corpus
 from tasks.sources.formats import readers
 from tasks.sources.formats.long_text import LongText
+from tasks.store.digest_cache import DigestCache
 
 DOCUMENTS = [f"Document {i} says " + "words and more words. " * (i % 9) for i in range(300)] + ["naïve 日本"]
 
@@ -57,10 +59,21 @@ def arrow(path, form):
         writer.write_table(table(), max_chunksize=40)
 
 
+def list_shards(data, digests=None, token=None):
+    """All shards of the sources of a profile's data; without cached digests every file is read."""
+    found = []
+    for i, source in enumerate(data.sources):
+        listed = corpus.shards_of_source(
+            source, f"data.sources.{i}", data.text, digests or DigestCache(), token
+        )
+        found += [replace(shard, source=i, use=source.use) for shard in listed]
+    return found
+
+
 def texts(wanted, token=None):
     """Texts of all shards of a profile, one list per shard."""
     found = []
-    for shard in corpus.shards(wanted.data, token=token):
+    for shard in list_shards(wanted.data, token=token):
         documents = readers.documents(shard, token)
         found.append(
             [

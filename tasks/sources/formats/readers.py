@@ -35,7 +35,8 @@ def documents(shard: Shard, token: str | None = None) -> Iterator[Document]:
     """All documents of a shard.
 
     Raises:
-        SourceError: a corrupted file, or (SourceChanged, at the latest after the last document) another one than was listed.
+        SourceError: a corrupted file.
+        SourceChanged: a file has changed since it was listed; raised after the last document at the latest.
         ProfileError: a file lacks the shard's column.
     """
     with unchanged(shard, token):

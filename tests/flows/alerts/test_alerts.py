@@ -76,7 +76,7 @@ def live(store: Store) -> None:
 def test_every_kind_is_notified_exactly_once(automations, webhook, tmp_path):
     time.sleep(2)  # the server's triggers learn of the automations
     live(Store(str(tmp_path)))
-    emit("promoted", "troubled", "troubled takes the place of an earlier round")
+    emit("promoted", "troubled", "troubled replaces an earlier round")
     with pytest.raises(JobFailed):
         failing()
 

@@ -115,7 +115,7 @@ def test_the_plan_of_a_toy_promises_no_speed_and_warns_of_repeated_data(capsys, 
     assert "too small to estimate" in out
     assert "tokens/s" not in out
     assert "about 154 passes over the data" in out
-    assert "4 times are 7" in out
+    assert "train at most 7 steps" in out
 
 
 def test_the_plan_counts_what_a_process_takes_besides_tensors(capsys):
@@ -397,7 +397,7 @@ def test_a_run_in_words_is_clean_finds_a_loss_and_says_where_everything_is(
 
 
 @pytest.mark.parametrize("kind", ["files", "megatron"])
-def test_damaged_data_is_refused_with_exit_code_2(command, profile, prefect_server, tmp_path, kind):
+def test_corrupted_data_is_refused_with_exit_code_2(command, profile, prefect_server, tmp_path, kind):
     texts = {"kind": "files", "path": str(profile.with_name("texts.jsonl"))}
     if kind == "files":
         (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n')

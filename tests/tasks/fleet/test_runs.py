@@ -98,7 +98,7 @@ def test_only_runs_with_changed_files_are_read_again(store, monkeypatch):
         file.write('{"step": 5, "loss": NaN, "time": 1.9e9}\n{"step": 6, "lo')
     assert by_name(read_fleet(store))["waiting"].step == 5
     assert read == ["waiting"]
-    (store.local_cache / "fleet.json").write_text("{damaged")
+    (store.local_cache / "fleet.json").write_text("{corrupted")
     assert len(read_fleet(store).runs) == 6
 
 

@@ -23,8 +23,8 @@ def count_in_batch_script(path):
 def test_attempts_count_on_from_any_file(tmp_path, count):
     path = tmp_path / "attempt"
     assert [count(path) for _ in range(3)] == [1, 2, 3]
-    for damaged in ("", "x"):
-        path.write_text(damaged)
+    for corrupted in ("", "x"):
+        path.write_text(corrupted)
         assert count(path) > time.time() - 60  # above every number that an earlier attempt may have
         assert int(path.read_text()) > time.time() - 60
     assert [each.name for each in tmp_path.iterdir()] == ["attempt"]

@@ -49,11 +49,11 @@ def test_corrupted_lines_are_skipped_with_one_warning(tmp_path, caplog):
         assert [row["step"] for row in LogFollower(path).rows()] == [1, 4]
     assert [row["step"] for row in follower.rows()] == [1, 4]
     (record,) = caplog.records
-    assert record.getMessage() == f"{path}: line 2 and 2 more: damaged; skipped"
+    assert record.getMessage() == f"{path}: line 2 and 2 more: corrupted; skipped"
     with path.open("a") as file:
         file.write('{"step": 5}\ntorn\n')
     assert [row["step"] for row in follower.rows()] == [5]
-    assert caplog.records[-1].getMessage() == f"{path}: line 7: damaged; skipped"
+    assert caplog.records[-1].getMessage() == f"{path}: line 7: corrupted; skipped"
 
 
 @pytest.mark.parametrize("block", [1 << 10, 1 << 20])
@@ -71,7 +71,7 @@ def test_last_row_is_the_last_complete_one_that_has_the_key(tmp_path, monkeypatc
     assert len(list(LogFollower(path).rows())) == 39
 
 
-def test_damaged_rows_of_metrics_are_skipped(tmp_path, caplog):
+def test_corrupted_rows_of_metrics_are_skipped(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_text(
         '{"step": 1, "loss": 5.5, "mfu": null, "skipped": false, "rank_seconds": [1.0]}\n'
@@ -79,5 +79,5 @@ def test_damaged_rows_of_metrics_are_skipped(tmp_path, caplog):
     )
     assert [row["step"] for row in runs.read_metrics(tmp_path)] == [1, 5]
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path}: line 2 and 2 more: damaged; skipped"
+        f"{path}: line 2 and 2 more: corrupted; skipped"
     ]

@@ -55,4 +55,4 @@ def test_compare_skips_corrupted_metrics_lines(tmp_path):
     result = subprocess.run(compare, cwd=tmp_path, capture_output=True, text=True, check=True)
     (run,) = json.loads(result.stdout)["runs"]
     assert (run["steps"], run["loss"]) == (19, pytest.approx(8.1))
-    assert "store/runs/first/metrics.jsonl: line 7: damaged; skipped" in result.stderr
+    assert "store/runs/first/metrics.jsonl: line 7: corrupted; skipped" in result.stderr

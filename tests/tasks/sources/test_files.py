@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.sources import corpus, file_shards
+from tasks.sources import file_shards
 from tasks.sources.formats import long_text, readers
 from tasks.sources.shard import Shard, SourceError
 from tests import s3
@@ -25,6 +25,7 @@ from tests.tasks.source_files import (
     files,
     joined,
     lines,
+    list_shards,
     profile,
     table,
     texts,
@@ -138,7 +139,7 @@ def test_lines_on_s3_are_read_in_blocks_about_once(tmp_path, monkeypatch):
         assert len(shards) > 4
         assert len(content) < sum(fetched) < 1.4 * len(content)  # the end of a part is read ahead
         assert len(fetched) < 1.4 * len(content) / 50_000
-        found = readers.documents(corpus.shards(profile(files(f"{bucket}/a.jsonl")).data)[0])
+        found = readers.documents(list_shards(profile(files(f"{bucket}/a.jsonl")).data)[0])
         next(found)
         fsspec.filesystem("s3").pipe_file(f"{bucket}/a.jsonl", content[::-1])
         with pytest.raises(SourceError, match=r"a\.jsonl: changed while it was being read; run again"):
@@ -148,10 +149,10 @@ def test_lines_on_s3_are_read_in_blocks_about_once(tmp_path, monkeypatch):
 def test_appending_to_a_file_changes_only_its_last_shard(tmp_path, small_shards):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(DOCUMENTS))
-    before = [shard.digest for shard in corpus.shards(profile(files(path)).data)]
+    before = [shard.digest for shard in list_shards(profile(files(path)).data)]
     with path.open("ab") as file:
         file.write(lines(DOCUMENTS[:50]))
-    after = [shard.digest for shard in corpus.shards(profile(files(path)).data)]
+    after = [shard.digest for shard in list_shards(profile(files(path)).data)]
     assert after[: len(before) - 1] == before[:-1]
     assert len(after) > len(before)
 
@@ -159,10 +160,10 @@ def test_appending_to_a_file_changes_only_its_last_shard(tmp_path, small_shards)
 def test_text_files_are_grouped_and_a_new_file_changes_only_its_group(tmp_path):
     for i, text in enumerate(DOCUMENTS):
         (tmp_path / f"{i:03}.txt").write_text(f"{i} {text}")
-    before = {shard.digest for shard in corpus.shards(profile(files(tmp_path)).data)}
+    before = {shard.digest for shard in list_shards(profile(files(tmp_path)).data)}
     assert 2 < len(before) < 40
     (tmp_path / "100a.txt").write_text("a new document")
-    after = {shard.digest for shard in corpus.shards(profile(files(tmp_path)).data)}
+    after = {shard.digest for shard in list_shards(profile(files(tmp_path)).data)}
     assert len(after - before) <= 2
     assert joined(texts(profile(files(tmp_path)))).count("a new document") == 1
 
@@ -192,7 +193,7 @@ def test_a_folder_includes_nested_data_but_no_hidden_files(tmp_path, monkeypatch
 def test_a_file_that_changes_while_it_is_read_is_an_error_after_the_last_document(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(DOCUMENTS))
-    (shard,) = corpus.shards(profile(files(path)).data)
+    (shard,) = list_shards(profile(files(path)).data)
     found = readers.documents(shard)
     assert next(found) == DOCUMENTS[0]
     with path.open("ab") as file:
@@ -220,11 +221,11 @@ def test_only_regular_files_with_readable_names_are_read(tmp_path):
         make(path)
         for source in (folder,) if "a folder" in message else (folder, folder / "*.jsonl"):
             with pytest.raises(ProfileError, match=message):
-                corpus.shards(profile(files(source)).data)
+                list_shards(profile(files(source)).data)
         os.unlink(path)
     os.mkfifo(pipe)
     with pytest.raises(ProfileError, match=r"c\.jsonl: is not a regular file"):
-        corpus.shards(profile(files(pipe)).data)
+        list_shards(profile(files(pipe)).data)
 
 
 def test_a_folder_that_cannot_be_read_is_an_error_not_less_data(tmp_path, monkeypatch, waits):
@@ -241,7 +242,7 @@ def test_a_folder_that_cannot_be_read_is_an_error_not_less_data(tmp_path, monkey
     monkeypatch.setattr("os.scandir", failing)
     for pattern in "a", "a/**", "**/*.jsonl", "*/*/*.jsonl":
         with pytest.raises(OSError, match=r"a/b: cannot be read: .*Stale file handle"):
-            corpus.shards(profile(files(tmp_path / pattern)).data)
+            list_shards(profile(files(tmp_path / pattern)).data)
     assert sum(waits) > 100
     assert joined(texts(profile(files(tmp_path / "*/*.jsonl")))) == DOCUMENTS
 
@@ -263,11 +264,11 @@ def test_failed_requests_to_s3_are_retried_and_never_taken_for_absence(monkeypat
             s3fs.S3FileSystem.clear_instance_cache()
             proxy.fault = lambda method, path: "busy"
             with pytest.raises(ConnectionError, match=r"s3://bucket.*: cannot be read: "):
-                corpus.shards(profile(files(f"{bucket}/{path}")).data)
+                list_shards(profile(files(f"{bucket}/{path}")).data)
         assert proxy.faults > 50
         s3fs.S3FileSystem.clear_instance_cache()
         proxy.fault = lambda method, path: None
-        (shard,) = corpus.shards(profile(files(f"{bucket}/texts/a.jsonl")).data)
+        (shard,) = list_shards(profile(files(f"{bucket}/texts/a.jsonl")).data)
         proxy.fault = lambda method, path: "busy" if method == "GET" else None
         with pytest.raises(ConnectionError, match=r"a\.jsonl: cannot be read: "):
             list(readers.documents(shard))
@@ -280,12 +281,12 @@ def test_digests_are_cached_until_a_file_changes(tmp_path, store, monkeypatch):
     path.write_bytes(lines(DOCUMENTS))
     os.utime(path, (1e9, 1e9))
     wanted = profile(files(path)).data
-    before = [shard.digest for shard in corpus.shards(wanted, DigestCache(store.local_cache))]
+    before = [shard.digest for shard in list_shards(wanted, DigestCache(store.local_cache))]
     with monkeypatch.context() as patch:
         patch.setattr("hashlib.file_digest", None)  # reading would fail
-        assert [shard.digest for shard in corpus.shards(wanted, DigestCache(store.local_cache))] == before
+        assert [shard.digest for shard in list_shards(wanted, DigestCache(store.local_cache))] == before
     path.write_bytes(lines(DOCUMENTS[1:]))
-    assert [shard.digest for shard in corpus.shards(wanted, DigestCache(store.local_cache))] != before
+    assert [shard.digest for shard in list_shards(wanted, DigestCache(store.local_cache))] != before
 
 
 def stream(rows=40):
@@ -378,7 +379,7 @@ def test_long_texts_of_a_table_are_read_in_bounded_memory(tmp_path, monkeypatch)
     before = pa.default_memory_pool()
     pa.set_memory_pool(pool)
     try:
-        (shard,) = corpus.shards(profile(files(tmp_path / "a.parquet")).data)
+        (shard,) = list_shards(profile(files(tmp_path / "a.parquet")).data)
         found = readers.documents(shard)
         assert all("".join(next(found).chunks()) == document for document in documents[:30])
         assert list(found) == ["short"]

@@ -9,9 +9,8 @@ import pytest
 
 from profiles import retries
 from profiles.errors import ProfileError
-from tasks.sources import corpus
 from tests.hub import TOKEN, Hub
-from tests.tasks.source_files import DOCUMENTS, joined, lines, profile, table, texts
+from tests.tasks.source_files import DOCUMENTS, joined, lines, list_shards, profile, table, texts
 
 README = b"""---
 configs:
@@ -80,14 +79,14 @@ def test_streaming_reads_lines_in_blocks(hub, monkeypatch):
 
 def test_shards_are_keyed_by_their_files_not_by_the_commit(hub):
     source = profile({"kind": "hub", "repository": "org/texts", "config": "en"})
-    before = [shard.digest for shard in corpus.shards(source.data)]
+    before = [shard.digest for shard in list_shards(source.data)]
     content = dict(next(reversed(hub.repositories["datasets", "org/texts"].commits.values())))
     content["en/train-2.parquet"] = as_parquet(["new"])
     hub.commit("org/texts", content, kind="datasets")
     from huggingface_hub import HfFileSystem
 
     HfFileSystem.clear_instance_cache()
-    after = [shard.digest for shard in corpus.shards(source.data)]
+    after = [shard.digest for shard in list_shards(source.data)]
     assert after[:2] == before
     assert len(after) == 3
 

@@ -6,7 +6,7 @@ import pytest
 
 from profiles.errors import ProfileError
 from profiles.resolve import check
-from tasks.continual import Standing, new_data
+from tasks.continual import Promoted, new_data
 from tasks.step import Context
 from tasks.steps import dataset
 from tasks.steps.dataset import DatasetStep
@@ -30,7 +30,7 @@ def test_new_data_is_what_no_ancestor_was_trained_on(store, tmp_path, deduplicat
     words = TokenizerStep().run(Context(wanted, store))
     first = DatasetStep(words).run(Context(wanted, store))
     ledger.record(store, "base", "1" * 32, first)
-    base = Standing("base", "1" * 32, 0, words.key, first.key)
+    base = Promoted("base", "1" * 32, 0, words.key, first.key)
     assert new_data(store, base, first, 16) is None
 
     (folder / "b.jsonl").write_bytes(lines(DOCUMENTS[50:100]))
@@ -44,7 +44,7 @@ def test_new_data_is_what_no_ancestor_was_trained_on(store, tmp_path, deduplicat
 
     (folder / "c.jsonl").write_bytes(lines(DOCUMENTS[100:140]))
     everything = DatasetStep(words).run(Context(wanted, store))
-    third = new_data(store, Standing("next", "2" * 32, 1, words.key, first.key), everything, 16)
+    third = new_data(store, Promoted("next", "2" * 32, 1, words.key, first.key), everything, 16)
     assert documents_of(third, store) == 40
     assert documents_of(new_data(store, base, everything, 16), store) == 90 - repeated
 

@@ -219,7 +219,7 @@ def test_renewal_survives_any_error(backend, caplog, monkeypatch):
         monkeypatch.setattr(backend, "write", failing)
         wait_until(lambda: backend.read("locks/work/1") != first)
         lock.check()
-    assert "a fault of the client; trying again" in caplog.text
+    assert "a fault of the client; retrying" in caplog.text
 
 
 def test_waiting_slows_down(backend, monkeypatch):

@@ -60,7 +60,7 @@ def test_a_run_whose_identity_cannot_be_read_is_left_alone(store, monkeypatch):
     (folder / "run.json").write_text("")
     for read in (lambda: run.prepare("one"), lambda: run.stored_identity):
         with pytest.raises(
-            state_files.Damaged, match=r"runs/tiny/run\.json: damaged .empty.; restore the file"
+            state_files.CorruptedState, match=r"runs/tiny/run\.json: corrupted .empty.; restore the file"
         ):
             read()
     assert [path.name for path in folder.parent.iterdir()] == ["tiny"]

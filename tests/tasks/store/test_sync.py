@@ -77,7 +77,7 @@ def test_what_the_store_has_is_not_replaced_by_less(tmp_path, caplog):
     # The first machine is stale from now on.
     machine("a", metrics__jsonl="1\n2\n3\n4\n5\n").upload()
     assert (stored("metrics.jsonl"), stored("attempt")) == (b"1\n2", b"4")
-    assert "attempt 4 is in the store, this folder is of 3" in caplog.text
+    assert "the store has attempt 4, this folder attempt 3" in caplog.text
 
 
 def test_large_files_are_uploaded_less_often(tmp_path, monkeypatch):

@@ -7,18 +7,17 @@ import string
 
 import pytest
 
-from tasks.sources import corpus
 from tasks.sources.shard import SourceError
 from tasks.tokenization import tokenizer_training
 from tasks.tokenization.tokenizer_training import MAX_WORD, cut_long_words, train
 from tasks.tokenization.worker_pool import Worker, WorkerFailed
-from tests.tasks.source_files import files, lines, profile
+from tests.tasks.source_files import files, lines, list_shards, profile
 from tests.tasks.tokenization.tokenizers import DOCUMENTS
 
 
 def shards_of(path, documents):
     path.write_bytes(lines(documents))
-    return corpus.shards(profile(files(path)).data)
+    return list_shards(profile(files(path)).data)
 
 
 def trained(shards, folder, size=400):
@@ -55,7 +54,7 @@ def test_a_large_training_in_its_own_process_gives_the_same_tokenizer(tmp_path, 
     assert trained(shards, tmp_path / "there") == here
     with (tmp_path / "a.jsonl").open("ab") as file:
         file.write(b'{"text": ')
-    shards = corpus.shards(profile(files(tmp_path / "a.jsonl")).data)
+    shards = list_shards(profile(files(tmp_path / "a.jsonl")).data)
     with pytest.raises(SourceError, match=r"a\.jsonl, line 201: invalid JSON"):
         trained(shards, tmp_path / "bad")
 
