@@ -54,6 +54,7 @@ from tasks.steps.reference import ReferenceStep
 from tasks.steps.tokenizer import TokenizerStep, check_fits
 from tasks.steps.training import TrainingStep
 from tasks.store import ledger, runs
+from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -154,15 +155,7 @@ def train_profile(
         ) as overview:
             if parent:
                 copy_checkpoint(opened, parent, run.name)
-            if forecast := ladder.record(opened, run, opened.run_folder(run.name)):
-                low, high = forecast["interval"]
-                log.info(
-                    "forecast of %s: loss %.4f, %.4f to %.4f",
-                    forecast["written"],
-                    forecast["loss"],
-                    low,
-                    high,
-                )
+            _take_forecast(opened, run)
             graphs = compiling.result()
             # Not a skipped step, which would be shown, for runs that have no reference model.
             has_reference = run.objective.kind == "dpo" and run.objective.precompute_reference
@@ -174,20 +167,34 @@ def train_profile(
             exported = runner.run(ExportStep(tokenizer, identity, weights))
             report = runner.run(ReportStep(planned, evaluated, runner.outcomes))
             overview.update(now=True)
-        folder = runner.context.run_folder
         return {
-            "run": run.name,
-            "folder": str(folder),
-            "export": str(folder / exported.summary["part"]),
-            "metrics": str(folder / "metrics.jsonl"),
-            "report": report.location,
+            **_results(runner.context.run_folder, evaluated, exported, report),
             "parameters": planned.parameters,
-            "validation_loss": evaluated.summary["validation_loss"],
-            "perplexity": evaluated.summary["perplexity"],
-            "evaluation": {name: evaluated.summary[name] for name in EVALUATION},
-            "before": read_before(folder),
             "steps": [asdict(outcome) for outcome in runner.outcomes],
         }
+
+
+def _take_forecast(store: Store, run: Profile) -> None:
+    """Copy the latest forecast of a run into its folder, if there is one and it has not trained yet."""
+    if forecast := ladder.record(store, run, store.run_folder(run.name)):
+        figures = (forecast["written"], forecast["loss"], *forecast["interval"])
+        log.info("forecast of %s: loss %.4f, %.4f to %.4f", *figures)
+
+
+def _results(folder: Path, evaluated: Artifact, exported: Artifact, report: Artifact) -> dict[str, Any]:
+    """Final metrics, and paths of the outputs."""
+    summary = evaluated.summary
+    return {
+        "run": folder.name,
+        "folder": str(folder),
+        "export": str(folder / exported.summary["part"]),
+        "metrics": str(folder / "metrics.jsonl"),
+        "report": report.location,
+        "validation_loss": summary["validation_loss"],
+        "perplexity": summary["perplexity"],
+        "evaluation": {name: summary[name] for name in EVALUATION},
+        "before": read_before(folder),
+    }
 
 
 finetune = pretrain.with_options(name="finetune")  # the same steps, listed apart in Prefect's UI

@@ -44,15 +44,15 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Result:
-    """What a check measured, for the table, and whether it is as expected."""
+    """Result of a check: what it measured, as text, and whether that is as expected."""
 
-    words: str
-    holds: bool = True
+    measured: str
+    passed: bool = True
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check."""
+    """One check of the device."""
 
     name: str  # what is checked
     expected: str  # the expected result
@@ -65,14 +65,14 @@ def check_matrix_products(kind: str) -> Result:
     """FLOP/s of matrix products in each precision, against the published peak."""
     device, local = _device(kind)
     size = 1024 if kind == "cpu" else 8192
-    words = []
+    measured = []
     for precision, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
         a, b = (torch.randn(size, size, device=local).to(dtype) for _ in range(2))
         rate = 2 * size**3 / fastest(device, lambda a=a, b=b: a @ b)
         peak = device.peak(precision)
         share = f" ({rate / peak:.0%} of peak)" if peak else ""
-        words.append(f"{precision} {rate / 1e12:.3g} TFLOP/s{share}")
-    return Result(", ".join(words))
+        measured.append(f"{precision} {rate / 1e12:.3g} TFLOP/s{share}")
+    return Result(", ".join(measured))
 
 
 def check_memory_bandwidth(kind: str) -> Result:
@@ -95,10 +95,10 @@ def check_kernels(kind: str, profile: Profile | None = None) -> Result:
         try:
             result = _within_tolerance(errors(profile, local))
         except (RuntimeError, ValueError) as error:
-            result = Result(str(error), holds=False)
-        results.append(Result(f"{name}: {result.words}", result.holds))
-    words = "; ".join(result.words for result in results)
-    return Result(words, all(result.holds for result in results))
+            result = Result(str(error), passed=False)
+        results.append(Result(f"{name}: {result.measured}", result.passed))
+    measured = "; ".join(result.measured for result in results)
+    return Result(measured, all(result.passed for result in results))
 
 
 def check_training(kind: str) -> Result:
@@ -119,8 +119,8 @@ def check_compilation(kind: str) -> Result:
             actual = _losses(_profile(kind, "float32", 1), Path(folder))
             seconds.append(time.perf_counter() - start)
     error = _error(actual, expected)
-    words = f"{error:.1e}; {seconds[0]:.1f} s, again {seconds[1]:.1f} s"
-    return Result(words, error <= TOLERANCES["float32"])
+    measured = f"{error:.1e}; {seconds[0]:.1f} s, again {seconds[1]:.1f} s"
+    return Result(measured, error <= TOLERANCES["float32"])
 
 
 def check_collectives(kind: str) -> Result:
@@ -136,14 +136,14 @@ def check_collectives(kind: str) -> Result:
         "reduce-scatter": (lambda: collectives.reduce_scatter(x, axis), (n - 1) / n),
         "all-gather": (lambda: collectives.all_gather(x[:count], axis), (n - 1) / n),
     }
-    words, correct = [], True
+    measured, correct = [], True
     for name, (call, share) in calls.items():
         result = call()
         equal = (result == total).all() if name != "all-gather" else result.sum() == total * count
         correct &= bool(equal)
         rate = share * x.nbytes / fastest(device, call)
-        words.append(f"{name} {rate / 1e9:.3g} GB/s")
-    return Result(", ".join(words), correct)
+        measured.append(f"{name} {rate / 1e9:.3g} GB/s")
+    return Result(", ".join(measured), correct)
 
 
 def check_parallel_training(kind: str) -> Result:
@@ -195,9 +195,9 @@ def write_calibration(kind: str, processes: int) -> Path:
     table = calibrate(device, local, devices.name_of(device), compiled=kind != "cpu")
     if processes > 1:
         links = _run_isolated(LINKS, kind, processes)
-        if not links.holds:
-            raise RuntimeError(f"collectives over {processes} devices: {links.words}")
-        table = replace(table, links=json.loads(links.words))
+        if not links.passed:
+            raise RuntimeError(f"collectives over {processes} devices: {links.measured}")
+        table = replace(table, links=json.loads(links.measured))
     path = calibration.path_of(table.accelerator)
     table.save(path)
     return path
@@ -205,9 +205,9 @@ def write_calibration(kind: str, processes: int) -> Path:
 
 def _within_tolerance(errors: dict[str, float]) -> Result:
     """Whether each relative error is within the tolerance of its precision, float32 for other names."""
-    words = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    measured = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     limits = (TOLERANCES.get(name, TOLERANCES["float32"]) for name in errors)
-    return Result(words, all(error <= limit for error, limit in zip(errors.values(), limits, strict=True)))
+    return Result(measured, all(error <= limit for error, limit in zip(errors.values(), limits, strict=True)))
 
 
 def _device(kind: str) -> tuple[devices.Device, torch.device]:
@@ -296,12 +296,12 @@ def _run_isolated(check: Check, kind: str, processes: int, profile: str | None =
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        return Result(f"timed out after {TIMEOUT} s", holds=False)
+        return Result(f"timed out after {TIMEOUT} s", passed=False)
     if process.returncode == 0:
         return Result(**json.loads(process.stdout.splitlines()[-1]))
     lines = process.stderr.splitlines()
     reason = next((line for line in lines if "Error" in line), lines[-1] if lines else "")
-    return Result(f"failed ({process.returncode}): {reason}", holds=False)
+    return Result(f"failed ({process.returncode}): {reason}", passed=False)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -336,12 +336,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     results = run_checks(kind, processes, options.profile)
     if options.json:
-        rows = [{"rung": c.name, "expected": c.expected, **asdict(result)} for c, result, _ in results]
-        document = {"device": kind, "processes": processes, "torch": torch.__version__, "rungs": rows}
+        rows = [{"check": c.name, "expected": c.expected, **asdict(result)} for c, result, _ in results]
+        document = {"device": kind, "processes": processes, "torch": torch.__version__, "checks": rows}
         print(json.dumps(document, indent=1))
     else:
         _print_table(kind, processes, results)
-    return int(not all(result.holds for _, result, _ in results))
+    return int(not all(result.passed for _, result, _ in results))
 
 
 def _print_table(kind: str, processes: int, results: list[tuple[Check, Result, float]]) -> None:
@@ -354,8 +354,8 @@ def _print_table(kind: str, processes: int, results: list[tuple[Check, Result, f
     for column in ("", "check", "result", "expected", "time"):
         table.add_column(column)
     for check, result, seconds in results:
-        mark = "[green]✓[/]" if result.holds else "[red]✗[/]"
-        table.add_row(mark, check.name, result.words, check.expected, f"{seconds:.0f} s")
+        mark = "[green]✓[/]" if result.passed else "[red]✗[/]"
+        table.add_row(mark, check.name, result.measured, check.expected, f"{seconds:.0f} s")
     console.print(table)
 
 

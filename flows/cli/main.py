@@ -68,14 +68,22 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     root = argparse.ArgumentParser(
         prog="trainshed",
-        description="Pretrain language models as one Prefect flow, on Trainium, GPUs and CPUs.",
+        description="Pretrain and fine-tune language models as one Prefect flow, on Trainium, GPUs and CPUs.",
         epilog="example: trainshed run tiny    (trainshed COMMAND --help for details)",
         formatter_class=HelpFormatter,
         add_help=False,
     )
     root.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # a screen has 24 lines
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_training(commands)
+    _add_stores(commands)
+    _add_planning(commands)
+    _add_tools(commands)
+    return root
 
+
+def _add_training(commands: Any) -> None:
+    """Add run, chain, fork and ladder."""
     about = "run a profile, from the tokenizer to the exported model"
     run = _command(commands, "run", "PROFILE", about, "trainshed run tiny --name first")
     _profile(run)
@@ -87,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     run.set_defaults(fork=None)
     _json(run)
 
-    about = "run profiles in order, each from the one before"
+    about = "train profiles in a chain, each from the previous export"
     example = "trainshed chain tiny tiny-sft tiny-dpo"
     chain = _command(commands, "chain", "PROFILE [PROFILE ...]", about, example)
     chain.add_argument(
@@ -95,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _overrides(chain, "; PROFILE:KEY.PATH=VALUE for one profile")
     _store(chain)
-    chain.add_argument("--name", help="put before the runs' names, as NAME-PROFILE")
+    chain.add_argument("--name", help="prefix of the runs' names: NAME-PROFILE")
     about = "move runs of these names with other mathematics to NAME~N, and start over"
     chain.add_argument("--replace", action="store_true", help=about)
     _json(chain)
@@ -114,11 +122,10 @@ def parser() -> argparse.ArgumentParser:
     fork.add_argument("--decay", type=_integer(1), metavar="STEPS", help=about)
     _store(fork)
     _update(fork)
-    about = "with a store on S3, the folder for run folders, as the profile's cluster.work_dir"
-    _with_default(fork, "--work-dir", "./store", about, metavar="FOLDER")
+    _work_dir(fork)
     _json(fork)
 
-    about = "forecast a run from small ones, the rungs of a ladder"
+    about = "forecast a run's loss from those of smaller runs"
     ladder = _command(commands, "ladder", "plan|run FILE", about, "trainshed ladder plan ladder.yaml")
     about = (
         "plan: show the rungs and what they cost; run: train those that are missing, and write the forecast"
@@ -133,9 +140,7 @@ def parser() -> argparse.ArgumentParser:
     about = "find the weights of a run's data sources by small runs"
     example = "trainshed mixture plan mixture.yaml"
     mixture = _command(commands, "mixture", "plan|run FILE", about, example)
-    about = (
-        "plan: show the proxies and what they cost; run: train those that are missing, and propose weights"
-    )
+    about = "plan: show the proxies and their cost; run: train those that are missing, and propose weights"
     mixture.add_argument("action", choices=("plan", "run"), metavar="plan|run", help=about)
     mixture.add_argument("file", metavar="FILE", help="a mixture file (docs/mixtures.md)")
     _store(mixture)
@@ -143,12 +148,15 @@ def parser() -> argparse.ArgumentParser:
     mixture.add_argument("--check", action="store_true", help=about)
     _json(mixture)
 
+
+def _add_stores(commands: Any) -> None:
+    """Add runs, evaluate, fleet and gc."""
     about = "list the runs of a store, with their state and size"
     runs = _command(commands, "runs", "", about, "trainshed runs")
     _store(runs)
     _json(runs)
 
-    about = "evaluate the checkpoints of a run, also while it trains: held-out loss and language-model tasks"
+    about = "evaluate checkpoints: held-out loss, language-model tasks"
     example = "trainshed evaluate tiny --task hellaswag --limit 100"
     evaluate = _command(commands, "evaluate", "RUN[@STEP]", about, example)
     evaluate.add_argument(
@@ -167,8 +175,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _overrides(evaluate)
     _store(evaluate)
-    about = "with a store on S3, the folder for run folders, as the profile's cluster.work_dir"
-    _with_default(evaluate, "--work-dir", "./store", about, metavar="FOLDER")
+    _work_dir(evaluate)
     _json(evaluate)
 
     about = "write a page of all runs: progress, speed, goodput, cost"
@@ -183,10 +190,13 @@ def parser() -> argparse.ArgumentParser:
     collect.add_argument("--yes", action="store_true", help="remove what is shown")
     _json(collect)
 
+
+def _add_planning(commands: Any) -> None:
+    """Add plan and up."""
     about = "plan a run: memory, communication, step time and cost"
     plan = _command(commands, "plan", "PROFILE", about, "trainshed plan tiny")
     _profile(plan)
-    about = "rank the topologies that fit the profile's cluster, with reasons for the rest"
+    about = "rank the topologies that fit the profile's cluster, and give reasons against the others"
     plan.add_argument("--search", action="store_true", help=about)
     _json(plan)
 
@@ -198,14 +208,17 @@ def parser() -> argparse.ArgumentParser:
     about = "evaluate each checkpoint when it is complete, also by these tasks of lm-evaluation-harness"
     up.add_argument("--evaluate", nargs="*", metavar="TASK", help=about)
 
+
+def _add_tools(commands: Any) -> None:
+    """Add convert, profiles, compare, tensorboard and import-config."""
     about = "convert a checkpoint, or compare two checkpoints"
     example = "trainshed convert ./nxd ./model --to hf --config config.json"
     _conversion(_command(commands, "convert", "SOURCE DESTINATION", about, example))
 
-    about = "list the profiles that come with Trainshed"
+    about = "list the shipped profiles"
     command = _command(commands, "profiles", "", about, "trainshed profiles --all")
     command.add_argument(
-        "--all", action="store_true", help="also list runs that can be planned but not started anywhere"
+        "--all", action="store_true", help="also list profiles that can be planned but not trained"
     )
     _json(command)
 
@@ -234,7 +247,6 @@ def parser() -> argparse.ArgumentParser:
     importer.add_argument("--hardware", choices=("trn2", "h200"), help=about)
     importer.add_argument("--verbose", action="store_true", help="list every key")
     _json(importer)
-    return root
 
 
 def _command(commands: Any, name: str, operands: str, about: str, example: str) -> argparse.ArgumentParser:
@@ -296,6 +308,11 @@ def _conversion(command: argparse.ArgumentParser) -> None:
 
 def _store(command: argparse.ArgumentParser) -> None:
     _with_default(command, "--store", "./store", "store, a folder or s3:// prefix", metavar="URI")
+
+
+def _work_dir(command: argparse.ArgumentParser) -> None:
+    about = "local folder for run folders if the store is on S3, as cluster.work_dir"
+    _with_default(command, "--work-dir", "./store", about, metavar="FOLDER")
 
 
 def _json(command: argparse.ArgumentParser) -> None:

@@ -77,16 +77,15 @@ def run_flow(
     Raises:
         ProfileError: an invalid profile or store.
     """
-    Store(options.store, profile.cluster.work_dir or "store")  # rejects an unknown scheme
-    remote = "://" in options.store
-    work_dir = Path(profile.cluster.work_dir or "store") if remote else Path(options.store)
+    store = Store(options.store, profile.cluster.work_dir or "store")  # rejects an unknown scheme
+    work_dir = Path(relative(str(store.work_dir)))
     log_file = work_dir / "logs" / f"{name}.log"
     terminal = TerminalHandler(PipeTolerantConsole(stderr=options.json, highlight=False))
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         log_file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        key = "cluster.work_dir" if remote else "store"
+        key = "cluster.work_dir" if store.is_remote else "store"
         raise ProfileError(key, str(work_dir), f"cannot be written: {error.strerror}") from None
     try:
         with prefect_api(work_dir):

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -76,19 +76,8 @@ def run(options: argparse.Namespace) -> int:
             if not wait_healthy(f"{address}/api", lambda: children[0].poll() is None):
                 print_stderr(f"trainshed: the Prefect server did not start; log: {logs / 'server.log'}")
                 return FAILED
-        register = ["flows.registration", *(["--alerts", options.alerts] if options.alerts else [])]
-        modules = [register, ["prefect", "--no-prompt", "deploy", "--all"]]
-        if options.evaluate is not None:
-            tasks = [part for task in options.evaluate for part in ("--task", task)]
-            modules.append(["flows.alerts.evaluation", *tasks])
-        for module in modules:
-            code = start_module(module, logs / "deploy.log", cwd=home, **settings).wait()
-            if code == REJECTED:
-                print_stderr((logs / "deploy.log").read_text().splitlines()[-1])
-                return REJECTED
-            if code != 0:
-                print_stderr(f"trainshed: `python -m {' '.join(module)}` failed; log: {logs / 'deploy.log'}")
-                return FAILED
+        if code := _deploy(options, home, logs / "deploy.log", settings):
+            return code
         if WORKER in missing:
             worker = ["prefect", "worker", "start", "--pool", POOL]
             of_worker = {**settings, "env": {**os.environ, **variables}}
@@ -114,6 +103,24 @@ def run(options: argparse.Namespace) -> int:
             with registration.locked():
                 registration.close(port)
         _stop(children, lambda: SERVER in missing and registration.is_used(port))
+
+
+def _deploy(options: argparse.Namespace, home: Path, log_file: Path, settings: Mapping[str, Any]) -> int:
+    """Register work pool, automations and deployments; returns the exit code."""
+    register = ["flows.registration", *(["--alerts", options.alerts] if options.alerts else [])]
+    modules = [register, ["prefect", "--no-prompt", "deploy", "--all"]]
+    if options.evaluate is not None:
+        tasks = [part for task in options.evaluate for part in ("--task", task)]
+        modules.append(["flows.alerts.evaluation", *tasks])
+    for module in modules:
+        code = start_module(module, log_file, cwd=home, **settings).wait()
+        if code == REJECTED:
+            print_stderr(log_file.read_text().splitlines()[-1])
+            return REJECTED
+        if code != 0:
+            print_stderr(f"trainshed: `python -m {' '.join(module)}` failed; log: {log_file}")
+            return FAILED
+    return DONE
 
 
 def _missing(api: str, home: Path) -> list[str] | None:

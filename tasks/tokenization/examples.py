@@ -28,7 +28,7 @@ CHATS = ("messages", "conversations")
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
 
 
-class Unusable(ValueError):
+class UnusableRecord(ValueError):
     """A record that lacks what its objective trains on."""
 
 
@@ -79,7 +79,7 @@ class Examples:
         return tokenizer_files.load(self.folder)
 
     def of(self, record: Mapping[str, Any]) -> Example:
-        """The example of a record. Raises Unusable, TemplateFailed."""
+        """The example of a record. Raises UnusableRecord, TemplateFailed."""
         s = self.options.sequence_length
         if self.options.kind == "sft":
             sequence, size = self._answered(record)
@@ -104,12 +104,12 @@ class Examples:
                     ids = [*self.bos, *self._encode(asked)], [*self._encode(answered), *self.eos]
                     return _marked(*ids), _size(asked, answered)
                 return self._conversation([*_messages(asked), *_messages(answered, "assistant")])
-        raise Unusable("no messages, and no prompt with a completion")
+        raise UnusableRecord("no messages, and no prompt with a completion")
 
     def _conversation(self, messages: Sequence[Message]) -> tuple[np.ndarray, int]:
         text, turns = self._chat.with_answers(messages)
         if not turns:
-            raise Unusable("no turn of the assistant")
+            raise UnusableRecord("no turn of the assistant")
         self._require_plain(messages)
         encoding = self._special.encode(text, add_special_tokens=False)
         starts = np.array([start for start, _ in encoding.offsets])
@@ -124,7 +124,7 @@ class Examples:
         """The ids of a pair's prompt, chosen and rejected answer, and the bytes of their text."""
         prompt, answers = record.get("prompt"), [record.get("chosen"), record.get("rejected")]
         if any(not isinstance(answer, str | list) or not answer for answer in answers):
-            raise Unusable("no chosen and rejected answer")
+            raise UnusableRecord("no chosen and rejected answer")
         if all(isinstance(answer, str) for answer in answers) and isinstance(prompt, str | None):
             shared = "" if prompt is not None else _shared_words(*answers)
             texts = [answer[len(shared) :] for answer in answers]
@@ -165,13 +165,13 @@ class Examples:
         try:
             return self._plain.encode(text, add_special_tokens=False).ids
         except UnicodeEncodeError as error:
-            raise Unusable("its text cannot be encoded") from error
+            raise UnusableRecord("its text cannot be encoded") from error
 
     def _require_plain(self, messages: Sequence[Message]) -> None:
         """Reject messages with a special token's text, with which their author could forge turns of others."""
         for message in messages:
             if any(token in message["content"] for token in self._special_texts):
-                raise Unusable("a message has the text of a special token")
+                raise UnusableRecord("a message has the text of a special token")
 
     @cached_property
     def _special_texts(self) -> list[str]:
@@ -186,14 +186,14 @@ def _marked(prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
 
 
 def _messages(value: Any, role: str = "user") -> list[Message]:
-    """Messages with role and content, from those of a record or a text. Raises Unusable."""
+    """Messages with role and content, from those of a record or a text. Raises UnusableRecord."""
     if isinstance(value, str):
         return [{"role": role, "content": value}] if value else []
     found = []
     for message in value:
         name, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         if not isinstance(name, str) or not isinstance(content, str):
-            raise Unusable("a message without role or text")
+            raise UnusableRecord("a message without role or text")
         found.append({"role": ROLES.get(name, name), "content": content})
     return found
 

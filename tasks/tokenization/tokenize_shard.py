@@ -25,7 +25,7 @@ from tasks.store.store import Store
 from tasks.tokenization import engines
 from tasks.tokenization.chat_templates import TemplateFailed
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
-from tasks.tokenization.examples import Examples, Options, Unusable
+from tasks.tokenization.examples import Examples, Options, UnusableRecord
 
 BATCH_CHARACTERS = 1 << 20  # keeps an engine busy at constant memory
 REPORT_SECONDS = 1.0
@@ -110,7 +110,7 @@ def _tokenize_records(
         for record, locate in records.records(shard, token):
             try:
                 example = examples.of(record)
-            except (Unusable, TemplateFailed) as error:
+            except (UnusableRecord, TemplateFailed) as error:
                 counts.missing += 1
                 reason = reason or f"{locate()}: {error}"
                 continue

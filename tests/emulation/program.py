@@ -76,8 +76,8 @@ def check_devices(run: Path, dataset: Path) -> object:
         check_device.check_parallel_training,
     ):
         result = check("neuron")
-        assert result.holds, result.words
-        words[check.__name__] = result.words
+        assert result.passed, result.measured
+        words[check.__name__] = result.measured
     return words
 
 

@@ -3,7 +3,7 @@
 from flows.ui.artifacts import PrefectArtifact
 
 
-def test_what_cannot_be_shown_is_said_once_and_stops_nothing(caplog):
+def test_display_error_is_logged_once_and_stops_nothing(caplog):
     page = PrefectArtifact("markdown", "run", "What this run does")
     for _ in range(2):
         page.update(lambda: 1 / 0, now=True)

@@ -75,7 +75,7 @@ def corpus_of(store, run: str) -> dict:
     return json.loads((store / "artifacts/dataset" / inputs["dataset"] / "corpus.json").read_text())
 
 
-def test_nights_of_a_series(series):
+def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
     texts, store, night = series
     assert night().name == "NothingNew"
 
@@ -99,7 +99,7 @@ def test_nights_of_a_series(series):
     assert (store / "runs/nightly-round-1/export/config.json").exists()
     assert night().name == "NothingNew"
 
-    # What makes it worse is measured and left; the same data may be tried again.
+    # What makes it worse is measured and left; the same data may be used again.
     write_texts(texts / "2.jsonl", 3)
     state = night("train.learning_rate=10", "train.clip=null")
     assert state.name == "NotPromoted", state.message
@@ -123,7 +123,7 @@ def test_nights_of_a_series(series):
     assert (store / "runs/nightly-round-2~1").exists()  # the round that was not promoted
 
 
-def test_little_new_data_takes_fewer_steps_than_the_warm_up(series, caplog):
+def test_warm_up_is_shortened_to_the_steps_of_little_new_data(series, caplog):
     texts, store, night = series
     caplog.set_level(logging.INFO)
     (texts / "3.jsonl").write_text(
@@ -136,7 +136,7 @@ def test_little_new_data_takes_fewer_steps_than_the_warm_up(series, caplog):
     assert len(losses(store / "runs" / run)) == 4
 
 
-def test_a_model_whose_held_out_loss_is_no_number_fails_its_night_at_once(series, tmp_path, monkeypatch):
+def test_round_with_nan_held_out_loss_fails_without_retry(series, tmp_path, monkeypatch):
     texts, store, night = series
     (tmp_path / "spoilt.py").write_text(SPOILT)
     monkeypatch.syspath_prepend(tmp_path)
@@ -153,7 +153,7 @@ def test_a_model_whose_held_out_loss_is_no_number_fails_its_night_at_once(series
     assert (store / "runs/nightly/standing.json").read_text() == standing
 
 
-def test_a_run_that_was_exported_before_its_end_is_not_gone_on_from(series, tmp_path):
+def test_run_exported_before_its_end_is_not_continued(series, tmp_path):
     _, store, night = series
     copy = shutil.copytree(store, tmp_path / "store")
     (copy / "runs/nightly/standing.json").unlink()
@@ -174,7 +174,7 @@ def test_a_run_is_exported_alone(series):
         export("nobody", str(store))
 
 
-def test_a_series_in_a_store_on_s3_goes_on_on_whatever_machine(prefect_server, tmp_path, monkeypatch):
+def test_series_on_s3_continues_on_any_machine(prefect_server, tmp_path, monkeypatch):
     from flows.continual import continual
     from flows.export import export
     from flows.pretrain import pretrain

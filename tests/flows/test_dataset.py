@@ -1,4 +1,4 @@
-"""The data's shards as Prefect shows them: tasks of their own, each tried again alone, and a bar for all."""
+"""The data's shards as Prefect shows them: tasks of their own, each retried alone, and a bar for all."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def _seen(run_id):
         (ConnectionError("reset by peer"), True),
     ],
 )
-def test_refused_data_is_not_tried_again(error, again):
+def test_rejected_data_is_not_retried(error, again):
     assert worth_retrying(None, None, Failed(data=error)) is again
 
 

@@ -54,7 +54,7 @@ def failed(profile, store, works_in: str | None) -> str:
     return page
 
 
-def test_a_round_that_failed_is_shown_with_its_own_curve_logs_and_checkpoints(prefect_server, profile, store):
+def test_failed_round_is_shown_with_its_own_curve_logs_and_checkpoints(prefect_server, profile, store):
     (store / "runs/nightly/flow-run").write_text("of another one")
     page = failed(profile, store, "nightly-round-2")
     assert "Step 3 of 8, loss 6.0000" in page
@@ -68,7 +68,7 @@ def test_a_failure_before_there_is_a_folder_shows_the_run_so_far(prefect_server,
     assert "All 6 steps are done" in failed(profile, store, None)
 
 
-def test_an_export_that_failed_says_so_on_a_page(prefect_server, store):
+def test_failed_export_has_an_overview(prefect_server, store):
     with pytest.raises(ProfileError):
         export("nightly-round-1", str(store))
     page = shown("nightly-round-1")["run"]

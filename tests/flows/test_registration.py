@@ -75,7 +75,7 @@ def automations(prefect_server, webhook):
         Automation.read(name=name).delete()
 
 
-def test_only_a_run_that_falls_silent_crashes_and_one_alert_tells_it(prefect_server, automations, webhook):
+def test_run_without_heartbeats_crashes_with_one_alert(prefect_server, automations, webhook):
     time.sleep(2)  # the server's triggers learn of the automations
     with get_client(sync_client=True) as client:
         runs = [client.create_flow_run(waiting, name=uuid4().hex, state=Running()) for _ in range(2)]

@@ -16,8 +16,8 @@ def test_checks_pass_on_a_cpu():
         check_device.check_kernels,
     )
     results = [check("cpu") for check in checks]
-    assert all(result.holds for result in results)
-    assert "TFLOP/s" in results[0].words
+    assert all(result.passed for result in results)
+    assert "TFLOP/s" in results[0].measured
 
 
 def test_check_runs_on_all_devices_in_processes_of_its_own(monkeypatch, capsys):
@@ -28,11 +28,11 @@ def test_check_runs_on_all_devices_in_processes_of_its_own(monkeypatch, capsys):
     assert check_device.main(["--device", "cpu", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["processes"] == 2
-    missing, collectives = document["rungs"]
-    assert (missing["rung"], missing["holds"]) == ("missing", False)
-    assert "invalid choice" in missing["words"]
-    assert collectives["holds"], collectives["words"]
-    assert "all-gather" in collectives["words"]
+    missing, collectives = document["checks"]
+    assert (missing["check"], missing["passed"]) == ("missing", False)
+    assert "invalid choice" in missing["measured"]
+    assert collectives["passed"], collectives["measured"]
+    assert "all-gather" in collectives["measured"]
 
 
 @pytest.mark.parametrize(

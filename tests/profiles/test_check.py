@@ -16,7 +16,7 @@ from profiles.check import seconds
 from profiles.errors import ProfileError
 
 
-def refused(*overrides) -> ProfileError:
+def rejection(*overrides) -> ProfileError:
     with pytest.raises(ProfileError) as caught:
         resolve.check(resolve.load("tiny", overrides))
     return caught.value
@@ -221,7 +221,7 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
     ],
 )
 def test_impossible_values_are_rejected_with_nearest_valid_choices(overrides, key, value, reason, choices):
-    error = refused(*overrides)
+    error = rejection(*overrides)
     assert (error.key, error.value, error.choices) == (key, value, choices)
     assert reason in error.reason
 
@@ -267,13 +267,13 @@ def test_suggested_choices_for_cluster_and_batch_are_valid(name, overrides, choi
 
 def test_changes_that_need_another_one_are_suggested_together():
     overrides = ("parallel.tensor=3", "cluster.devices_per_node=6")
-    first, *_ = refused(*overrides).choices
+    first, *_ = rejection(*overrides).choices
     assert first == "2 with train.global_batch_size=12"
     accepted(*overrides, "parallel.tensor=2", "train.global_batch_size=12")
 
 
 def test_independent_errors_are_reported_together_each_with_its_reason():
-    error = refused("parallel.tensor=3", "train.warmup_steps=999", "tokenizer.vocabulary_size=9999")
+    error = rejection("parallel.tensor=3", "train.warmup_steps=999", "tokenizer.vocabulary_size=9999")
     lines = str(error).splitlines()
     assert [line.partition(" = ")[0] for line in lines] == [
         "parallel.tensor",
@@ -352,15 +352,15 @@ def test_fine_tuning_is_planned_without_initial_weights_but_not_started():
 
 
 def test_accelerator_must_match_the_device():
-    assert refused("cluster.accelerator=trn1").choices == ("null",)
-    assert refused("cluster.device=cuda", "cluster.accelerator=trn1").choices == ("h100", "h200", "b200")
+    assert rejection("cluster.accelerator=trn1").choices == ("null",)
+    assert rejection("cluster.device=cuda", "cluster.accelerator=trn1").choices == ("h100", "h200", "b200")
     accepted("cluster.device=neuron", "cluster.accelerator=trn1")
 
 
 def test_sbatch_options_that_the_launcher_sets_are_rejected():
     accepted("cluster.slurm=[--gres=gpu:8, '--comment-file=a b', --overcommit]", "cluster.time=12:30:00")
-    assert refused("cluster.slurm=[--time=5]").choices == ("cluster.time",)
-    assert refused("cluster.slurm=[--wrap=id]").key == "cluster.slurm.0"
+    assert rejection("cluster.slurm=[--time=5]").choices == ("cluster.time",)
+    assert rejection("cluster.slurm=[--wrap=id]").key == "cluster.slurm.0"
 
 
 def test_existing_files_are_accepted(tmp_path):
@@ -489,11 +489,11 @@ TWO_SOURCES = "data.sources=[{kind: python-docs, weight: 3}, {kind: python-docs,
     ],
 )
 def test_an_impossible_schedule_of_the_mixture_is_rejected(schedule, key, reason):
-    error = refused(TWO_SOURCES, f"data.schedule={schedule}")
+    error = rejection(TWO_SOURCES, f"data.schedule={schedule}")
     assert error.key == key
     assert reason in error.reason
 
 
 def test_a_schedule_of_the_mixture_needs_weights():
     accepted(TWO_SOURCES, "data.schedule=[{step: 1, weights: [0, 1]}, {step: 300, weights: [1, 1]}]")
-    assert "have none" in refused("data.schedule=[{step: 9, weights: [1]}]").reason
+    assert "have none" in rejection("data.schedule=[{step: 9, weights: [1]}]").reason

@@ -75,7 +75,7 @@ MODELS = [
 ]
 
 
-def refused(base: dict, **changes) -> str:
+def rejection(base: dict, **changes) -> str:
     with pytest.raises(ProfileError) as caught:
         resolve.load("tiny", [f"model={json.dumps({**base, **changes})}"])
     return str(caught.value)
@@ -102,7 +102,7 @@ def test_norm_eps_aliases(name):
     values = {key: value for key, value in LLAMA.items() if key != "norm_eps"}
     assert Model(**values, **{name: 3e-6}).norm_eps == 3e-6
     assert resolve.load("tiny", [f"model.{name}=3e-6"]).model.norm_eps == 3e-6
-    assert "is an alias of norm_eps" in refused(LLAMA, **{name: 3e-6})
+    assert "is an alias of norm_eps" in rejection(LLAMA, **{name: 3e-6})
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_norm_eps_aliases(name):
     ],
 )  # fmt: skip
 def test_impossible_models_are_rejected(base, changes, message):
-    assert message in refused(base, **changes)
+    assert message in rejection(base, **changes)
 
 
 @pytest.mark.parametrize("values", MODELS)

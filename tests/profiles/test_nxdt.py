@@ -311,7 +311,7 @@ def test_command_writes_the_profile_and_ends_with_its_plan(tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
-def test_hardware_plans_the_layout_anew_and_keeps_the_mathematics(tmp_path, capsys):
+def test_hardware_plans_a_new_layout_and_keeps_the_mathematics(tmp_path, capsys):
     theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
     config = str(write(tmp_path, "hf_llama_7B"))
     assert main(["import-config", config, str(theirs)]) == 0

@@ -36,7 +36,7 @@ def write(path: Path, **sections) -> Path:
     return path
 
 
-def refused(*arguments, **more) -> ProfileError:
+def rejection(*arguments, **more) -> ProfileError:
     with pytest.raises(ProfileError) as caught:
         resolve.load(*arguments, **more)
     assert str(caught.value).count("\n") == len(caught.value.others)
@@ -88,7 +88,7 @@ def test_file_extends_a_shipped_profile(tmp_path):
 def test_circular_extends_is_rejected(tmp_path):
     first = write(tmp_path / "first.yaml", extends="./second.yaml")
     write(tmp_path / "second.yaml", extends="./first.yaml")
-    error = refused(str(first))
+    error = rejection(str(first))
     assert error.key == "extends"
     assert "first → second → first" in error.reason
 
@@ -118,8 +118,8 @@ def test_overrides_are_yaml_and_the_last_one_wins():
 
 def test_run_name_replaces_profile_name():
     assert resolve.load("tiny", name="first-try").name == "first-try"
-    assert refused("tiny", name="../elsewhere").key == "name"
-    assert refused("tiny", name="tiny~1").key == "name"
+    assert rejection("tiny", name="../elsewhere").key == "name"
+    assert rejection("tiny", name="tiny~1").key == "name"
 
 
 @pytest.mark.parametrize(
@@ -167,20 +167,20 @@ def test_run_name_replaces_profile_name():
     ],
 )
 def test_bad_value_is_rejected_with_key_reason_and_choices(override, key, value, reason, choices):
-    error = refused("tiny", [override])
+    error = rejection("tiny", [override])
     assert (error.key, error.value) == (key, value)
     assert reason in error.reason
     assert set(choices) <= set(error.choices)
 
 
 def test_message_is_one_line():
-    assert str(refused("tiny", ["train.precision=fp16"])) == (
+    assert str(rejection("tiny", ["train.precision=fp16"])) == (
         "train.precision = fp16: is not one of the choices; nearest valid: float32, bf16, fp8"
     )
 
 
 def test_every_error_is_reported_with_its_reason():
-    error = refused("tiny", ["train.steps=x", "train.seed=y", "parallel.tenser=2"])
+    error = rejection("tiny", ["train.steps=x", "train.seed=y", "parallel.tenser=2"])
     assert str(error).splitlines() == [
         # A mistyped key first: it may be why another one is missing.
         "parallel.tenser = 2: there is no such key in parallel; nearest valid: parallel.tensor;",
@@ -191,7 +191,7 @@ def test_every_error_is_reported_with_its_reason():
 
 def test_missing_key_is_named(tmp_path):
     sections = {**MINIMAL, "train": {"steps": 1}}
-    error = refused(str(write(tmp_path / "short.yaml", **sections)))
+    error = rejection(str(write(tmp_path / "short.yaml", **sections)))
     assert error.key == "train.global_batch_size"
     assert "is missing" in str(error)
 
@@ -211,14 +211,14 @@ def test_missing_key_is_named(tmp_path):
     ],
 )
 def test_malformed_override_is_rejected(override, reason):
-    assert reason in str(refused("tiny", [override]))
+    assert reason in str(rejection("tiny", [override]))
 
 
 def test_unknown_profile_is_rejected_with_similar_names(tmp_path):
-    assert refused("tinny").choices[0] == "tiny"
-    assert refused("no-such-thing").choices == tuple(resolve.names())
+    assert rejection("tinny").choices[0] == "tiny"
+    assert rejection("no-such-thing").choices == tuple(resolve.names())
     write(tmp_path / "mine.yaml", **MINIMAL)
-    assert refused(str(tmp_path / "mime.yaml")).choices == (str(tmp_path / "mine.yaml"),)
+    assert rejection(str(tmp_path / "mime.yaml")).choices == (str(tmp_path / "mine.yaml"),)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_unknown_profile_is_rejected_with_similar_names(tmp_path):
 def test_invalid_profile_file_is_rejected(tmp_path, content, reason):
     path = tmp_path / "bad.yaml"
     path.write_text(content)
-    error = refused(str(path))
+    error = rejection(str(path))
     assert error.value == str(path)
     assert reason in error.reason
 
@@ -245,7 +245,7 @@ def test_invalid_profile_file_is_rejected(tmp_path, content, reason):
 def test_binary_file_is_rejected(tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_bytes(b"\xff\xfe\xfa")
-    assert "codec" in refused(str(path)).reason
+    assert "codec" in rejection(str(path)).reason
 
 
 def test_resolved_profile_is_frozen():
@@ -339,7 +339,7 @@ def test_model_config_is_a_file_folder_or_repository(place, tmp_path, monkeypatc
     assert resolve.load(str(tmp_path / "resolved.yaml")) == resolved
 
 
-def test_an_unreachable_hub_is_no_invalid_profile(tmp_path, monkeypatch, waits):
+def test_unreachable_hub_is_not_a_profile_error(tmp_path, monkeypatch, waits):
     monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
     with Hub() as hub:
         hub.patch(monkeypatch, tmp_path / "hub-cache")
@@ -361,5 +361,5 @@ def test_repository_without_config_json_is_rejected(config, reason, tmp_path, mo
     with Hub() as hub:
         hub.patch(monkeypatch, tmp_path / "hub-cache")
         hub.commit("org/empty", {"README.md": b""})
-        error = refused("tiny", [f"model.config={config}"])
+        error = rejection("tiny", [f"model.config={config}"])
     assert (error.key, reason in str(error)) == ("model.config", True)

@@ -54,13 +54,13 @@ OOM_KILL = (
         ("[rank 3] torch.OutOfMemoryError: CUDA out of memory.", report(0, 1, "10:00:00")),
     ],
 )
-def test_want_of_memory_is_found_whoever_tells_of_it(tmp_path, log):
+def test_out_of_memory_is_recognised_from_any_message(tmp_path, log):
     found = told(tmp_path, *log)
     assert isinstance(classify(resolve.load("tiny"), found), FatalError)
     assert len(found.detail.splitlines()) <= causes.DETAIL_LINES + 1
 
 
-def test_what_a_rank_outlived_is_not_why_it_failed(tmp_path):
+def test_survived_memory_error_is_not_the_cause(tmp_path):
     lines = ("[rank 3] UserWarning: Cannot allocate memory, trying another way",)
     lines += tuple(f"[rank 3] step {step}/100  loss 5" for step in range(50))
     found = told(tmp_path, *lines, report(3, -9, "10:00:00"))
@@ -68,7 +68,7 @@ def test_what_a_rank_outlived_is_not_why_it_failed(tmp_path):
     assert not isinstance(classify(resolve.load("tiny"), found), FatalError)
 
 
-def test_a_failure_after_a_job_was_queued_again_is_that_of_its_last_start(tmp_path):
+def test_requeued_job_reports_the_failure_of_its_last_start(tmp_path):
     first = ("job 7, start 1, on n3 n4; rendezvous at n3:20000", "[rank 0] interrupted: saved step 40")
     first += (report(0, 143, "10:00:00"), OOM_KILL, "saved; requeued")
     last = ("job 7, start 2, on n1 n2; rendezvous at n1:20000", "[rank 1] resumed from step 40")
@@ -87,7 +87,7 @@ def test_a_failure_after_a_job_was_queued_again_is_that_of_its_last_start(tmp_pa
         (1, "[rank 1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
     ],
 )
-def test_want_of_memory_is_not_retried_and_names_what_takes_less(code, detail):
+def test_out_of_memory_is_fatal_and_suggests_changes(code, detail):
     found = failure(code, detail)
     assert isinstance(found, FatalError)
     for change in ("train.micro_batch_size=2", "train.recompute=selective"):
@@ -95,7 +95,7 @@ def test_want_of_memory_is_not_retried_and_names_what_takes_less(code, detail):
     assert "rank 1 ended" in str(found)
 
 
-def test_what_is_refused_is_said_in_its_own_words_and_not_retried():
+def test_rejected_input_is_fatal_with_its_message():
     found = failure(
         exit_codes.REJECTED,
         "[rank 0] rejected\n[rank 0] ValueError: checkpoint.resume = 7: complete are 4, 8",

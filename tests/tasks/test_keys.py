@@ -36,7 +36,7 @@ def test_digests_are_the_same_in_every_process():
     assert len(printed) == 32
 
 
-def test_what_is_not_json_has_no_digest():
+def test_non_json_values_are_rejected():
     with pytest.raises(TypeError):
         keys.digest({"path": object()})
     with pytest.raises(ValueError, match="JSON"):
@@ -115,7 +115,7 @@ def test_where_and_how_it_is_computed_is_the_same_run(override):
     assert identity(override) == identity()
 
 
-def test_the_name_and_schedule_are_no_part_of_the_identity_but_of_what_is_cached_under_it():
+def test_name_and_schedule_change_training_keys_but_not_the_identity():
     assert identity(name="other") == identity()
     train, longer = resolve.load("tiny").train, resolve.load("tiny", ["train.steps=301"]).train
     for step in (keys.training, keys.evaluation, keys.export):
@@ -138,7 +138,7 @@ def test_the_name_and_schedule_are_no_part_of_the_identity_but_of_what_is_cached
         "cluster.device=cuda",
     ],
 )
-def test_what_shapes_the_graphs_compiles_anew(override):
+def test_settings_of_graphs_change_their_key(override):
     fixed = ["cluster.threads=1"]
     assert keys.graphs(resolve.load("tiny", [*fixed, override])) != keys.graphs(resolve.load("tiny", fixed))
 
@@ -159,12 +159,12 @@ def test_what_shapes_the_graphs_compiles_anew(override):
         "name=other",
     ],
 )
-def test_what_does_not_shape_the_graphs_compiles_nothing(override):
+def test_other_settings_keep_the_graphs_key(override):
     fixed = ["cluster.threads=1"]
     assert keys.graphs(resolve.load("tiny", [*fixed, override])) == keys.graphs(resolve.load("tiny", fixed))
 
 
-def test_other_code_or_compilers_compile_anew(monkeypatch):
+def test_other_code_or_compilers_change_the_graphs_key(monkeypatch):
     profile = resolve.load("tiny")
     before = keys.graphs(profile)
     monkeypatch.setattr(keys, "compiler_versions", lambda: {"torch": "99"})
@@ -187,7 +187,7 @@ def test_the_code_digest_follows_any_file_of_a_package(tmp_path, monkeypatch):
     assert keys.code_digest("some_package") != before
 
 
-def test_the_sequence_length_is_the_datasets_affair_and_not_the_tokens():
+def test_sequence_length_changes_the_dataset_key_but_no_tokens_key():
     assert keys.dataset(["a", "b"], 256) != keys.dataset(["a", "b"], 128)
     assert keys.dataset(["a", "b"], 256) != keys.dataset(["b", "a"], 256)
     shard = {"tokenizer": "a", "source": "a", "held_out": 0.05, "append_eos": True}
@@ -196,7 +196,7 @@ def test_the_sequence_length_is_the_datasets_affair_and_not_the_tokens():
     assert len({keys.tokens(**each) for each in (shard, *changed)}) == 5
 
 
-def test_a_tokenizer_is_known_by_what_it_is_made_of():
+def test_tokenizer_key_depends_on_what_it_is_made_of():
     made = [
         {"contents": "a"},
         {"contents": "b"},

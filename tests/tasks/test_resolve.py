@@ -47,7 +47,7 @@ def test_a_locked_run_keeps_its_commits_and_files_without_asking(hub, store, tmp
     assert updated.shards != first.shards
 
 
-def test_only_what_a_changed_profile_asks_anew_is_resolved(hub, store, tmp_path):
+def test_only_changed_references_are_resolved_again(hub, store, tmp_path):
     hub.commit("org/model", {"README.md": b"1"})
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name)
@@ -62,6 +62,6 @@ def test_only_what_a_changed_profile_asks_anew_is_resolved(hub, store, tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b'{"format": 1', b'{"format": 9, "answers": {}}', b"[]"])
-def test_a_corrupted_lock_is_named_with_the_way_out(data):
+def test_corrupted_lock_is_rejected_with_advice(data):
     with pytest.raises(ValueError, match=r"runs/tiny/lock.json: not a run lock: .*; --update"):
         RunLock.from_bytes(data, "runs/tiny/lock.json")

@@ -35,7 +35,7 @@ COMMANDS = ("run", "plan", "up", "convert", "profiles", "compare", "tensorboard"
     ],
 )
 @pytest.mark.parametrize("subcommand", ["plan", "run"])
-def test_a_bad_profile_is_refused_in_one_line_before_any_work(
+def test_invalid_profile_is_rejected_in_one_line_before_any_work(
     capsys, monkeypatch, tmp_path, profile, subcommand, override, expected
 ):
     monkeypatch.chdir(tmp_path)
@@ -47,7 +47,7 @@ def test_a_bad_profile_is_refused_in_one_line_before_any_work(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_data_stops_a_run_and_is_a_note_of_its_plan(capsys, monkeypatch, tmp_path, profile):
+def test_missing_data_rejects_a_run_but_not_its_plan(capsys, monkeypatch, tmp_path, profile):
     monkeypatch.chdir(tmp_path)
     missing = ["--set", "data.sources.0.path=/no/such/file.txt"]
     expected = "data.sources.0.path = /no/such/file.txt: there is no such file or folder"
@@ -57,12 +57,12 @@ def test_missing_data_stops_a_run_and_is_a_note_of_its_plan(capsys, monkeypatch,
     assert expected in " ".join(capsys.readouterr().out.split())
 
 
-def test_an_unknown_profile_is_refused_with_those_there_are(capsys):
+def test_unknown_profile_is_rejected_with_valid_names(capsys):
     assert main(["plan", "tinny"]) == 2
     assert "nearest valid: tiny" in capsys.readouterr().err
 
 
-def test_a_profile_that_does_not_fit_is_refused(capsys, profile):
+def test_profile_that_does_not_fit_is_rejected(capsys, profile):
     huge = ("model.hidden_size=65536", "model.intermediate_size=262144", "model.num_hidden_layers=100")
     assert main(["plan", str(profile), *settings(*huge)]) == 2
     assert "GiB" in capsys.readouterr().err
@@ -72,7 +72,7 @@ def test_a_profile_that_does_not_fit_is_refused(capsys, profile):
     ("device", "card", "says"),
     [("cuda", "h200", "this machine has none"), ("neuron", "trn2", "torch-neuronx")],
 )
-def test_devices_that_are_not_here_are_refused_at_run_and_planned_for(
+def test_missing_devices_reject_a_run_but_not_its_plan(
     prefect_server, capsys, monkeypatch, tmp_path, profile, device, card, says
 ):
     if device == "cuda" and torch.cuda.is_available():
@@ -97,7 +97,7 @@ def test_the_plan_as_json_is_one_document_with_the_keys_that_tools_rely_on(capsy
     assert {"device_bytes", "step_seconds", "tokens_per_second"} <= plan.keys()
 
 
-def test_the_plan_in_words_names_parameters_and_mesh(capsys):
+def test_plan_prints_parameters_and_mesh(capsys):
     assert main(["plan", "tiny"]) == 0
     out = capsys.readouterr().out
     assert "2,735,424" in out
@@ -106,7 +106,7 @@ def test_the_plan_in_words_names_parameters_and_mesh(capsys):
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_the_plan_of_a_toy_promises_no_speed_and_warns_of_repeated_data(capsys, monkeypatch, tmp_path):
+def test_plan_of_a_small_run_has_no_speed_and_warns_of_repeated_data(capsys, monkeypatch, tmp_path):
     (tmp_path / "text.txt").write_text("word " * 4000)
     few = f"data={{sources: [{{kind: files, path: {tmp_path / 'text.txt'}}}], validation_fraction: 0.2}}"
     monkeypatch.setenv("COLUMNS", "200")
@@ -118,7 +118,7 @@ def test_the_plan_of_a_toy_promises_no_speed_and_warns_of_repeated_data(capsys, 
     assert "train at most 7 steps" in out
 
 
-def test_the_plan_counts_what_a_process_takes_besides_tensors(capsys):
+def test_cpu_plan_includes_process_memory(capsys):
     assert main(["plan", "tiny"]) == 0
     columns, row, verdict = capsys.readouterr().out.partition("\nstage")[2].splitlines()[:3]
     assert "process" in columns
@@ -130,7 +130,7 @@ def test_the_plan_counts_what_a_process_takes_besides_tensors(capsys):
 
 
 @pytest.mark.parametrize("cuts", ["null", "[10,20,30,33,36,38,46,55,60,68,74]"])
-def test_on_a_narrow_screen_no_figure_of_the_plan_is_cut(capsys, monkeypatch, cuts):
+def test_plan_figures_are_complete_on_a_narrow_terminal(capsys, monkeypatch, cuts):
     monkeypatch.setenv("COLUMNS", "80")
     interleaved = ("parallel.schedule=interleaved", f"parallel.pipeline_cuts={cuts}")
     assert main(["plan", "llama3-70b-trn1", *settings("parallel.pipeline=4", *interleaved)]) == 0
@@ -144,7 +144,7 @@ def test_on_a_narrow_screen_no_figure_of_the_plan_is_cut(capsys, monkeypatch, cu
         assert re.search(r" \d+% *$", row)
 
 
-def test_a_search_where_no_speed_is_known_ranks_by_what_is_sent(capsys):
+def test_search_without_speeds_ranks_by_communication_volume(capsys):
     assert main(["plan", "tiny", "--search"]) == 0
     out = capsys.readouterr().out
     assert "least communication first" in out
@@ -172,7 +172,7 @@ train: {recompute: full, recompute_layers: 1}
     ],
     ids=lambda typed: typed[0],
 )
-def test_the_command_that_a_search_prints_plans_its_first_topology(capsys, monkeypatch, tmp_path, typed):
+def test_printed_search_command_plans_the_first_topology(capsys, monkeypatch, tmp_path, typed):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my profiles").mkdir()
     (tmp_path / "my profiles" / "mine.yaml").write_text(MINE)
@@ -189,7 +189,7 @@ def test_the_command_that_a_search_prints_plans_its_first_topology(capsys, monke
     assert json.loads(capsys.readouterr().out)["mesh"] == mesh
 
 
-def test_a_search_says_each_reason_once_and_what_a_device_has(capsys, monkeypatch):
+def test_search_prints_each_reason_once_and_device_memory(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     small = ("model.num_hidden_layers=8", "train.global_batch_size=8", "cluster.nodes=1")
     assert main(["plan", "gpt3-175b-trn1", "--search", *settings(*small)]) == 0
@@ -201,7 +201,7 @@ def test_a_search_says_each_reason_once_and_what_a_device_has(capsys, monkeypatc
     assert len(out.splitlines()) <= 28
 
 
-def test_a_search_that_finds_nothing_says_how_much_memory_there_is_and_is_needed(capsys):
+def test_search_without_result_prints_available_and_needed_memory(capsys):
     large = ("cluster.nodes=1", "cluster.devices_per_node=2", "parallel.tensor=1", "parallel.pipeline=1")
     assert main(["plan", "llama3-70b-h200", "--search", *settings(*large)]) == 2
     out, err = capsys.readouterr()
@@ -211,7 +211,7 @@ def test_a_search_that_finds_nothing_says_how_much_memory_there_is_and_is_needed
     assert "131 GiB" in err
 
 
-def test_what_no_run_can_be_started_of_is_said_by_plan_and_in_the_list(capsys, monkeypatch, tmp_path):
+def test_plan_only_profiles_are_marked_in_plan_and_list(capsys, monkeypatch, tmp_path):
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -323,7 +323,7 @@ def test_user_error_is_the_exit_code_of_the_process(command):
     assert "profile = ./nope.yaml: there is no such file" in err
 
 
-def test_what_nobody_thought_of_fails_in_a_line_that_names_its_traceback(capsys, monkeypatch, tmp_path):
+def test_unexpected_error_is_one_line_with_the_path_of_its_traceback(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("flows.cli.profiles.run", lambda _: 1 / 0)
     assert main(["profiles"]) == 1
@@ -352,7 +352,7 @@ def test_help_imports_neither_prefect_nor_torch(command):
     ],
     ids=" ".join,
 )
-def test_a_reader_who_has_enough_is_no_failure(tmp_path, arguments):
+def test_closed_pipe_is_not_a_failure(tmp_path, arguments):
     write_run(tmp_path / "store/runs/first")
     reader, writer = os.pipe()
     os.close(reader)  # as `head` is gone once it has its lines
@@ -370,9 +370,7 @@ def smoothed(logits, targets):
 """
 
 
-def test_a_run_in_words_is_clean_finds_a_loss_and_says_where_everything_is(
-    command, profile, prefect_server, tmp_path
-):
+def test_run_prints_steps_final_loss_and_output_paths(command, profile, prefect_server, tmp_path):
     """The folder's modules have the names of Trainshed's. A cached run follows, whose output nobody reads."""
     write_shadowing_modules(tmp_path)
     (tmp_path / "my_losses.py").write_text(LOSS)
@@ -397,7 +395,7 @@ def test_a_run_in_words_is_clean_finds_a_loss_and_says_where_everything_is(
 
 
 @pytest.mark.parametrize("kind", ["files", "megatron"])
-def test_corrupted_data_is_refused_with_exit_code_2(command, profile, prefect_server, tmp_path, kind):
+def test_corrupted_data_is_rejected_with_exit_code_2(command, profile, prefect_server, tmp_path, kind):
     texts = {"kind": "files", "path": str(profile.with_name("texts.jsonl"))}
     if kind == "files":
         (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n')
@@ -413,7 +411,7 @@ def test_corrupted_data_is_refused_with_exit_code_2(command, profile, prefect_se
     assert "traceback" not in err
 
 
-def test_a_failure_that_is_no_refusal_is_one_line_and_exit_code_1(command, profile, tmp_path):
+def test_failure_is_one_line_and_exit_code_1(command, profile, tmp_path):
     (tmp_path / "store/logs/server.log").mkdir(parents=True)  # a folder where a file belongs
     code, _, err = command("run", str(profile)).result()
     assert code == 1

@@ -70,12 +70,12 @@ def test_a_rising_validation_loss_is_warned_about_once_it_is_measured(tmp_path, 
     assert "from 0.7100 at step 100 to 1.2100 at step 300" in lines[-1][1]
 
 
-def test_a_part_that_is_wider_than_the_terminal_is_cut(shown):
+def test_part_wider_than_the_terminal_is_truncated(shown):
     seen = shown(["a shard with a long name", "45%"], 20)
     assert "a shard with a long…" in seen
 
 
-def test_work_of_unknown_length_shows_a_spinner_and_for_how_long(shown, monkeypatch, caplog):
+def test_work_of_unknown_length_shows_a_spinner_and_elapsed_time(shown, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     progress_reporter("graphs", "Progress")("tracing the programs of the run", 0.0)
     (record,) = caplog.records

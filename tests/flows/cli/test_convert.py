@@ -56,7 +56,7 @@ def test_a_single_file_is_a_source(capsys, tmp_path):
         ([str(CASE / "hf"), "--to", "nxd", "--tensor", "3"], "--tensor = 3"),
     ],
 )
-def test_mistakes_are_refused_in_one_line_and_leave_nothing(arguments, message, capsys, tmp_path):
+def test_invalid_arguments_are_rejected_in_one_line_and_write_nothing(arguments, message, capsys, tmp_path):
     assert main(["convert", arguments[0], str(tmp_path / "out"), *arguments[1:]]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -77,7 +77,7 @@ def wait_for(address: str, timeout: float = 60):
 
 
 @pytest.mark.parametrize("named", [["first"], ["./store/runs/first"], []])
-def test_every_figure_of_a_run_is_on_its_page_until_ctrl_c(command, run, port, named):
+def test_all_metrics_are_served_until_ctrl_c(command, run, port, named):
     started = command("tensorboard", *named, "--port", str(port))
     address = f"http://127.0.0.1:{port}"
     assert "<title>TensorBoard" in wait_for(address)
@@ -100,7 +100,7 @@ def test_every_figure_of_a_run_is_on_its_page_until_ctrl_c(command, run, port, n
     assert started.processes() == []
 
 
-def test_an_unknown_run_is_refused_with_those_there_are(run, capsys, monkeypatch, tmp_path):
+def test_unknown_run_is_rejected_with_existing_names(run, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["tensorboard", "frist"]) == 2
     assert capsys.readouterr().err == (
@@ -108,13 +108,13 @@ def test_an_unknown_run_is_refused_with_those_there_are(run, capsys, monkeypatch
     )
 
 
-def test_a_store_without_runs_is_refused(capsys, monkeypatch, tmp_path):
+def test_store_without_runs_is_rejected(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["tensorboard"]) == 2
     assert "there are no runs in store/runs" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_said(command, run, port):
+def test_taken_port_is_reported(command, run, port):
     with socket.create_server(("127.0.0.1", port)):
         code, _, err = command("tensorboard", "first", "--port", str(port)).result(timeout=60)
     assert code == 1

@@ -21,12 +21,12 @@ HUB_FILES = json.dumps([{"kind": "files", "path": "hf://datasets/org/texts/*.jso
     ],
 )
 @pytest.mark.parametrize("variable", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"])
-def test_what_comes_from_the_hub_is_asked_for_with_the_environments_token(monkeypatch, override, variable):
+def test_hub_profile_gets_the_environments_token(monkeypatch, override, variable):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv(variable, "hf_planted\n")
     assert hub_token(resolve.load("tiny", [override])) == "hf_planted"
 
 
-def test_a_profile_that_takes_nothing_from_the_hub_gets_no_token(monkeypatch):
+def test_profile_without_hub_gets_no_token(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_planted")
     assert hub_token(resolve.load("tiny")) is None

@@ -191,8 +191,8 @@ def test_search_ranks_topologies_that_fit_and_explains_the_others():
 
 def test_search_explains_invalid_tensor_degrees():
     _, rejected = search(resolve.load("deepseek-coder-33b-trn1", ["cluster.nodes=1"]))
-    refused = {each.degrees["tensor"]: each.reason for each in rejected if len(each.degrees) == 1}
-    assert "does not divide 56 query heads" in refused[16]
+    reasons = {each.degrees["tensor"]: each.reason for each in rejected if len(each.degrees) == 1}
+    assert "does not divide 56 query heads" in reasons[16]
 
 
 def test_search_proposes_fsdp_on_chips_with_its_reasons():

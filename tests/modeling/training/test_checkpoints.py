@@ -200,7 +200,7 @@ def test_run_ends_if_no_save_succeeds_since_its_start(dataset, tmp_path):
     assert "step 9/" not in said
 
 
-def test_run_folder_that_is_moved_away_is_not_made_again(dataset, tmp_path):
+def test_moved_run_folder_is_not_recreated(dataset, tmp_path):
     run = micro.run_folder(tmp_path / "run", *ALONE, "checkpoint.every=1", "train.steps=5000")
     (run / "run.json").write_text("{}")
 

@@ -20,7 +20,7 @@ def count_in_batch_script(path):
 
 
 @pytest.mark.parametrize("count", [count_locally, count_in_batch_script])
-def test_attempts_count_on_from_any_file(tmp_path, count):
+def test_attempt_numbers_increase_from_any_file(tmp_path, count):
     path = tmp_path / "attempt"
     assert [count(path) for _ in range(3)] == [1, 2, 3]
     for corrupted in ("", "x"):

@@ -1,4 +1,4 @@
-"""Pretrained weights made ready for training: what the artifact holds, what is refused, what is said."""
+"""Pretrained weights made ready for training: what the artifact holds, what is rejected and logged."""
 
 import json
 import logging
@@ -46,7 +46,7 @@ def same(one: Path, other: Path) -> bool:
     return not differences(formats.read(one, None, None), formats.read(other, None, None), 1 << 20)
 
 
-def test_the_artifact_is_the_weights_split_as_the_profile_spreads_its_model(weights, store):
+def test_artifact_is_split_for_the_profiles_topology(weights, store):
     run = profile(weights, "parallel.tensor=4", "parallel.pipeline=2", "cluster.devices_per_node=8")
     key = CheckpointStep().key(Context(run, store))
     made = CheckpointStep().run(Context(run, store))
@@ -68,14 +68,14 @@ def test_weights_of_nxd_take_the_profiles_model(tmp_path, weights, store):
     assert same(weights, store.artifacts.path(CheckpointStep().run(Context(run, store))))
 
 
-def test_weights_of_another_model_are_refused_and_leave_no_artifact(weights, store):
+def test_weights_of_another_model_are_rejected_and_leave_no_artifact(weights, store):
     run = profile(weights, "model.intermediate_size=64")
     with pytest.raises(ProfileError, match=r"init\.from = .*gate_proj\.weight: shape \(48, 32\)"):
         CheckpointStep().run(Context(run, store))
     assert store.artifacts.find(CheckpointStep.kind, CheckpointStep().key(Context(run, store))) is None
 
 
-def test_what_weights_do_not_show_is_compared_with_their_configuration(weights, store, caplog):
+def test_settings_not_in_the_weights_are_compared_with_their_config(weights, store, caplog):
     caplog.set_level(logging.WARNING)
     run = profile(weights, "model.rope_theta=500000.0")
     CheckpointStep().run(Context(run, store))

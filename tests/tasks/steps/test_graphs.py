@@ -91,7 +91,7 @@ def test_the_summary_counts_graphs_and_says_what_each_took(compiled, run, caplog
     assert f"slowest: {slowest}" in graphs.format_summary(summary)
 
 
-def test_training_compiles_nothing_and_loses_as_eager_training(place, compiled, run):
+def test_training_compiles_nothing_and_equals_eager_losses(place, compiled, run):
     place.train(run, compiled)
     lines = micro.metrics(run)
     assert {line["cold_compiles"] for line in lines} == {0}
@@ -140,7 +140,7 @@ def test_three_tasks_at_once_compile_a_graph_once(place, run, compiled, tmp_path
     assert sorted(found) == ["compiled", "from cache", "from cache"]
 
 
-def test_what_failed_is_recorded_and_a_retry_compiles_only_that(place, run, compiled, tmp_path):
+def test_failures_are_recorded_and_a_retry_compiles_only_those(place, run, compiled, tmp_path):
     place.forget(run, LOSS)
     tight = micro.run_folder(tmp_path, *SETTINGS, "compile.memory_gib=0.3")
     profile, tables = load(str(tight / "profile.yaml")), []

@@ -14,7 +14,7 @@ from tasks.store import runs
 from tests.tasks.evaluation.test_held_out import lab, run_folder  # noqa: F401
 
 
-def test_stopped_it_has_its_grace_to_save_and_no_more(lab):  # noqa: F811
+def test_stopped_job_has_the_grace_period_to_save(lab):  # noqa: F811
     """Here it does not even begin to: it is suspended."""
     profile, store, tokens = lab
     changed = {"train": {"steps": 100_000}, "checkpoint": {"every": 0}, "cluster": {"grace": 4}}
@@ -36,7 +36,7 @@ def test_stopped_it_has_its_grace_to_save_and_no_more(lab):  # noqa: F811
     assert 4 <= time.monotonic() - stopped[0] < 25
 
 
-def test_rank_0_speaks_without_its_steps_and_no_more_than_a_reader_can_take(tmp_path, caplog):
+def test_rank_0_log_is_forwarded_without_steps_and_throttled(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     path = tmp_path / "train.log"
     path.write_text("[rank 0] of an earlier attempt\n")
@@ -56,7 +56,7 @@ def test_rank_0_speaks_without_its_steps_and_no_more_than_a_reader_can_take(tmp_
     assert not any("step 41" in line or "earlier" in line or "half" in line for line in said)
 
 
-def test_run_folder_that_was_moved_away_fails_for_good_and_is_not_made_again(lab):  # noqa: F811
+def test_moved_run_folder_is_fatal_and_not_recreated(lab):  # noqa: F811
     profile, store, tokens = lab
     folder = run_folder(profile, store, "gone")
     folder.rename(folder.with_name("moved"))

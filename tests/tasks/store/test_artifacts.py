@@ -207,7 +207,7 @@ def test_a_deleted_artifact_is_missing_without_a_warning(store, caplog):
     assert publish(store)
 
 
-def test_find_verifies_required_artifacts_and_only_the_corrupted_one_is_made_again(store, caplog):
+def test_find_verifies_required_artifacts_and_only_the_corrupted_one_is_rebuilt(store, caplog):
     shards = [publish(store, key=key) for key in ("k1", "k2")]
     requires = [{"kind": shard.kind, "key": shard.key} for shard in shards]
     corpus = publish(store, "dataset", "d1", {"corpus.json": b"{}"}, requires=requires)

@@ -196,7 +196,7 @@ def test_owner_differs_from_a_later_process_with_the_same_pid():
     assert not LockOwner.from_json({**earlier, "pid": process.pid}).is_gone
 
 
-def test_a_holder_that_was_taken_over_is_told_so(backend, caplog):
+def test_lost_lock_is_reported_to_its_holder(backend, caplog):
     with locks.acquire(backend, "locks/work", expiry=0.3) as lock:
         lock.check()
         assert backend.create(f"locks/work/{lock.ticket + 1}", locks._state(60.0))
@@ -222,7 +222,7 @@ def test_renewal_survives_any_error(backend, caplog, monkeypatch):
     assert "a fault of the client; retrying" in caplog.text
 
 
-def test_waiting_slows_down(backend, monkeypatch):
+def test_waiting_backs_off(backend, monkeypatch):
     backend.create("locks/work/1", locks._state(60.0))
     pauses = []
 

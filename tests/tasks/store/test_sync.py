@@ -50,7 +50,7 @@ def test_sync_of_a_local_store_does_nothing(tmp_path):
         sync.upload()
 
 
-def test_what_the_store_has_is_not_replaced_by_less(tmp_path, caplog):
+def test_longer_copies_in_the_store_are_not_replaced(tmp_path, caplog):
     fsspec.filesystem("memory").store.clear()
     remote = ObjectBackend("memory://bucket/store")
 

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from profiles.errors import ProfileError
 from tasks.tokenization import chat_templates
 from tasks.tokenization.chat_templates import TemplateFailed
-from tasks.tokenization.examples import Examples, Options, Unusable
+from tasks.tokenization.examples import Examples, Options, UnusableRecord
 
 EOS = "<|im_end|>"
 OWN = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A:{{ m.content }}\n{% endgeneration %}{% else %}U:{{ m.content }}\n{% endif %}{% endfor %}"  # noqa: E501
@@ -91,7 +91,7 @@ def test_templates_run_in_a_sandbox_and_may_reject_messages(folder, tmp_path):
     ],
 )
 def test_records_without_an_answer_are_unusable(folder, record):
-    with pytest.raises(Unusable):
+    with pytest.raises(UnusableRecord):
         examples(folder).of(record)
 
 
