@@ -174,7 +174,7 @@ def test_corrupted_files_are_named_and_only_their_steps_run_again(pretrain, stor
     result = pretrain(store)
     assert done(result) == [step for _, step, _ in damage]
     lines = said()
-    assert all(any(name in line and "again" in line for line in lines) for name in names)
+    assert all(any(name in line and "treated as missing" in line for line in lines) for name in names)
     assert losses(store / "runs/micro") == before
     assert done(pretrain(store)) == []
 
