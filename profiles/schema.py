@@ -302,8 +302,8 @@ class Train(Section):
     balance: Literal["sequence", "global", "batch", "bias", "none"] = Field(
         "sequence",
         description="experts: statistics of the balance loss. sequence: of a sample; global: of all tokens of a step, counted by "
-        "one more forward pass; batch: of a rank's microbatch, as Hugging Face, so they depend on its size and the topology. bias: "
-        "no loss; each step, a bias in the selection of each expert moves against its excess load (deepseek_v3)",
+        "one more forward pass; batch: of a rank's microbatch, as Hugging Face, so they depend on its size and the topology. "
+        "bias: no loss; each step, a bias in the selection of each expert moves against its excess load (deepseek_v3)",
     )
     balance_coefficient: Rate | None = Field(
         None,
