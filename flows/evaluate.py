@@ -1,8 +1,8 @@
 """Evaluation of checkpoints beside the run: held-out loss and language-model tasks of each checkpoint, by step.
 
-Each task's result is cached by its checkpoint, so the flow may be started again at any time, also while the run trains; with
-`follow` it waits for further checkpoints until the run has ended. Results go to evaluations.jsonl, TensorBoard, the run's report,
-and a table in Prefect's UI.
+Each result is cached by its checkpoint, so the flow can be restarted at any time, also while the run trains; with `follow` it
+waits for further checkpoints until the run has ended. Results go to evaluations.jsonl, TensorBoard, the run's report, and a table
+in Prefect's UI.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tasks.tracking.process import catch_up
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 15.0  # between looks for new checkpoints
+POLL_SECONDS = 15.0  # of the run's checkpoints
 PROFILE = "evaluate.yaml"  # in the run's logs: the profile with the overrides of the evaluation
 
 
@@ -109,7 +109,7 @@ class Evaluator:
         return found
 
     def _reference(self) -> Artifact | None:
-        """The reference model's log-probabilities, which the main flow has computed, for dpo."""
+        """The reference model's log-probabilities, which dpo needs and the main flow has computed; None for other objectives."""
         if self.runner.context.profile.objective.kind != "dpo":
             return None
         dataset, weights = self._artifact(DatasetStep.kind), self._artifact(CheckpointStep.kind)
@@ -137,13 +137,13 @@ def evaluate(
     store: str = "./store",
     work_dir: str = "./store",
 ) -> list[dict[str, float]]:
-    """Evaluate each checkpoint of a run; returns a row of metrics for each step that was ever evaluated.
+    """Evaluate the checkpoints of a run; returns a row of metrics for each step ever evaluated, earlier calls included.
 
     Args:
         run: RUN: all of its complete checkpoints; RUN@STEP: the one of this step.
         tasks: Tasks or groups of lm-evaluation-harness; empty: held-out loss alone.
         include: Folder with task files of your own, beside those of lm-eval; empty: none.
-        limit: Examples of each task at most, for a quick look.
+        limit: Examples of each task at most, for a quick estimate.
         follow: Wait for further checkpoints until the run has ended.
         overrides: Keys to override for the evaluation, for instance cluster.nodes=1 or evaluate.by_source=true.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
@@ -163,7 +163,7 @@ def evaluate(
         evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed)
         done: set[int] = set()
         while True:
-            # before the look at its checkpoints
+            # Queried before the checkpoints are listed, so that none which the run completes before its end is missed.
             active = follow and opened.lock_holder(f"run-{name}") is not None
             steps = opened.run_folder(name).checkpoint_steps() if step is None else [step]
             for each in [each for each in steps if each not in done]:
@@ -187,7 +187,7 @@ def _split(text: str) -> tuple[str, int | None]:
 
 
 def _profile(folder: Path, overrides: Sequence[str]) -> tuple[Profile, Path | None]:
-    """The run's profile with overrides, and the file that has them; None without overrides."""
+    """The run's profile with overrides, and the file that it was written to; None without overrides."""
     path = folder / "profile.yaml"
     profile = resolve.load(str(path), overrides, folder.name)
     if not overrides:

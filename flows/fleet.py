@@ -1,6 +1,6 @@
 """All runs of a store at a glance: writes fleet.html into the store, and an artifact in Prefect's UI.
 
-Its deployment refreshes both on a schedule, which is off until someone switches it on.
+Its deployment refreshes both on a schedule, which is inactive until it is switched on in Prefect's UI.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Automations that send a notification for each kind of event, switched off until a notification block is named.
 
-A block is one of Prefect's own for Slack, e-mail, webhooks and others, made in Prefect's UI or by `prefect block`; it is named by
-type and name, as in slack-webhook/team. Automations are made once: what is changed in Prefect's UI, to switch off one kind for
-instance, stays.
+A block is one of Prefect's own for Slack, e-mail, webhooks and others, created in Prefect's UI or by `prefect block`; it is named
+by type and name, as in slack-webhook/team. Automations are created once: changes in Prefect's UI, such as switching one kind off,
+stay.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flows.alerts.events import EVENT, RESOURCE
 from flows.server.prefect_settings import ALERT_KINDS, ALERTS, FLOWS, REJECTED
 from profiles.errors import ProfileError
 
-FAILED = "failed"  # the kind that Prefect's own events tell, also of a flow whose process was killed
+FAILED = "failed"  # the kind whose events are Prefect's own, so that they also cover a flow whose process was killed
 NOTIFY = "notify"  # capability of notification blocks
 
 
 def register_alerts(block: str | None = None) -> None:
-    """Create or update the automations; with a block, TYPE/NAME, switch on those that have none yet.
+    """Create or update the automations; with a block, TYPE/NAME, switch on those that have no action yet.
 
     Raises ProfileError if the server has no such block.
     """
@@ -99,5 +99,5 @@ def _block_document(block: str) -> UUID:
                 for document in client.read_block_documents()
                 if document.name and NOTIFY in document.block_schema.capabilities
             ]
-    reason = "the Prefect server has no such notification block; make one in its UI under Blocks"
+    reason = "the Prefect server has no such notification block; create one in its UI under Blocks"
     raise ProfileError("alerts", block, reason, known)

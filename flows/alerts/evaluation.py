@@ -1,7 +1,7 @@
 """The automation that evaluates each checkpoint when it is complete: `python -m flows.alerts.evaluation [--task NAME ...]`.
 
-It runs the deployment evaluate/evaluate, which is registered before, for the run and the store that the event names. The
-automation is made only on request (`trainshed up --evaluate`); what is changed in Prefect's UI afterwards, stays.
+It runs the deployment evaluate/evaluate, which must be registered, for the run and the store that the event names. The automation
+is created only on request (`trainshed up --evaluate`), and switching it off in Prefect's UI stays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEPLOYMENT = "evaluate/evaluate"
 
 
 def register_evaluation(tasks: Sequence[str] = ()) -> None:
-    """Create the automation, or give it these tasks. Raises ObjectNotFound without the deployment."""
+    """Create the automation, or update its tasks. Raises ObjectNotFound without the deployment."""
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name(DEPLOYMENT)
     trigger = EventTrigger(

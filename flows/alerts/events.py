@@ -1,8 +1,8 @@
 """Prefect events of a run, `trainshed.run.<kind>`, for automations such as alerts.
 
-The flow emits them; ranks know nothing of Prefect. It learns of what ranks meet from the run folder's events.jsonl,
-attempts.jsonl and checkpoints. RUN/alerts.json has what was emitted, so that a flow that is started again repeats nothing, and
-makes up for what happened while none was there.
+The flow emits them, not the ranks, which know nothing of Prefect: it reads the run folder's events.jsonl, attempts.jsonl and
+checkpoints. RUN/alerts.json records what was emitted, so that a restarted flow emits what happened while no flow ran, and nothing
+twice.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ log = logging.getLogger(__name__)
 
 EVENT = "trainshed.run."  # begins the name of an event; the kind follows
 RESOURCE = "trainshed.run."  # begins the id of its resource; the run's name follows
-# event in events.jsonl: kind
-FROM_RANKS = {"rollback": "rollback", "straggler": "straggler", "resumed": "resumed"}
+FROM_RANKS = ("rollback", "straggler", "resumed")  # events of events.jsonl that are kinds too
 STATE = "alerts.json"  # in the run folder
-LOOK_SECONDS = 2.0  # between looks at the files
-CHECKPOINT_SECONDS = 15.0  # between looks at the store's checkpoints
-QUEUED_SECONDS = 1800.0
+POLL_SECONDS = 2.0  # of the run folder's files
+CHECKPOINT_POLL_SECONDS = 15.0  # of the store's checkpoints
+QUEUED_SECONDS = 1800.0  # after which a job that has not started is an event
 
 
 def emit(kind: str, run: str, message: str, **facts: Any) -> None:
-    """Emit an event of a run; a server that does not take it is no error."""
+    """Emit an event of a run; a server that rejects it or cannot be reached is no error."""
     resource = {"prefect.resource.id": f"{RESOURCE}{run}", "prefect.resource.name": run}
     with contextlib.suppress(Exception):
         emit_event(f"{EVENT}{kind}", resource, payload={"run": run, "message": message, **facts})
@@ -53,7 +52,7 @@ class RunAlerts:
         self._events = LogFollower(run.path / "events.jsonl")
         self._attempts = LogFollower(run.path / time_account.FILE)
         self._seen = {"events": 0, "attempts": 0}  # rows that were read
-        self._looked = self._listed = 0.0
+        self._polled = self._listed = 0.0
         self._submitted: float | None = None  # when the job that has not started was submitted
 
     def begin(self) -> None:
@@ -63,7 +62,7 @@ class RunAlerts:
             self._save()
 
     def finish(self) -> None:
-        """Emit what is left, and that the run has finished, unless it had before; a run never fails for its alerts."""
+        """Emit what is left, and "finished" unless that was emitted before; a run never fails because of its alerts."""
         self.update_last()
         steps = self._profile.train.steps
         if self._state["steps"] != steps:
@@ -72,11 +71,11 @@ class RunAlerts:
             self._save()
 
     def update(self, *, now: bool = False) -> None:
-        """Emit what is new; without `now`, looks every few seconds at most."""
+        """Emit what is new; without `now`, poll the files every few seconds at most."""
         clock = time.monotonic()
-        if not now and clock - self._looked < LOOK_SECONDS:
+        if not now and clock - self._polled < POLL_SECONDS:
             return
-        self._looked, before = clock, json.dumps(self._state)
+        self._polled, before = clock, json.dumps(self._state)
         for row in self._new("events", self._events):
             self._event(row)
         for row in self._new("attempts", self._attempts):
@@ -84,7 +83,7 @@ class RunAlerts:
         if self._submitted is not None and time.time() - self._submitted > QUEUED_SECONDS:
             self._submitted, minutes = None, QUEUED_SECONDS / 60
             self._emit("queued", f"its job has not started for {minutes:.0f} minutes")
-        if now or clock - self._listed > CHECKPOINT_SECONDS:
+        if now or clock - self._listed > CHECKPOINT_POLL_SECONDS:
             self._listed = clock
             self._checkpoints()
         if json.dumps(self._state) != before:
@@ -97,7 +96,7 @@ class RunAlerts:
             log.warning("alerts of %s: %s; some may be missing", self._run.name, error)
 
     def _new(self, name: str, follower: LogFollower) -> Iterator[Mapping[str, Any]]:
-        """Rows of a file whose events were not emitted by an earlier flow run."""
+        """New rows of a file, without those of which an earlier flow run has emitted events."""
         for row in follower.rows(is_event):
             self._seen[name] += 1
             if self._seen[name] > self._state.get(name, 0):
@@ -109,7 +108,7 @@ class RunAlerts:
         event, reason = row["event"], str(row.get("reason") or "")
         facts = {"step": row["step"]} if isinstance(row.get("step"), int) else {}
         if event in FROM_RANKS:
-            self._emit(FROM_RANKS[event], f"{event}: {reason}", **facts)
+            self._emit(event, f"{event}: {reason}", **facts)
         elif event == "skipped":
             step = facts.get("step", 0)
             if step != self._state.get("skipped", -1) + 1:  # one event for the steps of one spike
@@ -145,7 +144,7 @@ class RunAlerts:
 
 @contextlib.contextmanager
 def alerts(profile: Profile, run: RunFolder) -> Iterator[RunAlerts]:
-    """Emit the events of a run during the block; that it has finished, if the block ends without an error."""
+    """Emit the events of a run during the block, and "finished" if the block ends without an error."""
     found = RunAlerts(profile, run)
     found.begin()
     try:

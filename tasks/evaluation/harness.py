@@ -1,7 +1,8 @@
 """Language-model tasks by lm-evaluation-harness: `python -m tasks.evaluation.harness --model FOLDER --task NAME --output FILE`.
 
-Runs as a job of its own, so that its imports and its memory are not the flow's. Writes {results, versions, harness} as JSON,
-atomically: the metrics and the version of each task; or {rejected}, the reason why it cannot run. Needs the extra `lm-eval`.
+Runs as a separate job, to keep its imports and memory out of the flow's process. Writes one JSON file atomically: {results,
+versions, harness}, metrics and version of each task and the version of lm-eval; or {rejected}, the reason why it cannot run.
+Needs the extra `lm-eval`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the tasks; returns the contents of the output."""
+    """Run the tasks; returns the contents of the output file."""
     import httpx
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -69,7 +70,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def metrics_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics of a task by name: `acc,none` -> `acc`, `exact_match,strict` -> `exact_match/strict`; numbers only."""
+    """Numeric metrics of a task, renamed: `acc,none` -> `acc`, `exact_match,strict` -> `exact_match/strict`."""
     found = {}
     for key, value in values.items():
         if isinstance(value, int | float) and "," in key:

@@ -1,7 +1,8 @@
 """Results of evaluations by step: RUN/evaluations.jsonl, beside metrics.jsonl, which only training writes.
 
 A row has the step of a checkpoint and numbers: validation_loss, validation_loss/<source>, user metrics, and
-lm_eval/<task>/<metric>. Rows may come in any order and long after training; of several for a step, the latest counts.
+lm_eval/<task>/<metric>. Rows may be written in any order and long after training; of several values of a metric at a step, the
+last counts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ OF_TASKS = "lm_eval/"
 
 
 def record(store: Store, run: str, step: int, metrics: Mapping[str, float]) -> bool:
-    """Add the results of a checkpoint, in the store and on this machine; returns whether they are new."""
+    """Add the results of a checkpoint to the run's file and TensorBoard; returns False if the file has them already."""
     folder = store.run_folder(run)
     with store.lock(f"evaluations-{run}"):
         data = folder.read(FILE) or b""
@@ -35,12 +36,12 @@ def record(store: Store, run: str, step: int, metrics: Mapping[str, float]) -> b
 
 
 def read(folder: Path) -> dict[int, dict[str, float]]:
-    """Metrics of each evaluated step of the run in this folder, in ascending order; empty without any."""
+    """Metrics of each evaluated step of the run in this folder, in ascending order of steps."""
     return by_step(list(LogFollower(folder / FILE).rows(is_metrics)))
 
 
 def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
-    """The rows of each step as one, in ascending order."""
+    """Merge the rows of each step, later ones over earlier; in ascending order of steps."""
     found: dict[int, dict[str, float]] = {}
     for row in rows:
         found.setdefault(row["step"], {}).update(

@@ -1,5 +1,5 @@
 """All runs of a store at a glance: state, progress, speed, where the time went, failures by node, and cost.
 
-Start with `runs.py`, which reads what changed since the last look; `digest.py` reads one run at a cost that does not depend on
-its length, `goodput.py` divides its time, and `page.py` draws the page. Imports tasks.reporting and tasks.store.
+Start with `runs.py`, which reads what changed since the last read; `digest.py` reads one run at a cost that does not depend on
+its length, `goodput.py` divides its time by category, and `page.py` renders the page. Imports tasks.reporting and tasks.store.
 """

@@ -1,8 +1,8 @@
 """Digest of one run, at a cost that does not depend on the run's length.
 
-The last row of metrics.jsonl has the totals of the run, and rows are in order of their steps, so the loss curve is read at
-POINTS equally distant places of the file. Everything else is in small files. A digest is JSON, and is read again only if one of
-its files has changed (runs.py).
+The last row of metrics.jsonl has the totals of the run, and rows are in the order of their steps, so the loss curve is read at
+POINTS equally spaced offsets of the file. Everything else is in small files. A digest is cached as JSON until one of its files
+changes (runs.py).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ METRICS, EVENTS, ATTEMPTS, PLAN = "metrics.jsonl", "events.jsonl", "attempts.jso
 PROFILE, REPORT = "profile.yaml", "report.html"
 FILES = (METRICS, EVENTS, ATTEMPTS, PLAN, PROFILE, IDENTITY, REPORT)
 POINTS = 48  # of a loss curve
-TAIL = 64 << 10  # bytes in which the last evaluation is looked for
-WHOLE = 192 << 10  # bytes of a metrics file that is read in one go
-EVENT_BYTES = 1 << 20  # the latest ones
-ROWS = 2  # to read at each place of a curve
+TAIL = 64 << 10  # bytes at the end of metrics.jsonl that are searched for the last evaluation
+WHOLE = 192 << 10  # metrics files up to this size are read in one request
+EVENT_BYTES = 1 << 20  # of events.jsonl, from its end
+ROWS = 2  # to read at each offset of a curve
 LATEST = 24  # rows, of which speed is the median
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-OF_LAST = ("step", "loss", "time")
-PLANNED = ("step_seconds", "tokens_per_second", "price", "parameters")
+OF_LAST = ("step", "loss", "time")  # besides totals
+PLANNED = ("step_seconds", "tokens_per_second")  # in plan.json
 Row = dict[str, Any]
 
 
 @dataclass
 class Digest:
-    """What the files of a run say."""
+    """Summary of a run's files."""
 
     name: str
     steps: int | None = None
@@ -47,7 +47,6 @@ class Digest:
     node_count: int | None = None
     node_price: float | None = None  # per node hour
     parent: str | None = None  # RUN@STEP
-    begun: bool = False  # whether it has an identity
     planned: dict[str, float | None] = field(default_factory=dict)
     last: Row | None = None  # step, loss, time and totals of the last training row
     curve: list[tuple[float, float]] = field(default_factory=list)  # (step, loss)
@@ -60,7 +59,7 @@ class Digest:
 
 
 def read_digest(backend: Backend, name: str, entries: Mapping[str, Entry]) -> Digest:
-    """Read the run of this name, of which `entries` are the files."""
+    """Read the run of this name; `entries` are the files of its folder by name."""
     reader = _Reader(backend, f"runs/{name}", entries)
     digest = Digest(
         name, changed=max((entries[file].modified for file in FILES if file in entries), default=0.0)
@@ -75,9 +74,7 @@ def read_digest(backend: Backend, name: str, entries: Mapping[str, Entry]) -> Di
     ]
     plan = reader.json(PLAN)
     digest.planned = {key: plan.get(key) for key in PLANNED}
-    identity = reader.json(IDENTITY)
-    digest.begun = "identity" in identity
-    if parent := identity.get("parent"):
+    if parent := reader.json(IDENTITY).get("parent"):
         digest.parent = f"{parent['run']}@{parent['step']}"
     _add_size(digest, reader)
     _add_metrics(digest, reader)
@@ -85,7 +82,7 @@ def read_digest(backend: Backend, name: str, entries: Mapping[str, Entry]) -> Di
 
 
 def _add_size(digest: Digest, reader: _Reader) -> None:
-    """Steps, tokens and nodes, as the latest start had them, else as the profile says."""
+    """Steps, tokens and nodes: of the latest start, or of the profile if the run has not started."""
     started = next((row for row in reversed(digest.attempts) if "step_tokens" in row), None)
     if started:
         digest.steps, digest.step_tokens = started["steps"], started["step_tokens"]
@@ -126,7 +123,7 @@ def _add_metrics(digest: Digest, reader: _Reader) -> None:
 
 
 def curve(rows: Sequence[Row]) -> list[tuple[float, float]]:
-    """At most about POINTS means of neighbouring losses, in order of their steps."""
+    """Average neighbouring losses to at most POINTS (step, loss), in the order of steps."""
     losses = {row["step"]: row["loss"] for row in rows if isinstance(row.get("loss"), int | float)}
     points = sorted((step, loss) for step, loss in losses.items() if isfinite(loss))
     bounds = sorted({len(points) * index // POINTS for index in range(POINTS + 1)})
@@ -137,7 +134,7 @@ def curve(rows: Sequence[Row]) -> list[tuple[float, float]]:
 
 
 def _median(rows: Sequence[Row], key: str) -> float | None:
-    """Median of the latest values; without the first step of a process, which includes warm-up, if there are others."""
+    """Median of the values but the first, which may include warm-up, unless it is the only one; None without any."""
     values = [row[key] for row in rows if isinstance(row.get(key), int | float)]
     return median(values[1:] or values) if values else None
 
@@ -154,7 +151,7 @@ def _rows(lines: Iterable[bytes]) -> Iterator[Row]:
             row = orjson.loads(line)
         except orjson.JSONDecodeError:
             try:
-                row = json.loads(line)  # takes NaN and Infinity, as a run that diverged has them
+                row = json.loads(line)  # unlike orjson, accepts NaN and Infinity, which a diverged run writes
             except ValueError:
                 continue
         if isinstance(row, dict) and (isinstance(row.get("step"), int) or _is_attempt(row)):
@@ -191,7 +188,7 @@ class _Reader:
         return value if isinstance(value, dict) else {}
 
     def rows(self, file: str, latest: int | None = None) -> Iterator[Row]:
-        """Rows of a JSON Lines file; `latest`: of its last bytes only."""
+        """Rows of a JSON Lines file; with `latest`, only those in its last `latest` bytes."""
         size = self.size(file)
         if latest is not None and size > latest:
             return _rows(_lines(*self.ranges(file, [(size - latest, size)])))

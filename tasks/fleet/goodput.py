@@ -1,15 +1,15 @@
-"""Goodput of a run: the share of its time that trained steps which were kept, and where the rest went.
+"""Goodput of a run: the share of its time in steps that count, and what the rest was spent on.
 
-Computed from what every run records: attempts.jsonl and the totals in the last row of metrics.jsonl
-(modeling/supervision/time_account.py), and the failures in events.jsonl. The time of a run, from its first submission to its end,
-is divided without remainder:
+Computed from files that every run writes: attempts.jsonl and the totals in the last row of metrics.jsonl
+(modeling/supervision/time_account.py), and the failures in events.jsonl. Each second of a run, from its first submission to its
+end, is in one category:
 
-    trained      steps of the current history
+    trained      steps that the current state of the run contains
     queue        a job waited for devices
-    start        from a job's begin until its ranks are ready, without the next line; also jobs that failed before that
-    restore      reading the checkpoint, also in a rollback
-    compile      what the first step of a process took beyond the second
-    repeated     steps that a later start or a rollback dropped, what a failed job did after its last recorded step, and steps
+    start        from the start of a job until its ranks are ready, except restore; also jobs that failed before they were ready
+    restore      reading a checkpoint, at a start or in a rollback
+    compile      time of the first step of a process beyond that of the second
+    repeated     steps that a later start or a rollback discarded, time of a failed job after its last recorded step, and steps
                  whose update was skipped
     checkpoint   training waited for a checkpoint
     evaluation   evaluations during training
@@ -40,7 +40,7 @@ class TimeUse:
     """Seconds of a run by category."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
-    released: float = 0.0  # idle seconds without a job, in which no devices were held
+    released: float = 0.0  # idle seconds without a job, so without devices
 
     @property
     def total(self) -> float:
@@ -53,11 +53,11 @@ class TimeUse:
 
     @property
     def goodput(self) -> float | None:
-        """Share of the time that trained kept steps; None before the first."""
+        """Share of the time in steps that count; None before the first."""
         return self.seconds["trained"] / self.total if self.total and self.seconds["trained"] else None
 
     def add(self, category: str, seconds: float) -> None:
-        """Add seconds; clocks of two machines may differ, so a negative difference counts as none."""
+        """Add seconds to a category; negative ones, from clocks of machines that differ, count as 0."""
         self.seconds[category] += max(0.0, seconds)
 
 
@@ -70,7 +70,7 @@ def time_use(
         attempts: rows of attempts.jsonl.
         events: rows of events.jsonl, of which the failures of jobs count.
         last: the last training row of metrics.jsonl.
-        now: the present, if the run is active; it counts as far as a job is in the queue, or none is submitted yet.
+        now: the present, if the run is active: up to it, the time without a running job counts as queue or idle.
     """
     use, timeline = TimeUse(), _Timeline(attempts, events, last)
     running = 0.0  # seconds from a start to the end of what it recorded
@@ -90,7 +90,7 @@ def time_use(
             running += max(0.0, reached - time)
             cursor, submitted, started = max(time, reached), False, True
             continue
-        elif event == ENDED:  # its time is what the start has reached
+        elif event == ENDED:  # the start's `reached` covers it
             started = False
             continue
         elif started:  # a failure
@@ -109,7 +109,7 @@ def time_use(
 
 
 def _add_phases(use: TimeUse, attempts: Sequence[Row], last: Row | None, running: float) -> None:
-    """Divide the time in which jobs trained by the totals of the last row, and by what other rows have."""
+    """Divide the seconds in which jobs trained, `running`, by the totals of the last row and those of discarded steps."""
     phases = dict.fromkeys(CATEGORIES, 0.0)
     for name, seconds in totals_of(last).items():
         phases[OF_TOTAL[name]] += seconds
@@ -126,7 +126,7 @@ def _add_phases(use: TimeUse, attempts: Sequence[Row], last: Row | None, running
 
 
 class _Timeline:
-    """Submissions, starts, ends and failures in order of time, each start with the time that its last record reached."""
+    """Submissions, starts, ends and failures in order of time, each with its time; a start with the time of its last record."""
 
     def __init__(self, attempts: Sequence[Row], events: Sequence[Row], last: Row | None) -> None:
         kinds = (SUBMITTED, STARTED, ENDED)
@@ -145,7 +145,7 @@ class _Timeline:
             yield row, self._reached(row, following[id(row)]) if row["event"] == STARTED else row["time"]
 
     def _reached(self, start: Row, after: Row | None) -> float:
-        """When a start recorded something last: a step, a rollback or its end."""
+        """Time of the last record of a start: a step, a rollback or its end."""
         until = after["time"] if after else float("inf")
         recorded = [time for time in self._recorded if start["time"] <= time < until]
         last = after.get("last_time", 0.0) if after else self._last

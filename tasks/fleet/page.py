@@ -1,4 +1,4 @@
-"""The page of all runs: one HTML file without a network, in the look of the run's report."""
+"""The page of all runs: one HTML file that loads nothing, styled as a run's report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasks.reporting import html
 from tasks.reporting.chart import sparkline, stacked_bar
 from tasks.reporting.format import format_age, format_count, format_duration, format_number
 
-SLOW = 0.8  # of the planned speed, below which a run is named
+SLOW = 0.8  # share of the planned speed below which a run is in the warnings
 NODES = 50  # on the page at most
 COLUMNS = {  # heading: attributes; data-number: sorted by number, class=number: aligned to the right
     "run": "",
@@ -46,7 +46,7 @@ document.querySelectorAll(".runs th").forEach((head, index) => {
 
 
 def render(fleet: Fleet) -> str:
-    """The page."""
+    """Render the page."""
     moment = datetime.fromtimestamp(fleet.time, UTC).strftime("%Y-%m-%d %H:%M UTC")
     warnings = [html.paragraph(f"{text}.") for text in warning_texts(fleet)]
     return html.page(
@@ -88,7 +88,7 @@ def key_figures(fleet: Fleet) -> dict[str, str]:
 
 
 def warning_texts(fleet: Fleet) -> list[str]:
-    """What someone should look at: nodes that fail repeatedly, runs that failed, and active ones slower than planned."""
+    """Warnings: nodes that fail repeatedly, failed runs, and active runs slower than planned."""
     texts = [
         f"Node {node.name} failed {node.failures} times, in {', '.join(node.runs)}: drain it, or exclude it with cluster.slurm"
         for node in fleet.bad_nodes
@@ -105,7 +105,7 @@ def warning_texts(fleet: Fleet) -> list[str]:
 
 
 def format_cost(cost: float) -> str:
-    """12345.6 -> '12,346', 3.14159 -> '3.14'; in the currency of cluster.node_price."""
+    """Format a cost in the currency of cluster.node_price: 12345.6 -> '12,346', 3.14159 -> '3.14'."""
     return f"{cost:,.0f}" if cost >= 100 else f"{cost:.2f}"
 
 
@@ -194,7 +194,7 @@ def _loss_text(run: RunView, loss: float | None) -> str:
 
 
 def _cost(run: RunView) -> tuple[str, str]:
-    """Cost so far, and at the end against the plan."""
+    """Cost so far; and, as a note, the expected and the planned cost of the whole run."""
     if run.cost is None:
         return "", ""
     parts = []

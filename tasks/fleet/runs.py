@@ -1,7 +1,7 @@
-"""The runs of a store as the page shows them: reads what changed since the last look, and computes time, speed and cost.
+"""The runs of a store as the page shows them: reads runs that changed since the last read; computes time, speed and cost.
 
-The digests of the last look are in the store's local cache, each with the stamps of the files that it was read from. A run of
-which no file has changed costs one listing of its folder.
+Digests are cached in the store's local cache, each with the stamps of the files that it was read from. A run without a changed
+file costs one listing of its folder.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CACHE = "fleet.json"  # in the store's local cache
 VERSION = 1  # of its contents
 READERS = 16
 RANK = re.compile(r"\brank (\d+)(?: on ([^\s:;,]+))?")  # in reasons; some launchers name no node
-NODE_FAILURES = 3  # after which a node is named
+NODE_FAILURES = 3  # failures from which on a node is in the warnings
 ACTIVE = ("running", "queued")
 
 
 @dataclass(frozen=True)
 class RunView:
-    """One run as it is shown."""
+    """One run as the page shows it."""
 
     digest: Digest
     state: str  # running, queued, done, failed, stopped, preparing or replaced
@@ -49,7 +49,7 @@ class RunView:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens that it has trained on."""
+        """Tokens of the trained steps; None if the batch size is unknown."""
         return self.step * self.digest.step_tokens if self.digest.step_tokens else None
 
     @property
@@ -60,25 +60,25 @@ class RunView:
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the last step at the latest steps' pace and the goodput so far."""
+        """Seconds to the last step at the speed of the latest steps and the goodput so far; None before the first."""
         return self._left(self.use.goodput)
 
     @property
     def cost(self) -> float | None:
-        """Of the node hours that jobs held; None without a price."""
+        """Cost of the node hours that jobs held; None without a price."""
         hourly = self._hourly
         return None if hourly is None or not self.use.total else self.use.held / 3600 * hourly
 
     @property
     def final_cost(self) -> float | None:
-        """The cost up to the last step."""
+        """Expected cost at the last step; None without a price or a trained step."""
         held = self.use.held
         left = self._left(self.use.seconds["trained"] / held if held else None)
         return None if self.cost is None or left is None else self.cost + left / 3600 * (self._hourly or 0.0)
 
     @property
     def planned_cost(self) -> float | None:
-        """The cost at the planned step time, if nothing but training took time."""
+        """Cost of all steps at the planned step time, without starts and failures; None without a price or a plan."""
         digest, hourly = self.digest, self._hourly
         seconds = digest.planned.get("step_seconds")
         if seconds is None or hourly is None or digest.steps is None:
@@ -124,7 +124,7 @@ class RunView:
 
 @dataclass(frozen=True)
 class Node:
-    """What happened on a node."""
+    """Failures and straggler warnings of a node."""
 
     name: str
     failures: int
@@ -135,7 +135,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Fleet:
-    """All runs of a store, the latest first, and the nodes on which something happened, the worst first."""
+    """All runs of a store, active and latest first, and the nodes with failures or straggler warnings, worst first."""
 
     uri: str
     time: float
@@ -157,7 +157,7 @@ class Fleet:
 
 
 def read_fleet(store: Store, now: float | None = None) -> Fleet:
-    """Read all runs of a store; what did not change since the last look is taken from the local cache."""
+    """Read all runs of a store; the digests of runs that did not change come from the local cache."""
     now = time.time() if now is None else now
     path = store.local_cache / CACHE
     cached = _load(state_files.read(path))
@@ -189,7 +189,7 @@ Cached = tuple[dict[str, str], Digest]  # stamps of files, and what was read fro
 
 
 def _load(data: bytes | None) -> dict[str, Cached]:
-    """The digests of the last look; none if they are corrupted or of another version."""
+    """The cached digests; none if the cache is corrupted or of another version."""
     known = {each.name for each in fields(Digest)}
     try:
         contents = orjson.loads(data or b"{}")
@@ -209,7 +209,7 @@ def _runs(backend: Backend) -> Mapping[str, Entry]:
 
 
 def _read(store: Store, local: FolderBackend, name: str, cached: Cached | None) -> Cached:
-    """Stamps and digest of a run, from the copy that changed last: of a remote store, or this machine's."""
+    """Stamps and digest of a run, read from the copy that changed last: the remote store's or this machine's."""
     backend: Backend = local
     entries = local.entries(f"runs/{name}")
     if store.is_remote:
@@ -227,7 +227,7 @@ def _changed(entries: Mapping[str, Entry]) -> float:
 
 
 def _state(store: Store, digest: Digest, now: float) -> tuple[str, TimeUse]:
-    """State and time of a run. Only one that has not ended by its own files needs a look at its lock."""
+    """State and time of a run. The lock is queried only if the run's files do not show that it is done."""
     ended = time_use(digest.attempts, digest.events, digest.last)
     latest = max([*digest.attempts, *digest.events], key=lambda row: row["time"], default={}).get("event")
     done = digest.last is not None and digest.steps is not None and digest.last["step"] >= digest.steps
@@ -245,7 +245,7 @@ def _state(store: Store, digest: Digest, now: float) -> tuple[str, TimeUse]:
 
 
 def nodes_of(runs: Sequence[RunView]) -> list[Node]:
-    """Nodes that failures and straggler warnings name, by number of failures."""
+    """Nodes that the reasons of failures and straggler warnings name, most failures first."""
     failures: dict[str, list[tuple[float, str]]] = defaultdict(list)
     stragglers: dict[str, list[float]] = defaultdict(list)
     for run in runs:
@@ -270,7 +270,7 @@ def nodes_of(runs: Sequence[RunView]) -> list[Node]:
 
 
 def _node_of(row: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> str | None:
-    """The node of the rank that an event's reason names, else by what the latest start recorded; None if unknown."""
+    """The node of an event: named in its reason, or that of the rank there by the latest start's nodes; None if unknown."""
     match = RANK.search(row.get("reason") or "")
     if match is None or match[2]:
         return match[2] if match else None
