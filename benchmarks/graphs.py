@@ -70,7 +70,7 @@ def first_step(rounds: int) -> bool:
         store = Store(str(folder / "store"))
         dataset = micro.dataset(folder / "data", tokens=20000)
         profile = load(str(write_run_folder(folder / "compile", "tiny", *overrides) / "profile.yaml"))
-        artifact = graphs.Graphs().run(Context(profile, store))
+        artifact = graphs.GraphsStep().run(Context(profile, store))
         print(graphs.format_summary(artifact.summary))
 
         def train(kind: str) -> float:

@@ -23,6 +23,7 @@ from tasks.store.store import Store
 from tasks.tokenization import tokenize_shard, tokenizer_files
 from tests import s3
 from tests.modeling.data.datasets import read_sequences
+from tests.tasks.source_files import list_shards
 
 DOCUMENTS = [f"Document {i} " + "says words and more words. " * (i % 7) for i in range(200)] + [
     "",
@@ -257,13 +258,13 @@ def test_a_file_replaced_after_planning_is_an_error_and_publishes_nothing(store,
 def test_source_without_files_is_rejected(store, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ProfileError, match=r"data\.sources\.0\.path = .*: no file matches"):
-        corpora.shards(profile(tmp_path / "empty/*.jsonl").data)
+        list_shards(profile(tmp_path / "empty/*.jsonl").data)
 
 
 def test_unknown_format_is_rejected_with_the_known_ones(tmp_path):
     (tmp_path / "a.docx").write_bytes(b"")
     with pytest.raises(ProfileError, match=r"a\.docx has an unknown format.*\.jsonl.*\.parquet"):
-        corpora.shards(profile(tmp_path / "a.docx").data)
+        list_shards(profile(tmp_path / "a.docx").data)
 
 
 def test_split_shorter_than_one_window_is_rejected(store, tmp_path):
