@@ -269,7 +269,8 @@ class Runner:
         self.outcomes[position] = outcome
         timed = outcome.how in ("done", "failed", "stopped") and outcome.seconds
         took = format_duration(outcome.seconds) if timed else ""
-        log.info("%s", f"{outcome.step:<10}  {outcome.how:<7}  {took:>7}  {outcome.note}".rstrip())
+        columns = f"{outcome.step:<10}  {outcome.how:<7}  {took:>7}  "
+        log.info("%s", f"{columns}{outcome.note}".rstrip(), extra={"indent": len(columns)})
 
 
 def _reason(state: State) -> str | None:

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Sequence
@@ -46,7 +47,11 @@ class ProgressFilter(logging.Filter):
 
 
 class TerminalHandler(logging.Handler):
-    """Print the records of PACKAGES; a record with `progress`, the parts of its text, replaces the previous one."""
+    """Print the records of PACKAGES.
+
+    A record with `progress`, the parts of its text, replaces the previous one. One with `indent`, the column of its note,
+    is wrapped there at words on a terminal; others are left to the terminal, so that a long command can be copied whole.
+    """
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
@@ -66,7 +71,10 @@ class TerminalHandler(logging.Handler):
         self.end_progress()
         style = "yellow" if record.levelno >= logging.WARNING else ""
         style = "red" if record.levelno >= logging.ERROR else style
-        self.console.print(Text(record.getMessage(), style), soft_wrap=True)
+        message = record.getMessage()
+        if self.console.is_terminal and (indent := getattr(record, "indent", 0)):
+            message = wrap(message, self.console.width, indent)
+        self.console.print(Text(message, style), soft_wrap=True)
 
     def _show_progress(self, record: logging.LogRecord, parts: Sequence[str]) -> None:
         if self.console.is_terminal:
@@ -109,6 +117,12 @@ def fit(parts: Sequence[str], width: int) -> str:
     while len(parts) > 1 and len(SEPARATOR.join(parts)) > width:
         parts.pop()
     return SEPARATOR.join(parts)
+
+
+def wrap(line: str, width: int, indent: int) -> str:
+    """Break a line between words to fit in `width` columns; all but the first line begin at column `indent`."""
+    options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * indent}
+    return line[:indent] + textwrap.fill(line[indent:], width, initial_indent=" " * indent, **options)[indent:]
 
 
 def configure_logging(terminal: TerminalHandler, log_file: Path) -> None:

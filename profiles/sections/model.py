@@ -279,12 +279,12 @@ class Model(Section):
             if all(isinstance(part, int) for part in parts):
                 values.setdefault("head_dim", sum(parts))
             if isinstance(hidden, int) and "head_dim" not in values:
-                if hidden % heads:
-                    below = hidden // heads * heads
-                    reason = f"is not a multiple of {heads} query heads, and head_dim is not given"
-                    raise ProfileError(
-                        "hidden_size", hidden, reason, [n for n in (below, below + heads) if n]
-                    )
+                unit = heads if gpt else 2 * heads
+                if hidden % unit:
+                    below = hidden // unit * unit
+                    sizes = "heads" if gpt else "even heads, as RoPE rotates pairs"
+                    reason = f"does not split into {heads} {sizes}, and head_dim is not given"
+                    raise ProfileError("hidden_size", hidden, reason, [n for n in (below, below + unit) if n])
                 values["head_dim"] = hidden // heads
         values.setdefault("attention_bias", values.get("architecture") in ("gpt", "gpt_oss"))
         for name in ("tie_word_embeddings", "mlp_bias", "scaled_initialization"):

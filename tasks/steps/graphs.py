@@ -268,6 +268,6 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     slowest = max(timed, key=lambda entry: entry["seconds"], default=None)
     named = f"; slowest: {slowest['name']}, {format_duration(slowest['seconds'])}" if slowest else ""
     return (
-        f"graphs: {summary['total']} in all, {summary['successful']} successful, {summary['failed']} failed, "
-        f"{summary['from_cache']} from cache{named}"
+        f"{counted(summary['total'])}: {summary['successful']} successful, {summary['failed']} failed, "
+        f"{summary['from_cache']} cached{named}"
     )

@@ -27,13 +27,13 @@ ROW = {
 
 @pytest.fixture
 def shown():
-    """What a terminal of a width shows of a line of progress."""
+    """What a terminal of a width shows of a line, by default one of progress."""
 
-    def on_terminal(parts: list[str], width: int) -> str:
+    def on_terminal(parts: list[str], width: int, **attributes: object) -> str:
         screen = io.StringIO()
         terminal = TerminalHandler(Console(file=screen, force_terminal=True, color_system=None, width=width))
         record = logging.makeLogRecord({"name": "flows", "levelno": logging.INFO, "msg": "  ".join(parts)})
-        record.progress = parts
+        vars(record).update(attributes or {"progress": parts})
         terminal.emit(record)
         terminal.end_progress()
         return screen.getvalue()
@@ -68,6 +68,11 @@ def test_a_rising_validation_loss_is_warned_about_once_it_is_measured(tmp_path, 
     assert [level for level, _ in lines] == ["INFO", "INFO", "WARNING", "INFO", "WARNING"]
     assert lines[0][1] == "step 100: validation loss on 4 batches 0.7100"
     assert "from 0.7100 at step 100 to 1.2100 at step 300" in lines[-1][1]
+
+
+def test_the_note_of_a_step_is_wrapped_between_words_below_its_beginning(shown):
+    seen = shown(["plan", "done", "2.74 million parameters, 11.8 GiB a device"], 30, indent=12)
+    assert seen == "plan  done  2.74 million\n" + " " * 12 + "parameters, 11.8\n" + " " * 12 + "GiB a device\n"
 
 
 def test_part_wider_than_the_terminal_is_truncated(shown):

@@ -147,7 +147,7 @@ def test_failures_are_recorded_and_a_retry_compiles_only_those(place, run, compi
     with pytest.raises(graphs.GraphsFailed, match=LOSS):
         place.compile(tight, table=lambda *table: tables.append(table))
     ((_, title, rows),) = tables
-    assert "5 in all, 4 successful, 1 failed" in title
+    assert "5 graphs: 4 successful, 1 failed" in title
     assert [row["program"] for row in rows if row["error"]] == [LOSS]
     assert place.store.artifacts.find(GraphsStep.kind, keys.graphs(profile)) is None
 
