@@ -28,7 +28,7 @@ from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.server.prefect_settings import ALERTS, AUTOMATION, POOL, configure, few_certificates
 from flows.server.secrets import without_tokens
 from flows.server.shared_server import Registration, start_module, wait_healthy
-from flows.ui.console import print_stderr
+from flows.ui.console import print_stderr, waiting
 
 GRACE = 60.0  # seconds for a flow run to save a checkpoint and stop
 WORKER_SECONDS = 60.0  # for a worker to report to the server
@@ -73,7 +73,9 @@ def run(options: argparse.Namespace) -> int:
             with registration.locked(), registration.register(port) as alive:
                 fds = [alive.fileno()]
                 children.append(start_module(server, logs / "server.log", pass_fds=fds, **settings))
-            if not wait_healthy(f"{address}/api", lambda: children[0].poll() is None):
+            with waiting(lambda: "starting Prefect's server"):
+                healthy = wait_healthy(f"{address}/api", lambda: children[0].poll() is None)
+            if not healthy:
                 print_stderr(f"trainshed: the Prefect server did not start; log: {logs / 'server.log'}")
                 return FAILED
         if code := _deploy(options, home, logs / "deploy.log", settings):
@@ -112,8 +114,10 @@ def _deploy(options: argparse.Namespace, home: Path, log_file: Path, settings: M
     if options.evaluate is not None:
         tasks = [part for task in options.evaluate for part in ("--task", task)]
         modules.append(["flows.alerts.evaluation", *tasks])
+    progress = _deploy_progress(log_file, len(_deployments(home)))
     for module in modules:
-        code = start_module(module, log_file, cwd=home, **settings).wait()
+        with waiting(progress):
+            code = start_module(module, log_file, cwd=home, **settings).wait()
         if code == REJECTED:
             print_stderr(log_file.read_text().splitlines()[-1])
             return REJECTED
@@ -126,7 +130,7 @@ def _deploy(options: argparse.Namespace, home: Path, log_file: Path, settings: M
 def _missing(api: str, home: Path) -> list[str] | None:
     """What runs need and the Prefect server at this address lacks; None if no Prefect server answers there."""
     try:
-        deployments = yaml.safe_load((home / "prefect.yaml").read_text())["deployments"]
+        deployments = _deployments(home)
         pool = _query(f"{api}/work_pools/filter", {"work_pools": _named(POOL)})
         automation = _query(f"{api}/automations/filter", {"automations": _named(AUTOMATION)})
         alerts = _query(
@@ -142,6 +146,22 @@ def _missing(api: str, home: Path) -> list[str] | None:
         return missing if pool and _has_online_worker(api) else [*missing, WORKER]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _deployments(home: Path) -> list[dict[str, Any]]:
+    return yaml.safe_load((home / "prefect.yaml").read_text())["deployments"]
+
+
+def _deploy_progress(log_file: Path, total: int) -> Callable[[], str]:
+    """Describes how far `prefect deploy --all` is, by what it appends to its log."""
+    before = log_file.stat().st_size if log_file.exists() else 0
+
+    def describe() -> str:
+        log = log_file.read_bytes()[before:] if log_file.exists() else b""
+        done = log.count(b"' successfully ")
+        return f"registering automations and {total} deployments" + (f": {done} done" if done else "")
+
+    return describe
 
 
 def _has_online_worker(api: str) -> bool:

@@ -6,6 +6,7 @@ the terminal shows; Prefect's own records and all tracebacks go to the log file 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -23,7 +24,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from tasks.reporting.format import format_age
+from tasks.reporting.format import format_age, format_duration
 
 PACKAGES = ("flows", "tasks", "profiles", "modeling")  # whose records are shown
 PLAIN_PROGRESS_SECONDS = 10.0  # between progress lines where standard output is not a terminal
@@ -122,7 +123,9 @@ def fit(parts: Sequence[str], width: int) -> str:
 def wrap(line: str, width: int, indent: int) -> str:
     """Break a line between words to fit in `width` columns; all but the first line begin at column `indent`."""
     options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * indent}
-    return line[:indent] + textwrap.fill(line[indent:], width, initial_indent=" " * indent, **options)[indent:]
+    return (
+        line[:indent] + textwrap.fill(line[indent:], width, initial_indent=" " * indent, **options)[indent:]
+    )
 
 
 def configure_logging(terminal: TerminalHandler, log_file: Path) -> None:
@@ -154,6 +157,23 @@ def redirect_to_devnull(output: IO[str]) -> None:
 def print_stderr(text: str) -> None:
     """Print a line on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def waiting(describe: Callable[[], str]) -> Iterator[None]:
+    """Show on standard error, if it is a terminal, what is waited for and for how long already."""
+    console, begun = PipeTolerantConsole(stderr=True, highlight=False), time.monotonic()
+    if not console.is_terminal:
+        yield
+        return
+    spinner = Spinner("dots", style="cyan")
+
+    def render() -> Spinner:
+        spinner.update(text=Text(f"{describe()}  {format_duration(time.monotonic() - begun)}", "cyan"))
+        return spinner
+
+    with Live(console=console, transient=True, refresh_per_second=8, get_renderable=render):
+        yield
 
 
 def one_line(error: Exception) -> str:

@@ -111,7 +111,7 @@ def test_norm_eps_aliases(name):
         (LLAMA, {"num_key_value_heads": 3}, "num_key_value_heads = 3: does not divide 8 query heads; nearest valid: 2, 4"),
         (LLAMA, {"hidden_size": 68}, "hidden_size = 68: does not split into 8 even heads, as RoPE rotates pairs"),
         (LLAMA, {"hidden_size": 72}, "and head_dim is not given; nearest valid: 64, 80"),
-        (GPT, {"hidden_size": 70}, "hidden_size = 70: does not split into 4 heads, and head_dim is not given; nearest valid: 68, 72"),
+        (GPT, {"hidden_size": 70}, "does not split into 4 heads, and head_dim is not given; nearest valid: 68, 72"),
         (LLAMA, {"head_dim": 9}, "head_dim = 9: RoPE rotates pairs, so it must be even; nearest valid: 8, 10"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act = gelu: is not an activation of llama; nearest valid: silu"),
         (LLAMA, {"dropout": 0.1}, "dropout = 0.1: llama has no dropout; nearest valid: 0.0"),

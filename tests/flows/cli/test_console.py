@@ -72,7 +72,9 @@ def test_a_rising_validation_loss_is_warned_about_once_it_is_measured(tmp_path, 
 
 def test_the_note_of_a_step_is_wrapped_between_words_below_its_beginning(shown):
     seen = shown(["plan", "done", "2.74 million parameters, 11.8 GiB a device"], 30, indent=12)
-    assert seen == "plan  done  2.74 million\n" + " " * 12 + "parameters, 11.8\n" + " " * 12 + "GiB a device\n"
+    assert (
+        seen == "plan  done  2.74 million\n" + " " * 12 + "parameters, 11.8\n" + " " * 12 + "GiB a device\n"
+    )
 
 
 def test_part_wider_than_the_terminal_is_truncated(shown):
