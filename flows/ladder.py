@@ -1,4 +1,4 @@
-"""Ladder: small runs of a target's family, several at a time, and the forecast of the target that their losses give.
+"""Ladder: trains small runs of a target's family, several at a time, and forecasts the target's loss from theirs.
 
     plan ─> rung ┐
             rung ├─> forecast ─> target, if asked for
@@ -38,7 +38,7 @@ def run_name() -> str:
 
 
 def load(file: str) -> tuple[Ladder, Rung, list[Rung], list[Plan]]:
-    """A ladder, its target, its rungs and their plans. Raises ProfileError for one that cannot run or is over its budget."""
+    """Load a ladder, its target, rungs and plans. Raises ProfileError if a rung cannot run, or they exceed the budget."""
     ladder = ladders.load(file)
     target = target_of(ladder)
     rungs = rungs_of(ladder, target)

@@ -1,11 +1,11 @@
-"""Mixture: small runs under sampled weights of a target's sources, and the weights that their losses by source lead to.
+"""Mixture: trains small runs under sampled weights of a target's sources, and proposes weights from their losses by source.
 
     plan ─> proxy ┐
             proxy ├─> proposed weights ─> proxy with these weights, if asked for
             proxy ┘
 
-Each proxy is an ordinary run of the pretraining flow, so one that is finished is cached. Proxies from before a source was added
-are evaluated on the held-out text of all sources, and count with weight 0 of that source.
+Each proxy is an ordinary run of the pretraining flow, so one that is finished is cached. Proxies that were trained before a
+source was added are evaluated on the held-out text of all sources, and have weight 0 for that source in the fit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run_name() -> str:
 
 
 def load(file: str) -> tuple[Mixture, Rung, list[Proxy], list[Plan]]:
-    """A mixture, its target, its proxies and their plans. Raises ProfileError for one that cannot run or is over its budget."""
+    """Load a mixture, its target, proxies and plans. Raises ProfileError if a proxy cannot run, or they exceed the budget."""
     mixture = Mixture.load(file)
     target = mixture_target(mixture)
     proxies = proxies_of(mixture, target)
@@ -108,11 +108,11 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
 
 
 def _require_one_tokenizer(inputs: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise ProfileError if losses of the proxies cannot be compared, because their tokens differ."""
+    """Raise ProfileError if the proxies have different tokenizers, so that their losses per token cannot be compared."""
     first = next(iter(inputs))
     for name, found in inputs.items():
         if found["tokenizer"] != inputs[first]["tokenizer"]:
-            reason = f"of {name} is not that of {first}, so their losses differ in unit; name one that stays"
+            reason = f"of {name} is not that of {first}, so their losses per token cannot be compared; name a fixed tokenizer"
             raise ProfileError("tokenizer.source", None, reason)
 
 
@@ -124,7 +124,7 @@ def _losses(
     dataset: Artifact,
     sources: int,
 ) -> list[dict[str, float]]:
-    """Held-out losses of all sources by proxy; those of fewer sources are evaluated on the text of all of them."""
+    """Held-out losses by source of each proxy; proxies with fewer sources are evaluated on the text of all sources."""
     found = []
     first = proxies[0].run.profile
     context = Context(first, store, token=hub_token(first), flow_run=str(flow_run.id))

@@ -1,4 +1,4 @@
-"""Runs of an experiment, a ladder or a mixture: planned against its budget, and run several at a time within its devices.
+"""Runs of an experiment, a ladder or a mixture: plans them within its budget, and trains several at a time on its devices.
 
 Each is an ordinary run of the pretraining flow, so one that is finished is cached and one that was interrupted resumes.
 """
@@ -31,7 +31,7 @@ _run: ContextVar[str] = ContextVar("run", default="")  # name of the run that a 
 
 
 def plan_within(experiment: Experiment, runs: Sequence[Rung]) -> list[Plan]:
-    """Plans of the runs. Raises ProfileError for a run that does not fit its devices, or if they are over the budget."""
+    """Plan the runs. Raises ProfileError if one does not fit its devices, or all together exceed the budget."""
     plans = []
     for run in runs:
         profile = resolve_auto(run.profile)
@@ -64,7 +64,7 @@ def require_startable(runs: Sequence[Rung]) -> None:
 
 
 def run_side_by_side(experiment: Experiment, runs: Sequence[Rung], store: str) -> list[dict[str, Any]]:
-    """Results of the runs, trained as far as they are not; the largest start first, within the device budget."""
+    """Train the runs that are not finished, the largest first, within the device budget; returns the results of all."""
     budget = experiment.devices or max(run.profile.world_size for run in runs)
     free, changed = budget, threading.Condition()
     stopped, threads = False, set[int]()
@@ -102,7 +102,7 @@ def run_side_by_side(experiment: Experiment, runs: Sequence[Rung], store: str) -
             return [futures[run.name].result() for run in runs]
         except BaseException as error:
             with changed:
-                # What has not started does not; what runs ends first, unless the flow is stopped.
+                # No further run starts; those that train end first, unless the flow is stopped.
                 stopped = True
                 changed.notify_all()
                 for thread in threads if not isinstance(error, Exception) else ():
@@ -113,7 +113,7 @@ def run_side_by_side(experiment: Experiment, runs: Sequence[Rung], store: str) -
 
 @contextmanager
 def _quiet_runs() -> Iterator[None]:
-    """Show warnings of the runs with their names in the terminal; what else they log is in Prefect and in the log file."""
+    """Show only warnings of the runs in the terminal; their other messages are in Prefect and in the log file."""
 
     def shown(record: logging.LogRecord) -> bool:
         return not _run.get() or record.levelno >= logging.WARNING

@@ -1,8 +1,8 @@
 """Forecasts in the store: written before the target starts, immutable, and compared with its outcome in the target's report.
 
 A forecast is an artifact whose key covers the target's settings and the rungs' results; its manifest and forecast.json have the
-time of writing. A run that starts takes a copy of the latest forecast of its settings into its folder, so a forecast that was
-made later never counts as one.
+time of writing. A run that starts copies the latest forecast of its settings into its folder; later forecasts are never compared
+with its outcome.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proposed mixtures in the store: the weights that proxies' losses by source lead to, and what they are expected to gain.
+"""Proposed mixtures in the store: weights computed from the proxies' losses by source, and their expected gain.
 
 A proposal is an immutable artifact whose key covers the target's settings, the proxies' weights and losses, the objective and the
 bounds. `profile_of` applies one to its target.
@@ -147,13 +147,13 @@ def read(store: Store, artifact: Artifact) -> dict[str, Any]:
 
 
 def profile_of(mixture: Mixture, target: Rung, weights: Mapping[str, float]) -> str:
-    """The target with other weights of its sources as the YAML of a profile; it has the mixture's name."""
+    """The YAML of the target's profile with these weights of its sources, named after the mixture."""
     overrides = [*target.overrides, *overrides_of(target.profile, weights)]
     return resolve.dump(resolve.load(mixture.target, overrides, mixture.name))
 
 
 def outcome(proposal: Mapping[str, Any], losses: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The forecasts of a proposal against the losses by source that a run with its weights reached; the mean comes last."""
+    """Compare the forecasts of a proposal with the losses by source of a run with its weights; the last row is their mean."""
     aim = proposal["objective"]
     mean = sum(weight * losses[name] for name, weight in aim.items() if weight) / sum(aim.values())
     rows = []

@@ -7,12 +7,12 @@ Minimises, over E, A, B ≥ 0 and the exponents,
 by variable projection: for given exponents the law is linear in E, A and B, which iteratively reweighted least squares of the
 relative error solves with non-negativity, for a grid of exponents at once; the grid is then refined around its best point. `s` is
 the noise of one run: the spread of the residuals, corrected for the fitted coefficients, and at least `NOISE`. The prior on the
-exponents is wide next to what fits of it found (0.28 to 0.37: arXiv 2203.15556, 2404.10102); it only decides what the rungs leave
-open. IsoFLOP parabolas are not used: they are biased unless each is centred on its optimum.
+exponents is wide compared with published values (0.28 to 0.37: arXiv 2203.15556, 2404.10102), so it matters only where the rungs
+do not determine them. IsoFLOP parabolas are not used: they are biased unless each is centred on its optimum.
 
-Each draw of the bootstrap weights the rungs anew (Bayesian bootstrap: no draw loses all rungs of a size), adds noise
-of one run with heavy tails to their losses, and draws the centre of the prior from the prior, so that what the rungs do not
-determine widens the interval and is not settled by the prior (randomize-then-optimize). A forecast adds the noise of the
+Each draw of the bootstrap gives the rungs random weights (Bayesian bootstrap: no draw loses all rungs of a size), adds
+heavy-tailed noise of one run to their losses, and draws the centre of the prior from the prior, so that what the rungs do not
+determine widens the interval instead of being fixed by the prior (randomize-then-optimize). A forecast adds the noise of the
 forecast run.
 """
 

@@ -1,6 +1,6 @@
 """Forecast of a target run from the finished rungs of a ladder, with its backtest, as one JSON document.
 
-The bootstrap of fit.py knows the noise of the rungs, and takes the law as true. What the law may be wrong by is read off the
+The bootstrap of fit.py covers the noise of the rungs, but assumes that the law is true. The error of the law is estimated by the
 backtest: its relative error for each factor of e in compute is the standard deviation that widens the intervals.
 """
 

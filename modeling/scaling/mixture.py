@@ -6,12 +6,13 @@ The law (Data Mixing Laws, arXiv 2403.16952), for the held-out loss of source i 
 
 The factor k_i of the paper is a common summand of the t_ij. For a given c_i it is a robust log-linear fit: Gauss-Newton with
 Huber weights of the relative error, from the least squares of log(L_i - c_i). c_i is found on a grid, which is then refined, so
-no start can miss the best one. A wide prior on the differences of t_ij decides what the proxies leave open, in favour of less
-effect. The noise of a run is read off the median residual, so that a bad proxy neither bends the fit nor blurs the others.
+the result does not depend on a start value. Where the proxies do not determine the differences of t_ij, a wide prior pulls them
+towards 0. The noise of a run is estimated from the median residual, so that an outlier changes neither the fit nor the noise
+much.
 
-Each draw of the bootstrap weights the proxies anew and adds noise, as in fit.py. The proposed weights minimise the mean over the
-draws of the weighted mean loss. Each L_i is convex in w, and so are sums of them, so projected gradient descent finds the
-minimum.
+Each draw of the bootstrap gives the proxies random weights and adds noise, as in fit.py. The proposed weights minimise the mean
+over the draws of the weighted mean loss. Each L_i is convex in w, and so are sums of them, so projected gradient descent finds
+the minimum.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The runs of a ladder: the target's family at smaller sizes and lengths, as overrides of the target's profile.
 
-A rung keeps the target's head size, ratio of query to KV heads, MLP ratio, vocabulary, sequence length, and the shares that
-warm-up and plateaus have of its schedule. Its batch is the target's, or with `batch_exponent` γ grows as D^γ (the critical batch
+A rung keeps the target's head size, ratio of query to KV heads, MLP ratio, vocabulary, sequence length, and the shares of warm-up
+and plateaus in the schedule. Its batch is the target's, or with `batch_exponent` γ grows as D^γ (the critical batch
 size grows with data and hardly with size: γ about 0.5, arXiv 2410.21676), and its rate as the square root of the batch (Adam's
 rule: arXiv 2205.10287). How rate and initial weights depend on size is the model's parametrization (modeling/models).
 """
