@@ -2,8 +2,8 @@
 
 Weights are spread evenly over all mixtures that give each source its least weight: a Kronecker sequence of the generalised golden
 ratio (Roberts 2018), mapped to the simplex by the gaps of its sorted coordinates. A longer sequence begins with the shorter one,
-so a larger count keeps the earlier proxies. A proxy's data has only the sources of its group, so proxies that were trained before a
-source was added remain the same runs.
+so a larger count keeps the earlier proxies. A proxy's data has only the sources of its group, so proxies that were trained before
+a source was added remain the same runs.
 """
 
 from __future__ import annotations
