@@ -15,6 +15,7 @@ LOG_TAIL = 256 * 1024  # bytes at the end of a log that are searched for the cau
 DETAIL_LINES = 20
 RANK_PREFIX = "[rank ${rank}] "  # of each log line; torchrun fills in the rank
 RANK_LINE = re.compile(r"\[rank \d+\] ")
+STEP_LINE = re.compile(r"\[rank \d+\] step +\d+/\d+ ")
 ROOT_CAUSE = re.compile(r"(?s)Root Cause.*?time\s*:\s*(\S+).*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)")
 # The batch script (batch.py) writes this line at each start: a requeued job continues in the same log.
 START = re.compile(r"^job \d+, start \d+, on .*$", re.MULTILINE)
@@ -45,6 +46,8 @@ def job_failure(handle: Handle, status: Status, nodes: Sequence[str] = ()) -> Jo
     else:
         ended = status.note or _describe_exit(code or 0)
     detail, memory_error = lines[-DETAIL_LINES:], _memory_error(log)
+    steps = [line for line in detail if STEP_LINE.match(line)]
+    detail = [line for line in detail if line not in steps[:-1]]  # the latest shows how far the rank came
     if memory_error is not None and memory_error not in detail:
         detail.append(memory_error)
     return JobFailed(f"{handle.job.name}: {ended}; log: {handle.job.log_file}", "\n".join(detail), code)

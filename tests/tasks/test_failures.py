@@ -65,6 +65,7 @@ def test_survived_memory_error_is_not_the_cause(tmp_path):
     lines += tuple(f"[rank 3] step {step}/100  loss 5" for step in range(50))
     found = told(tmp_path, *lines, report(3, -9, "10:00:00"))
     assert "rank 3 on n2 was killed by SIGKILL" in str(found)
+    assert found.detail == "[rank 3] step 49/100  loss 5"
     assert not isinstance(classify(resolve.load("tiny"), found), FatalError)
 
 
