@@ -30,7 +30,6 @@ from profiles.sections.model import Model
 
 FACTOR = re.compile(r"(.+)\.lora_([AB])\.(weight\w*)")
 Ranks = tuple[int, int]  # (tensor rank, pipeline rank)
-Tensors = Mapping[str, LazyTensor]  # of one file
 
 
 class NxDAdapters(Adapters):

@@ -1,4 +1,4 @@
-"""Balance of the experts' load: losses whose gradients reach the router, and what a step counts.
+"""Balance of the experts' load: losses whose gradients reach the router, and statistics of a step.
 
 With f_i = E/(k·N) · (tokens of N that chose expert i), P_i the mean over the N tokens of expert i's normalized score:
 
@@ -9,14 +9,14 @@ With f_i = E/(k·N) · (tokens of N that chose expert i), P_i the mean over the 
     global     all of a step's tokens, whose choices a pass before the step counts (arXiv 2501.11873)
     batch      a microbatch of one rank, and L times k, averaged over layers: for one layer Hugging Face's loss. It depends on
                the microbatch size and on the topology
-    bias       a sample; the coefficient is 0 unless given: what balances is the router's selection bias, which moves against the
-               excess load of the whole step (arXiv 2408.15664)
+    bias       a sample; the coefficient is 0 unless given, because the router's selection bias balances the load instead: it
+               moves against the excess load of the whole step (arXiv 2408.15664)
     none       none
 
 z-loss: mean over tokens of log²Σexp(logits) (ST-MoE, arXiv 2202.08906). Losses are summed over layers and averaged over the
 step's samples; f has no gradient.
 
-Statistics leave the graph as the gradient of a tensor that nothing reads, the `tally`: so recomputation does not count twice,
+Statistics are returned as the gradient of an otherwise unused tensor, the `tally`, so that recomputation does not count twice,
 evaluation does not count at all, microbatches add up, and compiled graphs have no side effects.
 """
 
@@ -33,7 +33,6 @@ from torch.autograd import Function
 from parallel import collectives
 from parallel.mesh import Axis
 
-KINDS = ("sequence", "global", "batch", "bias", "none")
 EXTRA = 3  # entries of a tally after the loads of the experts: choices dropped, balance loss, z-loss
 
 
@@ -42,7 +41,7 @@ class Balance:
     """How a run balances its experts.
 
     Attributes:
-        kind: one of KINDS.
+        kind: of the table above.
         coefficient: of the balance loss.
         z_coefficient: of the z-loss.
         samples: of a step over all ranks, over which losses are averaged.
@@ -73,7 +72,7 @@ def losses(
         counts: `count_choices`, (b, E).
         load: share of all choices of the step, (E), for `global`.
         k: experts of a token.
-        context: axis that shares out the samples.
+        context: axis that shards the samples.
     """
     samples, experts = counts.shape
     length = len(logits) // samples  # s/c
@@ -94,7 +93,7 @@ def losses(
 
 
 class _Record(Function):
-    """The weights (T, k) as they are; backward adds the gradients of the losses, and counts.
+    """Identity of the weights (T, k), whose backward also returns the gradients of the losses and the statistics.
 
     Args of `apply`: weights; losses (2) as from `losses`; tally (E + EXTRA), whose gradient becomes the statistics; bias (E) or
     None, whose gradient becomes the excess load; statistics (E + EXTRA); gradient of the losses; number of all choices, T·k.
@@ -123,8 +122,8 @@ class _Record(Function):
 
 
 def _excess(loads: Tensor, choices: int) -> Tensor:
-    """Load of each expert beyond an equal share, times a constant that makes it a whole number: sums of it are exact in any
-    order, so that no sign depends on rounding.
+    """Load of each expert beyond an equal share, scaled to whole numbers: their sums are exact in any order of ranks, so no sign
+    depends on rounding.
     """
     common = math.gcd(len(loads), choices)
     return loads * (len(loads) // common) - choices // common
@@ -147,7 +146,7 @@ def record(
         tally: (E + EXTRA), requires a gradient.
         bias: of the selection, (E); None without one.
         loads: tokens that chose each expert, (E).
-        dropped: choices that found no place, 0-dim.
+        dropped: choices beyond the capacity of their experts, 0-dim.
         tensor: number of tensor ranks, each of which contributes an equal part of the gradient.
     """
     per_step = losses / balance.samples

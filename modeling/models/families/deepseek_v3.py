@@ -7,9 +7,9 @@
     experts    k of the sigmoids of the router's logits plus the selection bias, among those of the best groups; the weights are
                the sigmoids of the chosen, divided by their sum, times a factor (parallel/experts/router.py)
 
-The first layers have an MLP in place of experts. Without a rank of the queries' latent, Q is applied to x. The model's modules
-that predict further tokens are left out. Shapes as in `llama.py`, with query and key heads of d = p + r elements, of which r are
-rotated, and value heads of u; tensor ranks share out the heads, and each has all of the latents.
+The first layers have an MLP in place of experts. Without `q_lora_rank`, Q is applied to x. The published model's modules for
+multi-token prediction are left out. Shapes as in `llama.py`, with query and key heads of d = p + r elements, of which r are
+rotated, and value heads of u; heads are sharded over tensor ranks, and each rank has all of the latents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from parallel.layers.linear import ReplicatedLinear
 from parallel.random import Keys
 from profiles.sections.model import Model
 
-LATENT_EPSILON = 1e-6  # of the latents' norms, whatever that of the others is
+LATENT_EPSILON = 1e-6  # of the latents' norms, also if that of the others differs
 
 
 class Attention(nn.Module):
