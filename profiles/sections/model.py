@@ -78,7 +78,8 @@ class Model(Section):
         None, description="elements of a query or key head that are not rotated (deepseek_v3)"
     )
     qk_rope_head_dim: Size | None = Field(
-        None, description="elements that are; all heads share those of keys (deepseek_v3)"
+        None,
+        description="rotated elements of a query or key head; all heads share those of keys (deepseek_v3)",
     )
     v_head_dim: Size | None = Field(None, description="size of a value head (deepseek_v3)")
     vocab_size: Size = Field(description="vocabulary size: number of token embeddings")
@@ -98,7 +99,7 @@ class Model(Section):
     )
     full_attention_every: Count | None = Field(
         None,
-        description="period of layers with full attention: the last of each so many layers has it (gpt_oss)",
+        description="the last of every this many layers has full attention, the others the window (gpt_oss)",
     )
     clip_qkv: Annotated[float, Field(gt=0)] | None = Field(
         None, description="bound of queries, keys and values; null: none (dbrx)"
@@ -112,8 +113,8 @@ class Model(Section):
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
     parametrization: Literal["standard", "mup", "completep"] = Field(
         "standard",
-        description="how initial weights and learning rates depend on size: not; on width; or on width and depth, relative to a "
-        "base model whose train.learning_rate is kept (llama, mistral, qwen3)",
+        description="what scales initial weights and learning rates. standard: nothing; mup: width; completep: width and depth, "
+        "relative to a base model, for which train.learning_rate is meant (llama, mistral, qwen3)",
     )
     base_hidden_size: Size | None = Field(
         None, description="mup, completep: hidden_size of the base model, for which the rate was tuned"
@@ -129,7 +130,7 @@ class Model(Section):
         description="experts of a layer (mixtral, qwen3_moe, dbrx, gpt_oss, deepseek_v3); aliases: num_local_experts, "
         "n_routed_experts",
     )
-    num_experts_per_tok: Count | None = Field(None, description="experts that a token goes to")
+    num_experts_per_tok: Count | None = Field(None, description="experts for each token")
     moe_intermediate_size: Size | None = Field(
         None, description="width of an expert, where it is not intermediate_size (qwen3_moe, deepseek_v3)"
     )
@@ -138,7 +139,7 @@ class Model(Section):
         description="divide the weights of a token's experts by their sum (always, for mixtral and gpt_oss)",
     )
     n_shared_experts: Count | None = Field(
-        None, description="experts that every token goes to, besides its own (deepseek_v3)"
+        None, description="experts for every token, besides those that are chosen for it (deepseek_v3)"
     )
     first_k_dense_replace: Natural | None = Field(
         None, description="leading layers with an MLP in place of experts; null: none (deepseek_v3)"
@@ -147,7 +148,7 @@ class Model(Section):
         None, description="groups that the experts are divided into; null: one (deepseek_v3)"
     )
     topk_group: Count | None = Field(
-        None, description="groups that a token's experts are among; null: one (deepseek_v3)"
+        None, description="groups from which a token's experts are chosen; null: one (deepseek_v3)"
     )
     routed_scaling_factor: Annotated[float, Field(gt=0)] | None = Field(
         None, description="multiplies the weights of a token's experts; null: 1 (deepseek_v3)"

@@ -1,7 +1,7 @@
 """Evaluation of single checkpoints by language-model tasks, also of a run that still trains.
 
-The checkpoint is exported to a scratch folder once, and each task runs on it as a job of its own on the profile's cluster: so a
-result is kept by its checkpoint, task, task files and the version of lm-eval, and only what is missing runs again.
+The checkpoint is exported to a scratch folder once, and each task runs on the export as a separate job on the profile's cluster.
+A result is cached by checkpoint, task, task files and version of lm-eval, so only missing results are computed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tasks.store.run_folder import MARKER, RunFolder
 
 RESULT = "result.json"
 COMPLETE = ".complete"  # in the exported model, written last
-# that a task's result depends on
+# Suffixes of files in a task folder that may affect a task's result.
 TASK_FILES = (".yaml", ".yml", ".json", ".jsonl", ".py", ".csv", ".txt", ".parquet")
 
 
@@ -42,7 +42,7 @@ class CheckpointId:
     """A checkpoint of a run."""
 
     step: int
-    digest: str  # of its marker: a run that was rolled back writes another one of this step
+    digest: str  # of its marker, which differs if a rolled-back run writes the step again
 
     @classmethod
     def of(cls, run: RunFolder, step: int) -> CheckpointId | None:
@@ -57,9 +57,9 @@ class CheckpointId:
 
 @dataclass
 class CheckpointEvaluationStep(EvaluationStep):
-    """Evaluates the checkpoint of a step on the whole validation split; `identity` tells it from others of the run.
+    """Evaluates the checkpoint of a step on the whole validation split; `identity` includes the checkpoint's digest.
 
-    A kind of its own: a run refers to one evaluation, and to those of any number of checkpoints.
+    A separate kind, because a run has one final evaluation, and any number of checkpoint evaluations.
     """
 
     step: int = 0
