@@ -34,7 +34,7 @@ RESULTS = {  # row: (key of `load_runs`, formatter)
     "tokens": ("tokens", format_count),
     "training loss": ("loss", "{:.4f}".format),
     "validation loss": ("validation_loss", "{:.4f}".format),
-    "last validation": ("last_validation_loss", "{:.4f}".format),
+    "validation, subset": ("last_validation_loss", "{:.4f}".format),
     "perplexity": ("perplexity", format_perplexity),
     "step time": ("step_seconds", format_step_time),
     "tokens per second": ("tokens_per_second", "{:,.0f}".format),
