@@ -98,26 +98,8 @@ def run_flow(
                 raise KeyboardInterrupt(f", {stop}") from None
     except ProfileError:
         raise
-    except KeyboardInterrupt as stop:  # its message, if any, says what is saved
-        print_stderr(f"stopped{stop}; run the same command again to resume")
-        return FAILED
-    except GateMissed as error:
-        print_stderr(f"trainshed: {error}")
-        return FAILED
-    except SOURCE_ERRORS as error:
-        log.debug("a source was rejected", exc_info=True)
-        print_stderr(f"trainshed: {one_line(error)}")
-        return REJECTED
-    except Exception as error:
-        log.debug("the run failed", exc_info=True)
-        print_stderr(f"trainshed: {one_line(error)}")
-        from tasks.failures import FatalError
-
-        if not isinstance(error, FatalError):
-            print_stderr("run the same command again to resume")
-        if log_file.is_file():
-            print_stderr(f"traceback: {log_file}")
-        return FAILED
+    except (KeyboardInterrupt, Exception) as error:
+        return _report_failure(error, log_file)
     finally:
         terminal.end_progress()
     if options.json:
@@ -125,6 +107,27 @@ def run_flow(
     else:
         show(terminal.console, result)
     return DONE
+
+
+def _report_failure(error: BaseException, log_file: Path) -> int:
+    """Print why a flow ended and what to do next; returns the exit code."""
+    if isinstance(error, KeyboardInterrupt):  # its message, if any, says what is saved
+        print_stderr(f"stopped{error}; run the same command again to resume")
+        return FAILED
+    if isinstance(error, GateMissed):
+        print_stderr(f"trainshed: {error}")
+        return FAILED
+    log.debug("the flow failed", exc_info=error)
+    print_stderr(f"trainshed: {one_line(error)}")
+    if isinstance(error, SOURCE_ERRORS):
+        return REJECTED
+    from tasks.failures import FatalError
+
+    if not isinstance(error, FatalError):
+        print_stderr("run the same command again to resume")
+    if log_file.is_file():
+        print_stderr(f"traceback: {log_file}")
+    return FAILED
 
 
 @contextlib.contextmanager
