@@ -1,4 +1,4 @@
-"""Runs of an experiment, a ladder or a mixture: plans them within its budget, and trains several at a time on its devices.
+"""Runs of a ladder, a mixture or branches: plans them within the budget, and trains several at a time on the devices.
 
 Each is an ordinary run of the pretraining flow, so one that is finished is cached and one that was interrupted resumes.
 """
@@ -49,7 +49,7 @@ def plan_within(experiment: Experiment, runs: Sequence[Rung]) -> list[Plan]:
     if any(planned.price is None for planned in plans):
         reason = "cannot be checked: the price of a run is unknown; set cluster.node_price"
         raise ProfileError("maximum_price", experiment.maximum_price, reason, ["null"])
-    price = sum(planned.price for planned in plans)
+    price = sum(planned.price * run.share for planned, run in zip(plans, runs, strict=True))
     if price > experiment.maximum_price:
         reason = f"is exceeded: the runs cost {price:,.2f}; remove the largest, or shorten them"
         raise ProfileError("maximum_price", experiment.maximum_price, reason)
@@ -81,7 +81,7 @@ def run_side_by_side(experiment: Experiment, runs: Sequence[Rung], store: str) -
         try:
             _run.set(run.name)
             begun = time.monotonic()
-            result = pretrain(experiment.target, list(run.overrides), run.name, store)
+            result = pretrain(experiment.target, list(run.overrides), run.name, store, fork=run.fork)
             how = {step["step"]: step["how"] for step in result["steps"]}["train"]
             _run.set("")
             took = format_duration(time.monotonic() - begun)

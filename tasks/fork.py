@@ -12,7 +12,7 @@ from pathlib import Path
 from modeling.training.learning_rate import learning_rate
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.schema import Profile
+from profiles.schema import Profile, Train
 from tasks.keys import POSITION
 from tasks.store import runs
 from tasks.store.backends import FolderBackend
@@ -45,29 +45,37 @@ def parent_profile(store: Store, parent: Parent) -> Path:
 
 
 def decay_overrides(store: Store, parent: Parent, steps: int) -> list[str]:
-    """Overrides that decay a fork's learning rate linearly from the parent's to zero over this many steps.
+    """`decay_settings` of a parent in the store."""
+    train = resolve.load(str(parent_profile(store, parent))).train
+    return decay_settings(train, parent.run, parent.step, steps, key="--decay")
+
+
+def decay_settings(train: Train, run: str, step: int, steps: int, key: str = "decay") -> list[str]:
+    """Overrides that decay a fork's learning rate linearly from its parent's at `step` to zero over `steps` steps.
 
     The fork is a branch of a trunk with warm-up and a constant rate (WSD: arXiv 2404.06395, 2405.18392). The parent's steps
     count as the branch's own, so its result equals that of a run with this schedule from the start.
 
+    Args:
+        train: of the parent.
+        run: its name.
+        key: that an error names.
+
     Raises:
         ProfileError: the parent's learning rate is not constant at that step.
     """
-    train = resolve.load(str(parent_profile(store, parent))).train
-    if parent.step < train.warmup_steps:
-        reason = f"is within the warm-up of {parent.run}, which ends at step {train.warmup_steps}"
-        raise ProfileError("--decay", parent.step, reason)
-    if learning_rate(train, parent.step) != train.learning_rate:
-        reason = f"the learning rate of {parent.run} has begun to decay before step {parent.step:,}"
+    if step < train.warmup_steps:
+        reason = f"is within the warm-up of {run}, which ends at step {train.warmup_steps}"
+        raise ProfileError(key, step, reason)
+    if learning_rate(train, step) != train.learning_rate:
+        reason = f"the learning rate of {run} has begun to decay before step {step:,}"
         raise ProfileError(
-            "--decay",
-            steps,
-            f"{reason}; a trunk needs train.schedule constant, or constant_steps up to there",
+            key, steps, f"{reason}; a trunk needs train.schedule constant, or constant_steps up to there"
         )
     settings = {
-        "steps": parent.step + steps,
+        "steps": step + steps,
         "epochs": "null",
-        "constant_steps": parent.step - train.warmup_steps,
+        "constant_steps": step - train.warmup_steps,
         "minimum_steps": 0,
         "minimum_learning_rate": 0.0,
         "schedule": "linear",

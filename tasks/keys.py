@@ -211,6 +211,12 @@ def training(run: str, identity: str, train: Train) -> str:
     return _of_run("training", run, identity, train)
 
 
+def average(members: str, dataset: str, metrics: Sequence[str] = (), *, by_source: bool = False) -> str:
+    """Key of an average, from a digest of its checkpoints, and the data and the metric functions that it is evaluated with."""
+    functions: dict[str, Any] = {"metrics": [_function(name) for name in metrics], "by_source": by_source}
+    return digest({"step": "average", "members": members, "dataset": dataset, **functions})
+
+
 def evaluation(
     run: str, identity: str, train: Train, metrics: Sequence[str] = (), *, by_source: bool = False
 ) -> str:

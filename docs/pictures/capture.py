@@ -1,9 +1,9 @@
 """Take the pictures of a run: `python docs/pictures/capture.py RUN_FOLDER [NAME ...]`, after `trainshed run tiny` with a server.
 
 Names are those of SIZES, all by default; `fleet` is of the store's fleet.html (`trainshed fleet`), `ladder` of the page
-that `trainshed ladder run tiny` wrote, `mixture` of that of docs/mixtures.md. PREFECT_API_URL names the server, for instance
-that of `trainshed up`, with --alerts for the picture of that name; `trackers` is what `trackio show --project llama` serves.
-Needs Playwright and Chromium (`make test-system`).
+that `trainshed ladder run tiny` wrote, `branches` likewise, `mixture` of that of docs/mixtures.md. PREFECT_API_URL names the
+server, for instance that of `trainshed up`, with --alerts for the picture of that name; `trackers` is what `trackio show
+--project llama` serves. Needs Playwright and Chromium (`make test-system`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ SIZES = {
     "trackers": (1200, 760),
     "ladder": (1000, 1130),
     "mixture": (1000, 1130),
+    "branches": (1000, 1130),
     "evaluations": (1000, 1130),
 }
 # Text that appears late.
@@ -37,6 +38,7 @@ SHOWN = {
     "trackers": "validation_loss",
     "ladder": "Rungs",
     "mixture": "From the natural",
+    "branches": "Averages of checkpoints",
     "evaluations": "Evaluations of checkpoints",
 }
 SECTIONS = ("evaluations",)  # pictures of one section, which has the text of SHOWN
@@ -44,7 +46,7 @@ SECTIONS = ("evaluations",)  # pictures of one section, which has the text of SH
 
 def main(run: Path, *names: str) -> None:
     """Write prefect.png, the page of the run's last flow run in Prefect's UI, report.png, fleet.png,
-    alerts.png, ladder.png, mixture.png, and evaluations.png, of the section of the report.
+    alerts.png, ladder.png, mixture.png, branches.png, and evaluations.png, of the section of the report.
     """
     pages = {
         "prefect": lambda: _page_address((run / "flow-run").read_text().strip()),
@@ -55,6 +57,7 @@ def main(run: Path, *names: str) -> None:
         "fleet": lambda: (run.parents[1] / "fleet.html").resolve().as_uri(),
         "mixture": lambda: (run.parents[1] / "mixtures/mixture.html").resolve().as_uri(),
         "ladder": lambda: (run.parents[1] / f"ladders/{run.name}-ladder.html").resolve().as_uri(),
+        "branches": lambda: (run.parents[1] / f"branches/{run.name}-branches.html").resolve().as_uri(),
     }
     with sync_playwright() as playwright:
         path = shutil.which("chromium") or shutil.which("google-chrome")

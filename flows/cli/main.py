@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     root = argparse.ArgumentParser(
         prog="trainshed",
-        description="Pretrain and fine-tune language models as one Prefect flow, on Trainium, GPUs and CPUs.",
+        description="Train language models as one Prefect flow, on Trainium, GPUs and CPUs.",
         epilog="example: trainshed run tiny    (trainshed COMMAND --help for details)",
         formatter_class=HelpFormatter,
         add_help=False,
@@ -147,6 +147,14 @@ def _add_training(commands: Any) -> None:
     about = "run: also train a proxy with the proposed weights, and compare it with its forecast"
     mixture.add_argument("--check", action="store_true", help=about)
     _json(mixture)
+
+    about = "train a trunk and its branches: the losses of all lengths"
+    branches = _command(commands, "branches", "plan|run FILE", about, "trainshed branches plan branches.yaml")
+    about = "plan: show the runs and what they cost; run: train those that are missing, and compare all"
+    branches.add_argument("action", choices=("plan", "run"), metavar="plan|run", help=about)
+    branches.add_argument("file", metavar="FILE", help="a branches file (docs/ladder.md)")
+    _store(branches)
+    _json(branches)
 
 
 def _add_stores(commands: Any) -> None:

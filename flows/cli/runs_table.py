@@ -25,6 +25,7 @@ def short(number: float) -> str:
 # By the row's key: title, and how a value is shown. Those without any value are left out.
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "mixture": ("mixture, %", str),
+    "from": ("from step", str),
     "parameters": ("parameters", short),
     "tokens": ("tokens", short),
     "steps": ("steps", str),
@@ -38,20 +39,21 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def row_of(run: Rung, planned: Plan) -> dict[str, Any]:
-    """What the table says of a run; times and prices are None where the device's speed or price is unknown."""
+    """What the table says of a run, without what it takes over from another; None where a speed or price is unknown."""
     train = run.profile.train
     return {
         "run": run.name,
         "parameters": planned.parameters,
         "n": run.n,
-        "tokens": run.tokens,
+        "from": run.first_step or None,
+        "tokens": round(run.tokens * run.share),
         "steps": train.steps,
         "batch": train.global_batch_size,
         "learning_rate": train.learning_rate,
         "devices": run.profile.world_size,
         "flops": run.flops,
-        "days": planned.days,
-        "price": planned.price,
+        "days": None if planned.days is None else planned.days * run.share,
+        "price": None if planned.price is None else planned.price * run.share,
     }
 
 

@@ -30,6 +30,7 @@ FLOWS = (
     "evaluate",
     "ladder",
     "mixture",
+    "branches",
     "export",
 )  # whose failures are alerts
 STOPPED, REJECTED, GATE_MISSED = "Stopped", "Rejected", "GateMissed"  # final states (final_states.py)

@@ -18,7 +18,7 @@ from modeling.models.flops import flops_per_token
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from profiles.sections.experiment import Experiment
+from profiles.sections.experiment import Experiment, SmallRuns
 from profiles.sections.ladder import Ladder, RungSize
 
 MULTIPLE = 8  # of a rung's MLP width
@@ -26,14 +26,16 @@ MULTIPLE = 8  # of a rung's MLP width
 
 @dataclass(frozen=True)
 class Rung:
-    """A run of the ladder, or its target.
+    """A run of an experiment, or its target.
 
     Attributes:
         overrides: of the target's profile, with which `profile` is resolved.
+        fork: RUN@STEP whose checkpoint it starts from; empty: from scratch.
     """
 
     profile: Profile
     overrides: tuple[str, ...]
+    fork: str = ""
 
     @property
     def name(self) -> str:
@@ -52,9 +54,19 @@ class Rung:
         return train.steps * train.global_batch_size * train.sequence_length
 
     @property
+    def first_step(self) -> int:
+        """The step that it starts from."""
+        return int(self.fork.rpartition("@")[2]) if self.fork else 0
+
+    @property
+    def share(self) -> float:
+        """The part of its steps that it trains itself."""
+        return 1 - self.first_step / self.profile.train.steps
+
+    @property
     def flops(self) -> float:
-        """Training FLOPs."""
-        return 6 * self.n * self.tokens
+        """Training FLOPs, without those of the run that it starts from."""
+        return 6 * self.n * self.tokens * self.share
 
 
 def target_of(experiment: Experiment) -> Rung:
@@ -94,7 +106,7 @@ def _rung(ladder: Ladder, target: Rung, size: RungSize, length: float) -> Rung:
 
 
 def small_run(
-    experiment: Experiment,
+    experiment: SmallRuns,
     target: Rung,
     size: tuple[int, int],
     length: float,

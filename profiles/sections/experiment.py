@@ -1,4 +1,4 @@
-"""What ladder and mixture files have in common: a target profile, and small runs of its family within a budget."""
+"""What ladder, mixture and branches files have in common: a target profile, and runs for it within a budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from profiles.validation_errors import profile_error
 
 
 class Experiment(Section):
-    """The target, and what all small runs share."""
+    """The target, and what all runs share."""
 
     name: str = Field(
         pattern=f"^{NAME}$", description="name of the experiment; names of its runs begin with it"
@@ -24,23 +24,16 @@ class Experiment(Section):
     target: str = Field(
         min_length=1, description="profile that the runs are for: a name, or a path relative to this file"
     )
-    overrides: list[str] = Field([], description="KEY=VALUE, of the target and of every small run")
-    batch_exponent: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="batch size ∝ training tokens to this power, and learning rate ∝ √batch (arXiv 2410.21676, 2205.10287); "
-        "0: the target's batch for every run",
-    )
+    overrides: list[str] = Field([], description="KEY=VALUE, of the target and of every run")
     devices: Count | None = Field(
         None,
         description="devices that runs may use at the same time; null: as many as the largest uses",
     )
     maximum_flops: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="budget of all small runs in training FLOPs; more is rejected"
+        None, description="budget of all runs in training FLOPs; more is rejected"
     )
     maximum_price: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="budget of all small runs in the currency of cluster.node_price; more is rejected"
+        None, description="budget of all runs in the currency of cluster.node_price; more is rejected"
     )
 
     @classmethod
@@ -80,3 +73,15 @@ class Experiment(Section):
             target = str(path.parent / Path(target).expanduser())
             target = target if "/" in target else f"./{target}"
         return experiment.model_copy(update={"target": target})
+
+
+class SmallRuns(Experiment):
+    """Runs of the target's family that are smaller or shorter."""
+
+    batch_exponent: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="batch size ∝ training tokens to this power, and learning rate ∝ √batch (arXiv 2410.21676, 2205.10287); "
+        "0: the target's batch for every run",
+    )

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from profiles.sections.base import Count, Section, Size
-from profiles.sections.experiment import Experiment
+from profiles.sections.experiment import SmallRuns
 
 SHIPPED = Path(__file__).parents[1] / "ladders"
 
@@ -24,7 +24,7 @@ class RungSize(Section):
     )
 
 
-class Ladder(Experiment):
+class Ladder(SmallRuns):
     """A ladder file."""
 
     rung_overrides: list[str] = Field(

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from profiles.sections.base import Count, Section, Size
-from profiles.sections.experiment import Experiment
+from profiles.sections.experiment import SmallRuns
 
 
 class ProxySize(Section):
@@ -33,7 +33,7 @@ class ProxyGroup(Section):
     )
 
 
-class Mixture(Experiment):
+class Mixture(SmallRuns):
     """A mixture file."""
 
     proxy: ProxySize = Field(description="size and length of each proxy")

@@ -70,7 +70,7 @@ class CheckpointEvaluationStep(EvaluationStep):
     def title(self, profile: Profile) -> str:
         return f"evaluate {profile.name} at step {self.step}"
 
-    def adapted(self, job: Job) -> Job:
+    def adapted(self, job: Job, context: Context, key: str) -> Job:
         job = replace(job, name="evaluate-checkpoint").with_arguments("--step", str(self.step))
         return job.with_arguments("--profile", str(self.profile_file)) if self.profile_file else job
 

@@ -69,7 +69,7 @@ class EvaluationStep(Step):
         # Per key: runs are also evaluated on the data of others.
         output = folder / "logs" / f"evaluation-{key[:16]}.json"
         job = cluster_job("evaluate", context, key, self.dataset, self.graphs, "--output", str(output))
-        job = self.adapted(job)
+        job = self.adapted(job, context, key)
         if self.reference:
             job = job.with_arguments("--reference", str(context.store.artifacts.path(self.reference)))
         if profile.lora.rank and self.weights:
@@ -83,12 +83,16 @@ class EvaluationStep(Step):
             _require_finite(folder.name, result, output)
             summary.update({name: result[name] for name in SUMMARY})
             shutil.copyfile(output, staging / FILE)
+            self.add(context, staging, summary)
         output.unlink()
         return context.store.artifacts.expect(self.kind, key)
 
-    def adapted(self, job: Job) -> Job:
+    def adapted(self, job: Job, context: Context, key: str) -> Job:
         """The job, with what a subclass changes of it."""
         return job
+
+    def add(self, context: Context, staging: Path, summary: dict[str, Any]) -> None:
+        """Add what a subclass has to the artifact."""
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         loss, perplexity = summary["validation_loss"], summary["perplexity"]

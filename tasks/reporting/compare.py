@@ -74,8 +74,14 @@ def table_rows(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def write_page(runs: Sequence[Mapping[str, Any]], histories: Sequence[History], path: Path) -> Path:
-    """Write the comparison as an HTML page."""
+def write_page(
+    runs: Sequence[Mapping[str, Any]],
+    histories: Sequence[History],
+    path: Path,
+    titles: tuple[str, str] | None = None,
+    first: Sequence[str] = (),
+) -> Path:
+    """Write the comparison as an HTML page: with titles of its own, and with sections that come first, if given."""
     training, validation = [], []
     for number, (run, history) in enumerate(zip(runs, histories, strict=True)):
         style = f"line-{number % LINE_STYLES + 1}"
@@ -90,8 +96,9 @@ def write_page(runs: Sequence[Mapping[str, Any]], histories: Sequence[History], 
             line_chart(validation, x_label="step", y_label="validation loss in training"),
         ),
     ]
+    title, subtitle = titles or (" and ".join(names), f"Comparison of {len(runs)} runs")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html.page(" and ".join(names), f"Comparison of {len(runs)} runs", sections))
+    path.write_text(html.page(title, subtitle, [*first, *sections]))
     return path
 
 

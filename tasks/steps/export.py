@@ -16,6 +16,7 @@ from tasks.step import Context, Step
 from tasks.store import run_artifacts
 from tasks.store.artifacts import Artifact
 from tasks.store.manifest import NAME as MANIFEST
+from tasks.store.store import Store
 
 ADAPTER = "adapter"  # folder of the export
 
@@ -76,7 +77,12 @@ def write_model(
         shutil.rmtree(local)  # a downloaded copy
         with contextlib.suppress(OSError):  # another one is in use
             local.parent.rmdir()
+    copy_tokenizer(store, tokenizer, folder)
+    (folder / RECORD).unlink()
+
+
+def copy_tokenizer(store: Store, tokenizer: Artifact, folder: Path) -> None:
+    """Copy the files of a tokenizer into the folder of a model."""
     for file in store.artifacts.path(tokenizer).iterdir():
         if file.name != MANIFEST:
             shutil.copy2(file, folder / file.name)
-    (folder / RECORD).unlink()

@@ -8,16 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from flows import runner
 from flows.cli.main import main
-from modeling.conversion.convert import Options, convert
 from modeling.planning.planner import plan
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
-from tasks.fork import decay_overrides, find_parent
 from tasks.keys import file_digest
 from tasks.reporting.format import format_bytes, format_count
 from tasks.store.store import Store
@@ -273,35 +269,6 @@ def test_a_fork_continues_its_parent_and_records_it_and_a_tracker_follows(
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert re.search(r"child +done +8 of 8 +\d\.\d{4} .* micro@4$", lines["child"])
     assert re.search(r"micro +done +6 of 6 ", lines["micro"])
-
-
-def test_a_branch_of_a_trunk_equals_the_run_of_its_length_and_checkpoints_are_averaged(
-    pretrain, store, tmp_path
-):
-    trunk = ("train.schedule=constant", "checkpoint.keep=0", "train.steps=10")
-    pretrain(store, *trunk, name="at-once")
-    opened = Store(str(store))
-    decay = decay_overrides(opened, find_parent(opened, "at-once@6"), 4)
-    pretrain(store, *decay, name="branch", fork="at-once@6")
-    pretrain(store, *decay, name="from-scratch")
-    assert losses(store / "runs/branch") == losses(store / "runs/from-scratch")
-    assert losses(store / "runs/branch")[10] != losses(store / "runs/at-once")[10]
-    with pytest.raises(ProfileError, match="the learning rate of branch has begun to decay before step 8"):
-        decay_overrides(opened, find_parent(opened, "branch@8"), 4)
-
-    run, merged = store / "runs/at-once", tmp_path / "merged"
-    branch = str(store / "runs/branch/export")
-    assert main(["convert", str(run), str(merged), "--to", "hf", "--average", "2", "--average", branch]) == 0
-    for number, step in enumerate((10, 8)):
-        convert(run / f"checkpoints/step_{step}", tmp_path / str(number), Options("hf"))
-    found, *members = (
-        load_file(folder / "model.safetensors")
-        for folder in (merged, tmp_path / "0", tmp_path / "1", Path(branch))
-    )
-    for name, tensor in found.items():
-        mean = sum(member[name] for member in members) / 3
-        torch.testing.assert_close(tensor, mean, rtol=1e-6, atol=1e-8)
-    assert main(["convert", str(run), str(tmp_path / "many"), "--to", "hf", "--average", "9"]) == 2
 
 
 def test_a_run_keeps_the_data_that_it_began_with_until_it_is_updated(pretrain, store, profile, tmp_path):

@@ -18,7 +18,7 @@ from tests.flows.micro import settings, write_shadowing_modules
 from tests.tasks.reporting.run_folders import write_run
 from tests.tasks.source_files import write_pair
 
-COMMANDS = ("run", "plan", "up", "convert", "profiles", "compare", "tensorboard", "import-config")
+COMMANDS = ("run", "branches", "plan", "up", "convert", "profiles", "compare", "tensorboard", "import-config")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,131 @@
+"""Branches: a trunk of constant learning rate, branches that decay from its checkpoints, averages, and a page of all.
+
+    plan ─> trunk ┬─> branch ┬─> average ┬─> comparison
+                  ├─> branch ┤           │
+                  └──────────┴─> average ┘
+
+Trunk and branches are ordinary runs of the pretraining flow, so those that are finished are cached, those that were interrupted
+resume, and with one branch more that branch alone is trained: and a longer trunk, if it starts beyond its end.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from flows.final_states import final_states
+from flows.hooks import show_failure
+from flows.pretrain import pretrain
+from flows.runner import THREADS, Runner
+from flows.server.secrets import hub_token
+from flows.side_by_side import plan_within, require_startable, run_side_by_side
+from modeling.planning.planner import Plan
+from modeling.scaling.rungs import Rung
+from profiles import resolve
+from profiles.errors import ProfileError
+from profiles.sections import branches as files
+from profiles.sections.branches import Branches
+from tasks.branches import branches_of, members_of, resolve_member, trunk_of
+from tasks.evaluation.average import MODEL, AverageStep, identity_of
+from tasks.reporting import branches_page
+from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
+from tasks.store import runs
+from tasks.store.inventory import ARTIFACTS
+from tasks.store.store import Store
+
+
+def run_name() -> str:
+    """Name of the flow run in Prefect's UI: the branches file's."""
+    return Path(flow_run.parameters["file"]).stem
+
+
+def load(file: str, store: Store | None = None) -> tuple[Branches, Rung, list[Rung], list[Plan]]:
+    """A branches file, its trunk, its branches, and the plans of trunk and branches. Raises ProfileError if one cannot run."""
+    described = files.load(file)
+    trunk = trunk_of(described, store)
+    branches = branches_of(described, trunk)
+    if trunk.profile.lora.rank and described.averages:
+        reason = "are of whole weights, and this profile trains adapters"
+        raise ProfileError("averages", None, reason)
+    for average in described.averages:
+        for member in average.of:
+            resolve_member(described, average, member, trunk, branches)
+    return described, trunk, branches, plan_within(described, [trunk, *branches])
+
+
+@flow(
+    name="branches",
+    flow_run_name=run_name,
+    task_runner=THREADS,
+    on_failure=[show_failure],
+    on_crashed=[show_failure],
+)
+@final_states
+def branches(file: str, store: str = "./store") -> dict[str, Any]:
+    """Train a trunk and its branches, average checkpoints, and compare all of them; returns losses and the page's path.
+
+    Args:
+        file: The branches file.
+        store: Where artifacts and runs are kept: a folder or an s3:// prefix.
+    """
+    first = files.load(file)
+    work_dir = resolve.load(first.target, first.overrides).cluster.work_dir
+    opened = Store(store, work_dir or "store")
+    described, trunk, found, _ = load(file, opened)
+    require_startable([trunk, *found])
+    grown = pretrain(described.target, list(trunk.overrides), trunk.name, store)
+    results = [grown, *run_side_by_side(described, found, store)]
+    rows = [
+        {
+            "run": run.name,
+            "step": run.first_step,
+            "steps": run.profile.train.steps,
+            "tokens": run.tokens,
+            "validation_loss": result["validation_loss"],
+            "report": result["report"],
+        }
+        for run, result in zip((trunk, *found), results, strict=True)
+    ]
+    averages = _average(described, trunk, found, opened)
+    page = opened.work_dir / "branches" / f"{described.name}.html"
+    branches_page.write(page, described, opened, rows, averages)
+    return {"branches": described.name, "runs": rows, "averages": averages, "page": str(page)}
+
+
+def _average(described: Branches, trunk: Rung, found: list[Rung], store: Store) -> list[dict[str, Any]]:
+    """The averages, made as far as the store lacks them."""
+    if not described.averages:
+        return []
+    folder = runs.fetch(store, trunk.name)
+    profile = resolve.load(str(folder / "profile.yaml"), (), trunk.name)
+    inputs = runs.read_inputs(folder)
+    dataset, tokenizer = (
+        store.artifacts.expect(step.kind, inputs[step.kind]) for step in (DatasetStep, TokenizerStep)
+    )
+    context = Context(profile, store, folder, token=hub_token(profile), flow_run=str(flow_run.id))
+    rows = []
+    with store.lock(f"average-{trunk.name}"), Runner(context) as runner:
+        runner.keep(json.loads(store.run_folder(trunk.name).read(ARTIFACTS) or b"{}"))
+        for average in described.averages:
+            members = members_of(described, average, trunk, found, store)
+            identity = identity_of(store, members)
+            made = runner.run(
+                AverageStep(
+                    dataset, identity, tokenizer=tokenizer, members=tuple(members), label=average.name
+                )
+            )
+            rows.append(
+                {
+                    "average": average.name,
+                    "members": made.summary["members"],
+                    "validation_loss": made.summary["validation_loss"],
+                    "model": str(store.artifacts.path(made) / MODEL),
+                }
+            )
+    return rows

@@ -1,0 +1,62 @@
+"""`trainshed branches plan|run FILE`: plan a trunk and its branches, or train, average and compare them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich.console import Console
+
+from flows.cli import run as run_command
+from flows.cli.exit_codes import DONE
+from flows.cli.runs_table import print_table, row_of, total_of
+from flows.ui.console import relative
+from profiles.sections import branches as files
+from tasks.branches import trunk_of
+
+EQUAL = ("parameters", "batch", "learning_rate")  # of all runs, so that a table needs no columns for them
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan or run the branches; returns the exit code. Raises ProfileError for an invalid file."""
+    if options.action == "plan":
+        return _plan(options)
+    described = files.load(options.file)
+    profile = trunk_of(described).profile
+
+    def start() -> dict[str, Any]:
+        from flows.branches import branches as flow
+
+        return flow(options.file, options.store)
+
+    return run_command.run_flow(options, profile, described.name, start, _print_result)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from flows.branches import load
+
+    described, trunk, branches, plans = load(options.file)
+    runs = [trunk, *branches]
+    rows = [row_of(run, planned) for run, planned in zip(runs, plans, strict=True)]
+    total = total_of(rows, "all runs")
+    scratch = sum(run.flops / run.share for run in branches)
+    if options.json:
+        found = {"branches": described.name, "runs": rows, "total": total, "from_scratch_flops": scratch}
+        print(json.dumps(found, indent=1))
+        return DONE
+    shown = [{name: value for name, value in row.items() if name not in EQUAL} for row in [*rows, total]]
+    print_table(shown, described.name)
+    print(f"\n{total['flops'] / scratch:.0%} of the compute of these lengths, each from scratch")
+    return DONE
+
+
+def _print_result(console: Console, result: dict[str, Any]) -> None:
+    """Print the loss of each length and of each average, and the page."""
+    console.print()
+    for row in result["runs"]:
+        console.print(f"{row['run']:<24}  {row['steps']:>8,} steps  loss {row['validation_loss']:.4f}")
+    for row in result["averages"]:
+        count = len(row["members"])
+        console.print(f"{row['average']:<24}  {count:>2} checkpoints  loss {row['validation_loss']:.4f}")
+    console.print(f"\npage: {relative(result['page'])}", soft_wrap=True, markup=False)

@@ -1,0 +1,94 @@
+"""Averages of checkpoints, of one run or of several: their weights' mean, its held-out loss, and its export.
+
+Averaging the last checkpoints of a constant rate stands in for a part of its decay (LAWA, arXiv 2209.14981), and the average of
+branches for an ensemble (model soups, arXiv 2203.05482).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from modeling.conversion.convert import Options, convert
+from modeling.conversion.journal import RECORD
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+from tasks import keys
+from tasks.evaluation.checkpoints import CheckpointId
+from tasks.evaluation.held_out import EvaluationStep
+from tasks.launchers import Job
+from tasks.step import Context
+from tasks.steps.export import copy_tokenizer
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
+
+MODEL = "model"  # folder of the artifact: the mean as a Hugging Face model
+
+
+def identity_of(store: Store, members: list[tuple[str, int]]) -> str:
+    """Digest of the checkpoints (run, step) of an average. Raises ProfileError for one that is not complete."""
+    found = []
+    for run, step in members:
+        checkpoint = CheckpointId.of(store.run_folder(run), step)
+        if checkpoint is None:
+            raise ProfileError("average", f"{run}@{step}", "is no complete checkpoint")
+        found.append(checkpoint.digest)
+    return keys.digest(found)
+
+
+@dataclass
+class AverageStep(EvaluationStep):
+    """Averages checkpoints, evaluates the mean on the whole validation split, and exports it.
+
+    `identity` is of the checkpoints (`identity_of`). The artifact's summary is that of an evaluation, with the members.
+    """
+
+    tokenizer: Artifact | None = None
+    members: tuple[tuple[str, int], ...] = ()  # run and step of each
+    label: str = ""  # what it is called
+    checkpoints: list[Path] = field(default_factory=list, init=False)  # the members on this machine
+
+    kind = "average"
+    name = "average"
+
+    def title(self, profile: Profile) -> str:
+        return f"average {self.label}"
+
+    def key(self, context: Context) -> str:
+        evaluate = context.profile.evaluate
+        return keys.average(self.identity, self.dataset.key, evaluate.metrics, by_source=evaluate.by_source)
+
+    def make(self, context: Context, key: str) -> Artifact:
+        """Raises as EvaluationStep, and ValueError: the checkpoints are not of one model, or corrupted."""
+        store, scratch = context.store, f"average-{key[:16]}"
+        runs = [store.run_folder(run) for run, _ in self.members]
+        parts = [f"checkpoints/step_{step}" for _, step in self.members]
+        self.checkpoints = [run.download(part) for run, part in zip(runs, parts, strict=True)]
+        try:
+            self._convert("trainshed", store.scratch_folder(scratch) / "step_0")
+            return super().make(context, key)
+        finally:
+            store.remove_scratch_folder(scratch)
+            for run, part in zip(runs, parts, strict=True):
+                if run.is_remote(part):
+                    shutil.rmtree(run.path / part, ignore_errors=True)  # a downloaded copy
+
+    def adapted(self, job: Job, context: Context, key: str) -> Job:
+        folder = context.store.scratch_folder(f"average-{key[:16]}")
+        return replace(job, name="evaluate-average").with_arguments("--checkpoints", str(folder))
+
+    def add(self, context: Context, staging: Path, summary: dict[str, Any]) -> None:
+        self._convert("hf", staging / MODEL)
+        (staging / MODEL / RECORD).unlink()
+        copy_tokenizer(context.store, self.tokenizer, staging / MODEL)
+        summary["members"] = [f"{run}@{step}" for run, step in self.members]
+
+    def _convert(self, to: str, folder: Path) -> None:
+        first, *others = self.checkpoints
+        convert(first, folder, Options(to, average=tuple(others)), replace=True)
+
+    def describe(self, summary: Mapping[str, Any]) -> str:
+        return f"{len(summary['members'])} checkpoints, {super().describe(summary)}"

@@ -1,0 +1,134 @@
+"""Branches of a trunk through the real flow: their losses, what is cached, averages of checkpoints, and the page."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from flows.cli.main import main
+from modeling.conversion.convert import Options, convert
+from profiles.errors import ProfileError
+from tasks.fork import decay_overrides, find_parent
+from tasks.store.store import Store
+from tests.flows.micro import exported, losses
+from tests.forked_jobs import forked_jobs
+
+LONG = {"step": 6, "decay": 4}
+SOUP = {"name": "soup", "of": ["trunk@6", "long"], "last": 2}
+
+
+def write_branches(folder: Path, profile: Path, **changes: object) -> Path:
+    """A trunk of the profile `micro` of 6 steps, a branch of 4 more, and an average."""
+    path = folder / "stable.yaml"
+    settings = {
+        "target": str(profile),
+        "every": 2,
+        "branches": [{**LONG, "name": "long"}],
+        "averages": [SOUP],
+    }
+    path.write_text(yaml.safe_dump({**settings, **changes}))
+    return path
+
+
+def branches(file: Path, store: Path) -> dict:
+    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+    from flows.branches import branches
+
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), forked_jobs():
+        return branches(str(file), str(store))
+
+
+def written(store: Path) -> dict[str, int]:
+    """When the metrics of each run and each average were written."""
+    paths = [*store.glob("runs/*/metrics.jsonl"), *store.glob("artifacts/average/*/manifest.json")]
+    return {path.parent.name: path.stat().st_mtime_ns for path in paths}
+
+
+def test_branches_equal_runs_of_their_length_and_are_trained_once(pretrain, profile, tmp_path, capsys):
+    store = tmp_path / "store"
+    first = branches(write_branches(tmp_path, profile), store)
+    assert [(run["run"], run["step"], run["steps"]) for run in first["runs"]] == [
+        ("stable-trunk", 0, 6), ("stable-long", 6, 10)
+    ]  # fmt: skip
+    decay = decay_overrides(Store(str(store)), find_parent(Store(str(store)), "stable-trunk@6"), 4)
+    pretrain(store, *decay, name="from-scratch")
+    assert losses(store / "runs/stable-long") == losses(store / "runs/from-scratch")
+
+    # The average is of the master weights, and its loss is what transformers computes with it.
+    (soup,) = first["averages"]
+    members = [("trunk", 4), ("trunk", 6), ("long", 8), ("long", 10)]
+    assert soup["members"] == [f"stable-{run}@{step}" for run, step in members]
+    found, mean = load_file(Path(soup["model"]) / "model.safetensors"), {}
+    for number, (run, step) in enumerate(members):
+        folder = tmp_path / str(number)
+        convert(store / f"runs/stable-{run}/checkpoints/step_{step}", folder, Options("hf"))
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            mean[name] = mean.get(name, 0) + tensor / 4
+    torch.testing.assert_close(found, mean, rtol=1e-6, atol=1e-7)
+    dataset = next((store / "artifacts/dataset").iterdir())
+    assert exported(Path(soup["model"]), dataset, 32)[0] == pytest.approx(soup["validation_loss"], rel=1e-5)
+
+    # Another branch beyond the trunk's end prolongs the trunk, and nothing else runs again.
+    before = written(store)
+    more = [{**LONG, "name": "long"}, {"step": 8}]
+    second = branches(write_branches(tmp_path, profile, branches=more), store)
+    after = written(store)
+    assert after.keys() - before.keys() == {"stable-8-2"}
+    assert {name for name in before if after[name] != before[name]} == {"stable-trunk"}
+    assert second["averages"] == first["averages"]
+    trunk = losses(store / "runs/stable-trunk")
+    assert len(trunk) == 8
+    assert {step: losses(store / "runs/stable-8-2")[step] for step in trunk} == trunk
+    page = Path(second["page"]).read_text()
+    for text in ("Loss by length", "stable-8-2", "soup", "Training loss"):
+        assert text in page
+    with pytest.raises(
+        ProfileError, match="the learning rate of stable-long has begun to decay before step 8"
+    ):
+        decay_overrides(Store(str(store)), find_parent(Store(str(store)), "stable-long@8"), 4)
+    run, merged = str(store / "runs/stable-long"), tmp_path / "merged"
+    average = ["--average", "2", "--average", str(store / "runs/from-scratch/export")]
+    assert main(["convert", run, str(merged), "--to", "hf", *average]) == 0
+    for name, tensor in load_file(merged / "model.safetensors").items():
+        three = [tmp_path / "2", tmp_path / "3", store / "runs/from-scratch/export"]
+        mean = sum(load_file(folder / "model.safetensors")[name] for folder in three) / 3
+        torch.testing.assert_close(tensor, mean, rtol=1e-6, atol=1e-7)
+    assert main(["convert", run, str(tmp_path / "many"), "--to", "hf", "--average", "9"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"branch": []}, "branch = []: there is no such key at the top level; nearest valid: branches"),
+        ({"branches": [{"step": 5}]}, "branches.0.step = 5: is no multiple of every, 2"),
+        ({"every": 1, "branches": [{"step": 1}, LONG]}, "branches.0.decay = 1: is within the warm-up"),
+        ({"branches": [LONG, LONG]}, "branches.1 = stable-6-4: is listed twice"),
+        ({"averages": [{"name": "a", "of": ["short"], "last": 2}]}, "is neither trunk, trunk@STEP nor a branch"),
+        ({"averages": [{"name": "a", "of": ["trunk@7"], "last": 2}]}, "is no checkpoint of the trunk"),
+        ({"overrides": ["cluster.devices_per_node=2", "parallel.tensor=2"], "devices": 1}, "is less than the 2 of one run"),
+    ],
+)  # fmt: skip
+def test_branches_that_cannot_run_are_rejected(profile, tmp_path, capsys, changes, says):
+    assert main(["branches", "plan", str(write_branches(tmp_path, profile, **changes))]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_plan_counts_what_each_branch_adds(profile, tmp_path, capsys):
+    more = [{**LONG, "name": "long"}, {"step": 8, "decay": 8}]
+    file = str(write_branches(tmp_path, profile, branches=more))
+    assert main(["branches", "plan", file, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(run["run"], run["from"], run["steps"]) for run in found["runs"]] == [
+        ("stable-trunk", None, 8), ("stable-long", 6, 10), ("stable-8-8", 8, 16)
+    ]  # fmt: skip
+    step = found["runs"][0]["tokens"] / 8
+    assert [run["tokens"] for run in found["runs"]] == [8 * step, 4 * step, 8 * step]
+    assert found["total"]["flops"] / found["from_scratch_flops"] == pytest.approx(20 / 26)
+    assert main(["branches", "plan", "tiny"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].startswith("58% of the compute")
