@@ -497,3 +497,19 @@ def test_an_impossible_schedule_of_the_mixture_is_rejected(schedule, key, reason
 def test_a_schedule_of_the_mixture_needs_weights():
     accepted(TWO_SOURCES, "data.schedule=[{step: 1, weights: [0, 1]}, {step: 300, weights: [1, 1]}]")
     assert "have none" in rejection("data.schedule=[{step: 9, weights: [1]}]").reason
+
+
+@pytest.mark.parametrize(
+    ("profile", "override", "message"),
+    [
+        ("tiny", "train.balance=bias", "balance = bias: has no effect: llama has no experts; nearest valid: sequence"),
+        ("tiny-moe", "train.balance=bias", "exports of qwen3_moe have no tensor for; nearest valid: sequence, global, none"),
+        ("tiny-moe", "train.balance_bias_rate=0.01", "has no effect with train.balance sequence; nearest valid: null"),
+        ("deepseek-v3", "parallel.tensor=256", "tensor = 256: does not divide 128 query heads"),
+        ("deepseek-v3", "lora.rank=8", "lora.rank = 8: deepseek_v3 has no q, k and v projections of hidden states"),
+    ],
+)  # fmt: skip
+def test_what_a_family_with_experts_cannot_do_is_rejected(profile, override, message):
+    with pytest.raises(ProfileError) as caught:
+        resolve.check(resolve.load(profile, [override]))
+    assert message in str(caught.value)

@@ -39,6 +39,7 @@ PARAMETERS = {
     "dbrx": 131596523520,
     "qwen3-30b-a3b": 30532122624,
     "gpt-oss-20b": 20914757184,
+    "deepseek-v3": 671026419200,  # with the 14,848 biases of the experts' selection
     "gpt3-23b": 22980059136,
     "gpt3-46b": 45531619328,
     "gpt3-175b": 174604259328,
@@ -69,6 +70,7 @@ MODERN = (
     "dbrx",
     "qwen3-30b-a3b",
     "gpt-oss-20b",
+    "deepseek-v3",
 )  # without a published run on trn1
 PLAIN = (*PUBLISHED, *MODERN)
 # The numbers of the published config.json files.
@@ -116,6 +118,20 @@ CONFIGS = {
             "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
             "truncate": False,
         },
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "attention_bias": False, "first_k_dense_replace": 3, "hidden_size": 7168,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+        "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
     },
 }  # fmt: skip
 NODES = {"trn1": 32, "trn2": 64, "h200": 8, "h100": 8}  # devices of a node

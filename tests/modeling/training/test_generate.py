@@ -23,7 +23,7 @@ class Prompts:
         return batch(0)[sample].numpy()
 
 
-@pytest.mark.parametrize("family", ["mistral", "mixtral", "dbrx", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "dbrx", "gpt_oss", "deepseek_v3"])
 def test_greedy_samples_equal_transformers(monkeypatch, family):
     monkeypatch.setattr(generate, "TOP_K", 1)
     trainer = Trainer(Case(family).profile())
