@@ -163,7 +163,8 @@ def _compile(
             return {**entry, **found.summary, "status": "from cache"}
         watch()
         log.info("compiling %s", program["name"])
-        name = f"compile-{re.sub('[^a-z]+', '-', program['name'])}"
+        # Models with layers of several kinds have programs of the same name: a job would end the one that has its name.
+        name = f"compile-{re.sub('[^a-z]+', '-', program['name'])}-{program['digest'][:8]}"
         result = work / "logs" / f"{name}.json"
         result.unlink(missing_ok=True)
         summary: dict[str, Any] = {}
