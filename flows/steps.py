@@ -140,12 +140,12 @@ def open_run(
     origin = f"{parent.run}@{parent.step}" if parent else None
     with (
         alerts(profile, context.store.run_folder(profile.name)) as alerting,
-        tracking(profile, folder, labels_of(profile, source, origin)) as ending,
+        tracking(profile, folder, labels_of(profile, source, origin)) as outcome,
     ):
         runner.context = replace_fields(runner.context, watch=alerting.update)
         yield overview
         if profile.tracking.trackers:
-            ending.files += results(context.store, folder, parent)
+            outcome.files += results(context.store, folder, parent)
 
 
 def with_training_progress(context: Context) -> Context:

@@ -35,36 +35,36 @@ QUIET = {"DO_NOT_TRACK": "1", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_
 
 
 @dataclass
-class Ending:
-    """How a run ended, and the files to attach to it."""
+class Outcome:
+    """Final state of a run, and the files to attach to it."""
 
     state: str = "finished"
     files: list[tuple[Path, str]] = field(default_factory=list)  # path and kind
 
 
 @contextlib.contextmanager
-def tracking(profile: Profile, folder: Path, labels: Mapping[str, str]) -> Iterator[Ending]:
-    """Let the profile's trackers follow the run in this folder during the block; yields what it may add files to."""
-    ending = Ending(files=[(folder / "profile.yaml", "profile")])
+def tracking(profile: Profile, folder: Path, labels: Mapping[str, str]) -> Iterator[Outcome]:
+    """Send the run in this folder to the profile's trackers during the block, which may add files to the yielded outcome."""
+    outcome = Outcome(files=[(folder / "profile.yaml", "profile")])
     processes = [TrackerProcess(name, profile, folder, labels) for name in profile.tracking.trackers]
     try:
-        yield ending
+        yield outcome
     except Exception:
-        ending.state = "failed"
+        outcome.state = "failed"
         raise
     except BaseException:
-        ending.state = "stopped"
+        outcome.state = "stopped"
         raise
     finally:
-        _finish(processes, ending)
+        _finish(processes, outcome)
 
 
 def catch_up(folder: Path) -> None:
     """Send late evaluations of a run that has ended to the trackers that followed it."""
     profile = load(str(folder / "profile.yaml"))
     if profile.tracking.trackers and (folder / FOLDER).is_dir():
-        with tracking(profile, folder, labels_of(profile, profile.name, None)) as ending:
-            ending.state = "finished" if (folder / "report.html").exists() else "stopped"
+        with tracking(profile, folder, labels_of(profile, profile.name, None)) as outcome:
+            outcome.state = "finished" if (folder / "report.html").exists() else "stopped"
 
 
 class TrackerProcess:
@@ -96,17 +96,17 @@ class TrackerProcess:
                     text=True,
                     start_new_session=True,  # Ctrl-C reaches the flow only, which then sends the final state
                 )
-            self._say(first)
+            self._send(first)
         except OSError as error:
             self._warn(str(error))
             return
         threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True).start()
 
-    def end(self, ending: Ending) -> None:
+    def end(self, outcome: Outcome) -> None:
         """Send the final state of the run."""
-        files = [(str(path.absolute()), kind) for path, kind in ending.files]
+        files = [(str(path.absolute()), kind) for path, kind in outcome.files]
         with contextlib.suppress(OSError):  # the process has ended already
-            self._say(json.dumps({"state": ending.state, "files": files}))
+            self._send(json.dumps({"state": outcome.state, "files": files}))
 
     def wait(self, deadline: float) -> None:
         """Wait for the process until a time.monotonic, and kill it then."""
@@ -126,7 +126,7 @@ class TrackerProcess:
         if self._child is not None:
             self._child.kill()
 
-    def _say(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         if self._child is not None and self._child.stdin is not None:
             self._child.stdin.write(f"{line}\n")
             self._child.stdin.flush()
@@ -144,10 +144,10 @@ class TrackerProcess:
             log.warning("tracker %s: %s; %s", self.name, reason, advice)
 
 
-def _finish(processes: Sequence[TrackerProcess], ending: Ending) -> None:
+def _finish(processes: Sequence[TrackerProcess], outcome: Outcome) -> None:
     try:
         for process in processes:
-            process.end(ending)
+            process.end(outcome)
         deadline = time.monotonic() + FINISH_SECONDS
         for process in processes:
             process.wait(deadline)

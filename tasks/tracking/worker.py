@@ -1,4 +1,4 @@
-"""The process of one tracker: `python -m tasks.tracking.worker`, started by `process.py`; reads its orders from standard input.
+"""The process of one tracker: `python -m tasks.tracking.worker`, started by `process.py`; reads two lines from standard input.
 
 The first line describes the run, as JSON. The second line, once the run has ended, has its final state and the files to attach;
 if standard input is closed without it, the flow's process has ended, and the run counts as stopped. Standard output has one line
@@ -42,19 +42,19 @@ Row = dict[str, Any]
 
 
 @dataclass
-class Orders:
-    """The flow's message at the end of the run: its final state and files; `over` is set once it has arrived."""
+class EndMessage:
+    """The flow's message at the end of the run: its final state and files; `received` is set once it has arrived."""
 
-    over: threading.Event = field(default_factory=threading.Event)
+    received: threading.Event = field(default_factory=threading.Event)
     state: str = "stopped"
     files: list[tuple[str, str]] = field(default_factory=list)  # path and kind
 
     def read(self, stream: IO[str]) -> None:
         """Wait for the second line."""
         with contextlib.suppress(ValueError):  # of a process that was killed while writing it
-            said = json.loads(stream.readline() or "{}")
-            self.state, self.files = said.get("state", "stopped"), said.get("files", [])
-        self.over.set()
+            message = json.loads(stream.readline() or "{}")
+            self.state, self.files = message.get("state", "stopped"), message.get("files", [])
+        self.received.set()
 
 
 class NewRows:
@@ -98,8 +98,8 @@ class NewRows:
 class Sender:
     """Calls a tracker, with retries; `report` is called with each error."""
 
-    def __init__(self, tracker: Tracker, orders: Orders, report: Callable[[BaseException], None]) -> None:
-        self._tracker, self._orders, self._report = tracker, orders, report
+    def __init__(self, tracker: Tracker, end: EndMessage, report: Callable[[BaseException], None]) -> None:
+        self._tracker, self._end, self._report = tracker, end, report
 
     def start(self, run: TrackedRun) -> str | None:
         """Open the run; returns its identifier, None if the run ended before that was possible."""
@@ -117,9 +117,9 @@ class Sender:
         return bool(self._persist(send))
 
     def finish(self) -> None:
-        for path, kind in self._orders.files:
+        for path, kind in self._end.files:
             self._persist(lambda path=path, kind=kind: self._tracker.artifact(Path(path), kind))
-        self._persist(lambda: self._tracker.finish(self._orders.state))
+        self._persist(lambda: self._tracker.finish(self._end.state))
 
     def _persist(self, call: Callable[[], Any]) -> Any:
         """Retry a call until it succeeds, at most once after the run has ended; returns its result, or None."""
@@ -132,7 +132,7 @@ class Sender:
                 if last:
                     return None
             delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
-            last, attempt = self._orders.over.wait(delay), attempt + 1
+            last, attempt = self._end.received.wait(delay), attempt + 1
 
 
 def main() -> int:
@@ -148,19 +148,19 @@ def main() -> int:
         with contextlib.suppress(OSError):
             print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=answers, flush=True)
 
-    orders = Orders()
-    threading.Thread(target=orders.read, args=(sys.stdin,), daemon=True).start()
+    end = EndMessage()
+    threading.Thread(target=end.read, args=(sys.stdin,), daemon=True).start()
     try:
-        sender = Sender(load(given["tracker"])(), orders, report)
+        sender = Sender(load(given["tracker"])(), end, report)
     except Exception as error:
         report(error)
         return 1
     run, failed = Path(given["folder"]), False
-    follow(run, given, sender, orders)
+    follow(run, given, sender, end)
     return int(failed)
 
 
-def follow(run: Path, given: dict[str, Any], sender: Sender, orders: Orders) -> None:
+def follow(run: Path, given: dict[str, Any], sender: Sender, end: EndMessage) -> None:
     """Send a run's metrics until the run ends."""
     path = run / FOLDER / f"{given['tracker'].replace(':', '.')}.json"
     known = state_files.read_json(path) or {}
@@ -178,11 +178,13 @@ def follow(run: Path, given: dict[str, Any], sender: Sender, orders: Orders) -> 
         **{name: known.get(name, 0) for name in ("step", "evaluated", "evaluations")},
     }
     rows = NewRows(run / "metrics.jsonl", sent=(state["step"], state["evaluated"]))
-    # of checkpoints, in any order
+    # Of checkpoints, in any order: the steps sent do not say which rows were.
     evaluations = NewRows(run / "evaluations.jsonl", skip=state["evaluations"])
     state_files.write(path, json.dumps(state))
     while True:
-        over = orders.over.is_set()  # asked first, so that what was written before the end is read
+        ended = (
+            end.received.is_set()
+        )  # before the files are read, so that no row written before the end is missed
         while taken := rows.take():
             if not sender.send(taken):
                 break
@@ -194,9 +196,9 @@ def follow(run: Path, given: dict[str, Any], sender: Sender, orders: Orders) -> 
                 break
             state["evaluations"] = evaluations.seen
             state_files.write(path, json.dumps(state))
-        if over:
+        if ended:
             break
-        orders.over.wait(POLL_SECONDS)
+        end.received.wait(POLL_SECONDS)
     sender.finish()
 
 

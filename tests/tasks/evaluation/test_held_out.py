@@ -38,7 +38,7 @@ def run_folder(profile, store, name):
     return folder
 
 
-def test_a_run_without_a_checkpoint_is_refused_in_words_and_not_tried_again(lab):
+def test_run_without_a_checkpoint_is_rejected_and_not_retried(lab):
     profile, store, tokens = lab
     with pytest.raises(FatalError, match=r"^run empty has no complete checkpoint to evaluate"):
         EvaluationStep(tokens, "identity").run(Context(profile, store, run_folder(profile, store, "empty")))
