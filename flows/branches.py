@@ -46,7 +46,7 @@ def run_name() -> str:
 
 
 def load(file: str, store: Store | None = None) -> tuple[Branches, Rung, list[Rung], list[Plan]]:
-    """A branches file, its trunk, its branches, and the plans of trunk and branches. Raises ProfileError if one cannot run."""
+    """Load a branches file, its trunk, branches, and the plans of all. Raises ProfileError if one of them cannot run."""
     described = files.load(file)
     trunk = trunk_of(described, store)
     branches = branches_of(described, trunk)
@@ -99,7 +99,7 @@ def branches(file: str, store: str = "./store") -> dict[str, Any]:
 
 
 def _average(described: Branches, trunk: Rung, found: list[Rung], store: Store) -> list[dict[str, Any]]:
-    """The averages, made as far as the store lacks them."""
+    """Make the averages that the store lacks; returns all of them."""
     if not described.averages:
         return []
     folder = runs.fetch(store, trunk.name)

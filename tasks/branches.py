@@ -1,7 +1,7 @@
 """The runs of a branches file: a trunk of constant rate, and branches that decay from its checkpoints.
 
-A trunk that is longer, or another branch, changes nothing of the runs that exist: its schedule is no part of a run's identity,
-and a branch depends on the trunk up to its own first step alone. So what has been trained stays cached.
+A longer trunk or a further branch leaves finished runs cached: the length of the trunk's constant schedule is not part of its
+identity, and a branch depends on the trunk only up to its own first step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tasks.store.store import Store
 
 
 def trunk_of(described: Branches, store: Store | None = None) -> Rung:
-    """The trunk, up to the last branch's step; no shorter than it is in the store already.
+    """The trunk, up to the last branch's step, or further if the store's trunk is longer.
 
     Raises:
         ProfileError: its profile is invalid, or a branch does not start from one of its checkpoints.

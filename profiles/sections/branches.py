@@ -36,9 +36,9 @@ class Average(Section):
 
     name: str = Field(pattern=f"^{NAME}$", description="name of the average")
     of: list[str] = Field(
-        min_length=1, description="trunk, trunk@STEP, or names of branches: those up to whose end"
+        min_length=1, description="runs to average checkpoints of: trunk, trunk@STEP, or names of branches"
     )
-    last: Count = Field(1, description="number of latest checkpoints of each of them")
+    last: Count = Field(1, description="number of checkpoints of each run: the latest, up to STEP")
 
 
 class Branches(Experiment):
@@ -46,7 +46,7 @@ class Branches(Experiment):
 
     every: Count = Field(description="steps between the trunk's checkpoints, all of which are kept")
     decay: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.2, description="decay of a branch that names none, as a share of the steps before it"
+        0.2, description="default decay of branches, as a share of the steps before them"
     )
     branches: list[Branch] = Field(min_length=1, description="the branches")
     averages: list[Average] = Field([], description="averages of checkpoints")

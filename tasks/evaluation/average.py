@@ -1,7 +1,7 @@
 """Averages of checkpoints, of one run or of several: their weights' mean, its held-out loss, and its export.
 
-Averaging the last checkpoints of a constant rate stands in for a part of its decay (LAWA, arXiv 2209.14981), and the average of
-branches for an ensemble (model soups, arXiv 2203.05482).
+Averaging the last checkpoints of a constant rate has a part of the effect of decay (LAWA, arXiv 2209.14981), and averaging
+branches a part of that of an ensemble (model soups, arXiv 2203.05482).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AverageStep(EvaluationStep):
 
     tokenizer: Artifact | None = None
     members: tuple[tuple[str, int], ...] = ()  # run and step of each
-    label: str = ""  # what it is called
+    label: str = ""  # name of the average
     checkpoints: list[Path] = field(default_factory=list, init=False)  # the members on this machine
 
     kind = "average"
