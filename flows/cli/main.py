@@ -76,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # a screen has 24 lines
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_training(commands)
+    _add_experiments(commands)
     _add_stores(commands)
     _add_planning(commands)
     _add_tools(commands)
@@ -83,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_training(commands: Any) -> None:
-    """Add run, chain, fork and ladder."""
+    """Add run, chain and fork."""
     about = "run a profile, from the tokenizer to the exported model"
     run = _command(commands, "run", "PROFILE", about, "trainshed run tiny --name first")
     _profile(run)
@@ -125,36 +126,34 @@ def _add_training(commands: Any) -> None:
     _work_dir(fork)
     _json(fork)
 
+
+def _add_experiments(commands: Any) -> None:
+    """Add ladder, mixture and branches, each of which plans or runs the runs of a file."""
     about = "forecast a run's loss from those of smaller runs"
-    ladder = _command(commands, "ladder", "plan|run FILE", about, "trainshed ladder plan ladder.yaml")
-    about = (
-        "plan: show the rungs and what they cost; run: train those that are missing, and write the forecast"
-    )
-    ladder.add_argument("action", choices=("plan", "run"), metavar="plan|run", help=about)
-    ladder.add_argument("file", metavar="FILE", help="a ladder file (docs/ladder.md)")
-    _store(ladder)
+    action = "plan: show the rungs and their cost; run: train those that are missing, and write the forecast"
+    ladder = _experiment(commands, "ladder", "ladder.md", about, action)
     about = "run: also train the target, once its forecast is in the store"
     ladder.add_argument("--target", action="store_true", help=about)
-    _json(ladder)
 
     about = "find the weights of a run's data sources by small runs"
-    example = "trainshed mixture plan mixture.yaml"
-    mixture = _command(commands, "mixture", "plan|run FILE", about, example)
-    about = "plan: show the proxies and their cost; run: train those that are missing, and propose weights"
-    mixture.add_argument("action", choices=("plan", "run"), metavar="plan|run", help=about)
-    mixture.add_argument("file", metavar="FILE", help="a mixture file (docs/mixtures.md)")
-    _store(mixture)
+    action = "plan: show the proxies and their cost; run: train those that are missing, and propose weights"
+    mixture = _experiment(commands, "mixture", "mixtures.md", about, action)
     about = "run: also train a proxy with the proposed weights, and compare it with its forecast"
     mixture.add_argument("--check", action="store_true", help=about)
-    _json(mixture)
 
     about = "train a trunk and its branches: the losses of all lengths"
-    branches = _command(commands, "branches", "plan|run FILE", about, "trainshed branches plan branches.yaml")
-    about = "plan: show the runs and what they cost; run: train those that are missing, and compare all"
-    branches.add_argument("action", choices=("plan", "run"), metavar="plan|run", help=about)
-    branches.add_argument("file", metavar="FILE", help="a branches file (docs/ladder.md)")
-    _store(branches)
-    _json(branches)
+    action = "plan: show the runs and their cost; run: train those that are missing, and compare all"
+    _experiment(commands, "branches", "ladder.md", about, action)
+
+
+def _experiment(commands: Any, name: str, page: str, about: str, action: str) -> argparse.ArgumentParser:
+    """Add a command that plans or runs a file, described on a page of docs/."""
+    command = _command(commands, name, "plan|run FILE", about, f"trainshed {name} plan {name}.yaml")
+    command.add_argument("action", choices=("plan", "run"), metavar="plan|run", help=action)
+    command.add_argument("file", metavar="FILE", help=f"a {name} file (docs/{page})")
+    _store(command)
+    _json(command)
+    return command
 
 
 def _add_stores(commands: Any) -> None:
