@@ -39,7 +39,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def row_of(run: Rung, planned: Plan) -> dict[str, Any]:
-    """What the table says of a run, without what it takes over from another; None where a speed or price is unknown."""
+    """The row of a run, without steps that it takes over from another; None where a speed or price is unknown."""
     train = run.profile.train
     return {
         "run": run.name,
