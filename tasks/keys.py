@@ -22,7 +22,7 @@ from typing import Any
 
 from profiles import user_functions
 from profiles.schema import Profile, Train
-from profiles.sections.model import PARAMETRIZATION
+from profiles.sections.model import CORRECTED, OPTIONAL, PARAMETRIZATION
 
 # Keys of `train` that do not change the mathematics: how it is computed, logged and guarded against anomalies.
 NOT_MATHEMATICS = {
@@ -171,7 +171,7 @@ def run_identity(
     Args:
         parent: identity and step of the run that it was forked from.
     """
-    train = profile.train.model_dump(mode="json", exclude=NOT_MATHEMATICS | SCHEDULE)
+    train = _train(profile, NOT_MATHEMATICS | SCHEDULE)
     if profile.train.loss:
         train["loss"] = _function(profile.train.loss)
     inputs = {"tokenizer": tokenizer, "dataset": dataset, "weights": weights, "parent": parent}
@@ -187,7 +187,7 @@ def run_identity(
 
 def forecast_target(profile: Profile) -> str:
     """Digest of what a forecast depends on in its target run: mathematics and data, without names and topology."""
-    train = profile.train.model_dump(mode="json", exclude=NOT_MATHEMATICS)
+    train = _train(profile, NOT_MATHEMATICS)
     sections = {
         name: getattr(profile, name).model_dump(mode="json") for name in ("tokenizer", "data", "objective")
     }
@@ -269,5 +269,19 @@ def _function(name: str) -> list[str | None]:
 def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
     """The model section; `trained`: with its parametrization, which only training uses, unless that is standard."""
     found = profile.model.model_dump(mode="json")
+    if profile.model.architecture not in CORRECTED:  # identities are those from before there were these keys
+        found = {
+            name: found[name] for name in found.keys() - {name for name, of, _ in OPTIONAL if of == CORRECTED}
+        }
+        scaling = found["rope_scaling"] or {}
+        found["rope_scaling"] = {name: scaling[name] for name in scaling if "mscale" not in name} or None
     scales = {name: found.pop(name) for name in PARAMETRIZATION}
     return found | scales if trained and scales["parametrization"] != "standard" else found
+
+
+def _train(profile: Profile, excluded: set[str]) -> dict[str, Any]:
+    """The train section, with the balance of experts as it is in effect."""
+    found = profile.train.model_dump(mode="json", exclude=excluded | {"balance_bias_rate"})
+    found["balance_coefficient"] = profile.train.expert_loss_coefficient
+    step = profile.train.expert_bias_step
+    return {**found, "balance_bias_rate": step} if step else found
