@@ -128,6 +128,7 @@ def graphs(profile: Profile) -> str:
             "shape": [profile.micro_batch_rows, train.sequence_length],
             "precision": [train.precision, train.fp8_recipe, train.gradient_dtype],
             "recompute": [train.recompute, train.recompute_layers],
+            "experts": _experts(profile) if profile.model.num_experts else None,
             "loss": train.loss,
             "document_masks": profile.document_masks,
             "lora": profile.lora.model_dump(mode="json", exclude={"alpha"}) if profile.lora.rank else None,
@@ -285,3 +286,11 @@ def _train(profile: Profile, excluded: set[str]) -> dict[str, Any]:
     found["balance_coefficient"] = profile.train.expert_loss_coefficient
     step = profile.train.expert_bias_step
     return {**found, "balance_bias_rate": step} if step else found
+
+
+def _experts(profile: Profile) -> list[Any]:
+    """What graphs of blocks with experts depend on: their places, capacity, and the losses' factors."""
+    train = profile.train
+    factors = [train.expert_loss_coefficient, train.router_z_coefficient, train.expert_bias_step]
+    places = [profile.parallel.expert, train.capacity_factor, train.global_batch_size]
+    return [train.balance, *factors, *places]

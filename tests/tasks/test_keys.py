@@ -60,6 +60,7 @@ def identity(*overrides, name=None, inputs=("tokenizer", "dataset", None)) -> st
         "train.sequence_length=128",
         "train.precision=float32",
         "train.weight_decay=0.2",
+        "train.balance_coefficient=0.01",
         "train.clip=null",
         "model.num_hidden_layers=4",
         "model.rope_theta=20000.0",
@@ -99,6 +100,7 @@ def test_other_data_or_weights_are_another_run():
         "checkpoint.resume=none",
         "evaluate.every=9",
         "train.micro_batch_size=2",
+        "train.balance_coefficient=0.001",  # as by default
         "train.recompute=full",
         "train.log_every=10",
         "train.spike_factor=3.0",
@@ -113,6 +115,18 @@ def test_other_data_or_weights_are_another_run():
 )
 def test_where_and_how_it_is_computed_is_the_same_run(override):
     assert identity(override) == identity()
+
+
+def test_graphs_of_experts_depend_on_their_balance_capacity_and_places():
+    changes = (
+        "train.balance=none",
+        "train.balance_coefficient=0.1",
+        "train.capacity_factor=2.0",
+        "parallel.expert=1",
+    )
+    found = {keys.graphs(resolve.load("tiny-moe", [change])) for change in ("train.steps=9", *changes)}
+    assert len(found) == 1 + len(changes)
+    assert keys.graphs(resolve.load("tiny-moe")) in found
 
 
 def test_name_and_schedule_change_training_keys_but_not_the_identity():
