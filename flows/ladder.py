@@ -11,6 +11,7 @@ ladder with one rung more trains that rung alone. The forecast is in the store b
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
     opened = Store(store, goal.profile.cluster.work_dir or "store")
     results = run_side_by_side(described, rungs, store)
     losses = [result["validation_loss"] for result in results]
-    metrics = [
-        forecasts.metrics_of(opened.run_folder(result["run"]), result["evaluation"]) for result in results
-    ]
+    metrics = [_metrics(rung, result) for rung, result in zip(rungs, results, strict=True)]
     artifact = forecasts.register(opened, goal, rungs, losses, metrics)
     document = forecasts.read(opened, artifact)
     low, high = document["interval"]
@@ -85,6 +84,12 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
         if recorded is None:
             log.warning("warning: %s had started before it was forecast", trained["run"])
         else:  # an earlier one, if the target had started since
-            reached = forecasts.metrics_of(opened.run_folder(trained["run"]), trained["evaluation"])
-            result["outcome"] = forecasts.outcome(recorded, trained["validation_loss"], reached)
+            loss, reached = trained["validation_loss"], _metrics(goal, trained)
+            result["outcome"] = forecasts.outcome(recorded, loss, reached)
     return result
+
+
+def _metrics(run: Rung, result: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics of a finished run, from the result of its flow."""
+    metrics, steps = result["evaluation"]["metrics"], run.profile.train.steps
+    return forecasts.metrics_of(Path(result["folder"]), metrics, steps)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from modeling.scaling import forecast as forecasts
@@ -30,12 +31,10 @@ KIND = "forecast"
 FILE = "forecast.json"  # in the artifact, and in the folder of a run that was forecast
 
 
-def metrics_of(run: RunFolder, evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics of a finished run's last checkpoint: those of its evaluation, and those of tasks that it was evaluated on."""
-    later = results.read(run.path).get(max(run.checkpoint_steps(), default=0), {})
-    return {
-        name: value for name, value in {**later, **evaluation["metrics"]}.items() if name != "validation_loss"
-    }
+def metrics_of(folder: Path, metrics: Mapping[str, float], step: int) -> dict[str, float]:
+    """Metrics of the run in this folder at its last step: of its evaluation, and of tasks that it was evaluated on since."""
+    later = results.read(folder).get(step, {})
+    return {name: value for name, value in {**later, **metrics}.items() if name != "validation_loss"}
 
 
 def register(

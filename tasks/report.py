@@ -104,6 +104,7 @@ def update_evaluations(folder: Path) -> Path | None:
         return None
     facts["evaluations"] = _evaluations(folder)
     try:
+        facts["forecast"] = _forecast(folder, facts["evaluation"])
         return _write(resolve.load(str(folder / "profile.yaml")), folder, facts, History.read(folder))
     except LookupError as error:  # a report of an earlier version lacks facts
         log.warning("%s: without %s; run %s again to rewrite it", folder / REPORT_JSON, error, folder.name)
@@ -156,7 +157,8 @@ def _forecast(folder: Path, evaluation: Mapping[str, Any]) -> dict[str, Any] | N
     file = folder / ladder.FILE
     if not file.exists():
         return None
-    return ladder.outcome(json.loads(file.read_text()), evaluation["validation_loss"], evaluation["metrics"])
+    metrics = ladder.metrics_of(folder, evaluation["metrics"], evaluation["step"])
+    return ladder.outcome(json.loads(file.read_text()), evaluation["validation_loss"], metrics)
 
 
 def _versions() -> dict[str, str]:

@@ -86,7 +86,7 @@ def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_pat
     assert exported(rung / "export", dataset, 32)[0] == pytest.approx(measured, rel=1e-5)
 
 
-def test_an_outcome_has_the_metrics_that_were_forecast():
+def test_an_outcome_has_the_metrics_that_were_forecast(tmp_path):
     from tasks import ladder as forecasts
     from tasks.reporting import run_report
 
@@ -106,6 +106,9 @@ def test_an_outcome_has_the_metrics_that_were_forecast():
     assert found["metrics"] == {"accuracy": {**accuracy, "outcome": 0.7, "within": False}}
     assert ">accuracy<" in run_report.forecast_against_outcome(found)
     assert forecasts.outcome(forecast, 3.05)["metrics"] == {}  # of an earlier version
+    row = {"step": 6, "time": 1.0, "validation_loss": 3.05, "lm_eval/endings/acc": 0.5}
+    (tmp_path / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
+    assert forecasts.metrics_of(tmp_path, {"other": 1.0}, 6) == {"lm_eval/endings/acc": 0.5, "other": 1.0}
 
 
 def test_a_forecast_that_is_made_after_the_run_started_is_none(tmp_path):
