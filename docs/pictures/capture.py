@@ -25,7 +25,7 @@ SIZES = {
     "alerts": (1200, 760),
     "trackers": (1200, 760),
     "ladder": (1000, 1130),
-    "mixture": (1000, 1130),
+    "mixture": (1000, 1480),
     "branches": (1000, 1130),
     "evaluations": (1000, 1130),
 }

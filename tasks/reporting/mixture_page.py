@@ -30,7 +30,7 @@ def render(mixture: Mixture, proposal: Mapping[str, Any]) -> str:
         "mean loss, proposed": f"{mean['loss']:.4f}",
         "mean loss, natural": f"{mean['natural']:.4f}",
         "change": f"{mean['change']:+.4f}",
-        f"{proposal['share']:.0%} interval of the change": f"{low:+.4f} – {high:+.4f}",
+        f"{proposal['share']:.0%} interval of the change": f"{low:+.3f} to {high:+.3f}",
     }
     settings = "\n".join(f"--set {override}" for override in proposal["overrides"])
     return html.page(
@@ -82,7 +82,7 @@ def _losses(proposal: Mapping[str, Any]) -> str:
                 f"{row['loss']:.4f}",
                 f"{low:.4f} – {high:.4f}",
                 f"{row['change']:+.4f}",
-                f"{least:+.4f} – {most:+.4f}",
+                f"{least:+.4f} to {most:+.4f}",
                 "" if error is None else f"{error:.2%}",
             )
         )
@@ -99,13 +99,13 @@ def _chart(proposal: Mapping[str, Any]) -> str:
     way = np.linspace(0, 1, POINTS)
     losses = np.array([floor + np.exp(effects @ (natural + share * (best - natural))) for share in way])
     losses = np.column_stack([losses, losses @ aim / aim.sum()])
+    measured = {row["source"]: row["outcome"] for row in proposal.get("outcome", ())}
     lines = []
     for number, (name, column) in enumerate(zip(names, losses.T, strict=True)):
-        style = "smooth" if name is None else f"line-{number % LINE_STYLES + 1}"
+        style = f"line-{number % LINE_STYLES + 1}"
         lines.append(Series(named(name), style, list(zip(way.tolist(), column.tolist(), strict=True))))
-    measured = [(1.0, row["outcome"]) for row in proposal.get("outcome", ())]
-    if measured:
-        lines.append(Series("measured with the proposed weights", "validation", measured, dots=True))
+        if name in measured:
+            lines.append(Series(f"{named(name)}, measured", style, [(1.0, measured[name])], dots=True))
     return line_chart(lines, x_label="0: natural, 1: proposed", y_label="held-out loss")
 
 
