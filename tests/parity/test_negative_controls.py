@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -93,10 +94,21 @@ def count_own_choices_only(trainer: Trainer, optimizer: ZeRO1) -> None:
         layer.mesh.context = Axis("context")
 
 
+def ignore_the_load_of_a_rank(trainer: Trainer, optimizer: ZeRO1) -> None:
+    """The biases that balance the experts move by the choices of one rank only."""
+    if trainer.mesh.rank:
+        for layer in trainer.experts.values():
+            layer.router.selection_bias.register_hook(torch.zeros_like)
+
+
 EXPERTS = Case("mixtral", data=2, expert=2)
 FAULTS = {
     drop_an_expert: (EXPERTS, "losses, step 0"),
     send_a_token_twice: (EXPERTS, "norms, step 0"),
+    ignore_the_load_of_a_rank: (
+        Case("deepseek_v3", data=2, expert=2, balance="bias"),
+        "gradients, layers.1.mlp.router.selection_bias",
+    ),
     count_own_choices_only: (Case("mixtral", context=2, expert=2), "gradients, layers.0.mlp.router"),
     drop_an_all_reduce: (Case(tensor=2, sequence_parallel=False), "losses, step 0"),
     swap_kv_heads: (Case(tensor=4), "losses, step 0"),
