@@ -151,6 +151,13 @@ def _compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, A
     return [future.result() for future in futures]
 
 
+def job_name(program: Mapping[str, Any]) -> str:
+    """Name of a program's compile job. A job ends an earlier one of its name, and in models with layers of several kinds programs
+    share theirs.
+    """
+    return f"compile-{re.sub('[^a-z]+', '-', program['name'])}-{program['digest'][:8]}"
+
+
 def _compile(
     context: Context, work: Path, program: Mapping[str, Any], limits: Sequence[str], watch: Callable[[], None]
 ) -> dict[str, Any]:
@@ -163,8 +170,7 @@ def _compile(
             return {**entry, **found.summary, "status": "from cache"}
         watch()
         log.info("compiling %s", program["name"])
-        # Models with layers of several kinds have programs of the same name: a job would end the one that has its name.
-        name = f"compile-{re.sub('[^a-z]+', '-', program['name'])}-{program['digest'][:8]}"
+        name = job_name(program)
         result = work / "logs" / f"{name}.json"
         result.unlink(missing_ok=True)
         summary: dict[str, Any] = {}

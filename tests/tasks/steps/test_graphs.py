@@ -156,6 +156,15 @@ def test_failures_are_recorded_and_a_retry_compiles_only_those(place, run, compi
     assert retried.summary["failed"] == 0
 
 
+def test_programs_of_one_name_have_jobs_of_their_own():
+    kinds = [
+        {"name": "block, training", "digest": digest * 32} for digest in "ab"
+    ]  # with experts and without
+    assert [graphs.job_name(kind) for kind in kinds] == [
+        f"compile-block-training-{8 * letter}" for letter in "ab"
+    ]
+
+
 def test_a_killed_compile_leaves_no_lock(place, run, compiled, caplog):
     place.forget(run, LOSS)
     code = (
