@@ -15,6 +15,7 @@ from tasks.reporting.format import format_age, format_count, format_duration, fo
 
 SLOW = 0.8  # share of the planned speed below which a run is in the warnings
 NODES = 50  # on the page at most
+NAMED = 5  # runs that a warning names
 COLUMNS = {  # heading: attributes; data-number: sorted by number, class=number: aligned to the right
     "run": "",
     "state": "",
@@ -90,18 +91,23 @@ def key_figures(fleet: Fleet) -> dict[str, str]:
 def warning_texts(fleet: Fleet) -> list[str]:
     """Warnings: nodes that fail repeatedly, failed runs, and active runs slower than planned."""
     texts = [
-        f"Node {node.name} failed {node.failures} times, in {', '.join(node.runs)}: drain it, or exclude it with cluster.slurm"
+        f"Node {node.name} failed {node.failures} times, in {_first(node.runs)}: drain it, or exclude it with cluster.slurm"
         for node in fleet.bad_nodes
     ]
     failed = [run.name for run in fleet.runs if run.state == "failed"]
     if failed:
-        texts.append(f"{len(failed)} failed: {', '.join(failed[:5])}{' …' if len(failed) > 5 else ''}")
+        texts.append(f"{len(failed)} failed: {_first(failed)}")
     texts += [
         f"{run.name} trains at {run.speed_of_plan:.0%} of the planned speed"
         for run in fleet.runs
         if run.state in ACTIVE and run.speed_of_plan is not None and run.speed_of_plan < SLOW
     ]
     return texts
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first names of runs, in words."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} others" if len(names) > NAMED else "")
 
 
 def format_cost(cost: float) -> str:

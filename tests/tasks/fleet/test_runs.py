@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tasks.fleet import digest, runs
-from tasks.fleet.page import render
+from tasks.fleet.page import render, warning_texts
 from tasks.fleet.runs import read_fleet
 from tasks.store.store import Store
 from tests import s3
@@ -100,6 +100,13 @@ def test_only_runs_with_changed_files_are_read_again(store, monkeypatch):
     assert read == ["waiting"]
     (store.local_cache / "fleet.json").write_text("{corrupted")
     assert len(read_fleet(store).runs) == 6
+
+
+def test_a_warning_names_few_of_many_runs(tmp_path):
+    for number in range(7):
+        simulated(tmp_path, f"run-{number}", until=5).fail("rank 3 on n7 was killed by SIGKILL")
+    (text,) = warning_texts(read_fleet(Store(str(tmp_path))))
+    assert "failed 7 times, in run-0, run-1, run-2, run-3, run-4 and 2 others: drain it" in text
 
 
 def test_page_is_well_formed_and_escapes_names_of_nodes(store):
