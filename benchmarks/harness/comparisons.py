@@ -218,6 +218,17 @@ COMPARISONS: tuple[TrainingComparison | RingComparison, ...] = (
     TrainingComparison(
         "pipeline", "PP 2, 1F1B", "torch's pipelining", 1.10, ("torch_pipeline",), ("--pipeline", "2")
     ),
+    TrainingComparison(
+        *("experts", "Mixtral, one process", "Hugging Face, grouped_mm", 1.25),
+        peer=("hugging_face", "--experts", "grouped_mm"),
+        processes=1,
+        workload="mixtral",
+    ),
+    TrainingComparison(
+        *("expert", "Mixtral, EP 2", "torch's grouped products and all-to-all", 1.25, ("grouped_experts",)),
+        ours=("--expert", "2"),
+        workload="mixtral",
+    ),
     RingComparison("ring-8k", 8192),
     RingComparison("ring-32k", 32768),
 )

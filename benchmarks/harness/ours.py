@@ -40,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{axis}", type=int, default=1, help="degree; the remaining ranks are data-parallel"
         )
+    parser.add_argument(
+        "--expert", type=int, default=1, help="degree: data-parallel ranks that share out the experts"
+    )
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--fp8", action="store_true", help="multiply the blocks' matrices in FP8 (rowwise)")
     parser.add_argument("--data-sharding", choices=("none", "zero1", "fsdp"), default="zero1")
@@ -50,7 +53,7 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
     """The options as a profile; micro-batches are one sample with a pipeline, else all samples of a rank."""
     work = workload.WORKLOADS[options.workload]
     data = ranks // (options.tensor * options.pipeline * options.context)
-    axes = ("tensor", "pipeline", "context", "sequence_parallel", "data_sharding")
+    axes = ("tensor", "pipeline", "context", "expert", "sequence_parallel", "data_sharding")
     return Profile.model_validate(
         {
             "name": "benchmark",
@@ -69,6 +72,7 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
                 "weight_decay": workload.ADAMW["weight_decay"],
                 "norm_weight_decay": True,
                 "clip": workload.CLIP,
+                "balance": "none",
                 "precision": "fp8" if options.fp8 else options.precision,
             },
             "cluster": {"device": options.device, "devices_per_node": ranks, "threads": options.threads},

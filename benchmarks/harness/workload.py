@@ -1,6 +1,6 @@
 """The training workload that ours and all peers run, and its timing.
 
-All train the same Llama from the same weights on the same batches with the same AdamW, so their losses must agree at every
+All train the same model from the same weights on the same batches with the same AdamW, so their losses must agree at every
 step. A script builds `step(samples) -> loss` and passes it to `measure`, which prints the fields of `Measurement` as a JSON
 line.
 """
@@ -68,6 +68,13 @@ def llama(
 
 
 SMALL = llama(256, 688, 4, 8, 2, 4096, max_position_embeddings=512)
+SMALL_MIXTRAL = llama(
+    *(256, 512, 4, 8, 2, 4096),
+    architecture="mixtral",
+    num_experts=8,
+    num_experts_per_tok=2,
+    max_position_embeddings=512,
+)
 LLAMA_1B = llama(
     *(2048, 8192, 16, 32, 8, 128256),  # Llama 3.2 1B: 1.24e9 parameters
     max_position_embeddings=8192,
@@ -81,6 +88,7 @@ LLAMA_8B_LAYERS = llama(
 )
 WORKLOADS = {
     "small": Workload(SMALL, sequence=512, batch=4),
+    "mixtral": Workload(SMALL_MIXTRAL, sequence=512, batch=4),
     "1b": Workload(LLAMA_1B, sequence=8192, batch=2),
     "8b-layers": Workload(LLAMA_8B_LAYERS, sequence=8192, batch=1),
 }
@@ -125,12 +133,17 @@ def initial_weights(model: Model) -> dict[str, Tensor]:
     }
 
 
+def huggingface_weights(model: Model) -> dict[str, Tensor]:
+    """The initial weights by the names of Hugging Face's files."""
+    return {huggingface_tensor(model, name).name: weight for name, weight in initial_weights(model).items()}
+
+
 @torch.no_grad()
 def load_initial_weights(module: nn.Module, model: Model) -> None:
     """Load the initial weights into a module whose parameters have Hugging Face's names."""
     parameters = dict(module.named_parameters())
-    for name, weight in initial_weights(model).items():
-        parameters.pop(huggingface_tensor(model, name).name).copy_(weight)
+    for name, weight in huggingface_weights(model).items():
+        parameters.pop(name).copy_(weight)
     assert not parameters, f"parameters without initial weights: {', '.join(parameters)}"
 
 

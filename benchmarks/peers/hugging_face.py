@@ -1,19 +1,30 @@
-"""Hugging Face's LlamaForCausalLM in a plain training loop, one process, eager or compiled."""
+"""Hugging Face's Llama or Mixtral in a plain training loop, one process, eager or compiled."""
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from benchmarks.harness import workload
 from benchmarks.peers.llama import cross_entropy
 from profiles.huggingface.config import to_config_json
 
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+}
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
+
 
 def main() -> None:
-    options, work, _, _ = workload.start(workload.workload_parser(__doc__))
-    config = LlamaConfig.from_dict({**to_config_json(work.model), "use_cache": False})
-    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
-    workload.load_initial_weights(model, work.model)
+    parser = workload.workload_parser(__doc__)
+    parser.add_argument("--experts", choices=EXPERTS, help="implementation of Mixtral's experts")
+    options, work, _, _ = workload.start(parser)
+    config_class, model_class = CLASSES[work.model.architecture]
+    config = config_class.from_dict({**to_config_json(work.model), "use_cache": False})
+    weights = workload.huggingface_weights(work.model)
+    model = model_class.from_pretrained(None, config=config, state_dict=weights, attn_implementation="sdpa")
+    if options.experts:
+        model.set_experts_implementation(options.experts)
     model.to(options.device, workload.DTYPES[options.precision]).train()
     forward = torch.compile(model) if options.graphs else model
 

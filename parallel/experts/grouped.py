@@ -10,7 +10,8 @@ number of rows is dynamic, backward sends the rows again together with their gra
 products more than 9. Elements that a rank sends, with r = T·k·h: r(n-1)/n for each exchange of rows, two in forward and three
 in backward.
 
-Products of all experts are one kernel on GPUs in bf16, and elsewhere one product for each expert.
+Products of all experts are one kernel on GPUs in bf16. Elsewhere the experts follow one another, each from its rows to its
+outputs, or its gradients, so that what it computes in between stays in the cache (`sequential.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from parallel import collectives, mesh
 from parallel.activation_checkpointing import save_outputs
-from parallel.experts.activations import ACTIVATIONS
+from parallel.experts import sequential
+from parallel.experts.activations import ACTIVATIONS, Activation
 from parallel.mesh import Axis
 
 
@@ -82,6 +84,10 @@ class _Exchange:
         self.axis, self.k = axis, indices.shape[1]
         flat = indices.flatten()
         self.order = torch.argsort(flat, stable=True)  # (T·k)
+        numbers = torch.arange(len(flat), device=flat.device)
+        self.places = (
+            torch.empty_like(flat).scatter_(0, self.order, numbers).view_as(indices)
+        )  # (T, k), of rows
         sent = torch.zeros(local * axis.size, dtype=torch.int64, device=flat.device)
         sent.scatter_add_(0, flat, torch.ones_like(flat))  # (E)
         if axis.size == 1:
@@ -116,14 +122,26 @@ class _Exchange:
 
     def to_tokens(self, rows: Tensor) -> Tensor:
         """The reverse, back in the order of the tokens: -> (T, k, ...)."""
-        if self.axis.size > 1:
-            ungrouped = torch.empty_like(rows)
-            ungrouped[self.regroup] = rows
-            sent = collectives.start_uneven_all_to_all(ungrouped, self.receive, self.send, self.axis)
-            rows = collectives.wait(sent)
-        result = torch.empty_like(rows)
-        result[self.order] = rows
-        return result.unflatten(0, (-1, self.k))
+        return self._back(rows)[self.places]
+
+    def sum_over_tokens(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The rows (m, h) of each token, times its weights (T, k) if given, summed: -> (T, h), in the rows' dtype."""
+        rows = self._back(rows)
+        if rows.dtype == torch.float32 and rows.device.type == "cpu":
+            weights = None if weights is None else weights.float()
+            return F.embedding_bag(self.places, rows, mode="sum", per_sample_weights=weights)
+        chosen = rows[self.places]  # (T, k, h)
+        return (chosen if weights is None else chosen * weights[..., None]).sum(1).to(rows.dtype)
+
+    def _back(self, rows: Tensor) -> Tensor:
+        """Rows of this rank's experts to the ranks that sent them, sorted there by expert: -> (T·k, ...)."""
+        if self.axis.size == 1:
+            return rows
+        ungrouped = torch.empty_like(rows)
+        ungrouped[self.regroup] = rows
+        return collectives.wait(
+            collectives.start_uneven_all_to_all(ungrouped, self.receive, self.send, self.axis)
+        )
 
     def of_rows(self, of_experts: Tensor) -> Tensor:
         """A row's entry of a tensor (local, ...) by expert."""
@@ -137,24 +155,9 @@ def _has_kernel(*factors: Tensor) -> bool:
 
 
 def _product(rows: Tensor, weight: Tensor, exchange: _Exchange, bias: Tensor | None = None) -> Tensor:
-    """Rows (m, a), weight (experts, b, a) -> (m, b), by group."""
-    if _has_kernel(rows, weight):
-        result = F.grouped_mm(rows, weight.transpose(1, 2), offs=exchange.offsets)
-    else:
-        result = rows.new_empty(len(rows), weight.shape[1])
-        for expert, (start, stop) in enumerate(exchange.ranges()):
-            torch.mm(rows[start:stop], weight[expert].t(), out=result[start:stop])
+    """Rows (m, a), weight (experts, b, a) -> (m, b), by group, in one kernel."""
+    result = F.grouped_mm(rows, weight.transpose(1, 2), offs=exchange.offsets)
     return result if bias is None else result + exchange.of_rows(bias)
-
-
-def _weight_gradient(grad: Tensor, rows: Tensor, exchange: _Exchange) -> Tensor:
-    """Gradient (m, b), rows (m, a) -> (experts, b, a), zero for experts without rows."""
-    if _has_kernel(grad, rows):
-        return F.grouped_mm(grad.t(), rows, offs=exchange.offsets)
-    result = rows.new_empty(len(exchange.counts), grad.shape[1], rows.shape[1])
-    for expert, (start, stop) in enumerate(exchange.ranges()):
-        torch.mm(grad[start:stop].t(), rows[start:stop], out=result[expert])
-    return result
 
 
 def _bias_gradient(grad: Tensor, exchange: _Exchange) -> Tensor:
@@ -179,9 +182,14 @@ def _experts(
     """y; [gate, up] of the rows, empty on several expert ranks; and the rows received, (n, E/n)."""
     exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size))
     rows = exchange.to_experts(exchange.gather(x))  # (m, h)
-    hidden = _product(rows, gate_up, exchange, gate_up_bias)  # (m, 2f)
-    out = _product(ACTIVATIONS[activation].forward(hidden), down, exchange, down_bias)  # (m, h)
-    y = (exchange.to_tokens(out) * weights[..., None]).sum(1).to(x.dtype)  # (T, h)
+    act = ACTIVATIONS[activation]
+    if _has_kernel(rows, gate_up):
+        hidden = _product(rows, gate_up, exchange, gate_up_bias)  # (m, 2f)
+        out = _product(act.forward(hidden), down, exchange, down_bias)  # (m, h)
+    else:
+        parameters = sequential.Parameters(gate_up, down, gate_up_bias, down_bias)
+        hidden, out = sequential.forward(rows, parameters, exchange.ranges(), act)
+    y = exchange.sum_over_tokens(out, weights)  # (T, h)
     return y, hidden if size == 1 else hidden.new_empty(0), exchange.received
 
 
@@ -216,30 +224,46 @@ def _backward(
     rows, grads, scales = exchange.gather(x), exchange.gather(grad), weights.flatten()[exchange.order]
     if size > 1:
         rows, grads = exchange.to_experts(torch.cat((rows, grads), 1)).chunk(2, 1)
-        rows, grads, scales = rows.contiguous(), grads.contiguous(), exchange.to_experts(scales)
+        scales = exchange.to_experts(scales)
+    saved = sequential.Saved(rows, grads, scales, hidden if size == 1 else None)
+    parameters, act = sequential.Parameters(gate_up, down, gate_up_bias, down_bias), ACTIVATIONS[activation]
+    if _has_kernel(rows, gate_up):
+        found = _grouped_backward(saved, parameters, exchange, act)
+    else:
+        found = sequential.backward(saved, parameters, exchange.ranges(), act)
+    grad_rows, grad_scales, *grad_parameters = found
+    grad_x = exchange.sum_over_tokens(grad_rows)
+    grad_weights = exchange.to_tokens(grad_scales).to(weights.dtype)
+    grad_parameters = [x.new_empty(0) if grad is None else grad for grad in grad_parameters]
+    return grad_x, grad_weights, *grad_parameters
+
+
+def _grouped_backward(
+    saved: sequential.Saved, parameters: sequential.Parameters, exchange: _Exchange, act: Activation
+) -> tuple[Tensor | None, ...]:
+    """As `sequential.backward`, by one kernel for all experts."""
+    rows, grads, scales, hidden = saved
+    rows, grads = rows.contiguous(), grads.contiguous()
+    gate_up, down, gate_up_bias, down_bias = parameters
+    if hidden is None:
         hidden = _product(rows, gate_up, exchange, gate_up_bias)
     scales = scales[:, None]  # (m, 1)
-    act = ACTIVATIONS[activation].forward(hidden)  # (m, f)
+    out_of = act.forward(hidden)  # (m, f)
     grad_act = _product(grads, down.transpose(1, 2), exchange)  # (m, f), not scaled
     # The gradient of a weight, <grad, out>, without computing out again.
-    grad_scales = (grad_act * act).sum(1, dtype=torch.float32)  # (m)
+    grad_scales = (grad_act * out_of).sum(1, dtype=torch.float32)  # (m)
     if down_bias is not None:
         grad_scales = grad_scales + (grads * exchange.of_rows(down_bias)).sum(1, dtype=torch.float32)
-    scaled = (grads * scales).to(x.dtype)  # (m, h)
-    grad_down = _weight_gradient(scaled, act, exchange)
-    grad_hidden = ACTIVATIONS[activation].backward((grad_act * scales).to(x.dtype), hidden)  # (m, 2f)
-    grad_gate_up = _weight_gradient(grad_hidden, rows, exchange)
-    grad_rows = _product(grad_hidden, gate_up.transpose(1, 2), exchange)  # (m, h)
-    grad_x = exchange.to_tokens(grad_rows).sum(1)
-    grad_weights = exchange.to_tokens(grad_scales)
-    empty = x.new_empty(0)
+    scaled = (grads * scales).to(rows.dtype)  # (m, h)
+    grad_down = F.grouped_mm(scaled.t(), out_of, offs=exchange.offsets)
+    grad_hidden = act.backward((grad_act * scales).to(rows.dtype), hidden)  # (m, 2f)
     return (
-        grad_x,
-        grad_weights.to(weights.dtype),
-        grad_gate_up,
+        _product(grad_hidden, gate_up.transpose(1, 2), exchange),
+        grad_scales,
+        F.grouped_mm(grad_hidden.t(), rows, offs=exchange.offsets),
         grad_down,
-        empty if gate_up_bias is None else _bias_gradient(grad_hidden, exchange),
-        empty.clone() if down_bias is None else _bias_gradient(scaled, exchange),
+        None if gate_up_bias is None else _bias_gradient(grad_hidden, exchange),
+        None if down_bias is None else _bias_gradient(scaled, exchange),
     )
 
 

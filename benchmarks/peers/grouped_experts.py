@@ -1,0 +1,111 @@
+"""Expert parallelism of torch's parts, as in torchtitan: torchrun --nproc-per-node 2 -m benchmarks.peers.grouped_experts
+
+Every rank holds E/n experts of each layer and its share of the samples. Rows are sorted by expert, exchanged by torch's
+differentiable all-to-all, regrouped by expert, and multiplied by torch's grouped product, gate and up apart; weights of the
+choices apply after the way back. Gradients of everything else are averaged in one flat all-reduce.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+
+from benchmarks.harness import workload
+from benchmarks.peers.llama import Llama, cross_entropy
+from profiles.sections.model import Model
+
+PROJECTIONS = ("w1", "w3", "w2")  # gate, up, down
+
+
+class Experts(nn.Module):
+    """A mixture of experts, of which this rank holds `local` consecutive ones. (b, s, h) to the same shape."""
+
+    def __init__(self, model: Model, rank: int, ranks: int) -> None:
+        super().__init__()
+        h, f, self.ranks, self.k = model.hidden_size, model.expert_width, ranks, model.num_experts_per_tok
+        self.experts, self.local = model.num_experts, model.num_experts // ranks
+        self.first = rank * self.local
+        self.gate = nn.Linear(h, model.num_experts, bias=False)
+        self.w1 = nn.Parameter(torch.empty(self.local, f, h))
+        self.w3 = nn.Parameter(torch.empty(self.local, f, h))
+        self.w2 = nn.Parameter(torch.empty(self.local, h, f))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)  # (T, h)
+        scores = self.gate(tokens).softmax(-1)
+        weights, chosen = scores.topk(self.k, sorted=False)  # (T, k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)  # (T·k) by expert
+        sent = chosen.flatten().bincount(minlength=self.experts)  # (E)
+        received = all_to_all_single(sent.view(self.ranks, -1), None, None, dist.group.WORLD)  # (n, local)
+        received = torch.ops._c10d_functional.wait_tensor(received)
+        splits = sent.view(self.ranks, -1).sum(1).tolist(), received.view(self.ranks, -1).sum(1).tolist()
+        rows = all_to_all_single_autograd(tokens[order // self.k], splits[1], splits[0], dist.group.WORLD)
+        owners = torch.arange(self.local).repeat(self.ranks).repeat_interleave(received.flatten())
+        regroup = owners.argsort(stable=True)
+        out = self._multiply(rows[regroup], received.view(self.ranks, -1).sum(0))
+        ungrouped = torch.empty_like(out).index_copy(0, regroup, out)
+        back = all_to_all_single_autograd(ungrouped, splits[0], splits[1], dist.group.WORLD)  # (T·k, h)
+        scaled = back * weights.flatten()[order][:, None]
+        return torch.zeros_like(tokens).index_add(0, order // self.k, scaled).view_as(x)
+
+    def _multiply(self, rows: Tensor, counts: Tensor) -> Tensor:
+        offsets = counts.cumsum(0).to(torch.int32)
+        gate, up = (F.grouped_mm(rows, w.transpose(1, 2), offs=offsets) for w in (self.w1, self.w3))
+        return F.grouped_mm(F.silu(gate) * up, self.w2.transpose(1, 2), offs=offsets)
+
+
+@torch.no_grad()
+def load(model: Llama, description: Model) -> None:
+    """Load the initial weights, of experts those of this rank."""
+    weights = workload.huggingface_weights(description)
+    for name, parameter in model.named_parameters():
+        prefix, _, last = name.rpartition(".mlp.")
+        if last in PROJECTIONS:
+            experts: Experts = model.get_submodule(f"{prefix}.mlp")
+            for i in range(experts.local):
+                expert = f"{prefix}.block_sparse_moe.experts.{experts.first + i}"
+                parameter[i].copy_(weights[f"{expert}.{last}.weight"])
+        else:
+            parameter.copy_(weights[name.replace(".mlp.", ".block_sparse_moe.")])
+
+
+def clip(experts: list[Tensor], others: list[Tensor]) -> None:
+    """Clip by the global norm, of which the experts' part is summed over the ranks."""
+    own, shared = (torch.nn.utils.get_total_norm([p.grad for p in group]) for group in (experts, others))
+    squares = own.square()
+    dist.all_reduce(squares)
+    scale = (workload.CLIP / ((squares + shared.square()).sqrt() + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([parameter.grad for parameter in (*experts, *others)], scale)
+
+
+def main() -> None:
+    options, work, rank, ranks = workload.start(workload.workload_parser(__doc__))
+    model = Llama(work.model)
+    for block in model.model.layers:
+        block.mlp = Experts(work.model, rank, ranks)
+    load(model, work.model)
+    named = dict(model.named_parameters())
+    experts = [p for name, p in named.items() if name.rpartition(".")[2] in PROJECTIONS]
+    others = [p for name, p in named.items() if name.rpartition(".")[2] not in PROJECTIONS]
+    optimizer = workload.adamw(model.parameters(), fused=True)
+
+    def step(samples: Tensor) -> Tensor:
+        local = samples.chunk(ranks)[rank]
+        loss = cross_entropy(model(local[:, :-1]), local[:, 1:])
+        (loss / ranks).backward()
+        flat = torch.cat([p.grad.flatten() for p in others])
+        dist.all_reduce(flat)
+        for parameter, grad in zip(others, flat.split([p.numel() for p in others]), strict=True):
+            parameter.grad.copy_(grad.view_as(parameter))
+        clip(experts, others)
+        optimizer.step()
+        optimizer.zero_grad()
+        return workload.mean_over_ranks(loss)
+
+    workload.measure(step, options)
+
+
+if __name__ == "__main__":
+    main()
