@@ -2,6 +2,7 @@
 
     <folder>/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt    converter and training run (there under <folder>/<tag>/)
     <folder>/tp_rank_TT_pp_rank_PP[/checkpoint.pt]        an older form
+    <folder>/model/dp_rank_00_ep_rank_EE_tp_rank_...      with expert-parallel ranks (nxd_experts.py)
     <file>.tensors/tensor_N.pt                            tensors of the "xser" form (torch_files.py)
 
 Degrees come from the file names, the KV multiplier from the shapes of tensors, and the layers of a file from its keys. Shards
@@ -21,13 +22,15 @@ import torch
 from torch import Tensor
 from torch.serialization import skip_data
 
-from modeling.conversion import torch_files
+from modeling.conversion import nxd_experts, torch_files
 from modeling.conversion.huggingface import BUFFERS
 from modeling.conversion.nxd_layout import (
     NXD_LAYOUTS,
     NxDLayout,
     QKVForm,
     TensorSplit,
+    layer_prefix,
+    mlp_prefix,
     stage_keys,
     stage_layers,
 )
@@ -39,7 +42,8 @@ from parallel.torch_internals import FakeTensorMode
 from profiles.errors import ProfileError
 from profiles.sections.model import Model
 
-RANK = re.compile(r"(?:dp_rank_(\d+)_)?tp_rank_(\d+)_pp_rank_(\d+)(?:\.pt)?")
+RANK = re.compile(r"(?:dp_rank_(\d+)_)?(?:ep_rank_(\d+)_)?tp_rank_(\d+)_pp_rank_(\d+)(?:\.pt)?")
+SUPPORTED = ("llama", *nxd_experts.ARCHITECTURES)
 ADAPTER = ".lora_"  # in the names of LoRA's factors (nxd_lora.py)
 PADDING = 128  # a vocabulary is padded to a multiple of at most this times the tensor degree
 log = logging.getLogger("trainshed")
@@ -71,11 +75,12 @@ def _shards_in(folder: Path) -> dict[Ranks, Path]:
     shards: dict[Ranks, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = RANK.fullmatch(path.name)
-        if not match or int(match[1] or 0):  # all data-parallel ranks have the same model
+        # All data-parallel ranks have the same model; other expert-parallel ranks have experts only.
+        if not match or int(match[1] or 0) or int(match[2] or 0):
             continue
         file = path / "checkpoint.pt" if path.is_dir() else path
         if file.is_file():
-            shards[int(match[2]), int(match[3])] = file
+            shards[int(match[3]), int(match[4])] = file
     if shards:
         tensor, pipeline = (1 + max(ranks) for ranks in zip(*shards, strict=True))
         missing = [(t, p) for t in range(tensor) for p in range(pipeline) if (t, p) not in shards]
@@ -101,9 +106,9 @@ def read(
         ProfileError: the layout is required.
         ValueError: a file is rejected or corrupted, tensors are not this model's, or NxD lost some of them.
     """
-    if model.architecture != "llama":
+    if model.architecture not in SUPPORTED:
         reason = "NxD shards of this architecture are not supported"
-        raise ProfileError("--config", model.architecture, reason, ["llama"])
+        raise ProfileError("--config", model.architecture, reason, list(SUPPORTED))
     tensor = 1 + max(t for t, _ in files)
     shards = {ranks: _tensors(path) for ranks, path in files.items()}
     if not adapters and any(ADAPTER in key for tensors in shards.values() for key in tensors):
@@ -115,8 +120,15 @@ def read(
         }
         for ranks, tensors in shards.items()
     }
-    split = _detect_split(shards.values(), model, tensor, layout)
     parts: dict[str, list[Part]] = {}
+    for (t, p), tensors in shards.items():
+        for name, part in _expert_parts(files[t, p], tensors, model, t, tensor):
+            parts.setdefault(name, []).append(part)
+    shards = {
+        ranks: {key: value for key, value in tensors.items() if not nxd_experts.EXPERTS.fullmatch(key)}
+        for ranks, tensors in shards.items()
+    }
+    split = _detect_split(shards.values(), model, tensor, layout)
     for (t, p), tensors in shards.items():
         for key, stored in tensors.items():
             shape, boxes = split.boxes(key, t)
@@ -131,6 +143,19 @@ def read(
                 part = Part(box.offsets, box.sizes, stored.dtype, read)
                 parts.setdefault(box.name, []).append(part)
     return Weights(model, parts)
+
+
+def _expert_parts(
+    path: Path, tensors: Tensors, model: Model, rank: int, tensor: int
+) -> Iterator[tuple[str, Part]]:
+    """Our tensors in the experts of a tensor rank of a stage, whose file of the first expert rank has `tensors`."""
+    is_expert = nxd_experts.EXPERTS.fullmatch
+    others = nxd_experts.expert_files(path)[1:]
+    ranks = [tensors, *(torch_files.read(other, is_expert) for other in others)]
+    for number, found in enumerate(ranks):
+        for key, stored in found.items():
+            if is_expert(key):
+                yield from nxd_experts.parts(key, stored, model, rank, tensor, number, len(ranks))
 
 
 def _tensors(path: Path) -> Tensors:
@@ -188,7 +213,7 @@ def _local_rows(shards: Iterable[Tensors], split: TensorSplit) -> _LocalRows:
         if letters in ("k", "kv", "qkv"):
             kv = (rows - (q or 0) * letters.count("q")) // len(letters.strip("q"))
     if q is None or kv is None:
-        raise ValueError("the shards have no attention weights; they are not a Llama's")
+        raise ValueError("the shards have no attention weights; they are not a Llama's, Mixtral's or DBRX's")
     return _LocalRows(q, kv, vocabulary)
 
 
@@ -229,8 +254,8 @@ def shard_files(
         ProfileError: NxD has no names for this model, `form` does not fit it, or the trn2 layout would be wrong.
     """
     model = weights.model
-    if model.architecture != "llama" or model.attention_bias or model.mlp_bias:
-        reason = "only Llamas without biases can be written as NxD shards"
+    if model.architecture not in SUPPORTED or model.attention_bias or model.mlp_bias:
+        reason = "only Llama, Mixtral and DBRX without biases can be written as NxD shards"
         raise ProfileError("--to", "nxd", reason, ["hf", "trainshed"])
     split = TensorSplit(model, tensor)
     if layout == "trn2" and split.multiplier > 1:
@@ -246,7 +271,10 @@ def shard_files(
     return [
         ShardFile(
             f"model/dp_rank_00_tp_rank_{rank:02}_pp_rank_{stage:02}.pt",
-            [_entry(weights, split, key, rank) for key in stage_keys(model, layers, form)],
+            [
+                *(_entry(weights, split, key, rank) for key in stage_keys(model, layers, form)),
+                *(entry for layer in layers for entry in _expert_entries(weights, layer, rank, tensor)),
+            ],
         )
         for stage, layers in enumerate(stage_layers(model.num_hidden_layers, pipeline))
         for rank in range(tensor)
@@ -261,6 +289,13 @@ def _entry(weights: Weights, split: TensorSplit, key: str, rank: int) -> Entry:
     weight = split.sections(key)[0].weight
     dtype = weights.dtype_of(weight if weight in weights.shapes else "embedding.weight")
     return Entry(key, shape, dtype, partial(_rows, weights, boxes))
+
+
+def _expert_entries(weights: Weights, layer: int, rank: int, tensor: int) -> Iterator[Entry]:
+    model = weights.model
+    if model.num_experts is not None:
+        prefix = f"{layer_prefix(model, layer)}.{mlp_prefix(model)}"
+        yield from nxd_experts.entries(weights, layer, prefix, rank, tensor)
 
 
 def _rows(weights: Weights, boxes: list[Box], low: int, high: int) -> Iterator[Tensor]:

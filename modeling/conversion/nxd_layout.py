@@ -69,6 +69,7 @@ _UP = Section("layers.{}.mlp.gate_up.up.weight", Split.ROWS)
 _DOWN = Section("layers.{}.mlp.down.weight", Split.COLUMNS)
 _ATTENTION_NORM = Section("layers.{}.attention_norm.weight", Split.REPLICATED)
 _MLP_NORM = Section("layers.{}.mlp_norm.weight", Split.REPLICATED)
+_ROUTER = Section("layers.{}.mlp.router.weight", Split.REPLICATED)
 _EMBEDDING = Section("embedding.weight", Split.VOCABULARY)
 _NORM = Section("norm.weight", Split.REPLICATED)
 _HEAD = Section("head.weight", Split.VOCABULARY)
@@ -89,6 +90,21 @@ NAMES: dict[str, tuple[Section, ...]] = {
     f"{_LAYER}.mlp.down_proj.weight": (_DOWN,),
     "model.norm.weight": (_NORM,),
     "lm_head.weight": (_HEAD,),
+    f"{_LAYER}.mlp.router.linear_router.weight": (_ROUTER,),
+}
+_BLOCK = "transformer.blocks.{}"
+DBRX: dict[str, tuple[Section, ...]] = {
+    "transformer.wte.weight": (_EMBEDDING,),
+    f"{_BLOCK}.norm_attn_norm.norm_1.weight": (_ATTENTION_NORM,),
+    **{
+        f"{_BLOCK}.norm_attn_norm.attn.qkv_proj.{name}": tuple(_QKV[letter] for letter in letters)
+        for form in QKV_FORMS.values()
+        for name, letters in form.items()
+    },
+    f"{_BLOCK}.norm_attn_norm.attn.o_proj.weight": (_OUTPUT,),
+    f"{_BLOCK}.norm_attn_norm.norm_2.weight": (_MLP_NORM,),
+    f"{_BLOCK}.ffn.router.linear_router.weight": (_ROUTER,),
+    "transformer.norm_f.weight": (_NORM,),
 }
 _ENCODER = "language_model.encoder.layers.{}"
 MEGATRON: dict[str, tuple[Section, ...]] = {
@@ -102,8 +118,9 @@ MEGATRON: dict[str, tuple[Section, ...]] = {
     f"{_ENCODER}.mlp.dense_4h_to_h.weight": (_DOWN,),
     "language_model.encoder.final_layernorm.weight": (_NORM,),
     "language_model.output_layer.weight": (_HEAD,),
+    f"{_ENCODER}.mlp.moe.router.linear_router.weight": (_ROUTER,),
 }
-_NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.layers\.|\.blocks\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -125,9 +142,9 @@ class TensorSplit:
         """The sections of the NxD tensor `key`, in the order they are stacked. Raises ValueError if it is unknown."""
         layer = _NUMBER.search(key)
         template = _NUMBER.sub("{}", key)
-        found = NAMES.get(template) or MEGATRON.get(template.removeprefix("model."))
+        found = NAMES.get(template) or DBRX.get(template) or MEGATRON.get(template.removeprefix("model."))
         if found is None:
-            raise ValueError(f"{key}: not a tensor of NxD's Llama")
+            raise ValueError(f"{key}: not a tensor of an NxD model that is supported")
         number = layer.group() if layer else ""
         return [Section(section.weight.format(number), section.split) for section in found]
 
@@ -192,19 +209,31 @@ def stage_layers(layers: int, stages: int) -> list[range]:
 
 
 def stage_keys(model: Model, layers: range, form: QKVForm) -> Iterator[str]:
-    """The names of the tensors in a stage's file, as NxD's converter writes them."""
+    """The names of the tensors in a stage's file, without those of experts, as NxD's converter writes them."""
+    dbrx = model.architecture == "dbrx"
     if 0 in layers:
-        yield "model.embed_tokens.weight"
+        yield "transformer.wte.weight" if dbrx else "model.embed_tokens.weight"
     if model.num_hidden_layers - 1 in layers:
-        yield "model.norm.weight"
+        yield "transformer.norm_f.weight" if dbrx else "model.norm.weight"
         yield "lm_head.weight"
+    attention = "norm_attn_norm.attn" if dbrx else "self_attn"
+    dense = ("mlp.gate_up_proj.weight", "mlp.down_proj.weight")
     names = (
-        *(f"self_attn.qkv_proj.{name}" for name in QKV_FORMS[form]),
-        "self_attn.o_proj.weight",
-        "mlp.gate_up_proj.weight",
-        "mlp.down_proj.weight",
-        "input_layernorm.weight",
-        "post_attention_layernorm.weight",
+        *(f"{attention}.qkv_proj.{name}" for name in QKV_FORMS[form]),
+        f"{attention}.o_proj.weight",
+        *(dense if model.num_experts is None else (f"{mlp_prefix(model)}.router.linear_router.weight",)),
+        *(f"norm_attn_norm.norm_{number}.weight" for number in (1, 2) if dbrx),
+        *(f"{name}_layernorm.weight" for name in ("input", "post_attention") if not dbrx),
     )
     for layer in layers:
-        yield from (f"model.layers.{layer}.{name}" for name in names)
+        yield from (f"{layer_prefix(model, layer)}.{name}" for name in names)
+
+
+def layer_prefix(model: Model, layer: int) -> str:
+    """How the names of a layer's tensors begin."""
+    return (_BLOCK if model.architecture == "dbrx" else _LAYER).format(layer)
+
+
+def mlp_prefix(model: Model) -> str:
+    """How the names of the tensors of a layer's MLP or experts begin, after the layer's."""
+    return "ffn" if model.architecture == "dbrx" else "mlp"

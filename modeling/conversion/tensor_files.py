@@ -34,14 +34,19 @@ class Entry:
     dtype: torch.dtype
     # (low, high) -> rows [low, high) as consecutive tensors; fewer rows at the end leave zeros as padding
     rows: Callable[[int, int], Iterable[Tensor]]
+    leading: int = 1  # dims whose indices number the rows
+
+    @property
+    def row_count(self) -> int:
+        return math.prod(self.shape[: self.leading])
 
     @property
     def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
+        return math.prod(self.shape[self.leading :]) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        return self.shape[0] * self.row_bytes
+        return self.row_count * self.row_bytes
 
 
 class File(ABC):
@@ -91,8 +96,8 @@ class PreallocatedFile(File):
     def _slices(self, limit: int, starts: Mapping[str, int]) -> Iterator[tuple[Entry, int, int]]:
         for entry in sorted(self.entries, key=lambda entry: starts[entry.name]):
             rows = max(1, limit // entry.row_bytes)
-            for low in range(0, entry.shape[0], rows):
-                yield entry, low, min(low + rows, entry.shape[0])
+            for low in range(0, entry.row_count, rows):
+                yield entry, low, min(low + rows, entry.row_count)
 
 
 class FileHasher:

@@ -41,8 +41,11 @@ class LazyTensor:
     open: Callable[[], Tensor]
 
 
-def read(path: Path) -> dict[str, LazyTensor]:
+def read(path: Path, wanted: Callable[[str], object] = bool) -> dict[str, LazyTensor]:
     """Every tensor of a file by name; of a training state, those of its model.
+
+    Args:
+        wanted: whether to read the tensor of a name; files that the others refer to need not exist.
 
     Raises:
         ValueError: the file is rejected, is corrupted, or is not a dictionary of tensors.
@@ -52,6 +55,8 @@ def read(path: Path) -> dict[str, LazyTensor]:
         raise ValueError(f"{path}: not a dictionary of tensors")
     found = {}
     for name, value in content.items():
+        if not wanted(name):
+            continue
         if isinstance(value, TensorReference):
             opened = partial(_referred, path, name, value)
         elif isinstance(value, Tensor):
