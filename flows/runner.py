@@ -252,14 +252,20 @@ class Runner:
                 run.write(ARTIFACTS, json.dumps(used, indent=1).encode())
 
     def _record(self, name: str, how: str, state: State) -> None:
-        """Record a failed attempt in events.jsonl, with the step that training had reached."""
+        """Record a failed attempt in events.jsonl, with the step that training had reached.
+
+        A run's folder that cannot be read is logged and never raised: the attempt is to be made again.
+        """
         event = {"event": f"{name} {how}", "time": round(time.time(), 3), "reason": _reason(state)}
         folder = self.context.folder
         if folder is None:
             self._unrecorded.append(event)
             return
-        row = runs.last_training_row(folder) if name == "train" else None
-        record_event(folder, **event, **({"step": row["step"]} if row else {}))
+        try:
+            row = runs.last_training_row(folder) if name == "train" else None
+            record_event(folder, **event, **({"step": row["step"]} if row else {}))
+        except OSError as error:
+            log.warning("not recorded in the run's events: %s; %s", event["event"], error)
 
     def _reserve(self, name: str) -> int:
         self.outcomes.append(Outcome(name, "running", None))

@@ -87,7 +87,7 @@ def size_of(path: Path) -> int:
 def last_row(path: Path, key: str) -> dict[str, Any] | None:
     """The last row of a JSON Lines file that has the key, read from the end of the file; None if there is none."""
     try:
-        file = path.open("rb")
+        file = retried(lambda: path.open("rb"))
     except FileNotFoundError:
         return None
     with file:

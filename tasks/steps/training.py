@@ -113,12 +113,14 @@ class RetryBudget:
     def __init__(self, run: RunFolder, retries: int) -> None:
         self._run, self._retries = run, retries
         self._failures = 0
-        self._latest = self._latest_checkpoint()
+        self._latest = self._latest_checkpoint() or 0
 
     def spend(self) -> bool:
         """Count a failure; returns whether to retry."""
         latest = self._latest_checkpoint()
-        if latest > self._latest:
+        if latest is None:
+            latest = self._latest
+        elif latest > self._latest:
             self._latest, self._failures = latest, 0
         self._failures += 1
         if self._failures > self._retries:
@@ -127,8 +129,13 @@ class RetryBudget:
         log.warning("restarting %s, attempt %d of %d", start, self._failures + 1, self._retries + 1)
         return True
 
-    def _latest_checkpoint(self) -> int:
-        return max(self._run.checkpoint_steps(), default=0)
+    def _latest_checkpoint(self) -> int | None:
+        """0 if there is none; None if a failed store does not say, which is no reason to give training up."""
+        try:
+            return max(self._run.checkpoint_steps(), default=0)
+        except OSError as error:
+            log.warning("the run's checkpoints cannot be listed: %s", error)
+            return None
 
 
 def cluster_job(

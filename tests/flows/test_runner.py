@@ -1,17 +1,22 @@
 """Runner: a new step is one class and one line in a flow, cache and concurrency included."""
 
+import errno
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
 from prefect import flow
 
+from flows import runner
 from flows.runner import THREADS, Runner
 from profiles import resolve
 from tasks import keys
 from tasks.step import Context, Step
+from tasks.steps.training import RetryBudget
+from tasks.store import runs
+from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 
 
@@ -108,6 +113,37 @@ def test_background_step_is_interrupted_when_the_flow_fails(context):
     with pytest.raises(ValueError, match="the flow fails"):
         failing()
     assert endless.ended == ["Interrupted"]
+
+
+def test_failed_step_is_retried_although_its_run_folder_cannot_be_read(context, tmp_path, monkeypatch):
+    @dataclass
+    class TrainStep(ToyStep):
+        """Fails once; its retries are limited as those of training."""
+
+        name = "train"
+
+        def may_retry(self, context):
+            return RetryBudget(context.store.run_folder("run"), 1).spend
+
+        def make(self, context, key):
+            if not self.made:
+                self.made.append(self.number)
+                raise OSError(errno.EIO, "the first attempt fails")
+            return super().make(context, key)
+
+    @flow(task_runner=THREADS)
+    def retrying():
+        with Runner(replace(context, folder=tmp_path)) as started:
+            return started.run(TrainStep(1)).summary
+
+    def unreadable(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(RunFolder, "checkpoint_steps", unreadable)
+    monkeypatch.setattr(runs, "last_training_row", unreadable)
+    monkeypatch.setattr(runner, "DELAYS", {"retry_delay_seconds": 0})
+    assert retrying() == {"number": 1}
+    assert ToyStep.made == [1, 1]
 
 
 def test_failed_background_step_raises_where_its_result_is_needed(context):
