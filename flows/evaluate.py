@@ -91,7 +91,7 @@ class Evaluator:
 
     def _evaluate(self, checkpoint: CheckpointId) -> dict[str, float]:
         profile = self.runner.context.profile
-        base = self._artifact(CheckpointStep.kind) if profile.lora.rank else None
+        base = self._artifact(CheckpointStep.kind) if profile.uses_initial_weights else None
         held_out = CheckpointEvaluationStep(
             self._artifact(DatasetStep.kind),
             f"{self.inputs['identity']} {checkpoint.digest}",
@@ -109,8 +109,9 @@ class Evaluator:
         return found
 
     def _reference(self) -> Artifact | None:
-        """The reference model's log-probabilities, which dpo needs and the main flow has computed; None for other objectives."""
-        if self.runner.context.profile.objective.kind != "dpo":
+        """The reference model's log-probabilities, if the main flow has computed them; None for other objectives."""
+        objective = self.runner.context.profile.objective
+        if objective.kind != "dpo" or not objective.precompute_reference:
             return None
         dataset, weights = self._artifact(DatasetStep.kind), self._artifact(CheckpointStep.kind)
         return self.runner.run(ReferenceStep(dataset, weights))

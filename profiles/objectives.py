@@ -55,11 +55,6 @@ def _objective(profile: Profile) -> None:
     if objective.label_smoothing and objective.loss != "sigmoid":
         reason = f"is not defined for objective.loss {objective.loss}"
         raise ProfileError("objective.label_smoothing", objective.label_smoothing, reason, [0.0])
-    if not objective.precompute_reference and not profile.lora.rank:
-        reason = (
-            "needs lora.rank: without updates to leave out, the reference would be a second model in memory"
-        )
-        raise ProfileError("objective.precompute_reference", False, reason, [True])
     s, prompt = profile.train.sequence_length, objective.maximum_prompt_length
     if prompt is not None and prompt >= s:
         reason = f"leaves no room for an answer: train.sequence_length is {s}"
@@ -124,7 +119,11 @@ def _lora(profile: Profile) -> None:
         raise ProfileError("lora.targets", lora.targets, reason, [[*fitting]])
     experts = [target for target in lora.targets if LAYER[target] in ("gate_up", "down")]
     if profile.model.num_experts and experts:
-        reason = f"names layers that model.architecture {profile.model.architecture} has in experts, which are not supported"
+        architecture = profile.model.architecture
+        reason = (
+            f"names layers that model.architecture {architecture} has in experts: each of {profile.model.num_experts} would need "
+            "an update of its own in the grouped products, which is not implemented; attention can be updated"
+        )
         fitting = [target for target in lora.targets if target not in experts]
         raise ProfileError("lora.targets", lora.targets, reason, [fitting or ["qkv", "output"]])
     if profile.parallel.schedule == "zero_bubble" and profile.parallel.pipeline > 1:

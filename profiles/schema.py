@@ -184,8 +184,8 @@ class Objective(Section):
     loss: Literal["sigmoid", "hinge", "ipo"] = Field("sigmoid", description="dpo: loss of a pair's margin")
     precompute_reference: bool = Field(
         True,
-        description="dpo: compute the reference model's log-probabilities once, in a step of the flow; false, with LoRA: in each "
-        "training step, without the updates",
+        description="dpo: compute the reference model's log-probabilities once, in a step of the flow; false: in each training "
+        "step, with a frozen copy of the initial weights, or with LoRA without the updates",
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         0.0, description="dpo, sigmoid: assumed probability that a pair's preference is wrong"
@@ -464,6 +464,16 @@ class Profile(Section):
     def fine_tunes(self) -> bool:
         """Whether the run fine-tunes: with an objective other than pretrain, or with LoRA."""
         return self.objective.kind != "pretrain" or bool(self.lora.rank)
+
+    @property
+    def copies_reference(self) -> bool:
+        """Whether a frozen copy of the initial weights is in memory, which rates the pairs of each step."""
+        return self.objective.kind == "dpo" and not self.objective.precompute_reference and not self.lora.rank
+
+    @property
+    def uses_initial_weights(self) -> bool:
+        """Whether the run computes with the weights that it starts from, beside those of its checkpoints."""
+        return bool(self.lora.rank) or self.copies_reference
 
     @property
     def has_dropout(self) -> bool:

@@ -82,6 +82,8 @@ def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str,
     sharded = sum(bucket.size // bucket.shards for bucket in buckets if not bucket.resident)
     # float32 parameters that stay in memory are their own master weights.
     master = 0 if settings.precision == "float32" else 4
+    if profile.copies_reference:  # sharded like the model: matrices with FSDP, else nothing
+        frozen_elements += resident + sharded
     return {
         "parameters": (resident + frozen_elements) * width,
         "gradients": (resident + sharded) * DTYPES[settings.gradient_dtype].itemsize,
@@ -109,6 +111,8 @@ def sent_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, 
         if not bucket.resident and not keeps:
             scattered = profile.accumulation_steps
             gathered = 2 * scattered if bucket.block else 1
+        if profile.copies_reference and not bucket.resident:  # for a forward pass of its own
+            gathered += scattered if bucket.block else 1
         exchanged = bucket.size * (gathered * weight + scattered * gradient)
         sent["data"] += exchanged * (bucket.shards - 1) // bucket.shards
         sent["replica"] += (

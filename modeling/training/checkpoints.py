@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import record_event
+from modeling.training.reference_model import ReferenceModel
 from modeling.training.resume import Rejected, ResumeRequest, check_same_model, reject_beyond_last_step
 from modeling.training.trainer import Trainer
 from parallel import Mesh, ZeRO1
@@ -66,7 +67,7 @@ class Checkpoints:
         self, trainer: Trainer, optimizer: ZeRO1, run: Path, location: Location, attempt: int | None
     ) -> None:
         self.profile, self.leader, self.optimizer = trainer.profile, trainer.leader, optimizer
-        self.mesh = trainer.mesh
+        self.mesh, self._reference = trainer.mesh, trainer.reference_model
         self.run, self.location, self.attempt = run, location, attempt
         self._saver = checkpoint.Saver(
             optimizer, asynchronous=self.profile.checkpoint.async_, fencing_check=self._check_fencing
@@ -89,6 +90,7 @@ class Checkpoints:
             LoadFailed: it cannot be read.
             StaleAttempt: another attempt has begun.
         """
+        load_reference(weights, self._reference)
         start: Start = call_on_leader(self.mesh, lambda: self._prepare_start(weights))
         if self.profile.lora.rank:
             load_base(weights, self.optimizer)
@@ -397,6 +399,18 @@ def load_base(weights: Location | None, optimizer: ZeRO1) -> None:
         raise Rejected("lora.rank: needs the weights that it updates; set init.from")
     try:
         checkpoint.load_frozen(weights, optimizer)
+    except ValueError as error:
+        raise Rejected(error) from None
+
+
+def load_reference(weights: Location | None, model: ReferenceModel | None) -> None:
+    """Load the weights of a reference model, if there is one. Raises Rejected if there are none, or they are of another model."""
+    if model is None:
+        return
+    if weights is None:
+        raise Rejected("objective.precompute_reference: the reference model has no weights; set init.from")
+    try:
+        model.load(weights)
     except ValueError as error:
         raise Rejected(error) from None
 

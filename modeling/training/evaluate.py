@@ -24,7 +24,7 @@ from modeling.data.corpus import Samples
 from modeling.data.prefetch import Batch, read_batch
 from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
-from modeling.training.checkpoints import load_base
+from modeling.training.checkpoints import load_base, load_reference
 from modeling.training.generate import generate_samples
 from modeling.training.resume import reject_beyond_last_step
 from modeling.training.trainer import Trainer
@@ -109,7 +109,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
     parser.add_argument("--graphs", type=Path, help="folder of the graphs artifact")
     parser.add_argument("--reference", type=Path, help="folder of the reference model's log-probabilities")
-    parser.add_argument("--weights", type=Path, help="checkpoint folder with the weights that LoRA updates")
+    parser.add_argument(
+        "--weights", type=Path, help="checkpoint folder with the initial weights, for LoRA and dpo"
+    )
     parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--step", type=int, help="step of the checkpoint to evaluate (default: the latest)")
@@ -138,6 +140,7 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
     optimizer = build_optimizer(profile, [*trainer.stages.values()], trainer.mesh)
     if profile.lora.rank:
         load_base(options.weights, optimizer)
+    load_reference(options.weights, trainer.reference_model)
     checkpoint.load(location, optimizer, weights_only=True)
     cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
     samples = open_samples(profile, options.dataset, "validation", cache, reference=options.reference)

@@ -10,7 +10,6 @@ Training, evaluation and the device check share it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +26,12 @@ from modeling.models.build import DTYPES, build_mesh, build_stage, extra_warmup_
 from modeling.models.language_model import LanguageModel
 from modeling.supervision.timeouts import Timeouts
 from modeling.training import preference, user_functions
+from modeling.training.reference_model import ReferenceModel, reference_weights
 from modeling.training.step_functions import StepFunctions
 from parallel import device as devices
 from parallel.attention.ring import zigzag_positions
 from parallel.collectives import all_reduce
 from parallel.experts.layer import MixtureOfExperts
-from parallel.layers.lora import without_updates
 from parallel.layout import deferred_parameters
 from parallel.loss import IGNORE_INDEX
 from parallel.random import sample_keys
@@ -62,6 +61,7 @@ class Trainer:
         experts: this rank's mixtures of experts by number of their layer.
         first, last: whether this rank has the first stage, the last stage.
         positions: (s/c) positions of this context rank in a sample.
+        reference_model: the copy of the initial weights that rates pairs; None unless the profile needs one.
         user_loss: the user's `train.loss`; None for cross-entropy.
         collected: a list to which each microbatch's last hidden states are added in place of a loss; None: none.
     """
@@ -105,7 +105,12 @@ class Trainer:
         self.functions = StepFunctions(self.compile)
         self._scales: dict[float, Tensor] = {}  # factors of losses on the device
         self.positions = zigzag_positions(s, context.size, context.rank).to(self.torch_device)  # (s/c)
-        self.pipeline = self._pipeline(len(layers)) if self.mesh.pipeline.size > 1 else None
+        self.pipeline = self._pipeline(self.stages, len(layers))
+        self.reference_model: ReferenceModel | None = None
+        if profile.copies_reference:
+            stages = {number: self._build(layers[number]) for number in local_stages}
+            pipeline = self._pipeline(stages, len(layers))
+            self.reference_model = ReferenceModel(profile, stages, pipeline, self.mesh)
 
     def _build(self, layers: range) -> LanguageModel:
         with deferred_parameters():
@@ -115,7 +120,10 @@ class Trainer:
             graph_cache.compile_regions(model, self.profile.train, self.device.type, statistics.backend)
         return model
 
-    def _pipeline(self, stages: int) -> Pipeline:
+    def _pipeline(self, stages: dict[int, LanguageModel], count: int) -> Pipeline | None:
+        """The pipeline of these of `count` stages; None without pipeline parallelism."""
+        if self.mesh.pipeline.size == 1:
+            return None
         from parallel.pipeline.pipeline import Pipeline  # half a second to import, which only pipelines need
 
         profile = self.profile
@@ -123,8 +131,8 @@ class Trainer:
         tokens = b * len(self.positions)
         sequence_shards = self.mesh.tensor.size if profile.parallel.sequence_parallel else 1
         return Pipeline(
-            self.stages,
             stages,
+            count,
             self.mesh,
             schedule=profile.parallel.schedule,
             extra_forwards=extra_warmup_forwards(profile),
@@ -321,9 +329,7 @@ class Trainer:
         objective = self.profile.objective
         rates = objective.kind == "dpo" and not objective.precompute_reference
         if rates and self.collected is None:
-            with contextlib.ExitStack() as stack:
-                for stage in self.stages.values():
-                    stack.enter_context(without_updates(stage))
+            with reference_weights(self):
                 reference = all_reduce(self._answer_log_probabilities(*local), self.mesh.context)
         if reference is not None:
             reference = reference.to(self.torch_device, non_blocking=True).view(len(reference), -1)

@@ -121,7 +121,7 @@ class ZeRO1:
         self._to_gather: deque[Bucket] = deque()
         self._gathering: deque[Bucket] = deque()
         self._gathers_ahead = False  # whether `step` returns before the parameters are gathered
-        device = self.buckets[0].values.device
+        device = named_parameters[0][1].device
         self.steps = torch.zeros((), device=device)  # updates applied, float32; bias correction counts them
         decays_used = {bucket.weight_decay for bucket in self.buckets}
         self._constants = {decay: self.settings.constants(decay, device) for decay in decays_used}

@@ -41,7 +41,7 @@ class EvaluationStep(Step):
     dataset: Artifact  # whose validation split is used
     identity: str  # of the run, and of the held-out data if it is another run's
     graphs: Artifact | None = None  # the compiled graphs; None compiles as evaluation meets them
-    weights: Artifact | None = None  # that LoRA updates
+    weights: Artifact | None = None  # that LoRA updates, or a reference model has
     reference: Artifact | None = None  # log-probabilities of the reference model
 
     kind = "evaluation"
@@ -72,7 +72,7 @@ class EvaluationStep(Step):
         job = self.adapted(job, context, key)
         if self.reference:
             job = job.with_arguments("--reference", str(context.store.artifacts.path(self.reference)))
-        if profile.lora.rank and self.weights:
+        if profile.uses_initial_weights and self.weights:
             job = job.with_arguments("--weights", str(context.store.artifacts.path(self.weights)))
         summary: dict[str, Any] = {}
         with context.store.artifacts.publish(self.kind, key, summary) as staging:

@@ -114,6 +114,16 @@ def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(run, finished, st
         run(store)
 
 
+def test_pairs_rated_in_each_step_train_as_those_rated_before(run, finished, stages, tmp_path):
+    store = shutil.copytree(finished[0], tmp_path / "store")
+    before = losses(store / "runs/dpo")
+    shutil.rmtree(store / "runs/dpo")
+    results, done = run(store, f"{stages[2]}:objective.precompute_reference=false")
+    assert done["dpo"] == DONE
+    assert losses(store / "runs/dpo") == pytest.approx(before, rel=1e-5)
+    assert results[2]["validation_loss"] == pytest.approx(finished[1][2]["validation_loss"], rel=1e-5)
+
+
 def test_an_interrupted_lora_run_resumes_with_identical_losses(run, finished, tmp_path, monkeypatch):
     store = shutil.copytree(finished[0], tmp_path / "store")
     before = losses(store / "runs/sft")
