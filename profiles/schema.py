@@ -466,9 +466,14 @@ class Profile(Section):
         return self.objective.kind != "pretrain" or bool(self.lora.rank)
 
     @property
+    def rates_in_step(self) -> bool:
+        """Whether each step computes the reference model's log-probabilities of its pairs."""
+        return self.objective.kind == "dpo" and not self.objective.precompute_reference
+
+    @property
     def copies_reference(self) -> bool:
-        """Whether a frozen copy of the initial weights is in memory, which rates the pairs of each step."""
-        return self.objective.kind == "dpo" and not self.objective.precompute_reference and not self.lora.rank
+        """Whether a frozen copy of the initial weights is in memory for that."""
+        return self.rates_in_step and not self.lora.rank
 
     @property
     def uses_initial_weights(self) -> bool:

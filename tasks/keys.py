@@ -132,7 +132,7 @@ def graphs(profile: Profile) -> str:
             "loss": train.loss,
             "document_masks": profile.document_masks,
             "lora": profile.lora.model_dump(mode="json", exclude={"alpha"}) if profile.lora.rank else None,
-            "rates": not profile.objective.precompute_reference,
+            "rates": profile.rates_in_step,
             "compiler": _compiler(profile),
             "code": code_digest("modeling", "parallel"),
         }

@@ -100,10 +100,15 @@ def sent_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, 
     train, keeps = profile.train, profile.parallel.keep_gathered
     weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
     sent = {"data": 0, "replica": 0}
+    passes = 3 if profile.rates_in_step else 2  # over frozen weights, in a microbatch
     for bucket in buckets:
         if bucket.frozen:
             times = (
-                0 if bucket.resident else 2 * profile.accumulation_steps if bucket.block and not keeps else 1
+                0
+                if bucket.resident
+                else passes * profile.accumulation_steps
+                if bucket.block and not keeps
+                else 1
             )
             sent["data"] += bucket.size * times * weight * (bucket.shards - 1) // bucket.shards
             continue

@@ -22,6 +22,7 @@ from parallel import Mesh
 from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.attention import kernels
+from parallel.layers.lora import without_updates
 from parallel.torch_internals import dynamo  # noqa: F401 operators on the meta device import it; here it is part of a program's start
 from profiles.schema import Profile
 
@@ -36,7 +37,7 @@ class LayerCosts:
     # forward_peak, backward_peak: maximum bytes alive during each, the layer's input excluded
     forward_peak: int
     backward_peak: int
-    # FLOPs of forward and backward by shape, recomputation and padding included
+    # FLOPs of forward and backward by shape, recomputation and padding included, and of a forward that rates pairs
     products: Mapping[Shape, int]
     moved: int  # bytes that other operators read and write in both
     sent: Mapping[str, int]  # bytes that the rank sends in both, by mesh axis
@@ -109,7 +110,7 @@ class StageCosts:
         train, model = self.profile.train, self.profile.model
         kind = model.window(layer), model.has_experts(layer)
         shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
-        key = (*self._degrees, *shape, layer == 0, last, *kind, mode)
+        key = (*self._degrees, *shape, layer == 0, last, *kind, mode, self.profile.rates_in_step)
         if key not in self._cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)
             self._cache[key] = self._measure(stage, mode)
@@ -128,6 +129,9 @@ class StageCosts:
         existing = [*stage.parameters(), *stage.buffers(), tokens, x]
         kernel = kernels.find_kernel(devices.resolve(cluster.device, cluster.accelerator).attention_kernel)
         with Meter(existing, axis_sizes(self.mesh), kernel) as meter:
+            if self.profile.rates_in_step:
+                with torch.no_grad(), without_updates(stage):
+                    stage.loss(stage(x, positions), tokens) if stage.last else stage(x, positions)
             y = stage(x, positions, samples=keys)
             if stage.last:
                 y = stage.loss(y, tokens)

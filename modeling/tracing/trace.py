@@ -179,7 +179,7 @@ def run_stage(
             y = model(x.detach(), positions, documents)
             if compiles_loss:
                 model.loss(y, tokens)
-            if not profile.objective.precompute_reference:
+            if profile.rates_in_step:
                 with without_updates(model):
                     model(x.detach(), positions, documents)
             if compile := function_compiler(profile.cluster.device, backend):

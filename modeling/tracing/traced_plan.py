@@ -31,10 +31,13 @@ class TracedRank:
 
 def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank]:
     """Traced costs by pipeline rank; `traced`: a `Trace` as JSON."""
+    of_program = {
+        program["name"]: sum(graph["flops"] for graph in program["graphs"]) for program in traced["programs"]
+    }
+    modes = ("training", "evaluation") if profile.rates_in_step else ("training",)
     flops = {
-        program["name"].partition(",")[0]: sum(graph["flops"] for graph in program["graphs"])
-        for program in traced["programs"]
-        if program["name"].endswith("training")
+        region: sum(of_program.get(f"{region}, {mode}", 0) for mode in modes)
+        for region in {name.partition(",")[0] for name in of_program}
     }
     ranks, partition, costs = profile.parallel.pipeline, partition_layers(profile), StageCosts(profile)
     result = []

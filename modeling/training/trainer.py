@@ -326,9 +326,7 @@ class Trainer:
             layer.load.copy_(counts[number] / counts[number].sum())
 
     def _prepare_pairs(self, local: Local, reference: Tensor | None, pairs_per_token: float) -> None:
-        objective = self.profile.objective
-        rates = objective.kind == "dpo" and not objective.precompute_reference
-        if rates and self.collected is None:
+        if self.profile.rates_in_step and self.collected is None:
             with reference_weights(self):
                 reference = all_reduce(self._answer_log_probabilities(*local), self.mesh.context)
         if reference is not None:
