@@ -117,7 +117,8 @@ def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(run, finished, st
 def test_pairs_rated_in_each_step_train_as_those_rated_before(run, finished, stages, tmp_path):
     store = shutil.copytree(finished[0], tmp_path / "store")
     before = losses(store / "runs/dpo")
-    shutil.rmtree(store / "runs/dpo")
+    for folder in ("runs/dpo", "artifacts/evaluation"):
+        shutil.rmtree(store / folder)
     results, done = run(store, f"{stages[2]}:objective.precompute_reference=false")
     assert done["dpo"] == DONE
     assert losses(store / "runs/dpo") == pytest.approx(before, rel=1e-5)
