@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -172,7 +172,7 @@ def run_identity(
     Args:
         parent: identity and step of the run that it was forked from.
     """
-    train = _train(profile, NOT_MATHEMATICS | SCHEDULE)
+    train = _without(NOT_MATHEMATICS | SCHEDULE, train_values(profile.train))
     if profile.train.loss:
         train["loss"] = _function(profile.train.loss)
     inputs = {"tokenizer": tokenizer, "dataset": dataset, "weights": weights, "parent": parent}
@@ -188,7 +188,7 @@ def run_identity(
 
 def forecast_target(profile: Profile) -> str:
     """Digest of what a forecast depends on in its target run: mathematics and data, without names and topology."""
-    train = _train(profile, NOT_MATHEMATICS)
+    train = _without(NOT_MATHEMATICS, train_values(profile.train))
     sections = {
         name: getattr(profile, name).model_dump(mode="json") for name in ("tokenizer", "data", "objective")
     }
@@ -280,12 +280,16 @@ def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
     return found | scales if trained and scales["parametrization"] != "standard" else found
 
 
-def _train(profile: Profile, excluded: set[str]) -> dict[str, Any]:
+def train_values(train: Train) -> dict[str, Any]:
     """The train section, with the balance of experts as it is in effect."""
-    found = profile.train.model_dump(mode="json", exclude=excluded | {"balance_bias_rate"})
-    found["balance_coefficient"] = profile.train.expert_loss_coefficient
-    step = profile.train.expert_bias_step
+    found = train.model_dump(mode="json", exclude={"balance_bias_rate"})
+    found["balance_coefficient"] = train.expert_loss_coefficient
+    step = train.expert_bias_step
     return {**found, "balance_bias_rate": step} if step else found
+
+
+def _without(names: Set[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def _experts(profile: Profile) -> list[Any]:

@@ -12,9 +12,9 @@ from typing import Any
 from modeling.training.learning_rate import same_until
 from profiles import resolve
 from profiles.errors import ProfileError, format_value
-from profiles.schema import Profile
+from profiles.schema import Profile, Train
 from profiles.state_files import retried
-from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE
+from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
 from tasks.launchers import create, latest_jobs
 from tasks.launchers.log_follower import LogFollower, is_event, is_metrics, last_row
 from tasks.store import sync
@@ -88,7 +88,7 @@ def open_run(
                 _require_nothing_trained(run, existing, profile, differences)
             _require_no_active_job(profile, existing, folder)
             log.warning("run %s: moved the existing run to %s", run.name, run.move_aside())
-        elif existing and (changed := _different_values("train", existing.train, profile.train, SCHEDULE)):
+        elif existing and (changed := _different_train(existing.train, profile.train, SCHEDULE)):
             _require_no_active_job(profile, existing, folder)  # it would continue with the old schedule
             log.info("run %s: the schedule of the remaining steps changes: %s", run.name, "; ".join(changed))
     folder = run.prepare(identity, parent)
@@ -158,16 +158,18 @@ def _setting_differences(existing: Profile | None, profile: Profile) -> list[str
     if existing is None:
         return []
     names = profile.train.__class__.model_fields.keys() - NOT_MATHEMATICS - SCHEDULE
-    model = _different_values("model", existing.model, profile.model)
-    data = _different_values("data", existing.data, profile.data, ["schedule"])
-    return model + _different_values("train", existing.train, profile.train, names) + data
+    there, here = existing.model.model_dump(mode="json"), profile.model.model_dump(mode="json")
+    model = _different_values("model", there, here, here)
+    there, here = existing.data.model_dump(mode="json"), profile.data.model_dump(mode="json")
+    data = _different_values("data", there, here, ["schedule"])
+    return model + _different_train(existing.train, profile.train, names) + data
 
 
 def _schedule_differences(existing: Profile | None, profile: Profile, step: int) -> list[str]:
     """Keys of the schedule, if they change the learning rate of a step up to this one."""
     if existing is None or profile.train.steps is None or same_until(existing.train, profile.train, step):
         return []
-    return _different_values("train", existing.train, profile.train, SCHEDULE - {"epochs"})
+    return _different_train(existing.train, profile.train, SCHEDULE - {"epochs"})
 
 
 def _can_fork(existing: Profile | None, profile: Profile, step: int) -> bool:
@@ -177,13 +179,18 @@ def _can_fork(existing: Profile | None, profile: Profile, step: int) -> bool:
     return all(getattr(existing.train, name) == getattr(profile.train, name) for name in POSITION)
 
 
-def _different_values(section: str, one: Any, other: Any, names: Iterable[str] | None = None) -> list[str]:
-    """`key is value there, value here` for each field that differs."""
-    ours, theirs = other.model_dump(mode="json"), one.model_dump(mode="json")
-    fields = sorted(ours.keys() | theirs.keys() if names is None else names)
+def _different_train(one: Train, other: Train, names: Iterable[str]) -> list[str]:
+    """The keys of the train section, among these, whose effective values differ."""
+    return _different_values("train", train_values(one), train_values(other), names)
+
+
+def _different_values(
+    section: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], names: Iterable[str]
+) -> list[str]:
+    """`key is value there, value here` for each of the names that differs."""
     return [
         f"{section}.{name} is {format_value(theirs.get(name))} there, {format_value(ours.get(name))} here"
-        for name in fields
+        for name in sorted(names)
         if ours.get(name) != theirs.get(name)
     ]
 

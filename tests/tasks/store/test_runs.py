@@ -1,4 +1,4 @@
-"""A run's settings do not change while one of its jobs follows the former ones."""
+"""What happens to a run of the same name when settings change."""
 
 import pytest
 
@@ -24,3 +24,15 @@ def test_a_schedule_is_not_changed_under_an_active_job(store, tmp_path, monkeypa
         launcher.cancel(training, grace=0)
     assert runs.open_run(store, longer, "identity", "another flow run", {}) == folder
     assert load(str(folder / "profile.yaml")).train.steps == 20
+
+
+def test_default_written_out_is_no_other_mathematics(store):
+    written, default, other = (
+        load("tiny", [f"train.balance_coefficient={value}"]) for value in ("0.001", "null", "0.002")
+    )
+    folder = runs.open_run(store, written, "identity", "flow run", {})
+    (folder / "checkpoints/step_5").mkdir(parents=True)
+    (folder / "checkpoints/step_5/complete.json").write_text("{}")
+    runs.check_name(store, default)
+    with pytest.raises(runs.RunExists, match=r"balance_coefficient is 0\.001 there, 0\.002 here"):
+        runs.check_name(store, other)
