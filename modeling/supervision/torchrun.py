@@ -17,10 +17,11 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from torch.distributed import run
+from torch.distributed import TCPStore, run
 
 from modeling.exit_codes import HANG_MESSAGE
 from modeling.supervision import heartbeat
@@ -33,13 +34,30 @@ PY_SPY_TIMEOUT = 10.0  # seconds
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments, store = with_free_port(sys.argv[1:] if arguments is None else arguments)
     with tempfile.TemporaryDirectory(prefix="trainshed-") as folder:
         os.environ[heartbeat.FOLDER] = folder
         os.environ[BEGUN] = str(psutil.Process().create_time())
         thread = threading.Thread(target=watch, args=(Path(folder),), daemon=True, name="external-watchdog")
         thread.start()
         run.main(arguments)
+    del store
     return 0
+
+
+def with_free_port(arguments: Sequence[str]) -> tuple[list[str], TCPStore | None]:
+    """Replace port 0 of a rendezvous on this machine by a free one, whose server runs as long as the store lives.
+
+    torchrun's own store joins the server of its port in the same process, so that no other process can take the port meanwhile.
+    """
+    arguments = list(arguments)
+    position = arguments.index("--master-port") + 1 if "--master-port" in arguments else 0
+    if not position or arguments[position] != "0":
+        return arguments, None
+    address = arguments[arguments.index("--master-addr") + 1]
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    arguments[position] = str(store.port)
+    return arguments, store
 
 
 def watch(folder: Path) -> None:

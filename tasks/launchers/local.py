@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -131,13 +130,10 @@ def _command(job: Job) -> list[str]:
     program = ["-m", *job.module, *job.arguments]
     if job.processes == 0:
         return [sys.executable, *program]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # A static rendezvous: the c10d one prints a stack dump on shutdown.
+    # Port 0: our torchrun takes a free one. A static rendezvous: the c10d one prints a stack dump on shutdown.
     torchrun = [
         *(sys.executable, "-m", START, TORCHRUN, "--nnodes", "1", "--node-rank", "0"),
-        *("--nproc-per-node", str(job.processes), "--master-addr", "127.0.0.1", "--master-port", str(port)),
+        *("--nproc-per-node", str(job.processes), "--master-addr", "127.0.0.1", "--master-port", "0"),
         *("--max-restarts", "0", "--tee", "3", "--log-dir", str(job.folder / "ranks")),
     ]
     return [*torchrun, *program]
