@@ -254,7 +254,7 @@ class Runner:
     def _record(self, name: str, how: str, state: State) -> None:
         """Record a failed attempt in events.jsonl, with the step that training had reached.
 
-        A run's folder that cannot be read is logged and never raised: the attempt is to be made again.
+        An OSError is logged and not raised, because it would keep Prefect from retrying the step.
         """
         event = {"event": f"{name} {how}", "time": round(time.time(), 3), "reason": _reason(state)}
         folder = self.context.folder

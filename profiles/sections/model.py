@@ -17,13 +17,8 @@ from profiles.sections.base import Count, Natural, Section, Size
 from profiles.sections.rope import RopeScaling, YarnRope
 
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
-EXPERTS = (
-    "mixtral",
-    "qwen3_moe",
-    "dbrx",
-    "gpt_oss",
-    "deepseek_v3",
-)  # architectures whose MLPs are mixtures of experts
+# Architectures whose MLPs are mixtures of experts.
+EXPERTS = ("mixtral", "qwen3_moe", "dbrx", "gpt_oss", "deepseek_v3")
 CORRECTED = ("deepseek_v3",)  # architectures whose experts have a bias of their selection
 # Architectures with Llama's fields; the others have GPT's.
 ROTARY = ("llama", "mistral", "qwen3", "olmo2", *EXPERTS)
@@ -31,12 +26,8 @@ WINDOWED = ("mistral", "mixtral", "gpt_oss")  # architectures with a sliding win
 # Keys on which initial weights and learning rates depend, and nothing else.
 PARAMETRIZATION = ("parametrization", "base_hidden_size", "base_num_hidden_layers")
 PARAMETRIZED = ("llama", "mistral", "qwen3")  # architectures with parametrizations other than standard
-LATENT = (
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-)  # of latent attention, all required
+# Keys of latent attention that are all required.
+LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 OPTIONAL = (  # fields of some architectures only
     ("sliding_window", WINDOWED, "sliding window"),
     ("full_attention_every", ("gpt_oss",), "layers of different windows"),

@@ -351,7 +351,7 @@ class ObjectBackend:
             with self._os_errors(name):
                 return operation()
 
-        # Clients retry too, each another set of errors: s3fs, for one, no 503 without a body.
+        # Clients also retry, but not every temporary error: s3fs does not retry a 503 without a body.
         return retried(call)
 
     @contextlib.contextmanager
