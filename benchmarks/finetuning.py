@@ -21,7 +21,7 @@ import torch
 from benchmarks.harness.timing import make_parser
 from modeling.data.prefetch import read_batch
 from modeling.data.records import open_samples
-from modeling.training.reference import log_probabilities
+from modeling.training.preference.reference import log_probabilities
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from profiles.huggingface.config import from_config_json

@@ -111,7 +111,7 @@ def _add_training(commands: Any) -> None:
 
     about = "start a new run from another run's checkpoint"
     example = "trainshed fork tiny@200 colder --set train.learning_rate=1e-4"
-    fork = _command(commands, "fork", "RUN[@STEP] NEW", about, example)
+    fork = _command(commands, "fork", "RUN[@STEP] NEW", about, example, folder="runs")
     fork.add_argument(
         "parent", metavar="RUN[@STEP]", help="the run, and the step of its checkpoint (default: latest)"
     )
@@ -148,7 +148,8 @@ def _add_experiments(commands: Any) -> None:
 
 def _experiment(commands: Any, name: str, page: str, about: str, action: str) -> argparse.ArgumentParser:
     """Add a command that plans or runs a file, described on a page of docs/."""
-    command = _command(commands, name, "plan|run FILE", about, f"trainshed {name} plan {name}.yaml")
+    example = f"trainshed {name} plan {name}.yaml"
+    command = _command(commands, name, "plan|run FILE", about, example, folder="experiments")
     command.add_argument("action", choices=("plan", "run"), metavar="plan|run", help=action)
     command.add_argument("file", metavar="FILE", help=f"a {name} file (docs/{page})")
     _store(command)
@@ -159,7 +160,7 @@ def _experiment(commands: Any, name: str, page: str, about: str, action: str) ->
 def _add_stores(commands: Any) -> None:
     """Add runs, evaluate, fleet and gc."""
     about = "list the runs of a store, with their state and size"
-    runs = _command(commands, "runs", "", about, "trainshed runs")
+    runs = _command(commands, "runs", "", about, "trainshed runs", folder="runs")
     _store(runs)
     _json(runs)
 
@@ -186,13 +187,13 @@ def _add_stores(commands: Any) -> None:
     _json(evaluate)
 
     about = "write a page of all runs: progress, speed, goodput, cost"
-    fleet = _command(commands, "fleet", "", about, "trainshed fleet --output fleet.html")
+    fleet = _command(commands, "fleet", "", about, "trainshed fleet --output fleet.html", folder="runs")
     _store(fleet)
     _with_default(fleet, "--output", "fleet.html", "HTML page to write", metavar="FILE")
     _json(fleet)
 
     about = "show or remove files of a store that no run refers to"
-    collect = _command(commands, "gc", "", about, "trainshed gc")
+    collect = _command(commands, "gc", "", about, "trainshed gc", folder="runs")
     _store(collect)
     collect.add_argument("--yes", action="store_true", help="remove what is shown")
     _json(collect)
@@ -231,14 +232,16 @@ def _add_tools(commands: Any) -> None:
 
     about = "compare runs: metrics, profile differences and loss curves"
     example = "trainshed compare first second --output compare.html"
-    compare = _command(commands, "compare", "RUN [RUN ...]", about, example)
+    compare = _command(commands, "compare", "RUN [RUN ...]", about, example, folder="runs")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="a run's name, or the path of its folder")
     _store(compare)
     _with_default(compare, "--output", "compare.html", "HTML page to write", metavar="FILE")
     _json(compare)
 
     about = "start TensorBoard for one run, or for all runs of a store"
-    tensorboard = _command(commands, "tensorboard", "[RUN]", about, "trainshed tensorboard tiny")
+    tensorboard = _command(
+        commands, "tensorboard", "[RUN]", about, "trainshed tensorboard tiny", folder="runs"
+    )
     tensorboard.add_argument("run", nargs="?", metavar="RUN", help="a run's name, or the path of its folder")
     _store(tensorboard)
     _with_default(tensorboard, "--port", 6006, "port on loopback", type=_integer(1, 65535), metavar="PORT")
@@ -256,7 +259,10 @@ def _add_tools(commands: Any) -> None:
     _json(importer)
 
 
-def _command(commands: Any, name: str, operands: str, about: str, example: str) -> argparse.ArgumentParser:
+def _command(
+    commands: Any, name: str, operands: str, about: str, example: str, *, folder: str = ""
+) -> argparse.ArgumentParser:
+    """Add a subcommand, which is the function `run` of the module of its name in `folder`."""
     command = commands.add_parser(
         name,
         help=about,
@@ -265,7 +271,8 @@ def _command(commands: Any, name: str, operands: str, about: str, example: str) 
         epilog=f"example: {example}",
         formatter_class=HelpFormatter,
     )
-    command.set_defaults(module=f"flows.cli.{name.replace('-', '_')}")
+    package = ".".join(filter(None, ("flows.cli", folder)))
+    command.set_defaults(module=f"{package}.{name.replace('-', '_')}")
     return command
 
 

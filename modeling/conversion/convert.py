@@ -22,10 +22,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from modeling.conversion import formats, huggingface, native, nxd_files
+from modeling.conversion import formats, huggingface, native
 from modeling.conversion.journal import Journal, Progress, open_journal
 from modeling.conversion.lora import read_adapters
-from modeling.conversion.nxd_layout import NXD_LAYOUTS, QKV_FORMS, NxDLayout, QKVForm
+from modeling.conversion.nxd import files as nxd_files
+from modeling.conversion.nxd.layout import NXD_LAYOUTS, QKV_FORMS, NxDLayout, QKVForm
 from modeling.conversion.tensor_files import File
 from modeling.conversion.weights import AveragedWeights, Weights
 from parallel.checkpoint import locations

@@ -15,7 +15,7 @@ from profiles.huggingface.config import from_config_json
 from profiles.sections.model import Model
 
 if TYPE_CHECKING:
-    from modeling.conversion.nxd_layout import NxDLayout
+    from modeling.conversion.nxd.layout import NxDLayout
     from modeling.conversion.weights import Weights
 
 
@@ -44,7 +44,8 @@ def read(
         ProfileError: not a checkpoint, or one that needs `config` or `layout`.
         ValueError: a file is rejected or corrupted.
     """
-    from modeling.conversion import huggingface, native, nxd_files
+    from modeling.conversion import huggingface, native
+    from modeling.conversion.nxd import files as nxd_files
 
     model = read_config(config) if config else None
     if (source / locations.MARKER).is_file():

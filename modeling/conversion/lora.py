@@ -2,7 +2,7 @@
 
 A checkpoint of a LoRA run holds the factors A and B alone; its marker has the profile with rank, alpha and targets. PEFT reads a
 folder with adapter_config.json and adapter_model.safetensors, with one A for each projection: those that share one get a copy.
-NxD's adapters are in its shards (nxd_lora.py).
+NxD's adapters are in its shards (nxd/lora.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from modeling.conversion import formats
-from modeling.conversion.nxd_layout import NxDLayout
+from modeling.conversion.nxd.layout import NxDLayout
 from modeling.conversion.weights import Part, Weights, global_shapes
 from modeling.models.build import DTYPES
 from modeling.models.lora import groups_of, layers_of
@@ -212,8 +212,8 @@ def read_adapters(folder: Path, config: Path | None = None, layout: NxDLayout | 
         ProfileError: no adapters, or `config` or `layout` is required.
         ValueError: a file is rejected or corrupted.
     """
-    from modeling.conversion import nxd_files
-    from modeling.conversion.nxd_lora import NxDAdapters
+    from modeling.conversion.nxd import files as nxd_files
+    from modeling.conversion.nxd.lora import NxDAdapters
 
     folder = formats.locate(folder)
     if (folder / locations.MARKER).is_file():

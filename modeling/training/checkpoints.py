@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import record_event
-from modeling.training.reference_model import ReferenceModel
+from modeling.training.preference.reference_model import ReferenceModel
 from modeling.training.resume import Rejected, ResumeRequest, check_same_model, reject_beyond_last_step
 from modeling.training.trainer import Trainer
 from parallel import Mesh, ZeRO1

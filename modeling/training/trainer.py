@@ -25,8 +25,9 @@ from modeling.data.records import PADDING
 from modeling.models.build import DTYPES, build_mesh, build_stage, extra_warmup_forwards, partition_layers
 from modeling.models.language_model import LanguageModel
 from modeling.supervision.timeouts import Timeouts
-from modeling.training import preference, user_functions
-from modeling.training.reference_model import ReferenceModel, reference_weights
+from modeling.training import user_functions
+from modeling.training.preference import loss as preference
+from modeling.training.preference.reference_model import ReferenceModel, reference_weights
 from modeling.training.step_functions import StepFunctions
 from parallel import device as devices
 from parallel.attention.ring import zigzag_positions

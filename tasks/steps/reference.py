@@ -1,4 +1,4 @@
-"""Reference step: log-probabilities of a DPO run's pairs under the model that it starts from, by `modeling.training.reference`.
+"""Reference step: log-probabilities of a DPO run's pairs under the model that it starts from.
 
 Computed once, and keyed by these weights and the data: runs with other hyperparameters reuse them.
 """
@@ -37,7 +37,7 @@ class ReferenceStep(Step):
         profile, store, folder = context.profile, context.store, context.run_folder
         output = folder / "logs" / f"reference-{key[:16]}.npz"
         arguments = ("--weights", str(store.artifacts.path(self.weights)), "--output", str(output))
-        job = cluster_job("reference", context, key, self.dataset, self.graphs, *arguments)
+        job = cluster_job("preference.reference", context, key, self.dataset, self.graphs, *arguments)
         with store.artifacts.publish(self.kind, key, {"source": profile.init.from_}) as staging:
             if not output.exists():  # the job may have ended while no flow followed it
                 run_job(profile, job, output)

@@ -141,7 +141,7 @@ class RetryBudget:
 def cluster_job(
     program: str, context: Context, key: str, dataset: Artifact, graphs: Artifact | None, *arguments: str
 ) -> Job:
-    """`modeling.training.<program>` on every device of the profile's cluster."""
+    """The program `modeling.training.<program>` on every device of the profile's cluster."""
     store, folder, cluster = context.store, context.run_folder, context.profile.cluster
     options = ["--run-folder", str(folder), "--cache", str(store.work_dir / "cache")]
     options += ["--dataset", str(store.artifacts.path(dataset, with_required=False))]
@@ -151,7 +151,7 @@ def cluster_job(
     if graphs is not None:
         options += ["--graphs", str(store.artifacts.path(graphs))]
     return Job(
-        name=program,
+        name=program.rpartition(".")[2],
         program=f"modeling.training.{program}",
         arguments=(*options, *arguments),
         folder=folder / "logs",

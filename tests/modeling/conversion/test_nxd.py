@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modeling.conversion import formats, huggingface, nxd_files
+from modeling.conversion import formats, huggingface
 from modeling.conversion.convert import Options, convert
+from modeling.conversion.nxd import files as nxd_files
 from modeling.conversion.weights import Weights
 from profiles.errors import ProfileError
 from tests.modeling.conversion import nxd_shards

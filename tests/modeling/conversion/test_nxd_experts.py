@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.conversion import formats, nxd_experts
+from modeling.conversion import formats
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert
+from modeling.conversion.nxd import experts as nxd_experts
 from tests.modeling.conversion import nxd_shards
 from tests.modeling.conversion.nxd_shards import FFN, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
 from tests.modeling.conversion.test_nxd import ONE_STAGE, TWO_STAGES, assert_equal

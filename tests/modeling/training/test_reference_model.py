@@ -9,7 +9,7 @@ import pytest
 
 from modeling.data.prefetch import Batch
 from modeling.planning.planner import plan
-from modeling.training.reference_model import reference_weights
+from modeling.training.preference.reference_model import reference_weights
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel.checkpoint import checkpoint

@@ -4,7 +4,7 @@ For E experts over n expert-parallel ranks, hidden size h, width f and t tensor 
 
     <layer>.expert_mlps.mlp_op.gate_up_proj.weight    (E/n, h, 2f/t), the rank's [gate, up] side by side
     <layer>.expert_mlps.mlp_op.down_proj.weight       (E/n, f/t, h)
-    <layer>.router.linear_router.weight               (E, h), the same on all ranks (nxd_layout.py)
+    <layer>.router.linear_router.weight               (E, h), the same on all ranks (layout.py)
 
 With n above 1, file names have `ep_rank_EE`, and the files of the first of these ranks have everything else. This is what NxD's
 layers hold, so what training runs save, and what its converter of DBRX writes. Its converter of Mixtral does not transpose: it

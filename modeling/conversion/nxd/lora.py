@@ -23,7 +23,7 @@ from torch import Tensor
 
 from modeling.conversion import torch_files
 from modeling.conversion.lora import CONFIG, Adapters, Factors
-from modeling.conversion.nxd_layout import NXD_LAYOUTS, NxDLayout, TensorSplit
+from modeling.conversion.nxd.layout import NXD_LAYOUTS, NxDLayout, TensorSplit
 from modeling.conversion.torch_files import LazyTensor
 from profiles.errors import ProfileError
 from profiles.sections.model import Model

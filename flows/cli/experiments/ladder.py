@@ -10,7 +10,7 @@ from rich.console import Console
 
 from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
-from flows.cli.runs_table import print_table, row_of, total_of
+from flows.cli.experiments.table import print_table, row_of, total_of
 from flows.ui.console import relative
 from modeling.planning.planner import plan
 from modeling.scaling.rungs import target_of, warnings_of
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     profile = target_of(ladder).profile
 
     def start() -> dict[str, Any]:
-        from flows.ladder import ladder as flow
+        from flows.experiments.ladder import ladder as flow
 
         return flow(options.file, options.store, options.target)
 
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from flows.ladder import load
+    from flows.experiments.ladder import load
 
     ladder, target, rungs, plans = load(options.file)
     rows = [row_of(rung, planned) for rung, planned in zip(rungs, plans, strict=True)]

@@ -36,7 +36,7 @@ def write_branches(folder: Path, profile: Path, **changes: object) -> Path:
 def branches(file: Path, store: Path) -> dict:
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
-    from flows.branches import branches
+    from flows.experiments.branches import branches
 
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), forked_jobs():
         return branches(str(file), str(store))

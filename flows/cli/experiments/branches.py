@@ -10,7 +10,7 @@ from rich.console import Console
 
 from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
-from flows.cli.runs_table import print_table, row_of, total_of
+from flows.cli.experiments.table import print_table, row_of, total_of
 from flows.ui.console import relative
 from profiles.sections import branches as files
 from tasks.branches import trunk_of
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     profile = trunk_of(described).profile
 
     def start() -> dict[str, Any]:
-        from flows.branches import branches as flow
+        from flows.experiments.branches import branches as flow
 
         return flow(options.file, options.store)
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from flows.branches import load
+    from flows.experiments.branches import load
 
     described, trunk, branches, plans = load(options.file)
     runs = [trunk, *branches]

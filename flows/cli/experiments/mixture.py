@@ -12,7 +12,7 @@ from rich.table import Table
 
 from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
-from flows.cli.runs_table import print_table, row_of, total_of
+from flows.cli.experiments.table import print_table, row_of, total_of
 from flows.ui.console import relative
 from modeling.scaling.proxies import Proxy, mixture_target
 from profiles.sections.mixture import Mixture
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     profile = mixture_target(mixture).profile
 
     def start() -> dict[str, Any]:
-        from flows.mixture import mixture as flow
+        from flows.experiments.mixture import mixture as flow
 
         return flow(options.file, options.store, options.check)
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from flows.mixture import load
+    from flows.experiments.mixture import load
 
     mixture, _, proxies, plans = load(options.file)
     rows = [

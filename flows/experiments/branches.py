@@ -11,18 +11,17 @@ resume, and with one branch more that branch alone is trained: and a longer trun
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from prefect import flow
 from prefect.runtime import flow_run
 
+from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
 from flows.final_states import final_states
 from flows.hooks import show_failure
 from flows.pretrain import pretrain
 from flows.runner import THREADS, Runner
 from flows.server.secrets import hub_token
-from flows.side_by_side import plan_within, require_startable, run_side_by_side
 from modeling.planning.planner import Plan
 from modeling.scaling.rungs import Rung
 from profiles import resolve
@@ -38,11 +37,6 @@ from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import runs
 from tasks.store.inventory import ARTIFACTS
 from tasks.store.store import Store
-
-
-def run_name() -> str:
-    """Name of the flow run in Prefect's UI: the branches file's."""
-    return Path(flow_run.parameters["file"]).stem
 
 
 def load(file: str, store: Store | None = None) -> tuple[Branches, Rung, list[Rung], list[Plan]]:
@@ -61,7 +55,7 @@ def load(file: str, store: Store | None = None) -> tuple[Branches, Rung, list[Ru
 
 @flow(
     name="branches",
-    flow_run_name=run_name,
+    flow_run_name=file_name,
     task_runner=THREADS,
     on_failure=[show_failure],
     on_crashed=[show_failure],

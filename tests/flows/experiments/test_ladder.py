@@ -39,7 +39,7 @@ def ladder(prefect_server):
     """Run the flow in this process, its ranks forked: `ladder(file, store, target=False)`."""
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
-    from flows.ladder import ladder
+    from flows.experiments.ladder import ladder
 
     def call(file: Path, store: Path, target: bool = False) -> dict:
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), forked_jobs():

@@ -13,7 +13,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from pathlib import Path
 from typing import Any
+
+from prefect.runtime import flow_run
 
 from flows.pretrain import pretrain
 from modeling.planning import planner
@@ -28,6 +31,11 @@ from tasks.reporting.format import format_duration
 log = logging.getLogger(__name__)
 
 _run: ContextVar[str] = ContextVar("run", default="")  # name of the run that a log record belongs to
+
+
+def file_name() -> str:
+    """Name of the flow run in Prefect's UI: that of the file that describes the runs."""
+    return Path(flow_run.parameters["file"]).stem
 
 
 def plan_within(experiment: Experiment, runs: Sequence[Rung]) -> list[Plan]:

@@ -1,4 +1,4 @@
-"""Log-probabilities of a reference model: `python -m modeling.training.reference --run-folder RUN --weights W --output FILE ...`.
+"""Log-probabilities of a reference model: `python -m modeling.training.preference.reference`.
 
 Evaluates the answers of all preference pairs, of both splits, under the weights that the run starts from. Writes `reference.npz`:
 for each split, log π(y) of each sequence's answer y, float32, in order of rows. One process per device, in the run's topology.
@@ -58,7 +58,7 @@ def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="modeling.training.reference")
+    parser = argparse.ArgumentParser(prog="modeling.training.preference.reference")
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
     parser.add_argument(

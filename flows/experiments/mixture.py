@@ -13,17 +13,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from prefect import flow
 from prefect.runtime import flow_run
 
+from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
 from flows.final_states import final_states
 from flows.hooks import show_failure
 from flows.runner import THREADS, Runner
 from flows.server.secrets import hub_token
-from flows.side_by_side import plan_within, require_startable, run_side_by_side
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import Plan
 from modeling.scaling.proxies import Proxy, mixture_target, proposed, proxies_of, training_sources
@@ -45,11 +44,6 @@ from tasks.store.store import Store
 log = logging.getLogger(__name__)
 
 
-def run_name() -> str:
-    """Name of the flow run in Prefect's UI: the mixture file's."""
-    return Path(flow_run.parameters["file"]).stem
-
-
 def load(file: str) -> tuple[Mixture, Rung, list[Proxy], list[Plan]]:
     """Load a mixture, its target, proxies and plans. Raises ProfileError if a proxy cannot run, or they exceed the budget."""
     mixture = Mixture.load(file)
@@ -60,7 +54,7 @@ def load(file: str) -> tuple[Mixture, Rung, list[Proxy], list[Plan]]:
 
 @flow(
     name="mixture",
-    flow_run_name=run_name,
+    flow_run_name=file_name,
     task_runner=THREADS,
     on_failure=[show_failure],
     on_crashed=[show_failure],

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from rich.console import Console
 
+from flows.cli.experiments.mixture import print_result
 from flows.cli.main import main
-from flows.cli.mixture import print_result
 from profiles import resolve
 from tasks.step import Context
 from tasks.steps.tokenizer import TokenizerStep
@@ -63,7 +63,7 @@ def mixture(prefect_server):
     """Run the flow in this process, its ranks forked: `mixture(file, store, check=False)`."""
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
-    from flows.mixture import mixture
+    from flows.experiments.mixture import mixture
 
     def call(file: Path, store: Path, check: bool = False) -> dict:
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), forked_jobs():

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
-from prefect.runtime import flow_run
 
+from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
 from flows.final_states import final_states
 from flows.hooks import show_failure
 from flows.pretrain import pretrain
-from flows.side_by_side import plan_within, require_startable, run_side_by_side
 from modeling.planning.planner import Plan
 from modeling.scaling.rungs import Rung, rungs_of, target_of, warnings_of
 from profiles.sections import ladder as ladders
@@ -33,11 +32,6 @@ from tasks.store.store import Store
 log = logging.getLogger(__name__)
 
 
-def run_name() -> str:
-    """Name of the flow run in Prefect's UI: the ladder file's."""
-    return Path(flow_run.parameters["file"]).stem
-
-
 def load(file: str) -> tuple[Ladder, Rung, list[Rung], list[Plan]]:
     """Load a ladder, its target, rungs and plans. Raises ProfileError if a rung cannot run, or they exceed the budget."""
     ladder = ladders.load(file)
@@ -46,7 +40,7 @@ def load(file: str) -> tuple[Ladder, Rung, list[Rung], list[Plan]]:
     return ladder, target, rungs, plan_within(ladder, rungs)
 
 
-@flow(name="ladder", flow_run_name=run_name, on_failure=[show_failure], on_crashed=[show_failure])
+@flow(name="ladder", flow_run_name=file_name, on_failure=[show_failure], on_crashed=[show_failure])
 @final_states
 def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str, Any]:
     """Train the rungs of a ladder and forecast its target; returns the forecast and the paths of its page.

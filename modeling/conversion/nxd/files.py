@@ -2,7 +2,7 @@
 
     <folder>/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt    converter and training run (there under <folder>/<tag>/)
     <folder>/tp_rank_TT_pp_rank_PP[/checkpoint.pt]        an older form
-    <folder>/model/dp_rank_00_ep_rank_EE_tp_rank_...      with expert-parallel ranks (nxd_experts.py)
+    <folder>/model/dp_rank_00_ep_rank_EE_tp_rank_...      with expert-parallel ranks (experts.py)
     <file>.tensors/tensor_N.pt                            tensors of the "xser" form (torch_files.py)
 
 Degrees come from the file names, the KV multiplier from the shapes of tensors, and the layers of a file from its keys. Shards
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.serialization import skip_data
 
-from modeling.conversion import nxd_experts, torch_files
+from modeling.conversion import torch_files
 from modeling.conversion.huggingface import BUFFERS
-from modeling.conversion.nxd_layout import (
+from modeling.conversion.nxd import experts
+from modeling.conversion.nxd.layout import (
     NXD_LAYOUTS,
     NxDLayout,
     QKVForm,
@@ -43,8 +44,8 @@ from profiles.errors import ProfileError
 from profiles.sections.model import Model
 
 RANK = re.compile(r"(?:dp_rank_(\d+)_)?(?:ep_rank_(\d+)_)?tp_rank_(\d+)_pp_rank_(\d+)(?:\.pt)?")
-SUPPORTED = ("llama", *nxd_experts.ARCHITECTURES)
-ADAPTER = ".lora_"  # in the names of LoRA's factors (nxd_lora.py)
+SUPPORTED = ("llama", *experts.ARCHITECTURES)
+ADAPTER = ".lora_"  # in the names of LoRA's factors (lora.py)
 PADDING = 128  # a vocabulary is padded to a multiple of at most this times the tensor degree
 log = logging.getLogger("trainshed")
 
@@ -125,7 +126,7 @@ def read(
         for name, part in _expert_parts(files[t, p], tensors, model, t, tensor):
             parts.setdefault(name, []).append(part)
     shards = {
-        ranks: {key: value for key, value in tensors.items() if not nxd_experts.EXPERTS.fullmatch(key)}
+        ranks: {key: value for key, value in tensors.items() if not experts.EXPERTS.fullmatch(key)}
         for ranks, tensors in shards.items()
     }
     split = _detect_split(shards.values(), model, tensor, layout)
@@ -149,13 +150,13 @@ def _expert_parts(
     path: Path, tensors: Tensors, model: Model, rank: int, tensor: int
 ) -> Iterator[tuple[str, Part]]:
     """Our tensors in the experts of a tensor rank of a stage, whose file of the first expert rank has `tensors`."""
-    is_expert = nxd_experts.EXPERTS.fullmatch
-    others = nxd_experts.expert_files(path)[1:]
+    is_expert = experts.EXPERTS.fullmatch
+    others = experts.expert_files(path)[1:]
     ranks = [tensors, *(torch_files.read(other, is_expert) for other in others)]
     for number, found in enumerate(ranks):
         for key, stored in found.items():
             if is_expert(key):
-                yield from nxd_experts.parts(key, stored, model, rank, tensor, number, len(ranks))
+                yield from experts.parts(key, stored, model, rank, tensor, number, len(ranks))
 
 
 def _tensors(path: Path) -> Tensors:
@@ -295,7 +296,7 @@ def _expert_entries(weights: Weights, layer: int, rank: int, tensor: int) -> Ite
     model = weights.model
     if model.num_experts is not None:
         prefix = f"{layer_prefix(model, layer)}.{mlp_prefix(model)}"
-        yield from nxd_experts.entries(weights, layer, prefix, rank, tensor)
+        yield from experts.entries(weights, layer, prefix, rank, tensor)
 
 
 def _rows(weights: Weights, boxes: list[Box], low: int, high: int) -> Iterator[Tensor]:

@@ -1,0 +1,1 @@
+"""The commands `trainshed ladder`, `mixture` and `branches`; `table.py` prints the plan of their runs."""
