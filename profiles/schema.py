@@ -1,4 +1,4 @@
-"""Profile schema: one class per section, with the type, default and description of each key.
+"""Profile schema: one class per section, here or in sections/, with the type, default and description of each key.
 
 Types and rules within a section are checked here; rules between sections in check.py. A resolved profile is frozen: every step
 sees the same one, which is stored with the run.
@@ -11,9 +11,21 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from parallel.constraints import expert_shard_degree, kv_replicas
-from profiles.sections.base import Count, Natural, Section, Size
+from profiles.sections.base import (
+    CONDITION,
+    FUNCTION,
+    NAME,
+    Count,
+    Fraction,
+    Natural,
+    Rate,
+    Section,
+    Size,
+)
 from profiles.sections.cluster import Cluster
+from profiles.sections.data import Data, Source, Tokenizer
 from profiles.sections.model import Model
+from profiles.sections.objective import Lora, Objective
 from profiles.sections.tracking import Tracking
 
 __all__ = [
@@ -34,108 +46,6 @@ __all__ = [
     "Train",
 ]
 
-Wide = Annotated[int, Field(ge=1, le=2**63 - 1)]
-Rate = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
-CONDITION = r"^[A-Za-z_]\w* *(<=|>=) *[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
-FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-LoraTarget = Literal[
-    *("qkv", "output", "gate_up", "down"),
-    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),  # Hugging Face's names
-]
-
-
-class Tokenizer(Section):
-    """Where the tokenizer comes from."""
-
-    source: str = Field(
-        min_length=1,
-        description='"train": on the data; or a hub repository (org/name), a folder, an s3:// folder, or run:NAME, the export of '
-        "a run",
-    )
-    revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
-    vocabulary_size: Count | None = Field(
-        None,
-        description="vocabulary size to train; for an existing tokenizer, its size, so that planning can check it",
-    )
-
-
-class Source(Section):
-    """A source of text or tokens."""
-
-    kind: Literal["python-docs", "files", "hub", "tokens", "megatron"] = Field(
-        description="python-docs: Python's documentation; files: text files (txt, md, JSON lines, also .gz and .zst; parquet, "
-        "arrow); hub: a hub dataset; tokens: a save_to_disk folder with a column of token ids; megatron: .bin/.idx files"
-    )
-    path: str | None = Field(
-        None,
-        min_length=1,
-        description="files, tokens: a file, folder or glob pattern; megatron: the common prefix of the files or a glob of "
-        ".idx files; local or s3://",
-    )
-    repository: str | None = Field(None, min_length=1, description="hub: dataset repository, org/name")
-    config: str | None = Field(
-        None, min_length=1, description="hub: configuration of a dataset that has several"
-    )
-    split: str = Field("train", min_length=1, description="hub: split to read")
-    revision: str | None = Field(None, min_length=1, description="hub: commit, tag or branch")
-    streaming: bool = Field(
-        False, description="hub: stream over the network; false: download the files first"
-    )
-    text: str | None = Field(
-        None, min_length=1, description="name of the field with the text or the token ids; null: data.text"
-    )
-    lines: bool = Field(False, description="plain text: one document per line; false: one per file")
-    anonymous: bool = Field(False, description="s3:// paths: read without credentials")
-    weight: float | None = Field(
-        None,
-        gt=0,
-        description="share of training samples, relative to the other weights; set for all training sources or none",
-    )
-    use: Literal["split", "train", "validation"] = Field(
-        "split", description="training, validation, or split between both by data.validation_fraction"
-    )
-
-
-class MixtureChange(Section):
-    """A change of the training sources' weights, from a step on."""
-
-    step: Count = Field(description="first optimizer step with these weights, counted from 1")
-    weights: list[Rate] = Field(
-        min_length=1,
-        description="share of each training source, in their order, relative to the others; 0: not drawn",
-    )
-
-
-class Data(Section):
-    """Training and validation data."""
-
-    sources: list[Source] = Field(min_length=1, description="sources, read in order")
-    schedule: list[MixtureChange] = Field(
-        [], description="changes of the sources' weights during training, in the order of their steps"
-    )
-    text: str = Field("text", min_length=1, description="name of the field with a record's text")
-    validation_fraction: Fraction = Field(
-        0.01, description="fraction of documents, chosen by hash, held out for validation"
-    )
-    append_eos: bool = Field(True, description="append the tokenizer's EOS token to every document")
-    prepend_bos: bool = Field(False, description="prepend the tokenizer's BOS token to every document")
-    deduplicate: bool = Field(False, description="drop exact duplicates of documents within a source")
-    minimum_length: Natural = Field(
-        0, description="minimum characters per document; shorter ones are dropped"
-    )
-    shuffle_tokens: Wide | None = Field(
-        None,
-        description="tokens per shuffle window, if the data does not fit a node's disk; null: shuffle all",
-    )
-    cache_gigabytes: Annotated[float, Field(gt=0)] = Field(
-        200.0, description="disk space per node to cache data from s3://"
-    )
-    maximum_missing: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="fraction of records without text above which the data is rejected"
-    )
-
 
 class Init(Section):
     """Pretrained weights."""
@@ -148,63 +58,6 @@ class Init(Section):
         "train from scratch",
     )
     revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
-
-
-class Objective(Section):
-    """What the model is trained for: to continue text, to answer prompts, or to prefer one answer to another."""
-
-    kind: Literal["pretrain", "sft", "dpo", "orpo"] = Field(
-        "pretrain",
-        description="pretrain: continue text; sft: supervised fine-tuning on completions (records with messages, prompt and "
-        "completion, or input and output); dpo, orpo: preference pairs (prompt, chosen, rejected)",
-    )
-    template: str | None = Field(
-        None,
-        min_length=1,
-        description="sft, dpo, orpo: chat template of messages: chatml, llama3 or a Jinja file; null: the tokenizer's",
-    )
-    packing: bool | None = Field(
-        None,
-        description="sft, dpo, orpo: pack records into samples, with document masks; false: one record a sample, padded; "
-        "null: true for sft, false for pairs. A sample is one row of train.sequence_length, of pairs two",
-    )
-    too_long: Literal["truncate", "drop"] = Field(
-        "truncate", description="sft, dpo, orpo: what to do with records longer than train.sequence_length"
-    )
-    maximum_prompt_length: Count | None = Field(
-        None,
-        description="dpo, orpo: tokens that a prompt keeps if its record is too long; null: half of train.sequence_length",
-    )
-    truncation: Literal["keep_start", "keep_end"] = Field(
-        "keep_end", description="dpo, orpo: which end of a prompt is kept if its record is too long"
-    )
-    beta: float = Field(
-        0.1, gt=0, description="dpo: weight of the KL penalty; orpo: weight of the odds-ratio loss"
-    )
-    loss: Literal["sigmoid", "hinge", "ipo"] = Field("sigmoid", description="dpo: loss of a pair's margin")
-    precompute_reference: bool = Field(
-        True,
-        description="dpo: compute the reference model's log-probabilities once, in a step of the flow; false: in each training "
-        "step, with a frozen copy of the initial weights, or with LoRA without the updates",
-    )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        0.0, description="dpo, sigmoid: assumed probability that a pair's preference is wrong"
-    )
-
-
-class Lora(Section):
-    """LoRA (arXiv 2106.09685): train low-rank updates of some weights and freeze the model."""
-
-    rank: Count | None = Field(
-        None, description="rank of the updates; null: no LoRA, all weights are trained"
-    )
-    alpha: float = Field(16.0, gt=0, description="scale of the updates: alpha / rank")
-    dropout: Fraction = Field(0.0, description="dropout of the updates' inputs, in training")
-    targets: list[LoraTarget] = Field(
-        ["qkv", "output", "gate_up", "down"],
-        min_length=1,
-        description="layers with updates; qkv and gate_up share the first factor, the names of their parts have one each",
-    )
 
 
 class Parallel(Section):

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from profiles.errors import ProfileError
-from profiles.schema import FUNCTION
+from profiles.sections.base import FUNCTION
 from profiles.sections.cluster import LABEL, LINE, OPTION, PATH, QUANTITY, TIME, WORD
 from profiles.sections.model import NORM_EPS_ALIASES, Model
 from profiles.sections.tracking import TAG, TRACKER

@@ -1,4 +1,4 @@
-"""Base class of all sections, and the types of their numbers."""
+"""Base class of all sections, and the types of their numbers and names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 LARGEST = 2**24  # of a tensor dimension, so that products of two fit 64-bit integers
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
 Natural = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Wide = Annotated[int, Field(ge=1, le=2**63 - 1)]
+Rate = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+CONDITION = r"^[A-Za-z_]\w* *(<=|>=) *[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
 class Section(BaseModel):

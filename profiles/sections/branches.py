@@ -10,8 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from profiles.schema import NAME
-from profiles.sections.base import Count, Section
+from profiles.sections.base import NAME, Count, Section
 from profiles.sections.experiment import Experiment
 
 SHIPPED = Path(__file__).parents[1] / "branches"

@@ -9,8 +9,7 @@ from pydantic import Field, ValidationError
 
 from profiles import yaml_text
 from profiles.errors import ProfileError
-from profiles.schema import NAME
-from profiles.sections.base import Count, Section
+from profiles.sections.base import NAME, Count, Section
 from profiles.validation_errors import profile_error
 
 

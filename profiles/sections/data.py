@@ -1,0 +1,100 @@
+"""Sections of the tokenizer and of the data."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from profiles.sections.base import Count, Fraction, Natural, Rate, Section, Wide
+
+
+class Tokenizer(Section):
+    """Where the tokenizer comes from."""
+
+    source: str = Field(
+        min_length=1,
+        description='"train": on the data; or a hub repository (org/name), a folder, an s3:// folder, or run:NAME, the export of '
+        "a run",
+    )
+    revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
+    vocabulary_size: Count | None = Field(
+        None,
+        description="vocabulary size to train; for an existing tokenizer, its size, so that planning can check it",
+    )
+
+
+class Source(Section):
+    """A source of text or tokens."""
+
+    kind: Literal["python-docs", "files", "hub", "tokens", "megatron"] = Field(
+        description="python-docs: Python's documentation; files: text files (txt, md, JSON lines, also .gz and .zst; parquet, "
+        "arrow); hub: a hub dataset; tokens: a save_to_disk folder with a column of token ids; megatron: .bin/.idx files"
+    )
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="files, tokens: a file, folder or glob pattern; megatron: the common prefix of the files or a glob of "
+        ".idx files; local or s3://",
+    )
+    repository: str | None = Field(None, min_length=1, description="hub: dataset repository, org/name")
+    config: str | None = Field(
+        None, min_length=1, description="hub: configuration of a dataset that has several"
+    )
+    split: str = Field("train", min_length=1, description="hub: split to read")
+    revision: str | None = Field(None, min_length=1, description="hub: commit, tag or branch")
+    streaming: bool = Field(
+        False, description="hub: stream over the network; false: download the files first"
+    )
+    text: str | None = Field(
+        None, min_length=1, description="name of the field with the text or the token ids; null: data.text"
+    )
+    lines: bool = Field(False, description="plain text: one document per line; false: one per file")
+    anonymous: bool = Field(False, description="s3:// paths: read without credentials")
+    weight: float | None = Field(
+        None,
+        gt=0,
+        description="share of training samples, relative to the other weights; set for all training sources or none",
+    )
+    use: Literal["split", "train", "validation"] = Field(
+        "split", description="training, validation, or split between both by data.validation_fraction"
+    )
+
+
+class MixtureChange(Section):
+    """A change of the training sources' weights, from a step on."""
+
+    step: Count = Field(description="first optimizer step with these weights, counted from 1")
+    weights: list[Rate] = Field(
+        min_length=1,
+        description="share of each training source, in their order, relative to the others; 0: not drawn",
+    )
+
+
+class Data(Section):
+    """Training and validation data."""
+
+    sources: list[Source] = Field(min_length=1, description="sources, read in order")
+    schedule: list[MixtureChange] = Field(
+        [], description="changes of the sources' weights during training, in the order of their steps"
+    )
+    text: str = Field("text", min_length=1, description="name of the field with a record's text")
+    validation_fraction: Fraction = Field(
+        0.01, description="fraction of documents, chosen by hash, held out for validation"
+    )
+    append_eos: bool = Field(True, description="append the tokenizer's EOS token to every document")
+    prepend_bos: bool = Field(False, description="prepend the tokenizer's BOS token to every document")
+    deduplicate: bool = Field(False, description="drop exact duplicates of documents within a source")
+    minimum_length: Natural = Field(
+        0, description="minimum characters per document; shorter ones are dropped"
+    )
+    shuffle_tokens: Wide | None = Field(
+        None,
+        description="tokens per shuffle window, if the data does not fit a node's disk; null: shuffle all",
+    )
+    cache_gigabytes: Annotated[float, Field(gt=0)] = Field(
+        200.0, description="disk space per node to cache data from s3://"
+    )
+    maximum_missing: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="fraction of records without text above which the data is rejected"
+    )
