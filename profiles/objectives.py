@@ -109,23 +109,27 @@ def _lora(profile: Profile) -> None:
     lora = profile.lora
     if not lora.rank:
         return
-    if profile.model.kv_lora_rank is not None:
-        reason = f"{profile.model.architecture} has no q, k and v projections of hidden states, which are not supported otherwise"
-        raise ProfileError("lora.rank", lora.rank, reason, [0])
-    apart = [target for target in lora.targets if target in (*PARTS["qkv"], "gate_proj")]
-    if profile.model.architecture in ("gpt", "dbrx") and apart:
-        reason = f"names a part of a weight that model.architecture {profile.model.architecture} has in one"
+    model = profile.model
+    latent = [target for target in lora.targets if LAYER[target] == "qkv"]
+    if model.kv_lora_rank is not None and latent:
+        reason = f"names {latent[0]}, but model.architecture {model.architecture} has no q, k and v projections of hidden states"
+        fitting = [target for target in lora.targets if target not in latent]
+        raise ProfileError("lora.targets", lora.targets, reason, [fitting or ["output", "gate_up", "down"]])
+    together = []
+    if model.architecture in ("gpt", "dbrx"):
+        together += [*PARTS["qkv"], "gate_proj"]
+    if model.num_experts:
+        together += PARTS["gate_up"]
+    if apart := [target for target in lora.targets if target in together]:
+        reason = f"names {apart[0]}, part of a weight that model.architecture {model.architecture} has in one"
+        if model.num_experts and LAYER[apart[0]] == "gate_up":
+            reason = f"names {apart[0]}, but gate and up of an expert are one product, whose updates share their first factor"
         fitting = dict.fromkeys(LAYER[target] if target in apart else target for target in lora.targets)
         raise ProfileError("lora.targets", lora.targets, reason, [[*fitting]])
     experts = [target for target in lora.targets if LAYER[target] in ("gate_up", "down")]
-    if profile.model.num_experts and experts:
-        architecture = profile.model.architecture
-        reason = (
-            f"names layers that model.architecture {architecture} has in experts: each of {profile.model.num_experts} would need "
-            "an update of its own in the grouped products, which is not implemented; attention can be updated"
-        )
-        fitting = [target for target in lora.targets if target not in experts]
-        raise ProfileError("lora.targets", lora.targets, reason, [fitting or ["qkv", "output"]])
+    if model.num_experts and experts and lora.dropout:
+        reason = f"is not supported with {experts[0]} of experts: their updates multiply the rows that the experts get, undropped"
+        raise ProfileError("lora.dropout", lora.dropout, reason, [0.0])
     if profile.parallel.schedule == "zero_bubble" and profile.parallel.pipeline > 1:
         reason = "splits the backward pass and does not support frozen weights"
         raise ProfileError("parallel.schedule", "zero_bubble", reason, ["1f1b", "interleaved"])

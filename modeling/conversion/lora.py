@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modeling.conversion import formats
+from modeling.conversion import formats, peft_experts
 from modeling.conversion.nxd.layout import NxDLayout
 from modeling.conversion.weights import Part, Weights, global_shapes
 from modeling.models.build import DTYPES
-from modeling.models.lora import groups_of, layers_of
+from modeling.models.lora import Layer, layers_of
 from modeling.models.weight_names import huggingface_tensor
 from parallel.checkpoint import checkpoint, locations
 from parallel.checkpoint.reader import Reader
@@ -87,22 +87,32 @@ class Adapters(ABC):
         return Weights(weights.model, parts, dtype)
 
     def write(self, folder: Path) -> dict[str, int]:
-        """Write PEFT's folder; returns the number and the bytes of its tensors."""
+        """Write PEFT's folder; returns the number and the bytes of its tensors.
+
+        Raises:
+            ValueError: PEFT has no format for updates of experts of this architecture.
+        """
         from safetensors.torch import save_file
 
-        model = self.model
+        model, scale = self.model, 1.0
         # by the module of the Hugging Face model, which may have several weights in one
         stored: dict[str, list[Factors]] = {}
+        of_experts = []
         for factors in self:
+            scale = factors.scale
+            if peft_experts.EXPERT.fullmatch(factors.tensor):
+                of_experts.append(factors)
+                continue
             name = huggingface_tensor(model, factors.tensor).name
             stored.setdefault(name.removesuffix(".weight"), []).append(factors)
-        tensors, modules, scale = {}, set(), 1.0
+        tensors, modules = {}, set()
         for module, parts in stored.items():
             # In GPT-2, the last part of a name alone is that of two modules.
             modules.add(".".join(module.split(".")[-2 if model.architecture == "gpt" else -1 :]))
             tensors[f"{MODULE}{module}.lora_A.weight"] = parts[0].a.clone()
             tensors[f"{MODULE}{module}.lora_B.weight"] = torch.cat([part.b for part in parts])
-            scale = parts[0].scale
+        fused, parameters = peft_experts.stacked(model, of_experts)
+        tensors |= {f"{MODULE}{name}": tensor for name, tensor in fused.items()}
         configuration = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -111,6 +121,7 @@ class Adapters(ABC):
             "lora_alpha": scale * self.rank,
             "lora_dropout": self.dropout,
             "target_modules": sorted(modules),
+            **({"target_parameters": parameters} if parameters else {}),
             "fan_in_fan_out": model.architecture == "gpt",
             "bias": "none",
             "inference_mode": True,
@@ -140,14 +151,25 @@ class TrainedAdapters(Adapters):
     def __iter__(self) -> Iterator[Factors]:
         rank, targets, model = self.rank, self._lora.targets, self.model
         for number in range(model.num_hidden_layers):
-            for layer, (path, sections) in layers_of(model).items():
-                groups, prefix = groups_of(layer, targets, model), f"layers.{number}.{path}"
-                whole = len(groups) == 1 and len(groups[0]) == len(sections)
+            for layer in layers_of(model, number):
+                groups, prefix = layer.groups(targets), f"layers.{number}.{layer.path}"
+                if layer.experts and groups:
+                    yield from self._of_experts(layer, prefix)
+                    continue
+                whole = len(groups) == 1 and len(groups[0]) == len(layer.sections)
                 for index, group in enumerate(groups):
                     a = self._read(f"{prefix}.lora.a", "" if whole else "_".join(group))
                     for section in group:
                         b = self._read(f"{prefix}.lora.b", section)[:, index * rank : (index + 1) * rank]
                         yield Factors(_name(prefix, section), a, b, self._lora.alpha / rank)
+
+    def _of_experts(self, layer: Layer, prefix: str) -> Iterator[Factors]:
+        for expert in range(layer.experts or 0):
+            a = self._read(f"{prefix}.lora.a", str(expert))
+            for section in layer.sections.values():
+                name = f"{expert}.{section}" if section else str(expert)
+                b = self._read(f"{prefix}.lora.b", name)
+                yield Factors(_name(prefix, name), a, b, self._lora.alpha / self.rank)
 
     def _read(self, prefix: str, section: str) -> Tensor:
         name = f"{PREFIX}.{_name(prefix, section)}"
@@ -182,6 +204,7 @@ class PeftAdapters(Adapters):
         self.base = configuration.get("base_model_name_or_path")
         root = math.sqrt(self.rank) if configuration.get("use_rslora") else self.rank
         self._scale = configuration["lora_alpha"] / root
+        self._parameters = configuration.get("target_parameters") or []
         self._tensors = load_file(folder / WEIGHTS)
 
     def __iter__(self) -> Iterator[Factors]:
@@ -195,6 +218,10 @@ class PeftAdapters(Adapters):
             a, b = (self._tensors[name].float() for name in names)
             rows = where.index[-1 if where.transposed else 0] if where.index else slice(None)
             yield Factors(tensor, a, b[rows], self._scale)
+        tensors = {name.removeprefix(MODULE): tensor for name, tensor in self._tensors.items()}
+        for tensor, a, b, names in peft_experts.unstacked(self.model, tensors, self.rank, self._parameters):
+            left -= {f"{MODULE}{name}" for name in names}
+            yield Factors(tensor, a, b, self._scale)
         if left:
             raise ValueError(
                 f"the adapters have tensors that the model has no weights for: {sorted(left)[0]}"

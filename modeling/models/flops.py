@@ -57,24 +57,32 @@ def flops_per_token(profile: Profile) -> float:
         return 6 * sum(layer_multiply_adds(profile))
     layers = _weights_and_scores(profile)
     frozen = sum(weights for weights, _ in layers) + _head(profile)
-    trained = sum(scores for _, scores in layers) + len(layers) * _updates(profile)
+    trained = sum(scores for _, scores in layers) + sum(_updates(profile, i) for i in range(len(layers)))
     return 4 * frozen + 6 * trained
 
 
-def _updates(profile: Profile) -> int:
-    """Forward multiply-adds per token of a layer's updates: rank · (input + output) of each first factor."""
+def _updates(profile: Profile, number: int) -> int:
+    """Forward multiply-adds per token of a layer's updates: rank · (input + output) of each first factor.
+
+    Those of an MLP count once for each of a token's experts.
+    """
     model, targets = profile.model, profile.lora.targets
-    h, f, q = model.hidden_size, model.intermediate_size, model.num_attention_heads * model.head_dim
-    kv, gated = model.num_key_value_heads * model.head_dim, model.architecture != "gpt"
-    layers = {
-        "qkv": (h, {"q_proj": q, "k_proj": kv, "v_proj": kv}),
-        "output": (q, {"o_proj": h}),
-        "gate_up": (h, {"gate_proj": f, "up_proj": f} if gated else {"up_proj": f}),
-        "down": (f, {"down_proj": h}),
-    }
+    h, f, heads = model.hidden_size, model.intermediate_size, model.num_attention_heads
+    q, kv = heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    mlps = 1
+    if model.has_experts(number):
+        f, mlps = model.expert_width, model.num_experts_per_tok
+    shared = (model.n_shared_experts or 0) * f if model.has_experts(number) else 0
+    layers = [(1, "output", heads * (model.v_head_dim or model.head_dim), {"o_proj": h})]
+    if model.kv_lora_rank is None:
+        layers.append((1, "qkv", h, {"q_proj": q, "k_proj": kv, "v_proj": kv}))
+    for count, width in ((mlps, f), (1, shared)) if shared else ((mlps, f),):
+        gated = {"gate_proj": width} if model.architecture != "gpt" else {}
+        layers.append((count, "gate_up", h, {**gated, "up_proj": width}))
+        layers.append((count, "down", width, {"down_proj": h}))
     widths = 0
-    for layer, (width, sections) in layers.items():
+    for count, layer, width, sections in layers:
         if layer in targets:
-            widths += width + sum(sections.values())
-        widths += sum(width + size for name, size in sections.items() if name in targets)
+            widths += count * (width + sum(sections.values()))
+        widths += count * sum(width + size for name, size in sections.items() if name in targets)
     return profile.lora.rank * widths

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from modeling.models.language_model import LanguageModel
 from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RowParallelLinear
+from parallel.experts import lora as expert_lora
 from parallel.layers.linear import ReplicatedLinear
 from parallel.layers.lora import (
     ZERO,
@@ -21,39 +23,52 @@ from parallel.layout import layout_of
 from profiles.schema import Lora
 from profiles.sections.model import Model
 
-# Layers of a block: their path, and their sections by the target that names one of them.
-Layer = tuple[str, dict[str, str]]
-LAYERS: dict[str, Layer] = {
-    "qkv": ("attention.qkv", {"q_proj": "q", "k_proj": "k", "v_proj": "v"}),
-    "output": ("attention.output", {"o_proj": ""}),
-    "gate_up": ("mlp.gate_up", {"gate_proj": "gate", "up_proj": "up"}),
-    "down": ("mlp.down", {"down_proj": ""}),
-}
-GPT_LAYERS: dict[str, Layer] = {**LAYERS, "gate_up": ("mlp.up", {"up_proj": ""})}
+
+class Layer(NamedTuple):
+    """A linear layer of a block, or a projection of all its experts."""
+
+    target: str  # names all of it
+    path: str  # in the block
+    sections: Mapping[str, str]  # of its weight, by the target that names one of them
+    experts: int | None = None  # number of experts, each of which has these sections
+
+    def groups(self, targets: Sequence[str]) -> list[tuple[str, ...]]:
+        """The sections that share a first factor, one group for each; empty if nothing of the layer is a target."""
+        if self.target in targets:
+            return [tuple(self.sections.values())]
+        return [(section,) for target, section in self.sections.items() if target in targets]
+
+
+GATE_UP, DOWN = {"gate_proj": "gate", "up_proj": "up"}, {"down_proj": ""}
 FIRST_SITE = 4  # of dropout; blocks have sites of their own below
 
 
-def layers_of(model: Model) -> dict[str, Layer]:
-    """The layers of a model's blocks by the target that names all of each."""
-    return GPT_LAYERS if model.architecture == "gpt" else LAYERS
-
-
-def groups_of(layer: str, targets: Sequence[str], model: Model) -> list[tuple[str, ...]]:
-    """The sections of a layer that share a first factor, one group for each; empty if nothing of the layer is a target."""
-    sections = layers_of(model)[layer][1]
-    if layer in targets:
-        return [tuple(sections.values())]
-    return [(section,) for target, section in sections.items() if target in targets]
+def layers_of(model: Model, number: int) -> list[Layer]:
+    """The layers of block `number` that can have updates."""
+    layers = [Layer("output", "attention.output", {"o_proj": ""})]
+    if model.kv_lora_rank is None:
+        layers.insert(0, Layer("qkv", "attention.qkv", {"q_proj": "q", "k_proj": "k", "v_proj": "v"}))
+    if model.architecture == "gpt":
+        return [*layers, Layer("gate_up", "mlp.up", {"up_proj": ""}), Layer("down", "mlp.down", DOWN)]
+    experts = model.num_experts if model.has_experts(number) else None
+    layers += [Layer("gate_up", "mlp.gate_up", GATE_UP, experts), Layer("down", "mlp.down", DOWN, experts)]
+    if experts and model.n_shared_experts:
+        layers += [Layer("gate_up", "shared.gate_up", GATE_UP), Layer("down", "shared.down", DOWN)]
+    return layers
 
 
 def apply_lora(stage: LanguageModel, lora: Lora, model: Model, mesh: Mesh, sequence_parallel: bool) -> None:
     """Freeze a stage's weights, and attach the updates of its blocks' layers."""
     stage.requires_grad_(False)
     stage.update_dropout = lora.dropout
-    for block in stage.layers.values():
-        for site, (layer, (path, _)) in enumerate(layers_of(model).items(), FIRST_SITE):
-            if groups := groups_of(layer, lora.targets, model):
-                linear = block.get_submodule(path)
+    for number, block in stage.layers.items():
+        for site, layer in enumerate(layers_of(model, int(number)), FIRST_SITE):
+            if not (groups := layer.groups(lora.targets)):
+                continue
+            linear = block.get_submodule(layer.path)
+            if layer.experts:
+                expert_lora.attach(linear, lora.rank, lora.alpha / lora.rank)
+            else:
                 attach(linear, _update(linear, groups, lora, model, mesh, sequence_parallel, site))
 
 

@@ -53,7 +53,9 @@ class Meter(TorchDispatchMode):
         if packet in (torch.ops.trainshed.experts, torch.ops.trainshed.experts_backward):
             backward = packet is torch.ops.trainshed.experts_backward
             x, indices, gate_up = inputs[backward], inputs[2 + backward], inputs[3 + backward]
-            self.peak = max(self.peak, self.live + grouped.scratch_bytes(x, indices, gate_up, backward))
+            updated = any(isinstance(each, Tensor) for each in inputs[7 + backward : 11 + backward])
+            scratch = grouped.scratch_bytes(x, indices, gate_up, backward, updated)
+            self.peak = max(self.peak, self.live + scratch)
         results = function(*inputs, **(named or {}))
         for result in tree_leaves(results):
             if isinstance(result, Tensor):

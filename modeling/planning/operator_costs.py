@@ -72,12 +72,21 @@ def operator_product(operator: OpOverload, arguments: Sequence[Any], result: Any
 
 def _experts(operator: OpOverload, call: Mapping[str, Any]) -> tuple[Shape, int]:
     rows, gate_up = call["indices"].numel(), call["gate_up"]  # (E/n, 2f, h)
-    products = 1
-    if "backward" in str(operator):
-        products = 2 if call["size"] == 1 else 2 + 2 / 3  # [gate, up] once more
-    wide, hidden = gate_up.shape[1:]
-    shape = ("matmul", max(1, rows // len(gate_up)), hidden, wide)
-    return shape, int(products * 3 * rows * wide * hidden)
+    backward, (count, wide, hidden) = "backward" in str(operator), gate_up.shape
+    products = 1.0
+    if backward:
+        products = 1 if call["frozen"] else 2
+        products += 2 / 3 if call["size"] > 1 else 0  # [gate, up] once more
+    # An update's factors A are multiplied by once in forward and three times in backward, B once and twice.
+    again = {"a": 3, "b": 2} if backward else {"a": 1, "b": 1}
+    updates = sum(
+        again[letter] * factor.numel() // count
+        for name in ("gate_up", "down")
+        for letter in "ab"
+        if (factor := call[f"{name}_{letter}"]) is not None
+    )
+    shape = ("matmul", max(1, rows // count), hidden, wide)
+    return shape, int(rows * (products * 3 * wide * hidden + 2 * updates))
 
 
 def _attention(

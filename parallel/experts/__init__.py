@@ -1,5 +1,5 @@
 """Mixture of experts: router, dispatch to the ranks that hold the experts, grouped products, balance of the load.
 
 Start with `layer.py` (the module that models use), then `router.py`, `grouped.py` (dropless) and `slots.py` (a capacity for each
-expert), `balance.py` (losses and statistics). Imports `parallel`'s mesh, layout and collectives.
+expert), `balance.py` (losses and statistics), `lora.py` (low-rank updates). Imports `parallel`'s mesh, layout and collectives.
 """

@@ -30,6 +30,9 @@ from parallel.experts import sequential
 from parallel.experts.activations import ACTIVATIONS, Activation
 from parallel.mesh import Axis
 
+Update = tuple[Tensor, Tensor]
+"""The factors A (experts, r, i) and B (experts, o, r), scaled, of the low-rank updates B A of weights (experts, o, i)."""
+
 
 def routed_experts(
     x: Tensor,
@@ -41,6 +44,8 @@ def routed_experts(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_update: Update | None = None,
+    down_update: Update | None = None,
     activation: str = "silu",
 ) -> Tensor:
     """Weighted sum of the outputs of each token's experts.
@@ -54,21 +59,29 @@ def routed_experts(
         axis: expert axis of n ranks, which hold consecutive experts.
         gate_up_bias: (E/n, 2f).
         down_bias: (E/n, h).
+        gate_up_update: A (E/n, r, h) and B (E/n, 2f, r): gate_up + B A is multiplied by, never materialized.
+        down_update: A (E/n, r, f) and B (E/n, h, r).
         activation: one of `ACTIVATIONS`.
 
     Returns:
         (T, h).
     """
-    biases = (gate_up_bias, down_bias)
-    return _experts(x, weights, indices, gate_up, down, *biases, axis.name, axis.size, activation)[0]
+    optional = (gate_up_bias, down_bias, *(gate_up_update or (None, None)), *(down_update or (None, None)))
+    return _experts(x, weights, indices, gate_up, down, *optional, axis.name, axis.size, activation)[0]
 
 
-def scratch_bytes(x: Tensor, indices: Tensor, gate_up: Tensor, backward: bool) -> int:
-    """Bytes that a call allocates besides its results, if the load is balanced."""
+def scratch_bytes(x: Tensor, indices: Tensor, gate_up: Tensor, backward: bool, updated: bool) -> int:
+    """Bytes that a call allocates besides its results, if the load is balanced.
+
+    Args:
+        updated: whether the weights have updates.
+    """
     rows, f, h = indices.numel(), gate_up.shape[1] // 2, x.shape[1]
     # forward: rows, [gate, up], their activation, outputs. backward: rows and gradients, as they are, sent, and scaled;
     # [gate, up], the activation, and the gradients of both
-    return rows * (6 * h + 6 * f if backward else 3 * h + 3 * f) * x.element_size()
+    elements = 6 * h + 6 * f if backward else 3 * h + 3 * f
+    # one product of an update at a time, before it is added
+    return rows * (elements + updated * max(h, 2 * f)) * x.element_size()
 
 
 class _Exchange:
@@ -148,15 +161,24 @@ class _Exchange:
         return of_experts.repeat_interleave(self.counts, 0)
 
 
-def _has_kernel(*factors: Tensor) -> bool:
-    """Whether torch has a kernel for a grouped product: on GPUs, in bf16, and with rows of a multiple of 16 bytes."""
+def _has_kernel(parameters: sequential.Parameters) -> bool:
+    """Whether torch has kernels for the grouped products: on GPUs, in bf16, and with rows of a multiple of 16 bytes."""
+    factors = parameters.factors()
     wide = all(size % 8 == 0 for factor in factors for size in factor.shape[1:])
     return factors[0].is_cuda and factors[0].dtype == torch.bfloat16 and wide
 
 
-def _product(rows: Tensor, weight: Tensor, exchange: _Exchange, bias: Tensor | None = None) -> Tensor:
-    """Rows (m, a), weight (experts, b, a) -> (m, b), by group, in one kernel."""
+def _product(
+    rows: Tensor,
+    weight: Tensor,
+    exchange: _Exchange,
+    bias: Tensor | None = None,
+    update: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
+    """Rows (m, a), weight (experts, b, a) -> (m, b), by group, in one kernel; two more for an update of low rank."""
     result = F.grouped_mm(rows, weight.transpose(1, 2), offs=exchange.offsets)
+    if update[0] is not None:
+        result += _product(_product(rows, update[0], exchange), update[1], exchange)
     return result if bias is None else result + exchange.of_rows(bias)
 
 
@@ -175,6 +197,10 @@ def _experts(
     down: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
     axis: str,
     size: int,
     activation: str,
@@ -183,11 +209,12 @@ def _experts(
     exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size))
     rows = exchange.to_experts(exchange.gather(x))  # (m, h)
     act = ACTIVATIONS[activation]
-    if _has_kernel(rows, gate_up):
-        hidden = _product(rows, gate_up, exchange, gate_up_bias)  # (m, 2f)
-        out = _product(act.forward(hidden), down, exchange, down_bias)  # (m, h)
+    updates = (gate_up_a, gate_up_b), (down_a, down_b)
+    parameters = sequential.Parameters(gate_up, down, gate_up_bias, down_bias, *updates[0], *updates[1])
+    if _has_kernel(parameters):
+        hidden = _product(rows, gate_up, exchange, gate_up_bias, updates[0])  # (m, 2f)
+        out = _product(act.forward(hidden), down, exchange, down_bias, updates[1])  # (m, h)
     else:
-        parameters = sequential.Parameters(gate_up, down, gate_up_bias, down_bias)
         hidden, out = sequential.forward(rows, parameters, exchange.ranges(), act)
     y = exchange.sum_over_tokens(out, weights)  # (T, h)
     return y, hidden if size == 1 else hidden.new_empty(0), exchange.received
@@ -195,9 +222,9 @@ def _experts(
 
 @_experts.register_fake
 def _(
-    x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, _: Any, __: Any, axis: Any,
-    size: int, *___: Any,
+    x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, *more: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    size = more[-2]
     rows = indices.numel() if size == 1 else 0
     hidden = x.new_empty(rows, gate_up.shape[1]) if size == 1 else x.new_empty(0)
     return torch.empty_like(x), hidden, indices.new_empty(size, len(gate_up))
@@ -213,24 +240,30 @@ def _backward(
     down: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
     hidden: Tensor,
     received: Tensor,
     axis: str,
     size: int,
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weights, gate_up, down and both biases; empty without biases."""
+    frozen: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weights, and `sequential.Parameters`; empty for what does not exist or is frozen."""
     exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size), received)
     rows, grads, scales = exchange.gather(x), exchange.gather(grad), weights.flatten()[exchange.order]
     if size > 1:
         rows, grads = exchange.to_experts(torch.cat((rows, grads), 1)).chunk(2, 1)
         scales = exchange.to_experts(scales)
     saved = sequential.Saved(rows, grads, scales, hidden if size == 1 else None)
-    parameters, act = sequential.Parameters(gate_up, down, gate_up_bias, down_bias), ACTIVATIONS[activation]
-    if _has_kernel(rows, gate_up):
-        found = _grouped_backward(saved, parameters, exchange, act)
+    updates = gate_up_a, gate_up_b, down_a, down_b
+    parameters = sequential.Parameters(gate_up, down, gate_up_bias, down_bias, *updates)
+    if _has_kernel(parameters):
+        found = _grouped_backward(saved, parameters, exchange, ACTIVATIONS[activation], frozen)
     else:
-        found = sequential.backward(saved, parameters, exchange.ranges(), act)
+        found = sequential.backward(saved, parameters, exchange.ranges(), ACTIVATIONS[activation], frozen)
     grad_rows, grad_scales, *grad_parameters = found
     grad_x = exchange.sum_over_tokens(grad_rows)
     grad_weights = exchange.to_tokens(grad_scales).to(weights.dtype)
@@ -239,32 +272,58 @@ def _backward(
 
 
 def _grouped_backward(
-    saved: sequential.Saved, parameters: sequential.Parameters, exchange: _Exchange, act: Activation
+    saved: sequential.Saved,
+    parameters: sequential.Parameters,
+    exchange: _Exchange,
+    act: Activation,
+    frozen: bool,
 ) -> tuple[Tensor | None, ...]:
     """As `sequential.backward`, by one kernel for all experts."""
     rows, grads, scales, hidden = saved
     rows, grads = rows.contiguous(), grads.contiguous()
-    gate_up, down, gate_up_bias, down_bias = parameters
+    gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b = parameters
     if hidden is None:
-        hidden = _product(rows, gate_up, exchange, gate_up_bias)
+        hidden = _product(rows, gate_up, exchange, gate_up_bias, (gate_up_a, gate_up_b))
     scales = scales[:, None]  # (m, 1)
     out_of = act.forward(hidden)  # (m, f)
-    grad_act = _product(grads, down.transpose(1, 2), exchange)  # (m, f), not scaled
+    grad_act = _input_gradient(grads, down, exchange, down_a, down_b)  # (m, f), not scaled
     # The gradient of a weight, <grad, out>, without computing out again.
     grad_scales = (grad_act * out_of).sum(1, dtype=torch.float32)  # (m)
     if down_bias is not None:
         grad_scales = grad_scales + (grads * exchange.of_rows(down_bias)).sum(1, dtype=torch.float32)
     scaled = (grads * scales).to(rows.dtype)  # (m, h)
-    grad_down = F.grouped_mm(scaled.t(), out_of, offs=exchange.offsets)
     grad_hidden = act.backward((grad_act * scales).to(rows.dtype), hidden)  # (m, 2f)
-    return (
-        _product(grad_hidden, gate_up.transpose(1, 2), exchange),
-        grad_scales,
-        F.grouped_mm(grad_hidden.t(), rows, offs=exchange.offsets),
-        grad_down,
-        None if gate_up_bias is None else _bias_gradient(grad_hidden, exchange),
-        None if down_bias is None else _bias_gradient(scaled, exchange),
-    )
+    of_parameters = [None, None, None, None]
+    if not frozen:
+        of_parameters = [
+            F.grouped_mm(grad_hidden.t(), rows, offs=exchange.offsets),
+            F.grouped_mm(scaled.t(), out_of, offs=exchange.offsets),
+            None if gate_up_bias is None else _bias_gradient(grad_hidden, exchange),
+            None if down_bias is None else _bias_gradient(scaled, exchange),
+        ]
+    of_parameters += _update_gradients(grad_hidden, rows, exchange, gate_up_a, gate_up_b)
+    of_parameters += _update_gradients(scaled, out_of, exchange, down_a, down_b)
+    grad_rows = _input_gradient(grad_hidden, gate_up, exchange, gate_up_a, gate_up_b)
+    return grad_rows, grad_scales, *of_parameters
+
+
+def _input_gradient(
+    grad: Tensor, weight: Tensor, exchange: _Exchange, a: Tensor | None, b: Tensor | None
+) -> Tensor:
+    """Gradients (m, o) of the outputs to those of the inputs (m, i), by weights (experts, o, i) and their updates."""
+    turned = (None, None) if a is None or b is None else (b.transpose(1, 2), a.transpose(1, 2))
+    return _product(grad, weight.transpose(1, 2), exchange, update=turned)
+
+
+def _update_gradients(
+    grad: Tensor, rows: Tensor, exchange: _Exchange, a: Tensor | None, b: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the factors of an update from those of its outputs (m, o) and its inputs (m, i)."""
+    if a is None or b is None:
+        return None, None
+    low = _product(grad, b.transpose(1, 2), exchange)  # (m, r)
+    of_a = F.grouped_mm(low.t(), rows, offs=exchange.offsets)
+    return of_a, F.grouped_mm(grad.t(), _product(rows, a, exchange), offs=exchange.offsets)
 
 
 @_backward.register_fake
@@ -275,25 +334,29 @@ def _(
     indices: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    *_: Any,
+    *more: Any,
 ) -> tuple[Tensor, ...]:
-    biases = (x.new_empty(0) if b is None else torch.empty_like(b) for b in (gate_up_bias, down_bias))
-    return (*(torch.empty_like(each) for each in (x, weights, gate_up, down)), *biases)
+    *optional, _, _, _, _, _, frozen = more  # biases and updates, then what is saved, settings and `frozen`
+    parameters = gate_up, down, *optional
+    results = [torch.empty_like(x), torch.empty_like(weights)]
+    for index, parameter in enumerate(parameters):
+        absent = parameter is None or (frozen and index < sequential.BASE)
+        results.append(x.new_empty(0) if absent else torch.empty_like(parameter))
+    return tuple(results)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, axis, size, activation = inputs
     ctx.save_for_backward(*tensors, *output[1:])
-    ctx.settings, ctx.biases = (axis, size, activation), [bias is not None for bias in tensors[5:]]
+    ctx.settings, ctx.given = (axis, size, activation), [tensor is not None for tensor in tensors[3:]]
 
 
 def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    grads = _backward(grad.contiguous(), *ctx.saved_tensors, *ctx.settings)
-    x, weights, gate_up, down, *biases = grads
-    biases = (bias if given else None for bias, given in zip(biases, ctx.biases, strict=True))
-    return x, weights, None, gate_up, down, *biases, None, None, None
+    frozen = not ctx.needs_input_grad[3]  # of gate_up; weights and biases are frozen together
+    x, weights, *found = _backward(grad.contiguous(), *ctx.saved_tensors, *ctx.settings, frozen)
+    needed = [given and not (frozen and index < sequential.BASE) for index, given in enumerate(ctx.given)]
+    found = (gradient if need else None for gradient, need in zip(found, needed, strict=True))
+    return x, weights, None, *found, None, None, None
 
 
 _experts.register_autograd(_differentiate, setup_context=_setup_context)

@@ -12,7 +12,7 @@ Global tensors are single experts ("mlp.gate_up.3.gate.weight"), so checkpoints 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,16 @@ from torch import Tensor, nn
 from parallel import collectives
 from parallel.experts import balance as balancing
 from parallel.experts.balance import EXTRA, Balance
-from parallel.experts.grouped import routed_experts
+from parallel.experts.grouped import Update, routed_experts
 from parallel.experts.router import Router, Routing
 from parallel.experts.slots import assign_slots, capacity, slotted_experts
 from parallel.initialization import Constant, Normal
 from parallel.layers.linear import check_divisible
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from parallel.experts.lora import ExpertUpdate
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ class ExpertLinear(nn.Module):
 
     Args:
         sections: for each expert (sections of its weight, of its bias), by global name within this module.
+
+    Attributes:
+        lora: updates of the weights (lora.py).
     """
 
     def __init__(
@@ -57,10 +63,15 @@ class ExpertLinear(nn.Module):
         ranks = mesh.expert.size if mesh.expert.size > 1 else None
         degree = mesh.tensor.size
         self.weight = parameter(Layout(weights, degree, initializer, (), ranks), **placed)
-        self.bias = None
+        self.bias: nn.Parameter | None = None
+        self.lora: ExpertUpdate | None = None
         if biases:
             partial = ("tensor",) if partial_bias and degree > 1 else ()
             self.bias = parameter(Layout(biases, degree, Constant(0.0), partial, ranks), **placed)
+
+    def update(self) -> Update | None:
+        """The factors of the updates; None without any, or while they are switched off."""
+        return self.lora.factors() if self.lora is not None and self.lora.enabled else None
 
 
 class MixtureOfExperts(nn.Module):
@@ -153,6 +164,7 @@ class MixtureOfExperts(nn.Module):
         gate_up = self.gate_up.weight.view(-1, 2 * self.down.weight.shape[1], x.shape[1])
         down = self.down.weight.view(len(gate_up), x.shape[1], -1)
         options: dict[str, Any] = {"activation": self.activation}
+        options |= {"gate_up_update": self.gate_up.update(), "down_update": self.down.update()}
         if self.gate_up.bias is not None and self.down.bias is not None:
             options["gate_up_bias"] = self.gate_up.bias.view(len(gate_up), -1)
             # Every tensor rank adds its part of the bias, as the outputs are summed.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parallel import collectives
 from parallel.experts.activations import ACTIVATIONS
+from parallel.experts.grouped import Update
 from parallel.mesh import Axis
 
 
@@ -57,6 +58,8 @@ def slotted_experts(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_update: Update | None = None,
+    down_update: Update | None = None,
     activation: str = "silu",
 ) -> Tensor:
     """As `grouped.routed_experts`, with `assign_slots`' slots of a table of `slots` in place of indices."""
@@ -68,11 +71,19 @@ def slotted_experts(
     table = collectives.exchange(padded[source], axis)  # (n·E/n·b·C, h), by rank
     local = len(gate_up)
     rows = table.view(axis.size, local, -1, x.shape[1]).transpose(0, 1).flatten(1, 2)  # (E/n, n·b·C, h)
-    hidden = torch.bmm(rows, gate_up.transpose(1, 2))  # (E/n, n·b·C, 2f)
-    hidden = hidden if gate_up_bias is None else hidden + gate_up_bias[:, None]
-    out = torch.bmm(ACTIVATIONS[activation].forward(hidden), down.transpose(1, 2))  # (E/n, n·b·C, h)
-    out = out if down_bias is None else out + down_bias[:, None]
+    hidden = _product(rows, gate_up, gate_up_bias, gate_up_update)  # (E/n, n·b·C, 2f)
+    hidden = ACTIVATIONS[activation].forward(hidden)  # (E/n, n·b·C, f)
+    out = _product(hidden, down, down_bias, down_update)  # (E/n, n·b·C, h)
     back = out.unflatten(1, (axis.size, -1)).transpose(0, 1).reshape(table.shape)
     results = torch.cat((collectives.exchange(back, axis), x.new_zeros(1, x.shape[1])))  # (E·b·C + 1, h)
     scaled = results[flat].view(tokens, k, -1) * weights[..., None]
     return scaled.sum(1).to(x.dtype)
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, update: Update | None) -> Tensor:
+    """Rows (experts, m, i) times weights (experts, o, i), their biases and updates: -> (experts, m, o)."""
+    result = torch.bmm(rows, weight.transpose(1, 2))
+    if update is not None:
+        a, b = update
+        result = result + torch.bmm(torch.bmm(rows, a.transpose(1, 2)), b.transpose(1, 2))
+    return result if bias is None else result + bias[:, None]

@@ -27,7 +27,17 @@ from parallel.random import Keys, dropout
 ZERO = Constant(0.0)
 
 
-class LowRankUpdate(nn.Module):
+class Switch(nn.Module):
+    """Updates that `without_updates` switches off.
+
+    Attributes:
+        enabled: whether they are part of the layer's output.
+    """
+
+    enabled = True
+
+
+class LowRankUpdate(Switch):
     """α/r · B A dropout(x).
 
     Args:
@@ -49,7 +59,6 @@ class LowRankUpdate(nn.Module):
         super().__init__()
         self.a, self.b, self.scale, self.rate, self.site = a, b, scale, rate, site
         self.register_buffer("columns", columns, persistent=False)
-        self.enabled = True
 
     def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
         """The update of the layer's output; `keys` of the tokens, in training with dropout."""
@@ -76,7 +85,7 @@ def attach(linear: nn.Module, update: LowRankUpdate) -> None:
 @contextmanager
 def without_updates(model: nn.Module) -> Iterator[None]:
     """Compute with the frozen layers alone, for the block."""
-    updates = [module for module in model.modules() if isinstance(module, LowRankUpdate)]
+    updates = [module for module in model.modules() if isinstance(module, Switch)]
     for update in updates:
         update.enabled = False
     try:

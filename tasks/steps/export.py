@@ -64,13 +64,17 @@ def write_model(
     from modeling.conversion.convert import Options, convert
     from modeling.conversion.journal import RECORD
     from modeling.conversion.lora import TrainedAdapters
+    from modeling.conversion.peft_experts import missing_format
 
     store, run = context.store, context.store.run_folder(context.run_folder.name)
     local = run.download(checkpoint)
     if weights and context.profile.lora.rank:
         base = store.artifacts.path(weights)
         convert(base, folder, Options("hf", adapters=local), replace=True)
-        TrainedAdapters(local).write(folder / ADAPTER)
+        if reason := missing_format(context.profile.model, context.profile.lora.targets):
+            context.progress(f"no {ADAPTER}: {reason}; the model has the updates merged", None)
+        else:
+            TrainedAdapters(local).write(folder / ADAPTER)
     else:
         convert(local, folder, Options("hf"), replace=True)
     if run.is_remote(checkpoint):

@@ -102,7 +102,7 @@ class Case:
     documents: bool = False  # whether attention is masked to documents
     # sft: the loss counts some tokens only; dpo, orpo: two rows of the batch are a pair, with `documents` several
     objective: str = "pretrain"
-    lora: tuple[str, ...] = ()  # targets of updates of rank 4, with dropout
+    lora: tuple[str, ...] = ()  # targets of updates of rank 4, with dropout unless they are of experts
     in_graph: bool = False  # whether FSDP's collectives are operators of the blocks, as on neuron
     native: bool = False  # whether to use the backend's reductions, as on accelerators
 
@@ -114,6 +114,12 @@ class Case:
     def rows(self) -> int:
         """Rows of a sample."""
         return 2 if self.objective in ("dpo", "orpo") else 1
+
+    @property
+    def dropout(self) -> float:
+        """Of updates of LoRA."""
+        experts = MODELS[self.model].get("num_experts") and {"gate_up", "down"} & {*self.lora}
+        return 0.0 if experts else 0.2
 
     @property
     def packs(self) -> bool:
@@ -145,7 +151,7 @@ class Case:
                     "kind": self.objective, "precompute_reference": not self.rates,
                     **({"packing": True} if self.packs else {}),
                 },
-                **({"lora": {"rank": 4, "targets": [*self.lora], "dropout": 0.2}} if self.lora else {}),
+                **({"lora": {"rank": 4, "targets": [*self.lora], "dropout": self.dropout}} if self.lora else {}),
                 "parallel": {
                     "tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "expert": self.expert,
                     "sequence_parallel": self.sequence_parallel, "schedule": self.schedule,

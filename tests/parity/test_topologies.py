@@ -61,7 +61,21 @@ CASES = {
         data=2, context=2, pipeline=2, sharding="fsdp", lora=("qkv", "down"), recompute="full"
     ),
     "tensor 2, data 2, lora, gpt": Case("gpt", tensor=2, data=2, lora=("qkv", "output", "gate_up", "down")),
-    "tensor 2, pipeline 2, lora, dbrx": Case("dbrx", tensor=2, pipeline=2, lora=("qkv", "output")),
+    "tensor 2, pipeline 2, lora of experts, dbrx": Case(
+        "dbrx", tensor=2, pipeline=2, lora=("qkv", "gate_up", "down")
+    ),
+    "expert 2, tensor 2, context 2, fsdp 2, lora of experts, full activation checkpointing": Case(
+        "mixtral",
+        tensor=2,
+        context=2,
+        expert=2,
+        sharding="fsdp",
+        lora=("qkv", "gate_up", "down"),
+        recompute="full",
+    ),
+    "expert 2, data 2, pipeline 2, lora of experts, capacity, deepseek_v3": Case(
+        "deepseek_v3", data=2, pipeline=2, expert=2, lora=("output", "gate_up", "down"), capacity=1.0
+    ),
     "tensor 2, context 2, expert 2, lora, dpo rated in each step": Case(
         "gpt_oss", tensor=2, context=2, expert=2, lora=("q_proj", "v_proj"), objective="dpo", sharding="fsdp"
     ),

@@ -9,9 +9,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from modeling.conversion import formats
+from modeling.conversion import formats, peft_experts
 from modeling.conversion.convert import Options, convert
 from modeling.conversion.lora import TrainedAdapters, read_adapters
 from modeling.data.prefetch import read_batch
@@ -32,6 +44,10 @@ from tasks.store.store import Store
 from tests.modeling.models.huggingface import boxes, to_our_names
 
 S, TOLERANCE = 48, 1e-5
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 258, "max_position_embeddings": S, "initializer_range": 0.2,
+}  # fmt: skip
 WORDS = ["sum", "of two", "numbers", "is", "a longer answer with more words", "no", "yes, it is"]
 RECORDS = [
     {"prompt": f"{WORDS[i % 7]}? ", "completion": WORDS[(3 * i + 1) % 7], "chosen": WORDS[(3 * i + 1) % 7],
@@ -52,10 +68,7 @@ def theirs(tmp_path_factory):
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
     fast.save_pretrained(folder / "tokenizer")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=258, max_position_embeddings=S, initializer_range=0.2,
-    )  # fmt: skip
+    config = LlamaConfig(**SIZES)
     model = LlamaForCausalLM(config)
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     model.save_pretrained(folder / "model")
@@ -83,7 +96,7 @@ def profile(theirs, **sections) -> Profile:
             "data": {"sources": [{**source, "use": "train"}, {**source, "use": "validation"}]},
             "train": {
                 "steps": 1, "global_batch_size": len(RECORDS), "micro_batch_size": 2, "sequence_length": S,
-                "learning_rate": 1e-3, "precision": "float32",
+                "learning_rate": 1e-3, "precision": "float32", "balance": "none",
             },
             "compile": {"enabled": False},
             "cluster": {"device": "cpu", "threads": 1},
@@ -262,6 +275,14 @@ def factors_of(tensors, wanted: Profile) -> dict[str, torch.Tensor]:
     return found
 
 
+def assert_factors_equal(found, loss, expected) -> None:
+    """Assert that a loss and the gradients of all factors, by our names, equal the expected."""
+    assert found[0] == pytest.approx(loss.item(), rel=TOLERANCE)
+    assert found[1].keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[1][name] - gradient).norm() <= TOLERANCE * gradient.norm(), name
+
+
 def test_lora_equals_peft_and_is_exported_as_its_adapter_and_merged(theirs, tmp_path):
     from datasets import Dataset
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -281,11 +302,7 @@ def test_lora_equals_peft_and_is_exported_as_its_adapter_and_merged(theirs, tmp_
     wanted = profile(theirs, lora=lora)
     adapters = factors_of({name: each.detach() for name, each in model.state_dict().items()}, wanted)
     found = ours(theirs, wanted, adapters, tmp_path / "saved")
-    assert found[0] == pytest.approx(loss.item(), rel=TOLERANCE)
-    expected = factors_of(gradients, wanted)
-    assert found[1].keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert (found[1][name] - gradient).norm() <= TOLERANCE * gradient.norm(), name
+    assert_factors_equal(found, loss, factors_of(gradients, wanted))
 
     saved = TrainedAdapters(tmp_path / "saved")
     saved.write(tmp_path / "adapter")
@@ -316,10 +333,7 @@ def test_dpo_of_lora_rates_pairs_without_its_updates_as_trl_does(theirs):
     objective = {"kind": "dpo", "beta": 0.3, "precompute_reference": False}
     wanted = profile(theirs, lora=lora, objective=objective)
     adapters = factors_of({name: each.detach() for name, each in model.state_dict().items()}, wanted)
-    found, expected = ours(theirs, wanted, adapters), factors_of(gradients, wanted)
-    assert found[0] == pytest.approx(loss.item(), rel=TOLERANCE)
-    for name, gradient in expected.items():
-        assert (found[1][name] - gradient).norm() <= TOLERANCE * gradient.norm(), name
+    assert_factors_equal(ours(theirs, wanted, adapters), loss, factors_of(gradients, wanted))
 
 
 def test_lora_of_weights_that_gpt2_has_in_one_is_exported_as_its_adapter_and_merged(theirs, tmp_path):
@@ -357,3 +371,116 @@ def test_lora_of_weights_that_gpt2_has_in_one_is_exported_as_its_adapter_and_mer
         assert torch.equal(read.b, factors.b)
         assert read.scale == factors.scale
     assert not again
+
+
+EXPERTS = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig(
+            **SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2, attn_implementation="eager"
+        ),
+    ),
+}
+
+
+def expert_factors_of(tensors, wanted: Profile) -> dict[str, torch.Tensor]:
+    """PEFT's factors of experts and of attention's output, or their gradients, by our names."""
+    tensors = {
+        name.removeprefix("base_model.model.").replace(".default.", "."): each
+        for name, each in tensors.items()
+    }
+    found = {}
+    for number in range(wanted.model.num_hidden_layers):
+        for letter in "AB":
+            name = f"layers.{number}.self_attn.o_proj.lora_{letter}.weight"
+            found[f"layers.{number}.attention.output.lora.{letter.lower()}.weight"] = tensors[f"model.{name}"]
+    parameters = [*peft_experts.PARAMETERS.values()]
+    for name, a, b, _ in peft_experts.unstacked(wanted.model, tensors, RANK, parameters):
+        layer, projection, expert, half = peft_experts.EXPERT.fullmatch(name).groups()
+        prefix = f"layers.{layer}.mlp.{projection}.lora"
+        found[f"{prefix}.a.{expert}.weight"] = a
+        found[f"{prefix}.b.{expert}{f'.{half}' if half else ''}.weight"] = b
+    return found
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_lora_of_experts_equals_peft_and_is_exported_as_its_adapter_and_merged(theirs, tmp_path, family):
+    from datasets import Dataset
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from trl import SFTConfig, SFTTrainer
+
+    kind, config = EXPERTS[family]
+    torch.manual_seed(4)
+    plain = kind(config)
+    plain.save_pretrained(tmp_path / "base")
+    given = {
+        **vars(theirs),
+        "model": plain,
+        "weights": {name: each.clone() for name, each in plain.state_dict().items()},
+    }
+    mixture = SimpleNamespace(**given | {"description": Model(**from_config_json(config.to_dict()))})
+    targets = {"target_modules": ["o_proj"], "target_parameters": [*peft_experts.PARAMETERS.values()]}
+    model = get_peft_model(plain, LoraConfig(r=RANK, lora_alpha=ALPHA, init_lora_weights=False, **targets))
+    records = Dataset.from_list([{name: each[name] for name in ("prompt", "completion")} for each in RECORDS])
+    arguments = settings(SFTConfig, tmp_path, router_aux_loss_coef=0.0)
+    trainer = SFTTrainer(model, arguments, train_dataset=records, processing_class=theirs.tokenizer)
+    loss, gradients = step(trainer)
+
+    lora = {"rank": RANK, "alpha": ALPHA, "targets": ["output", "gate_up", "down"]}
+    wanted = profile(mixture, lora=lora)
+    trained = {name: each.detach().clone() for name, each in model.named_parameters()}
+    found = ours(mixture, wanted, expert_factors_of(trained, wanted), tmp_path / "saved")
+    assert_factors_equal(found, loss, expert_factors_of(gradients, wanted))
+
+    saved = TrainedAdapters(tmp_path / "saved")
+    saved.write(tmp_path / "adapter")
+    convert(tmp_path / "base", tmp_path / "merged", Options("hf", adapters=tmp_path / "adapter"))
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        logits = model.eval()(tokens).logits
+        loaded = PeftModel.from_pretrained(kind.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+        torch.testing.assert_close(loaded.eval()(tokens).logits, logits, rtol=0, atol=1e-6)
+        merged = kind.from_pretrained(tmp_path / "merged").eval()(tokens).logits
+        torch.testing.assert_close(merged, logits, rtol=0, atol=1e-5)
+
+
+def test_lora_of_shared_experts_and_latent_attention_is_exported_merged_only(theirs, tmp_path):
+    """PEFT takes the projections of deepseek_v3's shared experts for those of its experts."""
+    config = DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4}, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8,
+        v_head_dim=16, moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=2, n_group=2,
+        topk_group=1, first_k_dense_replace=1,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    plain = DeepseekV3ForCausalLM(config)
+    plain.save_pretrained(tmp_path / "base")
+    lora = {"rank": RANK, "alpha": ALPHA, "targets": ["output", "gate_up", "down"]}
+    wanted = profile(theirs, model=from_config_json(config.to_dict()), lora=lora)
+    weights = plain.state_dict()
+    with Trainer(wanted) as trainer:
+        model = trainer.stages[0]
+        initialize(model, trainer.mesh.tensor, 0)
+        names = [box.name for _, box in boxes(model) if ".lora." not in box.name]
+        weights = to_our_names(wanted.model, names, weights)
+        with torch.no_grad():
+            for parameter, box in boxes(model):
+                if ".lora.b." in box.name:
+                    box.view(parameter).normal_(std=0.1)
+                elif box.name in weights:
+                    box.view(parameter).copy_(weights[box.name])
+            tokens = torch.arange(20)[None]
+            logits = model.logits(model(tokens, torch.arange(20)))
+        about = {"profile": wanted.model_dump(mode="json")}
+        checkpoint.save(tmp_path / "saved", make_optimizer(trainer), about)
+    convert(tmp_path / "base", tmp_path / "merged", Options("hf", adapters=tmp_path / "saved"))
+    with torch.no_grad():
+        merged = DeepseekV3ForCausalLM.from_pretrained(tmp_path / "merged").eval()(tokens).logits
+        assert (plain.eval()(tokens).logits - merged).abs().max() > 1e-2
+    torch.testing.assert_close(merged[0], logits, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="PEFT takes every gate_proj"):
+        TrainedAdapters(tmp_path / "saved").write(tmp_path / "adapter")

@@ -473,14 +473,16 @@ def test_a_schedule_of_the_mixture_needs_weights():
 @pytest.mark.parametrize(
     ("profile", "override", "message"),
     [
-        ("tiny", "train.balance=bias", "balance = bias: has no effect: llama has no experts; nearest valid: sequence"),
-        ("tiny-moe", "train.balance=bias", "exports of qwen3_moe have no tensor for; nearest valid: sequence, global, none"),
-        ("tiny-moe", "train.balance_bias_rate=0.01", "has no effect with train.balance sequence; nearest valid: null"),
-        ("deepseek-v3", "parallel.tensor=256", "tensor = 256: does not divide 128 query heads"),
-        ("deepseek-v3", "lora.rank=8", "lora.rank = 8: deepseek_v3 has no q, k and v projections of hidden states"),
+        ("tiny", ["train.balance=bias"], "balance = bias: has no effect: llama has no experts; nearest valid: sequence"),
+        ("tiny-moe", ["train.balance=bias"], "exports of qwen3_moe have no tensor for; nearest valid: sequence, global, none"),
+        ("tiny-moe", ["train.balance_bias_rate=0.01"], "has no effect with train.balance sequence; nearest valid: null"),
+        ("deepseek-v3", ["parallel.tensor=256"], "tensor = 256: does not divide 128 query heads"),
+        ("deepseek-v3", ["lora.rank=8"], "no q, k and v projections of hidden states; nearest valid: ['output', "),
+        ("tiny-moe", ["lora.rank=8", "lora.targets=[o_proj, up_proj]"], "first factor; nearest valid: ['o_proj', 'gate_up']"),
+        ("tiny-moe", ["lora.rank=8", "lora.dropout=0.1"], "lora.dropout = 0.1: is not supported with gate_up of experts"),
     ],
 )  # fmt: skip
 def test_what_a_family_with_experts_cannot_do_is_rejected(profile, override, message):
     with pytest.raises(ProfileError) as caught:
-        resolve.check(resolve.load(profile, [override]))
+        resolve.check(resolve.load(profile, override))
     assert message in str(caught.value)

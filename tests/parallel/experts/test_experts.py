@@ -5,6 +5,7 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from parallel import Axis, Mesh, ZeRO1, initialize
+from parallel.experts import grouped
 from parallel.experts import layer as layers
 from parallel.experts.activations import ACTIVATIONS
 from parallel.experts.balance import EXTRA, Balance, record
@@ -14,7 +15,7 @@ from parallel.experts.router import Routing
 from parallel.experts.slots import assign_slots, slotted_experts
 from tests.pool import mesh
 
-T, H, F, E, K = 12, 8, 6, 5, 2
+T, H, F, E, K = 12, 8, 8, 5, 2
 ALONE = Axis("expert")
 
 
@@ -24,6 +25,14 @@ def inputs() -> dict[str, torch.Tensor]:
     shapes = {"x": (T, H), "weights": (T, K), "gate_up": (E, 2 * F, H), "down": (E, H, F)}
     shapes |= {"gate_up_bias": (E, 2 * F), "down_bias": (E, H)}
     return {name: torch.randn(shape, requires_grad=True) for name, shape in shapes.items()}
+
+
+def updates() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Factors of updates of rank 4."""
+    shapes = {"gate_up_update": ((E, 4, H), (E, 2 * F, 4)), "down_update": ((E, 4, F), (E, H, 4))}
+    return {
+        name: tuple(torch.randn(shape, requires_grad=True) for shape in pair) for name, pair in shapes.items()
+    }
 
 
 def choices() -> torch.Tensor:
@@ -55,6 +64,39 @@ def test_grouped_experts_equal_one_by_one_with_gradients(activation):
     found = torch.autograd.grad(y, tensors, grad)
     for name, a, b in zip(given, found, torch.autograd.grad(expected, tensors, grad), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("places", "kernel"),
+    [(None, False), (None, True), (T // 2, False)],
+    ids=["one by one", "grouped", "slots"],
+)
+def test_updates_of_experts_equal_merged_weights_with_gradients(places, kernel, monkeypatch):
+    """One expert after the other, in grouped products as on GPUs, and in the slots of a capacity, here of all tokens."""
+    monkeypatch.setattr(grouped, "_has_kernel", lambda parameters: kernel)
+    given, indices, factors = inputs(), choices(), updates()
+    names = ("gate_up", "down", "gate_up_bias", "down_bias")
+    frozen = given | {name: given[name].detach() for name in names}
+    arguments = {name: frozen[name] for name in ("gate_up_bias", "down_bias")} | factors
+    base = frozen["x"], frozen["weights"]
+    if places is None:
+        y = routed_experts(*base, indices, frozen["gate_up"], frozen["down"], ALONE, **arguments)
+    else:
+        slot, kept = assign_slots(indices, E, T // 2, places)
+        table = slot, kept, E * 2 * places
+        y = slotted_experts(*base, *table, frozen["gate_up"], frozen["down"], ALONE, **arguments)
+    merged = dict(frozen)
+    for name in ("gate_up", "down"):
+        a, b = factors[f"{name}_update"]
+        merged[name] = frozen[name] + b @ a
+    expected = one_by_one(merged, indices, "silu")
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
+    trained = [given["x"], given["weights"], *factors["gate_up_update"], *factors["down_update"]]
+    grad = torch.randn_like(y)
+    for a, b in zip(
+        torch.autograd.grad(y, trained, grad), torch.autograd.grad(expected, trained, grad), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_capacity_keeps_the_first_tokens_of_each_sample():
