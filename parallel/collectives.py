@@ -180,7 +180,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """(n·p, ...) -> (p, ...), summed. Raises ValueError: the axis does not divide dim 0."""
     if axis.size == 1:
         return x
-    _check_divisible("reduce_scatter", x, axis)
+    check_divisible("reduce_scatter", x, axis)
     return PendingReduceScatter(x, axis).wait()
 
 
@@ -194,13 +194,14 @@ def local_shard(x: Tensor, axis: Axis) -> Tensor:
     """
     if axis.size == 1:
         return x
-    _check_divisible("local_shard", x, axis)
+    check_divisible("local_shard", x, axis)
     if torch.compiler.is_compiling():
         return wait(start_all_to_all(x, axis)).unflatten(0, (axis.size, -1))[0]
     return x.unflatten(0, (axis.size, -1))[axis.rank]
 
 
-def _check_divisible(function: str, x: Tensor, axis: Axis) -> None:
+def check_divisible(function: str, x: Tensor, axis: Axis) -> None:
+    """Raise ValueError, in a function's name, unless the axis divides dim 0."""
     if x.shape[0] % axis.size:
         raise ValueError(
             f"{function}: dim 0 of size {x.shape[0]} is not divisible by {axis.name} = {axis.size}"
@@ -230,7 +231,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """Shard i of x (n·p, ...) goes to rank i; the result holds what each rank sent. Raises ValueError as `reduce_scatter`."""
     if axis.size == 1:
         return x
-    _check_divisible("all_to_all", x, axis)
+    check_divisible("all_to_all", x, axis)
     return wait(start_all_to_all(x, axis))
 
 

@@ -33,6 +33,9 @@ class Device:
     supports_reduction: bool
     # whether FSDP's collectives are operators of compiled blocks, which the compiler schedules (optimizer/fsdp.py)
     gathers_in_graph: bool = False
+    # whether collectives run beside kernels, on a queue of their own, so that dividing a product hides part of them
+    # (layers/overlap.py); where a compiler schedules both, this is its part
+    concurrent_collectives: bool = False
     attention_kernel: str = "math"  # name of the default attention kernel (attention/kernels.py)
     memory_bytes: int | None = None  # memory of one device; None: host memory
     # dense matrix FLOP/s of one device by precision; None: unknown
@@ -139,6 +142,7 @@ CUDA = Device(
     "nccl",
     "inductor",
     True,
+    concurrent_collectives=True,
     attention_kernel="cuda-flash",
     monitor="nvml",
     nondeterministic=True,

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import product
 
@@ -52,6 +52,8 @@ class Axis:
     # process group; None if size is 1 or the mesh is only planned
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     supports_reduction: bool = True  # whether to use the backend's own reductions (collectives.py)
+    # into how many chunks to divide a product to overlap it with a collective; None: by size (layers/overlap.py)
+    chunks: int | None = 1
 
 
 class Mesh:
@@ -69,6 +71,7 @@ class Mesh:
             None: this process's, with groups if torch.distributed is initialized.
         supports_reduction: see `Device.supports_reduction`.
         timeout: of the process groups; torch's default for new groups is not that of the default group.
+        chunks: see `Axis`; of the tensor axis.
 
     Raises:
         ValueError: a degree below 1, replicas that do not divide the tensor degree, a shard degree that does not divide
@@ -87,6 +90,7 @@ class Mesh:
         supports_reduction: bool = False,
         timeout: timedelta | None = None,
         expert: int = 1,
+        chunks: int | None = 1,
     ) -> None:
         self.shape = dict(zip(AXES, (pipeline, data, context, tensor), strict=True))
         for name, size in self.shape.items():
@@ -117,6 +121,7 @@ class Mesh:
         self._registered: list[str] = []
         for name, groups in self._groups().items():
             setattr(self, name, self._axis(name, groups, planned, supports_reduction, timeout))
+        self.tensor = replace(self.tensor, chunks=chunks)
         if expert == 1:
             self.expert = Axis("expert", ranks=(self.rank,))
             self.expert_shard, self.expert_replicate = self.dp_shard, self.dp_replicate

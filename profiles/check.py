@@ -246,6 +246,9 @@ def _sharding(profile: Profile) -> None:
         raise ProfileError("parallel.shard_degree", degree, reason, ["null"])
     if degree is not None and ranks % degree:
         raise ProfileError("parallel.shard_degree", degree, f"does not divide data × context = {ranks} ranks")
+    if parallel.overlap_chunks is not None and (parallel.tensor == 1 or not parallel.sequence_parallel):
+        reason = "has no effect without sequence parallelism over more than one tensor rank"
+        raise ProfileError("parallel.overlap_chunks", parallel.overlap_chunks, reason, ["null"])
     if parallel.keep_gathered and sharding != "fsdp":
         reason = f"has no effect: parallel.data_sharding is {sharding}"
         raise ProfileError("parallel.keep_gathered", parallel.keep_gathered, reason, [False])

@@ -76,6 +76,11 @@ class Parallel(Section):
     sequence_parallel: bool = Field(
         True, description="sequence parallelism: shard activations between layers over tensor ranks"
     )
+    overlap_chunks: Count | None = Field(
+        None,
+        description="chunks of tokens, at most, in which sequence parallelism gathers and scatters beside the matrix products; "
+        "null: as sizes suggest on cuda without compiled graphs, elsewhere 1",
+    )
     data_sharding: Literal["none", "zero1", "fsdp"] = Field(
         "zero1",
         description="what is sharded over data and context ranks: nothing, optimizer states (ZeRO-1), or parameters and "

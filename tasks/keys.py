@@ -122,7 +122,7 @@ def graphs(profile: Profile) -> str:
             "step": "graphs",
             "model": _model(profile),
             "degrees": [parallel.tensor, parallel.context, parallel.pipeline],
-            "sequence_parallel": parallel.sequence_parallel,
+            "sequence_parallel": [parallel.sequence_parallel, parallel.overlap_chunks],
             "pipeline": [parallel.pipeline_cuts, parallel.schedule],
             "sharding": [parallel.data_sharding, profile.shard_degree] if sharded else None,
             "shape": [profile.micro_batch_rows, train.sequence_length],

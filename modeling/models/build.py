@@ -59,15 +59,17 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
     """
     parallel, cluster = profile.parallel, profile.cluster
     degrees = (parallel.pipeline, profile.data_parallel, parallel.context, parallel.tensor)
-    reduces = devices.resolve(cluster.device, cluster.accelerator).supports_reduction
+    device = devices.resolve(cluster.device, cluster.accelerator)
+    by_size = device.concurrent_collectives and not profile.compile.enabled
     return Mesh(
         *degrees,
         profile.kv_replication,
         profile.shard_degree,
         rank=rank,
-        supports_reduction=reduces,
+        supports_reduction=device.supports_reduction,
         timeout=timeout,
         expert=parallel.expert,
+        chunks=parallel.overlap_chunks or (None if by_size else 1),
     )
 
 

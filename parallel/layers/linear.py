@@ -9,13 +9,15 @@ Hidden states are tokens × features, (b·s, h). With sequence parallelism (arXi
 the layers; column layers all-gather their input and row layers reduce-scatter their output: the same bytes as one all-reduce,
 and norms and residuals take 1/t of the memory. The gathered input is not saved but gathered again in backward.
 
-Backward overlaps each collective with a matrix product: the reduction of dX with dW, the second gather of X with dX.
+Backward of column layers overlaps each collective with another product: the reduction of dX with dW, the second gather of X with
+dX. The others have no product beside them but their own, and overlap with it in chunks (overlap.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from parallel import collectives
 from parallel.activation_checkpointing import recompute_products
 from parallel.backward import needs_gradient
 from parallel.initialization import Constant, Normal
+from parallel.layers.overlap import gather_product, scatter_product
 from parallel.layers.products import EXACT, Products
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis
@@ -49,9 +52,10 @@ class ColumnLinear(Function):
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.sequence_parallel, ctx.bias = axis, sequence_parallel, bias is not None
         ctx.products = products
-        if sequence_parallel:
-            x = collectives.all_gather(x, axis)  # (b·s, h)
-        return products.forward(x, weight, bias)  # (b·s, o/t)
+        if not sequence_parallel:
+            return products.forward(x, weight, bias)  # (b·s, o/t)
+        product = partial(products.forward, weight=weight, bias=bias)
+        return gather_product(x, axis, product, divisible=products is EXACT)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,16 +109,25 @@ class RowLinear(Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.sequence_parallel, ctx.products = axis, sequence_parallel, products
-        y = products.forward(x, weight)  # (b·s, h), this rank's partial sum
-        return collectives.reduce_scatter(y, axis) if sequence_parallel else collectives.all_reduce(y, axis)
+        if not sequence_parallel:
+            return collectives.all_reduce(products.forward(x, weight), axis)
+        product = partial(products.forward, weight=weight)
+        return scatter_product(x, axis, product, width=len(weight), divisible=products is EXACT)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        if ctx.sequence_parallel:
-            grad = collectives.all_gather(grad, ctx.axis)  # (b·s, h)
-        grad_x = ctx.products.input_gradient(grad, weight) if needs_gradient(ctx, 0) else None
-        grad_weight = ctx.products.weight_gradient(grad, x) if needs_gradient(ctx, 1) else None
+        needs_x, needs_weight = needs_gradient(ctx, 0), needs_gradient(ctx, 1)
+        products, grad_x = ctx.products, None
+        if needs_x and ctx.sequence_parallel:
+            product = partial(products.input_gradient, weight=weight)
+            options = {"divisible": products is EXACT, "keep": needs_weight}
+            grad_x, grad = gather_product(grad, ctx.axis, product, **options)  # grad: (b·s, h)
+        elif needs_x:
+            grad_x = products.input_gradient(grad, weight)
+        elif ctx.sequence_parallel:
+            grad = collectives.all_gather(grad, ctx.axis)
+        grad_weight = products.weight_gradient(grad, x) if needs_weight else None
         return grad_x, grad_weight, None, None, None
 
 

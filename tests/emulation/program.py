@@ -12,6 +12,7 @@ import shutil
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from modeling import check_device
 from modeling.training import evaluate, train
 from parallel import collectives, device
+from parallel.layers import overlap
 from parallel.optimizer import buckets
 from tests.emulation import usage
 from tests.emulation.compiler import register_compiler
@@ -96,6 +98,9 @@ def all_reduce_on_host(x: torch.Tensor, axis: Any) -> torch.Tensor:
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "no wait for collectives": lambda: mock.patch.object(collectives, "wait", lambda tensor: tensor),
+    "no wait for a chunk": lambda: mock.patch.object(
+        overlap, "collectives", SimpleNamespace(**{**vars(collectives), "wait": lambda tensor: tensor})
+    ),
     "no wait for the copy to the host": lambda: mock.patch.object(
         device.Download, "wait", lambda self: self._host
     ),

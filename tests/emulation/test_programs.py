@@ -21,7 +21,7 @@ GPT = (
 )
 PIPELINE = ("parallel.tensor=1", "parallel.pipeline=2", "train.micro_batch_size=1")
 TWO_RANKS = {
-    "tensor": ("parallel.tensor=2",),
+    "tensor": ("parallel.tensor=2", "parallel.overlap_chunks=2"),
     "data": ("parallel.tensor=1",),
     "fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp", "train.recompute=full"),
     "context": ("parallel.tensor=1", "parallel.context=2", "train.document_masks=true"),
@@ -86,7 +86,7 @@ def runs(tmp_path_factory, dataset) -> dict[str, Path]:
     entries = {name: {"settings": settings, "calls": ["train"]} for name, settings in TWO_RANKS.items()}
     entries["tensor"]["calls"] = ["check_device", "train", "evaluate", "resume"]
     entries |= {
-        fault: {"settings": ("train.steps=2", "parallel.tensor=2"), "calls": ["train"], "fault": fault} for fault in FAULTS
+        fault: {"settings": ("train.steps=2", *TWO_RANKS["tensor"]), "calls": ["train"], "fault": fault} for fault in FAULTS
     }  # fmt: skip
     return start_runs(tmp_path_factory.mktemp("two"), dataset, entries, 2)
 

@@ -104,6 +104,7 @@ class Case:
     objective: str = "pretrain"
     lora: tuple[str, ...] = ()  # targets of updates of rank 4, with dropout unless they are of experts
     in_graph: bool = False  # whether FSDP's collectives are operators of the blocks, as on neuron
+    overlap_chunks: int | None = None
     native: bool = False  # whether to use the backend's reductions, as on accelerators
 
     @property
@@ -156,7 +157,7 @@ class Case:
                     "tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "expert": self.expert,
                     "sequence_parallel": self.sequence_parallel, "schedule": self.schedule,
                     "data_sharding": self.sharding, "shard_degree": self.shard_degree,
-                    "keep_gathered": self.keep_gathered,
+                    "keep_gathered": self.keep_gathered, "overlap_chunks": self.overlap_chunks,
                 },
                 "train": {
                     "steps": STEPS, "global_batch_size": size, "micro_batch_size": micro_batch, "sequence_length": SEQUENCE,

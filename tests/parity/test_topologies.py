@@ -99,12 +99,16 @@ CASES = {
     "pipeline 2, context 2, tensor 2": Case(pipeline=2, context=2, tensor=2),
     "pipeline 2, context 2, tensor 2, tied": Case("llama tied", pipeline=2, context=2, tensor=2),
     "pipeline 2, tensor 4, KV replicated": Case(pipeline=2, tensor=4),
-    "native reductions, tensor 4, KV replicated": Case(tensor=4, native=True),
+    "native reductions, tensor 4, KV replicated, overlapped in chunks": Case(
+        tensor=4, native=True, overlap_chunks=2
+    ),
     "native reductions, tensor 2, context 2, data 2": Case(tensor=2, context=2, data=2, native=True),
     "native reductions, no sequence parallelism": Case(
         tensor=2, data=2, sequence_parallel=False, sharding="none", native=True, recompute="selective"
     ),
-    "selective activation checkpointing": Case(tensor=2, recompute="selective"),
+    "selective activation checkpointing, overlapped in chunks": Case(
+        tensor=2, recompute="selective", overlap_chunks=4
+    ),
     "full activation checkpointing of one layer": Case(tensor=2, recompute="full", recompute_layers=1),
     "full activation checkpointing": Case(tensor=2, data=2, recompute="full"),
     "full activation checkpointing, pipeline 2": Case(pipeline=2, recompute="full"),
