@@ -143,28 +143,29 @@ class Trainer:
             dtype=DTYPES[profile.train.precision],
             device=self.torch_device,
             loss=self._loss,
+            add=self.functions.add,
             constants={"positions": self.positions},
         )
 
-    def _loss(self, x: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Summed loss of the last stage's hidden states; in evaluation followed by the summed user metrics."""
         if self.collected is not None:
             self.collected.append(x.detach())
             return torch.zeros((), device=x.device)
         stage = self.stages[max(self.stages)]
         if self.profile.rows_per_sample > 1:
-            return self._preference_loss(stage, x, targets, scale)
+            return self._preference_loss(stage, x, targets)
         if self.user_loss is None and not (self._evaluating and self._metrics):
-            return _scaled(stage.loss(x, targets), scale)
+            return stage.loss(x, targets)
         logits, targets_flat = stage.logits(x), targets.flatten()
         user_loss = self.user_loss
         loss = user_functions.call(user_loss, logits, targets_flat) if user_loss else stage.loss(x, targets)
         if not self._evaluating:
-            return _scaled(loss, scale)
+            return loss
         metrics = [user_functions.call(f, logits, targets_flat).float() for f in self._metrics.values()]
         return torch.stack([loss.float(), *metrics])
 
-    def _preference_loss(self, stage: LanguageModel, x: Tensor, targets: Tensor, scale: float) -> Tensor:
+    def _preference_loss(self, stage: LanguageModel, x: Tensor, targets: Tensor) -> Tensor:
         """Loss of the pairs of a microbatch; in evaluation their number, loss and the sums of the metrics.
 
         Args:
@@ -194,7 +195,7 @@ class Trainer:
         loss = sums[1]
         (gradient,) = torch.autograd.grad(loss, logs)
         weighted = stage.loss(x, wanted, -gradient)
-        return _scaled(weighted + (loss / context.size - weighted).detach(), scale)
+        return weighted + (loss / context.size - weighted).detach()
 
     @property
     def metrics(self) -> list[str]:
@@ -288,9 +289,9 @@ class Trainer:
             rows = first * self.profile.rows_per_sample
             keys = sample_keys(settings.seed, torch.arange(rows, rows + count))
             extra = {"samples": devices.upload(keys, self.torch_device), **masks}
-        if self.pipeline:
-            return self.pipeline.train(tokens, targets, scale, **extra)
         factor, total = self._scale(scale), None
+        if self.pipeline:
+            return self.functions.multiply(self.pipeline.train(tokens, targets, factor, **extra), factor)
         for x, y, inputs in self._microbatches(tokens, targets, extra):
             loss = self._loss(self.stages[0](x, self.positions, **inputs), y)
             loss.backward(factor.to(loss.dtype))
@@ -437,10 +438,6 @@ class Trainer:
         self.mesh.close()
         if self._started and failure[0] is None:
             dist.destroy_process_group()
-
-
-def _scaled(loss: Tensor, scale: float) -> Tensor:
-    return loss if scale == 1 else loss * scale
 
 
 def timeouts_of(profile: Profile) -> Timeouts:

@@ -12,6 +12,7 @@ as they do without a pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class Pipeline:
         tokens: shape of a microbatch's tokens, the first stage's input.
         hidden: shape of its hidden states between stages.
         dtype, device: of the hidden states.
-        loss: (last hidden states, targets, scale=...) -> 0-dim sum over a microbatch; called on the last stage only.
+        loss: (last hidden states, targets) -> 0-dim sum over a microbatch; called on the last stage only.
+        add: adds two losses; devices that run compiled programs only have one for it.
         constants: keyword arguments of every stage, the same for every microbatch.
 
     Raises:
@@ -56,11 +58,12 @@ class Pipeline:
         hidden: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
-        loss: Callable[[Tensor, Tensor, float], Tensor],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        add: Callable[[Tensor, Tensor], Tensor] = torch.add,
         constants: Mapping[str, Any] | None = None,
     ) -> None:
         check_microbatches(schedule, mesh.pipeline.size, microbatches)
-        self.device = device
+        self.add, self.nothing = add, torch.zeros((), device=device)
         self.first, self.last = 0 in stages, count - 1 in stages
         # With given shapes torch need not infer them by running a microbatch before the first step.
         ids = torch.empty(tokens, dtype=torch.int64, device="meta")
@@ -85,43 +88,45 @@ class Pipeline:
         else:
             self.schedule = ScheduleInterleavedZeroBubble(self._stages, **options)
 
-    def train(self, tokens: Tensor | None, targets: Tensor | None, scale: float, **inputs: Tensor) -> Tensor:
+    def train(self, tokens: Tensor | None, targets: Tensor | None, scale: Tensor, **inputs: Tensor) -> Tensor:
         """Forward and backward of a step's microbatches; accumulates the gradients of `scale` times the summed loss.
 
         Args:
             tokens: (m·b, ...), used on the first stage only.
             targets: (m·b, ...), used on the last stage only.
+            scale: 0-dim, on the device.
             inputs: further keyword arguments of this rank's stages, split into microbatches like the tokens.
 
         Returns:
-            scale · summed loss, 0-dim float32; 0 on ranks without the last stage.
+            summed loss, 0-dim; 0 on ranks without the last stage.
         """
-        return self._run(self.schedule.step, tokens, targets, scale, inputs)
+        for stage in self._stages:
+            stage.loss_gradient = scale
+        losses = self._run(self.schedule.step, tokens, targets, inputs)
+        return reduce(self.add, losses) if losses else self.nothing
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor | None, targets: Tensor | None, **inputs: Tensor) -> Tensor:
         """The summed loss of all microbatches, forward only; arguments and result as for `train`."""
-        return self._run(self.schedule.eval, tokens, targets, 1.0, inputs)
+        losses = self._run(self.schedule.eval, tokens, targets, inputs)
+        return torch.stack(losses).sum(0) if losses else self.nothing
 
     def _run(
         self,
         run: Callable[..., Any],
         tokens: Tensor | None,
         targets: Tensor | None,
-        scale: float,
         inputs: Mapping[str, Tensor],
-    ) -> Tensor:
+    ) -> list[Tensor]:
+        """Run the schedule. Returns the losses of the microbatches; none without the last stage."""
         losses: list[Tensor] = []
         run(
             *((tokens,) if self.first else ()),
             target=targets if self.last else None,
             losses=losses,
             return_outputs=False,
-            loss_kwargs={"scale": scale},
             **inputs,
         )
         for stage in self._stages:
             stage.wait_for_sends()
-        if not self.last:
-            return torch.zeros((), device=self.device)
-        return torch.stack([loss.detach() for loss in losses]).sum(0)
+        return [loss.detach() for loss in losses] if self.last else []

@@ -46,13 +46,17 @@ class WithConstants(nn.Module):
 
 
 class LowMemoryStage(PipelineStage):
-    """torch's PipelineStage with two differences.
+    """torch's PipelineStage with three differences.
 
     Memory: messages live only while they are needed. torch keeps what a step sends until the step ends, and receive
     buffers of all m microbatches forever.
 
     Hooks: in a split backward, weight gradients reach the hooks on parameters, which torch's split bypasses.
+
+    Losses: backward starts from `loss_gradient`, where torch has 1 and scales the losses by operators of their own.
     """
+
+    loss_gradient: Tensor  # 0-dim; of the last stage's losses
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -112,6 +116,17 @@ class LowMemoryStage(PipelineStage):
         return recv_infos
 
     # Backward
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if self.is_last and backward_type != "weight":
+            output = bwd_kwargs["stage_output"]
+            (loss,) = output if isinstance(output, tuple) else (output,)
+            gradient = self.loss_gradient.to(loss.dtype)
+            gradients = (gradient,) if isinstance(output, tuple) else gradient
+            bwd_kwargs = {**bwd_kwargs, "output_grads": gradients}
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, *arguments: Any, **options: Any

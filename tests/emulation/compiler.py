@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from torch.fx import GraphModule
 from tests.emulation.usage import inside_compiled_program
 
 
+@cache
 def register_compiler() -> None:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.registry import register_backend

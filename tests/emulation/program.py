@@ -1,8 +1,8 @@
 """Runs training on the emulated device, on each rank of a forked job: `tests.emulation.program JOB`.
 
 JOB is a JSON file: [{run, dataset, calls, fault}, ...]. Each entry is a run folder whose profile has as many ranks as this job;
-its calls are made in order, in one process group. Rank 0 writes what each call returned, and what it did on the device, to
-RUN/calls.json. A `fault` breaks the program on purpose.
+its calls are made in order, in one process group. Each rank writes what each call returned, and what it did on the device, to
+RUN/calls_RANK.json. A `fault` breaks the program on purpose.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from parallel.layers import overlap
 from parallel.optimizer import buckets
 from tests.emulation import usage
 from tests.emulation.compiler import register_compiler
-from tests.emulation.device import install
+from tests.emulation.device import host_alias, install
 from tests.modeling import micro
 
 
@@ -37,6 +37,7 @@ def run_training(run: Path, dataset: Path) -> object:
 def run_steps(run: Path, dataset: Path) -> object:
     """Train with the emulated compiler; counts from the second step on, when everything has been compiled."""
     register_compiler()
+    torch.compiler.reset()  # programs of other runs count towards torch's limit of recompilations
     queue_step = train.TrainingRun._queue_step
 
     def queue(training: train.TrainingRun) -> None:
@@ -125,7 +126,7 @@ def call(name: str, run: Path, dataset: Path, fault: str | None) -> dict[str, An
 def main(arguments: list[str]) -> int:
     install()
     # Backends in Python cannot resize a storage; memory that would be freed becomes NaN.
-    buckets.resize_storage = lambda flat, size: None if size else flat.fill_(torch.nan)
+    buckets.resize_storage = lambda flat, size: None if size else host_alias(flat).fill_(torch.nan)
     torch.set_num_threads(1)
     for entry in json.loads(Path(arguments[0]).read_text()):
         run, dataset = Path(entry["run"]), Path(entry["dataset"])
@@ -134,7 +135,6 @@ def main(arguments: list[str]) -> int:
             if name != "check_device" and not dist.is_initialized():
                 device.NEURON.start_process_group(device.NEURON.set_current())
             made.append(call(name, run, dataset, entry.get("fault")))
-        if dist.get_rank() == 0:
-            (run / "calls.json").write_text(json.dumps(made))
+        (run / f"calls_{dist.get_rank()}.json").write_text(json.dumps(made))
     dist.destroy_process_group()
     return 0

@@ -28,6 +28,11 @@ TWO_RANKS = {
     "pipeline": PIPELINE,
     "dropout": (*GPT, *PIPELINE, "parallel.schedule=zero_bubble"),
 }
+COMPILED = {
+    "compiled, 1f1b": PIPELINE,
+    "compiled, interleaved": (*PIPELINE, "parallel.schedule=interleaved", "model.num_hidden_layers=4"),
+    "compiled, fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp"),
+}
 FOUR_RANKS = {
     "tensor 4": ("parallel.tensor=4",),  # with replicated KV heads
     "tensor 2, pipeline 2": (*PIPELINE, "parallel.tensor=2"),
@@ -57,14 +62,14 @@ def start_runs(folder: Path, dataset: Path, runs: dict[str, dict], ranks: int) -
     return folders
 
 
-def calls(run: Path) -> list[dict]:
-    """What each call of a run returned and did on the device."""
-    return json.loads((run / "calls.json").read_text())
+def calls(run: Path, rank: int = 0) -> list[dict]:
+    """What each call of a run returned and did on a rank's device."""
+    return json.loads((run / f"calls_{rank}.json").read_text())
 
 
-def training(run: Path) -> dict[str, dict[str, int]]:
-    """What a run's training did on the device."""
-    return next(call["usage"] for call in calls(run) if call["name"] in ("train", "steps"))
+def training(run: Path, rank: int = 0) -> dict[str, dict[str, int]]:
+    """What a run's training did on a rank's device."""
+    return next(call["usage"] for call in calls(run, rank) if call["name"] in ("train", "steps"))
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +97,15 @@ def runs(tmp_path_factory, dataset) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
+def compiled_runs(tmp_path_factory, dataset) -> dict[str, Path]:
+    common = ("compile.enabled=true", "evaluate.every=0", "checkpoint.every=0")
+    entries = {
+        name: {"settings": (*settings, *common), "calls": ["steps"]} for name, settings in COMPILED.items()
+    }
+    return start_runs(tmp_path_factory.mktemp("compiled"), dataset, entries, 2)
+
+
+@pytest.fixture(scope="module")
 def larger_runs(tmp_path_factory, dataset) -> dict[str, Path]:
     entries = {name: {"settings": settings, "calls": ["train"]} for name, settings in FOUR_RANKS.items()}
     return start_runs(tmp_path_factory.mktemp("four"), dataset, entries, 4)
@@ -110,13 +124,15 @@ def test_losses_are_those_of_the_cpu(name, runs, expected):
     assert micro.losses(runs[name]) == pytest.approx(losses, rel=1e-5)
 
 
-def test_compiled_step_runs_no_operator_outside_compiled_programs(tmp_path, dataset, expected):
-    settings = ("parallel.tensor=1", "compile.enabled=true", "evaluate.every=0", "checkpoint.every=0")
-    run = start_runs(tmp_path, dataset, {"compiled": {"settings": settings, "calls": ["steps"]}}, 1)[
-        "compiled"
-    ]
-    assert micro.losses(run) == pytest.approx(expected[()], rel=1e-5)
-    assert usage.EAGER not in training(run)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_step_runs_no_operator_outside_compiled_programs(name, compiled_runs, expected):
+    """On any rank; torch's all-reduce copies its input, which needs no program."""
+    run = compiled_runs[name]
+    if "model.num_hidden_layers=4" not in COMPILED[name]:
+        assert micro.losses(run) == pytest.approx(expected[()], rel=1e-5)
+    for rank in range(2):
+        outside = training(run, rank).get(usage.EAGER, {})
+        assert set(outside) <= {"parallel/collectives.py:__init__ copy_"}
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
