@@ -23,6 +23,7 @@ from tests.forked_jobs import forked_jobs
 from tests.modeling import micro
 
 SETTINGS = ("compile.enabled=true", "train.steps=6", "evaluate.every=3", "checkpoint.every=2")
+ALONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.steps=1", "evaluate.every=0")
 LOSS = "loss, evaluation"  # the program that is quickest to compile
 
 
@@ -106,66 +107,17 @@ def test_training_compiles_nothing_and_equals_eager_losses(place, compiled, run)
         assert loss == pytest.approx(expected[step], rel=1e-5)
 
 
-def test_a_graph_of_another_shape_is_a_miss_and_is_named(place, compiled, tmp_path):
-    other = micro.run_folder(
-        tmp_path, *SETTINGS, "train.steps=1", "evaluate.every=0", "train.sequence_length=16"
-    )
-    words = place.train(other, compiled)
-    assert micro.metrics(other)[0]["cold_compiles"] > 0
+def test_graphs_of_other_shapes_are_misses_and_are_named(place, compiled, tmp_path):
+    other = micro.run_folder(tmp_path, *SETTINGS, *ALONE)
+    words = place.train(other, compiled, processes=1)
+    first = micro.metrics(other)[0]
+    assert first["cold_compiles"] > 0
+    assert first["warm_graphs"] == 0
     assert "warning: compile cache misses despite a precompiled graphs artifact" in words
     assert "block, training; loss, training" in words
 
 
-def test_without_the_artifact_training_compiles(place, tmp_path):
-    alone = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.steps=1", "evaluate.every=0")
-    run = micro.run_folder(tmp_path, *SETTINGS, *alone)
-    place.train(run, processes=1)
-    first = micro.metrics(run)[0]
-    assert first["cold_compiles"] > 0
-    assert first["warm_graphs"] == 0
-
-
-def test_another_number_of_layers_shares_every_graph(place, compiled, tmp_path):
-    deeper = micro.run_folder(tmp_path, *SETTINGS, "model.num_hidden_layers=5", "train.learning_rate=1e-4")
-    artifact = place.compile(deeper)
-    assert artifact.key != compiled.key
-    assert artifact.summary["from_cache"] == artifact.summary["total"] == compiled.summary["total"]
-
-
-def test_three_tasks_at_once_compile_a_graph_once(place, run, compiled, tmp_path):
-    place.forget(run, LOSS)
-    runs = [micro.run_folder(tmp_path / str(n), *SETTINGS, f"model.num_hidden_layers={n}") for n in (2, 6, 7)]
-    with ThreadPoolExecutor(3) as pool:
-        found = [status(artifact.summary)[LOSS] for artifact in pool.map(place.compile, runs)]
-    assert sorted(found) == ["compiled", "from cache", "from cache"]
-
-
-def test_failures_are_recorded_and_a_retry_compiles_only_those(place, run, compiled, tmp_path):
-    place.forget(run, LOSS)
-    tight = micro.run_folder(tmp_path, *SETTINGS, "compile.memory_gib=0.3")
-    profile, tables = load(str(tight / "profile.yaml")), []
-    with pytest.raises(graphs.GraphsFailed, match=LOSS):
-        place.compile(tight, table=lambda *table: tables.append(table))
-    ((_, title, rows),) = tables
-    assert "5 graphs: 4 successful, 1 failed" in title
-    assert [row["program"] for row in rows if row["error"]] == [LOSS]
-    assert place.store.artifacts.find(GraphsStep.kind, keys.graphs(profile)) is None
-
-    retried = place.compile(run)
-    assert {name for name, how in status(retried.summary).items() if how == "compiled"} == {LOSS}
-    assert retried.summary["failed"] == 0
-
-
-def test_programs_of_one_name_have_jobs_of_their_own():
-    kinds = [
-        {"name": "block, training", "digest": digest * 32} for digest in "ab"
-    ]  # with experts and without
-    assert [graphs.job_name(kind) for kind in kinds] == [
-        f"compile-block-training-{8 * letter}" for letter in "ab"
-    ]
-
-
-def test_a_killed_compile_leaves_no_lock(place, run, compiled, caplog):
+def test_after_a_kill_and_a_failure_only_what_is_missing_is_compiled(place, run, compiled, tmp_path, caplog):
     place.forget(run, LOSS)
     code = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True);"
@@ -181,12 +133,25 @@ def test_a_killed_compile_leaves_no_lock(place, run, compiled, caplog):
     process.send_signal(signal.SIGKILL)
     process.wait()
     caplog.set_level(logging.INFO)
-    assert status(place.compile(run).summary)[LOSS] == "compiled"
-    assert "waiting for" not in caplog.text
+
+    tight = micro.run_folder(tmp_path, *SETTINGS, "compile.memory_gib=0.3")
+    profile, tables = load(str(tight / "profile.yaml")), []
+    with pytest.raises(graphs.GraphsFailed, match=LOSS):
+        place.compile(tight, table=lambda *table: tables.append(table))
+    ((_, title, rows),) = tables
+    assert "5 graphs: 4 successful, 1 failed" in title
+    assert [row["program"] for row in rows if row["error"]] == [LOSS]
+    assert place.store.artifacts.find(GraphsStep.kind, keys.graphs(profile)) is None
+
+    retried = place.compile(run)
+    assert {name for name, how in status(retried.summary).items() if how == "compiled"} == {LOSS}
+    assert retried.summary["failed"] == 0
+    assert "waiting for" not in caplog.text  # neither process left a lock
 
 
-def test_a_cancelled_compile_ends_its_processes(place, run, compiled, caplog, monkeypatch):
-    monkeypatch.setattr(local, "subprocess", subprocess)  # processes that pgrep finds
+def test_three_tasks_compile_a_graph_once_after_a_cancelled_one_ended_its_processes(
+    place, run, compiled, caplog, monkeypatch, tmp_path
+):
     place.forget(run, LOSS)
     caplog.set_level(logging.INFO, logger="tasks.steps.graphs")
 
@@ -195,12 +160,14 @@ def test_a_cancelled_compile_ends_its_processes(place, run, compiled, caplog, mo
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
+    monkeypatch.setattr(local, "subprocess", subprocess)  # processes that pgrep finds
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     threading.Thread(target=interrupt, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             place.compile(run)
     finally:
+        monkeypatch.undo()
         signal.signal(signal.SIGINT, before)
     left = subprocess.run(
         ["pgrep", "-f", f"modeling.tracing.compile.*{place.folder}"],
@@ -210,10 +177,30 @@ def test_a_cancelled_compile_ends_its_processes(place, run, compiled, caplog, mo
     )
     assert left.stdout == ""
 
+    runs = [micro.run_folder(tmp_path / str(n), *SETTINGS, f"model.num_hidden_layers={n}") for n in (2, 6, 7)]
+    with ThreadPoolExecutor(3) as pool:
+        found = [status(artifact.summary)[LOSS] for artifact in pool.map(place.compile, runs)]
+    assert sorted(found) == ["compiled", "from cache", "from cache"]
+
+
+def test_another_number_of_layers_shares_every_graph(place, compiled, tmp_path):
+    deeper = micro.run_folder(tmp_path, *SETTINGS, "model.num_hidden_layers=5", "train.learning_rate=1e-4")
+    artifact = place.compile(deeper)
+    assert artifact.key != compiled.key
+    assert artifact.summary["from_cache"] == artifact.summary["total"] == compiled.summary["total"]
+
+
+def test_programs_of_one_name_have_jobs_of_their_own():
+    kinds = [
+        {"name": "block, training", "digest": digest * 32} for digest in "ab"
+    ]  # with experts and without
+    assert [graphs.job_name(kind) for kind in kinds] == [
+        f"compile-block-training-{8 * letter}" for letter in "ab"
+    ]
+
 
 def test_without_a_cpp_compiler_one_line_says_that_training_runs_eager(place, tmp_path, monkeypatch, caplog):
-    alone = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.steps=1", "evaluate.every=0")
-    run = micro.run_folder(tmp_path / "run", *SETTINGS, *alone)
+    run = micro.run_folder(tmp_path / "run", *SETTINGS, *ALONE)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     artifact = place.compile(run)
