@@ -95,7 +95,10 @@ def speed(rounds: int, precision: str) -> bool:
     """Compare eager with compiled training steps."""
     with tempfile.TemporaryDirectory() as graphs:
         common = ("--precision", precision, "--threads", "2")
-        scripts = {"eager": Script("ours", common), "compiled": Script("ours", (*common, "--graphs", graphs))}
+        scripts = {
+            "eager": Script("harness.ours", common),
+            "compiled": Script("harness.ours", (*common, "--graphs", graphs)),
+        }
         runs = alternate({kind: partial(measure_script, script) for kind, script in scripts.items()}, rounds)
     seconds = {kind: [run.step_seconds for run in measured] for kind, measured in runs.items()}
     for kind, times in seconds.items():

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks import ring_attention
 from benchmarks.harness.processes import Measurement, Script, measure_script
 from benchmarks.harness.timing import alternate, median_ratio
 from benchmarks.harness.workload import WORKLOADS
+from benchmarks.operators import ring_attention
 
 THREADS = 2  # of all processes of a side together
 TOLERANCES = {"float32": 1e-5, "bf16": 2e-2}  # relative, of each step's loss

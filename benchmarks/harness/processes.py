@@ -24,7 +24,7 @@ class ScriptError(RuntimeError):
 
 @dataclass(frozen=True)
 class Script:
-    """A module of this folder with its arguments, run by torchrun when it needs several processes."""
+    """A module of `benchmarks` with its arguments, run by torchrun when it needs several processes."""
 
     module: str
     arguments: tuple[str, ...] = ()

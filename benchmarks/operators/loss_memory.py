@@ -40,7 +40,7 @@ def main() -> int:
         return 0
     sizes = [f"--{name}={getattr(options, name)}" for name in ("tokens", "hidden", "vocabulary")]
     measured = {
-        variant: measure_script(Script("loss_memory", (f"--variant={variant}",), RANKS), sizes)
+        variant: measure_script(Script("operators.loss_memory", (f"--variant={variant}",), RANKS), sizes)
         for variant in VARIANTS
     }
     agree = largest_difference(list(measured.values())) <= TOLERANCE
