@@ -114,24 +114,37 @@ def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(run, finished, st
         run(store)
 
 
-def test_pairs_rated_in_each_step_train_as_those_rated_before(run, finished, stages, tmp_path):
+def interrupt(store: Path, name: str) -> dict[int, float]:
+    """Take from a finished run of a store what it did after step 2; returns the losses that it had."""
+    before = losses(store / f"runs/{name}")
+    for path in (store / f"runs/{name}/checkpoints").iterdir():
+        if path.name != "step_2":
+            shutil.rmtree(path)
+    shutil.rmtree(store / "artifacts/training")
+    return before
+
+
+def test_pairs_rated_in_each_step_train_as_those_rated_before_and_resume_with_identical_losses(
+    run, finished, stages, tmp_path
+):
     store = shutil.copytree(finished[0], tmp_path / "store")
     before = losses(store / "runs/dpo")
     for folder in ("runs/dpo", "artifacts/evaluation"):
         shutil.rmtree(store / folder)
-    results, done = run(store, f"{stages[2]}:objective.precompute_reference=false")
+    in_each_step = f"{stages[2]}:objective.precompute_reference=false"
+    results, done = run(store, in_each_step)
     assert done["dpo"] == DONE
     assert losses(store / "runs/dpo") == pytest.approx(before, rel=1e-5)
     assert results[2]["validation_loss"] == pytest.approx(finished[1][2]["validation_loss"], rel=1e-5)
+    before = interrupt(store, "dpo")
+    run(store, in_each_step)
+    assert losses(store / "runs/dpo") == before
+    assert "resum" in (store / "runs/dpo/logs/train.log").read_text()
 
 
 def test_an_interrupted_lora_run_resumes_with_identical_losses(run, finished, tmp_path, monkeypatch):
     store = shutil.copytree(finished[0], tmp_path / "store")
-    before = losses(store / "runs/sft")
-    for path in (store / "runs/sft/checkpoints").iterdir():
-        if path.name != "step_2":
-            shutil.rmtree(path)
-    shutil.rmtree(store / "artifacts/training")
+    before = interrupt(store, "sft")
     _, done = run(store)
     assert losses(store / "runs/sft") == before
     assert "resum" in (store / "runs/sft/logs/train.log").read_text()
