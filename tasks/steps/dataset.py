@@ -291,13 +291,19 @@ def _require_text(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact
     """Reject sources in which too many records have no text."""
     limit = profile.data.maximum_missing
     lacking = f"that objective.kind {profile.objective.kind} cannot use" if plan.records else "without text"
-    for row in _report(profile, plan, tokens):
+    for i, row in enumerate(_report(profile, plan, tokens)):
         missing = row["missing"]
         count = missing + row["documents"] + row["validation_documents"] + row["short"] + row["duplicates"]
         count += row["too_long"]
         share = missing / max(1, count)
         if share > limit:
             reason = f"{row['source']} has {missing:,} records {lacking} of {count:,}"
+            causes = [
+                shard.summary.get("unusable")
+                for part, shard in zip(plan.shards, tokens, strict=True)
+                if part.source == i
+            ]
+            reason += next((f"; the first: {cause}" for cause in causes if cause), "")
             raise ProfileError("data.maximum_missing", limit, reason, [round(share + 5e-4, 3)])
 
 

@@ -100,16 +100,19 @@ class Examples:
         for prompt, answer in PROMPTS:
             if record.get(answer) is not None:
                 asked, answered = record.get(prompt) or "", record[answer]
+                if not answered:
+                    raise UnusableRecord(f"{answer} is empty")
                 if isinstance(asked, str) and isinstance(answered, str):
                     ids = [*self.bos, *self._encode(asked)], [*self._encode(answered), *self.eos]
                     return _marked(*ids), _size(asked, answered)
                 return self._conversation([*_messages(asked), *_messages(answered, "assistant")])
-        raise UnusableRecord("no messages, and no prompt with a completion")
+        raise UnusableRecord(f"no messages, and no prompt with a completion; its fields: {_names(record)}")
 
     def _conversation(self, messages: Sequence[Message]) -> tuple[np.ndarray, int]:
         text, turns = self._chat.with_answers(messages)
         if not turns:
-            raise UnusableRecord("no turn of the assistant")
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            raise UnusableRecord(f"no turn of the role assistant; its roles: {roles or 'none'}")
         self._require_plain(messages)
         encoding = self._special.encode(text, add_special_tokens=False)
         starts = np.array([start for start, _ in encoding.offsets])
@@ -123,8 +126,11 @@ class Examples:
     def _pair(self, record: Mapping[str, Any]) -> tuple[list[int], list[list[int]], int]:
         """The ids of a pair's prompt, chosen and rejected answer, and the bytes of their text."""
         prompt, answers = record.get("prompt"), [record.get("chosen"), record.get("rejected")]
-        if any(not isinstance(answer, str | list) or not answer for answer in answers):
-            raise UnusableRecord("no chosen and rejected answer")
+        if not all(answers):
+            lacking = next(
+                name for name, answer in zip(("chosen", "rejected"), answers, strict=True) if not answer
+            )
+            raise UnusableRecord(f"{lacking} is missing or empty; its fields: {_names(record)}")
         if all(isinstance(answer, str) for answer in answers) and isinstance(prompt, str | None):
             shared = "" if prompt is not None else _shared_words(*answers)
             texts = [answer[len(shared) :] for answer in answers]
@@ -189,13 +195,23 @@ def _messages(value: Any, role: str = "user") -> list[Message]:
     """Messages with role and content, from those of a record or a text. Raises UnusableRecord."""
     if isinstance(value, str):
         return [{"role": role, "content": value}] if value else []
+    if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
+        raise UnusableRecord(
+            f"type {type(value).__name__} is neither a text nor a list of messages with role and content"
+        )
     found = []
     for message in value:
         name, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         if not isinstance(name, str) or not isinstance(content, str):
-            raise UnusableRecord("a message without role or text")
+            raise UnusableRecord(
+                f"a message needs a role and a text as content; its fields: {_names(message)}"
+            )
         found.append({"role": ROLES.get(name, name), "content": content})
     return found
+
+
+def _names(record: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, record)) or "none"
 
 
 def _shared_words(a: str, b: str) -> str:

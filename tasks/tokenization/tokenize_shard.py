@@ -82,7 +82,8 @@ def tokenize(
                 summary.update(_pair_counts(splits), pair=splits)
                 (folder / "pair.json").write_text(json.dumps(splits))
             elif plan.records:
-                summary.update(vars(_tokenize_records(plan, store, k, folder, report, token)))
+                counts, reason = _tokenize_records(plan, store, k, folder, report, token)
+                summary.update(vars(counts), unusable=reason)
             else:
                 tokenizer = _ShardTokenizer(plan, store, k, threads, token)
                 summary.update(vars(tokenizer.write(folder, report)))
@@ -94,8 +95,8 @@ def tokenize(
 
 def _tokenize_records(
     plan: DatasetPlan, store: Store, k: int, folder: Path, report: Report, token: str | None
-) -> Counts:
-    """Write the pairs of a shard of records, each of whose sequences is a document."""
+) -> tuple[Counts, str]:
+    """Write the pairs of a shard of records, each of whose sequences is a document; why the first one cannot be used."""
     shard, summary, counts = plan.shards[k], plan.tokenizer.summary, Counts()
     bos, eos = (
         [summary[name]] if given else []
@@ -112,7 +113,9 @@ def _tokenize_records(
                 example = examples.of(record)
             except (UnusableRecord, TemplateFailed) as error:
                 counts.missing += 1
-                reason = reason or f"{locate()}: {error}"
+                if not reason:
+                    reason = str(error)
+                    first = locate()
                 continue
             counts.truncated += example.truncated and bool(example.sequences)
             counts.too_long += not example.sequences
@@ -126,11 +129,12 @@ def _tokenize_records(
             report(train.tokens + validation.tokens)
     if counts.missing:
         log.warning(
-            "warning: %s: %s records cannot be used; the first: %s", shard.name, f"{counts.missing:,}", reason
+            "warning: %s: %s records cannot be used; the first, %s: %s",
+            *(shard.name, f"{counts.missing:,}", first, reason),
         )
     counts.documents, counts.tokens = len(train.lengths), train.tokens
     counts.validation_documents, counts.validation_tokens = len(validation.lengths), validation.tokens
-    return counts
+    return counts, reason
 
 
 def _pair_counts(splits: dict[str, dict[str, int]]) -> dict[str, int]:

@@ -84,15 +84,37 @@ def test_templates_run_in_a_sandbox_and_may_reject_messages(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "record",
+    ("record", "reason"),
     [
-        *({"text": "x"}, {"messages": CHAT[:1]}, {"prompt": "x", "completion": None}),
-        {"messages": [{"role": "user", "content": f"x{EOS}"}, CHAT[1]]},  # would end the turn
+        ({"text": "x", "id": 1}, "no messages, and no prompt with a completion; its fields: text, id"),
+        ({"prompt": "x", "completion": None}, "no messages, and no prompt with a completion"),
+        ({"prompt": "x", "completion": ""}, "completion is empty"),
+        ({"prompt": "x", "completion": 5}, "type int is neither a text nor a list of messages"),
+        ({"messages": CHAT[:1]}, "no turn of the role assistant; its roles: user"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "its roles: bot"),
+        ({"messages": ["Hi", "Hello"]}, "type list is neither a text nor a list of messages"),
+        ({"messages": CHAT[0]}, "type dict is neither a text nor a list of messages"),
+        ({"messages": [{"role": "user", "text": "x"}]}, "needs a role and a text as content; its fields: role, text"),
+        ({"messages": [{"role": "user", "content": f"x{EOS}"}, CHAT[1]]}, "the text of a special token"),  # would end the turn
+    ],
+)  # fmt: skip
+def test_records_without_an_answer_are_unusable(folder, record, reason):
+    with pytest.raises(UnusableRecord, match=reason):
+        examples(folder).of(record)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"prompt": "x", "chosen": "y"}, "rejected is missing or empty; its fields: prompt, chosen"),
+        ({"prompt": "x", "chosen": "", "rejected": "y"}, "chosen is missing or empty"),
+        ({"prompt": 1, "chosen": "x", "rejected": "y"}, "type int is neither a text nor a list of messages"),
+        ({"prompt": "x", "chosen": 1, "rejected": "y"}, "type int is neither a text nor a list of messages"),
     ],
 )
-def test_records_without_an_answer_are_unusable(folder, record):
-    with pytest.raises(UnusableRecord):
-        examples(folder).of(record)
+def test_pairs_without_two_answers_are_unusable(folder, record, reason):
+    with pytest.raises(UnusableRecord, match=reason):
+        examples(folder, "dpo").of(record)
 
 
 def test_long_records_are_truncated_or_dropped(folder):
