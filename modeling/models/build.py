@@ -27,6 +27,7 @@ from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.experts.balance import Balance
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts
 from parallel.initialization import initialize_parameter
+from parallel.layers.deferred import DeferrableLinear
 from parallel.layers.products import EXACT, Float8, Products
 from parallel.layout import is_deferred
 from parallel.optimizer.arithmetic import Arithmetic, Compile
@@ -148,7 +149,18 @@ def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
     if gathers_in_graph(profile):
         for block in model.layers.values():
             gather_in_graph(block)
+    if defers_weight_gradients(profile):
+        tokens = profile.micro_batch_rows * profile.train.sequence_length // profile.parallel.context
+        for module in model.modules():
+            if isinstance(module, DeferrableLinear):
+                module.defer(tokens)
     return model
+
+
+def defers_weight_gradients(profile: Profile) -> bool:
+    """Whether layers leave the gradients of their weights to a pass of its own; compiled blocks cannot be split otherwise."""
+    parallel = profile.parallel
+    return parallel.schedule == "zero_bubble" and parallel.pipeline > 1 and profile.compile.enabled
 
 
 def gathers_in_graph(profile: Profile) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from modeling.models.build import partition_layers
+from modeling.models.build import defers_weight_gradients, partition_layers
 from modeling.models.language_model import LanguageModel
 from modeling.planning.memory import activation_bytes, microbatches_in_flight, plan_buckets
 from modeling.planning.planner import Plan, fits
@@ -57,8 +57,13 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
 
 def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> Plan:
     """The plan with traced activations and FLOPs, and with the fit, times and price that follow from them."""
+    deferred = defers_weight_gradients(profile)  # then a third of the products are in no graph
     stages = tuple(
-        replace(stage, bytes={**stage.bytes, "activations": rank.activations}, flops=rank.flops)
+        replace(
+            stage,
+            bytes={**stage.bytes, "activations": rank.activations},
+            flops=stage.flops if deferred else rank.flops,
+        )
         for stage, rank in zip(planned.stages, traced_ranks(profile, traced), strict=True)
     )
     return replace(

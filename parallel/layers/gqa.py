@@ -19,14 +19,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from parallel import collectives
 from parallel.backward import needs_gradient
 from parallel.constraints import kv_replicas, valid_tensor_degrees
 from parallel.initialization import Constant, Normal
-from parallel.layers.linear import ColumnLinear, check_input, column_input_gradient
+from parallel.layers.deferred import DeferrableLinear
+from parallel.layers.linear import (
+    ColumnLinear,
+    check_input,
+    column_input_gradient,
+    column_weight_gradient,
+)
 from parallel.layers.products import EXACT, Products
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis, Mesh
@@ -47,28 +53,33 @@ class ReplicatedKVLinear(Function):
         query_width: int,
         sequence_parallel: bool,
         products: Products,
+        output: Tensor | None = None,
     ) -> Tensor:
         ctx.replicas, ctx.query_width = replicas, query_width
-        return ColumnLinear.forward(ctx, x, weight, bias, axis, sequence_parallel, products)
+        return ColumnLinear.forward(ctx, x, weight, bias, axis, sequence_parallel, products, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         query, key_value = grad[:, : ctx.query_width], grad[:, ctx.query_width :]
-        grad_weight = grad_bias = None
-        if needs_gradient(ctx, 1):
+        grad_weight = grad_bias = deferred = None
+        needs_weight = needs_gradient(ctx, 1)
+        if needs_weight or ctx.deferred:
             reduction = collectives.PendingAllReduce(key_value, ctx.replicas)
         grad_x, full_x = column_input_gradient(ctx, grad, x, weight)
-        if needs_gradient(ctx, 1):
+        if needs_weight or ctx.deferred:
             key_value = reduction.wait()
+            grad_bias = torch.cat((query.sum(0), key_value.sum(0))) if ctx.bias else None
+        if needs_weight:
             grad_weight = torch.cat(
                 [ctx.products.weight_gradient(part, full_x) for part in (query, key_value)]
             )
-            grad_bias = torch.cat((query.sum(0), key_value.sum(0))) if ctx.bias else None
-        return grad_x.wait() if grad_x else None, grad_weight, grad_bias, *(None,) * 5
+        if ctx.deferred:
+            deferred = torch.cat((query, key_value), 1)
+        return grad_x.wait() if grad_x else None, grad_weight, grad_bias, *(None,) * 5, deferred
 
 
-class GQAQKVColumnParallelLinear(nn.Module):
+class GQAQKVColumnParallelLinear(DeferrableLinear):
     """Q, K and V projections for grouped-query, multi-query or multi-head attention.
 
     Args:
@@ -129,12 +140,16 @@ class GQAQKVColumnParallelLinear(nn.Module):
         `keys` are for the dropout of an attached update (lora.py).
         """
         check_input(self, x, self.hidden)
-        if self.axis.size == 1 and self.products is EXACT:
-            return F.linear(x, self.weight, self.bias)
-        inputs, options = (x, self.weight, self.bias, self.axis), (self.sequence_parallel, self.products)
+        weight, output = self.autograd_inputs(x)
+        if self.axis.size == 1 and self.products is EXACT and output is None:
+            return F.linear(x, weight, self.bias)
+        inputs, options = (x, weight, self.bias, self.axis), (self.sequence_parallel, self.products, output)
         if self.replicas.size == 1:
             return ColumnLinear.apply(*inputs, *options)
         return ReplicatedKVLinear.apply(*inputs, self.replicas, self.heads * self.head_dim, *options)
+
+    def weight_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        return column_weight_gradient(self, x, grad)
 
 
 def _check_degree(heads: int, kv_heads: int, degree: int) -> None:

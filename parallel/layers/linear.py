@@ -29,6 +29,7 @@ from parallel import collectives
 from parallel.activation_checkpointing import recompute_products
 from parallel.backward import needs_gradient
 from parallel.initialization import Constant, Normal
+from parallel.layers.deferred import DeferrableLinear
 from parallel.layers.overlap import gather_product, scatter_product
 from parallel.layers.products import EXACT, Products
 from parallel.layout import Initializer, Layout, Section, parameter
@@ -48,10 +49,11 @@ class ColumnLinear(Function):
         axis: Axis,
         sequence_parallel: bool,
         products: Products = EXACT,
+        output: Tensor | None = None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.sequence_parallel, ctx.bias = axis, sequence_parallel, bias is not None
-        ctx.products = products
+        ctx.products, ctx.deferred = products, output is not None
         if not sequence_parallel:
             return products.forward(x, weight, bias)  # (b·s, o/t)
         product = partial(products.forward, weight=weight, bias=bias)
@@ -63,7 +65,8 @@ class ColumnLinear(Function):
         grad_x, full_x = column_input_gradient(ctx, grad, x, weight)
         grad_weight = ctx.products.weight_gradient(grad, full_x) if full_x is not None else None  # (o/t, h)
         grad_bias = grad.sum(0) if ctx.bias and needs_gradient(ctx, 2) else None
-        return grad_x.wait() if grad_x else None, grad_weight, grad_bias, None, None, None
+        deferred = grad if ctx.deferred else None
+        return grad_x.wait() if grad_x else None, grad_weight, grad_bias, None, None, None, deferred
 
 
 def column_input_gradient(
@@ -90,6 +93,12 @@ def column_input_gradient(
     return grad_x, full_x
 
 
+def column_weight_gradient(layer: DeferrableLinear, x: Tensor, grad: Tensor) -> Tensor:
+    """dW of a column-parallel layer that deferred it."""
+    x = collectives.all_gather(x, layer.axis) if layer.sequence_parallel else x
+    return layer.products.weight_gradient(grad, x)
+
+
 class _Reduced:
     """A gradient that no other rank has a part of, in place of a reduction in progress."""
 
@@ -105,10 +114,17 @@ class RowLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, products: Products = EXACT
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        axis: Axis,
+        sequence_parallel: bool,
+        products: Products = EXACT,
+        output: Tensor | None = None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.sequence_parallel, ctx.products = axis, sequence_parallel, products
+        ctx.deferred = output is not None
         if not sequence_parallel:
             return collectives.all_reduce(products.forward(x, weight), axis)
         product = partial(products.forward, weight=weight)
@@ -118,7 +134,7 @@ class RowLinear(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = needs_gradient(ctx, 0), needs_gradient(ctx, 1)
-        products, grad_x = ctx.products, None
+        products, grad_x, deferred = ctx.products, None, grad if ctx.deferred else None
         if needs_x and ctx.sequence_parallel:
             product = partial(products.input_gradient, weight=weight)
             options = {"divisible": products is EXACT, "keep": needs_weight}
@@ -128,10 +144,10 @@ class RowLinear(Function):
         elif ctx.sequence_parallel:
             grad = collectives.all_gather(grad, ctx.axis)
         grad_weight = products.weight_gradient(grad, x) if needs_weight else None
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, deferred
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(DeferrableLinear):
     """Y = X Wᵀ + b with W split by rows; several weights may be fused into one product ([gate; up]).
 
     Args:
@@ -178,12 +194,17 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
         """Y; `keys` are for the dropout of an attached update (lora.py)."""
         check_input(self, x, self.in_features)
-        if self.axis.size == 1 and self.products is EXACT:
-            return F.linear(x, self.weight, self.bias)
-        return ColumnLinear.apply(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.products)
+        weight, output = self.autograd_inputs(x)
+        if self.axis.size == 1 and self.products is EXACT and output is None:
+            return F.linear(x, weight, self.bias)
+        options = (self.sequence_parallel, self.products, output)
+        return ColumnLinear.apply(x, weight, self.bias, self.axis, *options)
+
+    def weight_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        return column_weight_gradient(self, x, grad)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(DeferrableLinear):
     """Y = Σ Xi Wiᵀ + b with W split by columns; adds b once, after the reduction.
 
     Args:
@@ -196,6 +217,8 @@ class RowParallelLinear(nn.Module):
     Raises:
         ValueError: the axis does not divide in_features, or the input has the wrong width or dtype.
     """
+
+    scatters = True
 
     def __init__(
         self,
@@ -225,13 +248,18 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
         """Y; `keys` are for the dropout of an attached update (lora.py)."""
         check_input(self, x, self.in_features // self.axis.size)
-        if self.axis.size == 1 and self.products is EXACT:
-            return F.linear(x, self.weight, self.bias)
+        weight, output = self.autograd_inputs(x)
+        if self.axis.size == 1 and self.products is EXACT and output is None:
+            return F.linear(x, weight, self.bias)
         # Selective activation checkpointing saves the reduction's output, so the product's need not be.
         reduces = self.axis.size > 1 and self.axis.supports_reduction
         with recompute_products() if reduces else nullcontext():
-            y = RowLinear.apply(x, self.weight, self.axis, self.sequence_parallel, self.products)
+            y = RowLinear.apply(x, weight, self.axis, self.sequence_parallel, self.products, output)
         return y if self.bias is None else y + self.bias
+
+    def weight_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        grad = collectives.all_gather(grad, self.axis) if self.sequence_parallel else grad
+        return self.products.weight_gradient(grad, x)
 
 
 class ReplicatedLinear(nn.Module):

@@ -174,6 +174,8 @@ class ZeRO1:
 
     def _accumulation_hook(self, bucket: Bucket, slot: Slot) -> Callable[[nn.Parameter], None]:
         def accumulate(parameter: nn.Parameter) -> None:
+            if parameter.grad is None:
+                return  # compiled blocks run the hooks of weights too whose gradient they leave to a later pass
             bucket.accumulate(slot)
             if bucket.resident:
                 # In the same order on every rank, in whatever order backward completes the buckets.

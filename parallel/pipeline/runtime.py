@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from parallel.layers.deferred import DeferredGradients
 from parallel.pipeline.schedules import one_forward_one_backward
 from parallel.torch_internals import Action, ComputationType, PipelineScheduleRuntime, RecvInfo
 
@@ -61,6 +62,9 @@ class LowMemoryStage(PipelineStage):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._sends: deque[dist.Work] = deque()
+        self._deferred = DeferredGradients(self.submod)
+        if self._deferred.layers:
+            self.dw_builder = self._deferred.take
 
     # Sends: started here instead of by the schedule, which would keep every message until the end of the step.
 
@@ -115,6 +119,12 @@ class LowMemoryStage(PipelineStage):
             info.buffer = None
         return recv_infos
 
+    def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        output = super().forward_one_chunk(*arguments, **options)
+        if self._deferred.layers and torch.is_grad_enabled():
+            self._deferred.keep()
+        return output
+
     # Backward
 
     def backward_maybe_with_nosync(
@@ -136,8 +146,9 @@ class LowMemoryStage(PipelineStage):
             loss.detach_()  # the schedule keeps it until the step ends; with its graph it would keep the received states
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        # The first stage has no input gradient: there torch runs an ordinary backward, which calls the hooks.
-        if self.is_first or not self.has_backward:
+        # The first stage has no input gradient: there torch runs an ordinary backward, which calls the hooks. So do deferred
+        # gradients.
+        if self.is_first or not self.has_backward or self.dw_builder:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             return
         parameters = list(self.submod.parameters())

@@ -140,7 +140,7 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
                 "parallel.schedule",
                 "interleaved",
                 "4 are more than the model's 3 layers",
-                ("1f1b",),  # zero_bubble does not support compiled graphs
+                ("1f1b", "zero_bubble"),
             ),
         ),
         (
@@ -148,7 +148,7 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             *("parallel.pipeline_cuts", [2, 4], "takes 3, 5, ... cuts", ("null",)),
         ),
         (
-            [*EIGHT_LAYERS, "parallel.schedule=zero_bubble"],
+            [*EIGHT_LAYERS, "parallel.schedule=zero_bubble", "cluster.device=neuron"],
             *("compile.enabled", True, "zero_bubble", (False,)),
         ),
         (
