@@ -97,7 +97,7 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
     axes = format_mesh(planned.mesh)
     if planned.kv_replication > 1:
         axes += f" (KV heads replicated {planned.kv_replication} times)"
-    length = f"{train.epochs} epochs of the data"
+    length = "1 epoch of the data" if train.epochs == 1 else f"{train.epochs} epochs of the data"
     if planned.tokens:
         length = f"{train.steps:,} steps, {format_count(planned.tokens)} tokens"
         if tokens:
@@ -107,7 +107,7 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
     device = cluster.accelerator or cluster.device
     layers = train.recompute_layers
     return [
-        ("parameters", _parameters(planned)),
+        ("parameters", _parameters(profile, planned)),
         ("model", f"{model.architecture}, {model.num_hidden_layers} layers of {model.hidden_size:,}, {heads}, "
                   f"vocabulary {model.vocab_size:,}"),
         ("ranks", f"{profile.world_size}, {nodes} of {cluster.devices_per_node} × {device}: {axes}"),
@@ -190,10 +190,13 @@ def _verdict(planned: Plan) -> Text:
     return Text(f"does not fit in {memory} a device with the reserve of {planned.reserve:.0%}", "red")
 
 
-def _parameters(planned: Plan) -> str:
-    if planned.active_parameters == planned.parameters:
-        return f"{planned.parameters:,}"
-    return f"{planned.parameters:,}, of which a token is multiplied with {planned.active_parameters:,}"
+def _parameters(profile: Profile, planned: Plan) -> str:
+    text = f"{planned.parameters:,}"
+    if planned.active_parameters != planned.parameters:
+        text += f", of which a token is multiplied with {planned.active_parameters:,}"
+    if profile.lora.rank:
+        text += f"; {planned.parameters - profile.model.parameters:,} of them are trained"
+    return text
 
 
 def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:

@@ -61,6 +61,17 @@ def flops_per_token(profile: Profile) -> float:
     return 4 * frozen + 6 * trained
 
 
+def idle_updates(profile: Profile) -> int:
+    """Elements of LoRA's updates of experts that a token is not routed to, in all layers."""
+    model, targets = profile.model, profile.lora.targets
+    if not profile.lora.rank or not model.num_experts:
+        return 0
+    h, f = model.hidden_size, model.expert_width
+    widths = (h + 2 * f) * ("gate_up" in targets) + (f + h) * bool({"down", "down_proj"} & {*targets})
+    idle = model.num_experts - model.num_experts_per_tok
+    return profile.lora.rank * widths * idle * model.num_expert_layers
+
+
 def _updates(profile: Profile, number: int) -> int:
     """Forward multiply-adds per token of a layer's updates: rank · (input + output) of each first factor.
 

@@ -24,7 +24,7 @@ import psutil
 from torch import nn
 
 from modeling.models.build import partition_layers
-from modeling.models.flops import flops_per_token
+from modeling.models.flops import flops_per_token, idle_updates
 from modeling.planning import memory
 from modeling.planning.levels import level
 from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts
@@ -132,7 +132,7 @@ def plan(profile: Profile, cache: CostCache | None = None) -> Plan:
     model = profile.model
     return Plan(
         parameters=parameters,
-        active_parameters=parameters - (model.parameters - model.active_parameters),
+        active_parameters=parameters - (model.parameters - model.active_parameters) - idle_updates(profile),
         mesh={
             "pipeline": parallel.pipeline,
             "data": profile.data_parallel,

@@ -14,6 +14,7 @@ from modeling.planning.levels import bandwidth
 from modeling.planning.measure import calibrate
 from modeling.planning.planner import plan, require_fit
 from modeling.planning.search import explain, search
+from modeling.planning.stage_costs import StageCosts
 from parallel import device as devices
 from profiles import resolve
 from profiles.check import with_value
@@ -90,6 +91,27 @@ def test_flops_count_the_keys_in_a_sliding_window():
     )  # keys that are not seen: 2 products, 3 times
     assert full.flops_per_token - windowed.flops_per_token == pytest.approx(hidden)
     assert full.step_seconds > windowed.step_seconds
+
+
+def test_only_updates_of_lora_have_gradients_and_operators_count_the_flops_of_experts_with_updates():
+    alone = (
+        "parallel.tensor=1",
+        "parallel.data_sharding=none",
+        "train.recompute=none",
+        "train.micro_batch_size=1",
+    )
+    profile = resolve.load(
+        "tiny-moe", [*alone, "parallel.expert=1", "lora.rank=64", "lora.targets=[output, gate_up, down]"]
+    )
+    model, planned = profile.model, plan(profile)
+    h, f, heads = model.hidden_size, model.expert_width, model.num_attention_heads * model.head_dim
+    updates = 64 * (heads + h) + model.num_experts * 64 * ((h + 2 * f) + (f + h))
+    assert planned.stages[0].bytes["gradients"] == 4 * updates * model.num_hidden_layers
+    assert planned.stages[0].bytes["optimizer"] == 12 * updates * model.num_hidden_layers
+    idle = (model.num_experts - model.num_experts_per_tok) * 64 * (2 * h + 3 * f) * model.num_hidden_layers
+    assert planned.active_parameters == model.active_parameters + updates * model.num_hidden_layers - idle
+    counted = sum(layer.flops for layer in StageCosts(profile).layers(range(model.num_hidden_layers)))
+    assert counted == pytest.approx(planned.flops_per_token * profile.train.sequence_length, rel=0.02)
 
 
 def test_recomputation_trades_memory_for_time():
