@@ -18,6 +18,7 @@ NAMES = {
     "reduce_scatter_tensor": "torch.ops._c10d_functional.reduce_scatter_tensor",
     "wait_tensor": "torch.ops._c10d_functional.wait_tensor",
     "functional_collectives": "torch.distributed._functional_collectives",  # registers their meta implementations
+    "enable_symmetric_memory": "torch.distributed._symmetric_memory.enable_symm_mem_for_group",
     "register_process_group": "torch._C._distributed_c10d._register_process_group",
     "resolve_process_group": "torch._C._distributed_c10d._resolve_process_group",
     "unregister_process_group": "torch._C._distributed_c10d._unregister_process_group",

@@ -224,6 +224,11 @@ class Compile(Section):
         None,
         description="memory limit of each compiler process; null: this machine's memory divided among them",
     )
+    async_tensor: bool = Field(
+        False,
+        description="cuda, experimental: inductor merges sequence parallelism's collectives with the matrix products (torch's "
+        "asynchronous tensor parallelism), which needs NVLink between the ranks of a tensor group; not yet run on hardware",
+    )
     flags: str | None = Field(None, min_length=1, description="Neuron compiler flags (NEURON_CC_FLAGS)")
 
 

@@ -154,6 +154,7 @@ def _compiler(profile: Profile) -> dict[str, Any]:
     return {
         "backend": backend_name(profile),
         "flags": profile.compile.flags,
+        "async_tensor": profile.compile.async_tensor,
         "lacks": missing_requirement(profile),
         "platform": [devices.platform_tag(cluster.device), cluster.accelerator],
         "threads": threads(profile),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -68,6 +69,31 @@ class Compiler(ABC):
 
 
 class Inductor(Compiler):
+    """inductor.
+
+    Args:
+        async_tensor: whether to merge all-gathers and reduce-scatters over the tensor axis with the matrix products beside them,
+            into kernels that read and write the other ranks' memory. Its process group must exist when a graph is compiled.
+    """
+
+    def __init__(self, device: str, flags: str | None = None, async_tensor: bool = False) -> None:
+        super().__init__(device, flags)
+        self.async_tensor = async_tensor
+
+    def compile(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        if not self.async_tensor:
+            return super().compile(graph, inputs)
+        from parallel.torch_internals import enable_symmetric_memory
+        from parallel.torch_internals import inductor_config as inductor
+
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # that it is deprecated; torch's own pass still needs it
+            enable_symmetric_memory("tensor")
+        with inductor.patch(_micro_pipeline_tp=True):
+            return super().compile(graph, inputs)
+
     def missing_requirement(self) -> str | None:
         if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
             return "no C++ compiler (g++ or clang++)"
@@ -150,7 +176,8 @@ def backend_name(profile: Profile) -> str:
 
 def make_compiler(profile: Profile) -> Compiler:
     """The profile's compiler."""
-    return COMPILERS[backend_name(profile)](profile.cluster.device, profile.compile.flags)
+    options = {"async_tensor": True} if profile.compile.async_tensor else {}
+    return COMPILERS[backend_name(profile)](profile.cluster.device, profile.compile.flags, **options)
 
 
 def missing_requirement(profile: Profile) -> str | None:

@@ -1,0 +1,64 @@
+"""Asynchronous tensor parallelism: torch merges this project's collectives and products, and the results stay the same.
+
+Without a GPU, torch's merged operators run as the collective and the product one after the other.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from modeling.compilation.compilers import Inductor
+from parallel import ColumnParallelLinear, RowParallelLinear
+from tests.pool import mesh
+
+OPERATORS = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+
+
+def train(layers: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients."""
+    x = x.clone().requires_grad_()
+    y = layers(x)
+    weights = list(layers.parameters())
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *weights])]
+
+
+def compare() -> Counter[str]:
+    """Train compiled and eager layers. Returns how many merged operators of each kind ran."""
+    torch.manual_seed(0)
+    called: Counter[str] = Counter()
+    library = torch.library.Library("symm_mem", "IMPL")
+
+    def on_cpu(name: str) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
+            called[name] += 1
+            return getattr(symmetric_memory, f"_{name}_fallback")(*arguments, **options)
+
+        return run
+
+    with mesh(tensor=2, supports_reduction=True) as m, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_nccl_available", lambda: True)  # which torch requires of merged operators
+        patch.setattr(symmetric_memory, "_group_name_to_store", {})
+        for name in OPERATORS:
+            library.impl(name, on_cpu(name), "CPU")
+        options = {"sequence_parallel": True, "dtype": torch.float64}
+        layers = torch.nn.Sequential(
+            ColumnParallelLinear(16, 32, m.tensor, **options),
+            torch.nn.SiLU(),
+            RowParallelLinear(32, 16, m.tensor, **options),
+        )
+        for parameter in layers.parameters():
+            parameter.data.normal_()
+        x = torch.randn(8, 16, dtype=torch.float64)
+        backend = Inductor("cpu", async_tensor=True).compile
+        found = train(torch.compile(layers, backend=backend, fullgraph=True), x)
+        torch.testing.assert_close(found, train(layers, x), rtol=1e-12, atol=1e-12)
+    return called
+
+
+def test_merged_collectives_and_products_give_the_same_numbers(pool):
+    for called in pool.run(compare, 2):
+        assert called == dict.fromkeys(OPERATORS, 2)  # one of each in forward and in backward
