@@ -1,8 +1,11 @@
 """Checkpoints of experts that are spread over ranks, and of the bias that balances them: resumed, and exported whole."""
 
+from dataclasses import replace
+
 import torch
 
 from modeling.conversion import formats, huggingface
+from parallel.checkpoint.reader import Reader
 from tests.parity.harness import STEPS, Case, assemble, one_process, train
 
 HALF = STEPS // 2
@@ -33,3 +36,18 @@ def test_experts_resume_and_are_exported_on_any_topology(pool, tmp_path):
     bias = exported["model.layers.2.mlp.gate.e_score_correction_bias"]
     assert torch.equal(bias, first.weights["layers.2.mlp.router.selection_bias"])
     assert bias.any()
+
+
+def test_updates_of_experts_are_saved_alone_and_resume_on_any_topology(pool, tmp_path):
+    case, elsewhere = (
+        replace(each, lora=("output", "gate_up", "down"), balance="sequence") for each in (CASE, ELSEWHERE)
+    )
+    first = assemble(pool.run(train, case.world, case=case, save={HALF: tmp_path}))
+    assert all(".lora." in name or name.startswith("random.") for name in Reader(tmp_path).tensors)
+    rest = range(HALF, STEPS)
+    same = assemble(pool.run(train, case.world, case=case, steps=rest, resume=tmp_path))
+    assert same.losses == first.losses[HALF:]  # bit for bit
+    other = assemble(pool.run(train, elsewhere.world, case=elsewhere, steps=rest, resume=tmp_path))
+    torch.testing.assert_close(
+        torch.tensor(other.losses), torch.tensor(first.losses[HALF:]), rtol=1e-5, atol=0
+    )
