@@ -105,6 +105,8 @@ def _lora(found: Translation) -> None:
         )
     else:
         found.translate(f"{section}.target_modules", {"lora.targets": [TARGETS[name] for name in targets]})
+    if found.ours.get("model.num_experts"):
+        _lora_of_experts(found, targets)
     if found.get(f"{section}.lora_bias", "none") == "none":
         found.report(f"{section}.lora_bias", Effect.HARMLESS, "no biases are trained")
     else:
@@ -136,3 +138,15 @@ def _initial_weights(found: Translation, objective: str) -> None:
     if not found.get(only, False):
         note = "only its weights are used, with a new optimizer and schedule"
     found.translate(key, {"init.from": path}, note, Effect.TO_DO)
+
+
+def _lora_of_experts(found: Translation, targets: list[str]) -> None:
+    """Report what updates of experts do not have."""
+    section = f"{STRATEGY}.peft"
+    if halves := [name for name in targets if name in ("gate_proj", "up_proj")]:
+        note = f"{halves[0]} of an expert is one product with the other half; name gate_up_proj"
+        found.report(f"{section}.target_modules", Effect.ERROR, note)
+    experts = [name for name in targets if name in ("gate_up_proj", "down_proj")]
+    if experts and found.ours["lora.dropout"]:
+        note = f"{found.ours['lora.dropout']} is not supported with {experts[0]} of experts; set 0.0"
+        found.report(f"{section}.lora_dropout", Effect.ERROR, note)

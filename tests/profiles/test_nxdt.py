@@ -206,6 +206,19 @@ def test_mathematics_that_cannot_be_kept_is_rejected(tmp_path, name, key, given,
     assert any(message in reason for reason in reasons), errors
 
 
+def test_lora_of_experts_is_imported_as_far_as_it_is_the_same(tmp_path):
+    def imported(**peft: Any) -> nxdt.Imported:
+        strategy = {"sft": {"packing": True}, "peft": {"lora_rank": 16, **peft}}
+        return nxdt.import_config(write(tmp_path, "hf_mixtral_8x7b", {"model_alignment_strategy": strategy}))
+
+    plain = imported(lora_dropout=0.0, target_modules=["qkv_proj", "gate_up_proj", "down_proj"])
+    assert plain.values["lora"]["targets"] == ["qkv", "gate_up", "down_proj"]
+    with pytest.raises(ProfileError, match=r"0.05 is not supported with down_proj of experts; set 0.0"):
+        imported(target_modules=["qkv_proj", "down_proj"])
+    with pytest.raises(ProfileError, match="up_proj of an expert is one product with the other half"):
+        imported(lora_dropout=0.0, target_modules=["up_proj"])
+
+
 @pytest.mark.parametrize(
     ("name", "change", "expected"),
     [
