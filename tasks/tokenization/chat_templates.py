@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +25,7 @@ LLAMA3 = (
     "{{ message.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+MARKER = re.compile(r"<\|[^|<>{}\s]+\|>")
 NAMED = {"chatml": CHATML, "llama3": LLAMA3}
 
 
@@ -49,6 +51,9 @@ class ChatTemplate:
         folder: of the tokenizer, with tokenizer_config.json.
         source: of the template; None: the tokenizer's own.
 
+    Attributes:
+        markers: tokens of the form <|...|> that it writes.
+
     Raises:
         ProfileError: the tokenizer has none.
     """
@@ -68,6 +73,7 @@ class ChatTemplate:
             name: token["content"] if isinstance(token, dict) else token or ""
             for name, token in tokens.items()
         }
+        self.markers = [*dict.fromkeys(MARKER.findall(source))]
         self._template = _compiled(source)
 
     def render(self, messages: Sequence[Message], *, answer_next: bool = False) -> str:

@@ -78,6 +78,11 @@ class Examples:
     def _special(self) -> Tokenizer:
         return tokenizer_files.load(self.folder)
 
+    def unknown_markers(self) -> list[str]:
+        """Markers of the chat template that the tokenizer has no token for; empty if no record needed the template."""
+        markers = self._chat.markers if "_chat" in vars(self) else []
+        return [marker for marker in markers if self._special.token_to_id(marker) is None]
+
     def of(self, record: Mapping[str, Any]) -> Example:
         """The example of a record. Raises UnusableRecord, TemplateFailed."""
         s = self.options.sequence_length

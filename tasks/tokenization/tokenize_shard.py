@@ -127,6 +127,11 @@ def _tokenize_records(
             for sequence in example.sequences:
                 (validation if held_out else train).add_document(sequence)
             report(train.tokens + validation.tokens)
+    if k == 0 and (unknown := examples.unknown_markers()):
+        message = (
+            "warning: the tokenizer has no token for %s of the chat template; each becomes several tokens"
+        )
+        log.warning(message, ", ".join(unknown))
     if counts.missing:
         log.warning(
             "warning: %s: %s records cannot be used; the first, %s: %s",

@@ -74,6 +74,17 @@ def test_a_tokenizers_own_template_is_the_default(folder):
     assert counted(folder, {"messages": CHAT}, template=None) == "A:Hello\nA:Ciao\n"
 
 
+def test_markers_of_a_template_that_the_tokenizer_lacks_are_known(folder):
+    for template, unknown in (
+        ("chatml", []),
+        ("llama3", ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]),
+    ):
+        made = examples(folder, template=template)
+        assert made.unknown_markers() == []
+        made.of({"messages": CHAT})
+        assert made.unknown_markers() == unknown
+
+
 def test_templates_run_in_a_sandbox_and_may_reject_messages(folder, tmp_path):
     for source in ("{{ messages.__class__.__mro__ }}", "{{ raise_exception('roles must alternate') }}"):
         (tmp_path / "chat.jinja").write_text(source)
