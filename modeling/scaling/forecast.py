@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from modeling.scaling.fit import LEAST_RUNGS, Fit, Observation, fit
+from modeling.scaling.fit import LEAST_RUNGS, NOISE, Fit, Observation, fit
 
 SHARE = 0.9  # of the intervals
 LENGTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # shares of the target's tokens that the forecast has a loss for
@@ -29,7 +30,7 @@ def forecast(observations: Sequence[Observation], n: float, d: float, seed: int 
         loss and interval at the end and, in `lengths`, of runs of the target's size that end earlier; the law's coefficients and
         the noise of a run; `drift`, by which intervals grow with the extrapolation; `extrapolation`, the target's compute over
         the largest rung's; in `budgets`, the best size for the target's compute and ten times that; `backtest`, or None with too
-        few rungs.
+        few rungs; `warnings`, which say what makes the rungs unfit for a law.
 
     Raises:
         ValueError: the law cannot be fitted; the message says what is missing.
@@ -57,7 +58,32 @@ def forecast(observations: Sequence[Observation], n: float, d: float, seed: int 
         "extrapolation": 6 * n * d / largest,
         "budgets": _budgets(fitted, 6 * n * d, seed),
         "backtest": tested,
+        "warnings": too_short(observations),
     }
+
+
+def too_short(observations: Sequence[Observation]) -> list[str]:
+    """A warning for each size whose loss falls faster the longer it trains, by more than the noise of its runs.
+
+    Every law of this form flattens with length. Runs that do not yet are still in the first phase of training, and what they say
+    of a long run is wrong.
+    """
+    found = []
+    for n in sorted({point.n for point in observations}):
+        runs = sorted((point for point in observations if point.n == n), key=lambda point: point.d)
+        falls = [
+            (before.loss - after.loss) / math.log2(after.d / before.d)
+            for before, after in pairwise(runs)
+            if after.d > before.d
+        ]
+        noise = math.sqrt(6) * NOISE * runs[-1].loss  # of a second difference
+        if any(later - earlier > noise for earlier, later in pairwise(falls)):
+            gains = ", then ".join(f"{fall:.3f}" for fall in falls)
+            found.append(
+                f"the rungs with N = {n:.3g} are too short: each doubling of their tokens gains more than the one before "
+                f"({gains}), which no scaling law describes; raise tokens_per_parameter"
+            )
+    return found
 
 
 def backtest(

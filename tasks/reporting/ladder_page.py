@@ -40,7 +40,7 @@ def render(ladder: Ladder, forecast: Mapping[str, Any]) -> str:
         [
             html.section("", html.key_figures(figures)),
             html.section("Loss by training compute", _chart(forecast)),
-            html.section("Rungs", _rungs(forecast)),
+            html.section("Rungs", _rungs(forecast), *_warnings(forecast)),
             html.section("Backtest: the largest rungs forecast by the others", _backtest(forecast)),
             html.section("Metrics", _metrics(forecast)),
             html.section("Loss by length, each trained to the end of its schedule", _lengths(forecast)),
@@ -91,6 +91,11 @@ def _rungs(forecast: Mapping[str, Any]) -> str:
         sizes = (format_count(round(rung["n"])), format_count(round(rung["d"])), format_flops(rung["flops"]))
         rows.append((rung["name"], *sizes, f"{rung['loss']:.4f}", f"{fitted:.4f}", error))
     return html.table(("run", "N", "tokens", "FLOPs", "loss", "fitted", "error"), rows)
+
+
+def _warnings(forecast: Mapping[str, Any]) -> list[str]:
+    """Paragraphs of the warnings, which forecasts of earlier versions lack."""
+    return [html.paragraph(f"Warning: {text}") for text in forecast.get("warnings", ())]
 
 
 def _backtest(forecast: Mapping[str, Any]) -> str:

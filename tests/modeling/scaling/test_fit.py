@@ -74,3 +74,11 @@ def test_a_forecast_has_a_backtest_and_says_what_more_compute_buys():
 def test_what_cannot_be_fitted_is_an_error(observations, says):
     with pytest.raises(ValueError, match=says):
         fit(observations)
+
+
+def test_rungs_that_still_learn_faster_with_length_are_too_short():
+    assert forecasts.too_short(ladder(0.002)) == []
+    falling = [Observation(4e6, d, loss) for d, loss in ((5e5, 3.39), (1e6, 3.05), (2e6, 2.62))]
+    (warning,) = forecasts.too_short([*ladder(), *falling])
+    assert "N = 4e+06 are too short" in warning
+    assert "0.340, then 0.430" in warning
