@@ -1,0 +1,33 @@
+"""The ladder benchmark: its source has the entropy that it states, and its target is far beyond its rungs."""
+
+import numpy as np
+
+from benchmarks import ladder as benchmark
+from modeling.scaling.rungs import rungs_of, target_of
+
+
+def test_windows_are_a_function_of_seed_and_number():
+    samples = benchmark.ChainSamples(3)
+    across = samples.batch(benchmark.BLOCK - 2, 4)
+    assert (across[2:] == benchmark.ChainSamples(3).batch(benchmark.BLOCK, 2)).all()
+    assert (across[2:] != benchmark.ChainSamples(4).batch(benchmark.BLOCK, 2)).any()
+
+
+def test_words_follow_the_chances_of_the_chain():
+    windows = benchmark.ChainSamples(3).batch(0, 1024)
+    table = benchmark._chain()
+    chances = np.diff(table / table[:, -1:], axis=1, prepend=0)
+    drawn = chances[windows[:, :-1], windows[:, 1:]]
+    assert drawn.min() > 0
+    # Cross-entropy of the chain's own words under its own chances: its entropy, but for the noise of 32,768 words.
+    assert abs(-np.log(drawn).mean() - benchmark.entropy()) < 0.05
+
+
+def test_the_target_has_eight_times_the_compute_of_every_rung():
+    ladder = benchmark.describe(0)
+    target = target_of(ladder)
+    rungs = rungs_of(ladder, target)
+    assert len(rungs) >= 6
+    assert target.flops >= 8 * max(rung.flops for rung in rungs)
+    assert target.profile.train.seed == rungs[0].profile.train.seed == 0
+    assert {rung.profile.train.learning_rate for rung in rungs} == {target.profile.train.learning_rate}
