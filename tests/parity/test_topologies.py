@@ -77,7 +77,14 @@ CASES = {
         "deepseek_v3", data=2, pipeline=2, expert=2, lora=("output", "gate_up", "down"), capacity=1.0
     ),
     "tensor 2, context 2, expert 2, lora, dpo rated in each step": Case(
-        "gpt_oss", tensor=2, context=2, expert=2, lora=("q_proj", "v_proj"), objective="dpo", sharding="fsdp"
+        "gpt_oss",
+        tensor=2,
+        context=2,
+        expert=2,
+        lora=("q_proj", "v_proj", "gate_up"),
+        objective="dpo",
+        sharding="fsdp",
+        recompute="selective",
     ),
     "fsdp 2, tensor 4, KV replicated": Case(data=2, tensor=4, sharding="fsdp"),
     "fsdp 4, tensor 2": Case(tensor=2, context=2, data=2, sharding="fsdp", native=True),

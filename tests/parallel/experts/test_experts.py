@@ -5,7 +5,7 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from parallel import Axis, Mesh, ZeRO1, initialize
-from parallel.experts import grouped
+from parallel.experts import grouped, lora
 from parallel.experts import layer as layers
 from parallel.experts.activations import ACTIVATIONS
 from parallel.experts.balance import EXTRA, Balance, record
@@ -13,6 +13,7 @@ from parallel.experts.grouped import routed_experts
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts
 from parallel.experts.router import Routing
 from parallel.experts.slots import assign_slots, slotted_experts
+from parallel.layers.lora import without_updates
 from tests.pool import mesh
 
 T, H, F, E, K = 12, 8, 8, 5, 2
@@ -117,6 +118,20 @@ def make_layer(on: Mesh, balance: Balance, **routing: object) -> MixtureOfExpert
     layer.options = ExpertOptions(balance)
     initialize(layer, on.tensor, seed=1)
     return layer
+
+
+def test_updates_of_experts_can_be_switched_off():
+    layer, x = make_layer(Mesh(), Balance()), torch.randn(T, H)
+    plain = layer(x, T)
+    for projection in (layer.gate_up, layer.down):
+        lora.attach(projection, rank=2, scale=1.0)
+    initialize(layer, layer.mesh.tensor, seed=1)
+    assert torch.equal(layer(x, T), plain)  # B is zero
+    with torch.no_grad():
+        layer.down.lora.b.weight.fill_(0.5)
+    assert not torch.allclose(layer(x, T), plain)
+    with without_updates(layer):
+        assert torch.equal(layer(x, T), plain)
 
 
 def test_batch_balance_of_one_layer_is_hugging_face_s():
