@@ -1,0 +1,72 @@
+"""Plan and trace shipped profiles at full size: cluster, layout, memory, graphs and step time, as a Markdown table.
+
+Without names, every profile that supported hardware can start. Memory and step time are the planner's; graphs are those that are
+compiled ahead for all ranks (modeling/tracing/trace.py). Prints each row once it is known; 2 to 30 s of CPU a profile.
+
+Exit codes: 0, or 1 if a plan does not fit its device.
+"""
+
+import sys
+
+from flows.ui.summaries import cluster_summary
+from modeling.planning.planner import plan
+from modeling.tracing.trace import trace
+from profiles import resolve
+from profiles.check import PLANNED_ONLY
+from profiles.schema import Profile
+from tasks.reporting.format import format_step_time
+
+COLUMNS = ("profile", "cluster", "layout", "recompute", "GiB planned", "graphs", "a step")
+
+
+def layout(profile: Profile) -> str:
+    """The mesh without data, and how the states are sharded over data × context, such as "TP 4, FSDP 16 × 2 replicas"."""
+    parallel = profile.parallel
+    degrees = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "EP": parallel.expert}
+    replicas = profile.data_parallel * parallel.context // profile.shard_degree
+    kind = {"none": "unsharded", "zero1": "ZeRO-1", "fsdp": "FSDP"}[parallel.data_sharding]
+    parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    parts.append(f"{kind} {profile.shard_degree}" + (f" × {replicas}" if replicas > 1 else ""))
+    return ", ".join(parts)
+
+
+def describe(profile: Profile) -> tuple[str, str, str, str]:
+    """What a row says without a plan."""
+    recompute, layers = profile.train.recompute, profile.train.recompute_layers
+    recompute += "" if layers is None else f" {layers}"
+    return profile.name, cluster_summary(profile), layout(profile), recompute
+
+
+def row(profile: Profile) -> tuple[tuple[str, ...], bool]:
+    """A profile's row, and whether its plan fits."""
+    planned = plan(profile)
+    step = planned.step_seconds
+    return (
+        *describe(profile),
+        f"{planned.needs / 2**30:.1f} of {planned.device_bytes / 2**30:.1f}",
+        str(trace(profile).graphs),
+        format_step_time(step) if step else "-",
+    ), planned.fits
+
+
+def startable() -> list[Profile]:
+    """The shipped profiles that supported hardware can start, smallest model first."""
+    profiles = map(resolve.load, resolve.names())
+    chosen = [profile for profile in profiles if profile.cluster.accelerator not in PLANNED_ONLY]
+    return sorted(chosen, key=lambda profile: profile.model.parameters)
+
+
+def main(names: list[str]) -> int:
+    profiles = [resolve.load(name) for name in names] or startable()
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * 4}{'---:|' * 3}", flush=True)
+    fitting = True
+    for profile in profiles:
+        resolve.check(profile)
+        cells, fits = row(profile)
+        print(f"| {' | '.join(cells)} |", flush=True)
+        fitting &= fits
+    return 0 if fitting else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
