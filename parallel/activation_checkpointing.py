@@ -25,11 +25,12 @@ from torch import nn
 from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from parallel.host_products import ONEDNN_PRODUCTS
 from parallel.torch_internals import WRAP_LOGGER, all_reduce, reduce_scatter_tensor
 
 MODES = ("none", "selective", "full")
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ONEDNN_PRODUCTS)
 _saved: set[Any] = {
     *_PRODUCTS,
     all_reduce.default,

@@ -26,6 +26,7 @@ NAMES = {
     # Kernels
     "fused_adamw": "torch._fused_adamw_",
     "fused_rms_norm": "torch.ops.aten._fused_rms_norm",
+    "linear_pointwise": "torch.ops.mkldnn._linear_pointwise.default",  # oneDNN's product; no autograd
     "scaled_mm": "torch.ops.aten._scaled_mm_v2",
     "has_bf16_products": "torch.cpu._is_avx512_bf16_supported",
     "cpu_flash_attention": "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",

@@ -75,6 +75,7 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
                 "balance": "none",
                 "precision": "fp8" if options.fp8 else options.precision,
             },
+            "compile": {"enabled": bool(options.graphs)},
             "cluster": {"device": options.device, "devices_per_node": ranks, "threads": options.threads},
         }
     )

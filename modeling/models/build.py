@@ -131,7 +131,7 @@ def build_expert_options(profile: Profile) -> ExpertOptions:
         samples=train.global_batch_size,
         layers=profile.model.num_expert_layers,
     )
-    return ExpertOptions(balance, train.capacity_factor)
+    return ExpertOptions(balance, train.capacity_factor, keep_received=not profile.compile.enabled)
 
 
 def build_products(profile: Profile, device: torch.device) -> Products:

@@ -4,7 +4,8 @@ FLOPs    2 per multiply-add of matrix products and attention. Attention has 2 pr
          again, dV, dP, dQ, dK); causal attention counts half of each, and of a sliding window the keys within it
 volume   bytes that one rank sends, collectives as rings over n ranks: (n-1)/n of a gathered, scattered or exchanged tensor,
          twice that for an all-reduce; ring attention sends K and V n-1 times, in backward n-2 times, and their float32
-         gradients n-1 times; experts exchange the rows of T·k choices twice in forward and three times in backward
+         gradients n-1 times; experts exchange the rows of T·k choices twice in forward, and twice in backward or, if forward did
+         not keep what it received, three times
 
 The load of experts is assumed to be balanced: a rank computes as many rows as its tokens have choices.
 """
@@ -76,7 +77,7 @@ def _experts(operator: OpOverload, call: Mapping[str, Any]) -> tuple[Shape, int]
     products = 1.0
     if backward:
         products = 1 if call["frozen"] else 2
-        products += 2 / 3 if call["size"] > 1 else 0  # [gate, up] once more
+        products += 2 / 3 if call["size"] > 1 and not call["keep"] else 0  # [gate, up] once more
     # An update's factors A are multiplied by once in forward and three times in backward, B once and twice.
     again = {"a": 3, "b": 2} if backward else {"a": 1, "b": 1}
     updates = sum(
@@ -118,7 +119,7 @@ def operator_volume(
     if packet in _EXPERTS:
         call = _bind(operator, arguments)
         rows = call["indices"].numel() * call["x"].shape[1] * call["x"].element_size()
-        exchanges = 2 if packet is _ours.experts else 3
+        exchanges = 2 if packet is _ours.experts or call["keep"] else 3
         return call["axis"], exchanges * rows * (call["size"] - 1) // call["size"]
     if packet in _RINGS:
         call = _bind(operator, arguments)

@@ -110,7 +110,8 @@ class StageCosts:
         train, model = self.profile.train, self.profile.model
         kind = model.window(layer), model.has_experts(layer)
         shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
-        key = (*self._degrees, *shape, layer == 0, last, *kind, mode, self.profile.rates_in_step)
+        key = (*self._degrees, *shape, layer == 0, last, *kind, mode)
+        key += (self.profile.rates_in_step, self.profile.compile.enabled)
         if key not in self._cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)
             self._cache[key] = self._measure(stage, mode)

@@ -1,6 +1,6 @@
 """Activations of gated experts, and their gradients: the grouped operator differentiates by hand.
 
-Input is [gate, up] (rows, 2·f), output (rows, f).
+Input is [gate, up] (rows, 2·f), output (rows, f) = a(gate) · b(up).
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ CLAMP, ALPHA = 7.0, 1.702  # of GPT-OSS
 
 
 class Activation(NamedTuple):
-    """`forward(gate_up)`; `backward(gradient of the output, gate_up)` returns the gradient of [gate, up]."""
+    """`forward(gate_up)` returns the output. `backward(grad, gate_up, scale)`, for rows that are multiplied by `scale` (rows, 1)
+    further on and `grad`, which it overwrites, the gradient of the output times scale, returns
+
+        output        (rows, f), as `forward`
+        product       (rows) float32, <grad, output>: the gradient of the scale
+        gradient      (rows, 2·f), of [gate, up], scaled
+    """
 
     forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def _silu(gate_up: Tensor) -> Tensor:
@@ -28,9 +34,16 @@ def _silu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _silu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+def _silu_backward(grad: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     gate, up = gate_up.chunk(2, -1)
-    return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), -1)
+    active = F.silu(gate)
+    out = active * up
+    product = _scale(grad, out, scale)
+    result = torch.empty_like(gate_up)
+    grad_gate, grad_up = result.chunk(2, -1)
+    torch.mul(grad, active, out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
+    return out, product, result
 
 
 def _gelu(gate_up: Tensor) -> Tensor:
@@ -39,9 +52,13 @@ def _gelu(gate_up: Tensor) -> Tensor:
     return F.gelu(gate) * up
 
 
-def _gelu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+def _gelu_backward(grad: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     gate, up = gate_up.chunk(2, -1)
-    return torch.cat((torch.ops.aten.gelu_backward(grad * up, gate), grad * F.gelu(gate)), -1)
+    active = F.gelu(gate)
+    out = active * up
+    product = _scale(grad, out, scale)
+    grad_up = grad * active
+    return out, product, torch.cat((torch.ops.aten.gelu_backward(grad.mul_(up), gate), grad_up), -1)
 
 
 def _clamped(gate_up: Tensor) -> Tensor:
@@ -51,14 +68,23 @@ def _clamped(gate_up: Tensor) -> Tensor:
     return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
 
 
-def _clamped_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+def _clamped_backward(grad: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     gate, up = gate_up.chunk(2, -1)
     inside_gate, inside_up = gate <= CLAMP, up.abs() <= CLAMP
-    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP) + 1
     sigmoid = torch.sigmoid(ALPHA * gate)
     slope = sigmoid * (1 + ALPHA * gate * (1 - sigmoid))
-    grad_gate = grad * (up + 1) * slope * inside_gate
-    return torch.cat((grad_gate, grad * gate * sigmoid * inside_up), -1)
+    active = gate * sigmoid
+    out = active * up
+    product = _scale(grad, out, scale)
+    return out, product, torch.cat((grad * up * slope * inside_gate, grad * active * inside_up), -1)
+
+
+def _scale(grad: Tensor, out: Tensor, scale: Tensor) -> Tensor:
+    """<grad, out> of each row (rows), float32; then multiplies grad by the scale in place."""
+    product = (grad * out).sum(1, dtype=torch.float32)
+    grad.mul_(scale)
+    return product
 
 
 ACTIVATIONS = {

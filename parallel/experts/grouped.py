@@ -5,10 +5,10 @@ With T tokens of this rank, k experts a token, E experts over n ranks, and act t
     sort the T·k rows by expert -> all-to-all -> out = down(act(gate_up(row))) -> all-to-all -> y = Σ_k weight · out
 
 How many rows a rank receives depends on the data, and graphs must not: forward and backward are opaque operators with static
-shapes, which take the axis's registered name. On one expert rank forward saves [gate, up] of its T·k rows. On several, whose
-number of rows is dynamic, backward sends the rows again together with their gradients, and multiplies by gate_up again: 2
-products more than 9. Elements that a rank sends, with r = T·k·h: r(n-1)/n for each exchange of rows, two in forward and three
-in backward.
+shapes, which take the axis's registered name. On one expert rank forward saves [gate, up] of its T·k rows. On several, the
+number of rows is dynamic: eager runs save the rows received and their [gate, up] (`keep`); in graphs backward sends the rows
+again together with their gradients, and multiplies by gate_up again, 2 products more than 9. Elements that a rank sends, with
+r = T·k·h: r(n-1)/n for each exchange of rows, two in forward and two or three in backward.
 
 Products of all experts are one kernel on GPUs in bf16. Elsewhere the experts follow one another, each from its rows to its
 outputs, or its gradients, so that what it computes in between stays in the cache (`sequential.py`).
@@ -47,6 +47,7 @@ def routed_experts(
     gate_up_update: Update | None = None,
     down_update: Update | None = None,
     activation: str = "silu",
+    keep: bool = False,
 ) -> Tensor:
     """Weighted sum of the outputs of each token's experts.
 
@@ -62,12 +63,15 @@ def routed_experts(
         gate_up_update: A (E/n, r, h) and B (E/n, 2f, r): gate_up + B A is multiplied by, never materialized.
         down_update: A (E/n, r, f) and B (E/n, h, r).
         activation: one of `ACTIVATIONS`.
+        keep: whether to save for backward what other ranks sent; without effect in graphs.
 
     Returns:
         (T, h).
     """
     optional = (gate_up_bias, down_bias, *(gate_up_update or (None, None)), *(down_update or (None, None)))
-    return _experts(x, weights, indices, gate_up, down, *optional, axis.name, axis.size, activation)[0]
+    keep = keep and axis.size > 1 and not torch.compiler.is_compiling()
+    settings = axis.name, axis.size, activation, keep
+    return _experts(x, weights, indices, gate_up, down, *optional, *settings)[0]
 
 
 def scratch_bytes(x: Tensor, indices: Tensor, gate_up: Tensor, backward: bool, updated: bool) -> int:
@@ -124,14 +128,14 @@ class _Exchange:
 
     def gather(self, x: Tensor) -> Tensor:
         """A token's row for each of its experts: (T, ...) -> (T·k, ...), sorted by expert."""
-        return x[self.order // self.k]
+        return x.index_select(0, self.order // self.k)
 
     def to_experts(self, rows: Tensor) -> Tensor:
         """Rows sorted by expert (T·k, ...) -> rows of this rank's experts, grouped by expert."""
         if self.axis.size == 1:
             return rows
         arrived = collectives.start_uneven_all_to_all(rows, self.send, self.receive, self.axis)
-        return collectives.wait(arrived)[self.regroup]
+        return collectives.wait(arrived).index_select(0, self.regroup)
 
     def to_tokens(self, rows: Tensor) -> Tensor:
         """The reverse, back in the order of the tokens: -> (T, k, ...)."""
@@ -150,8 +154,7 @@ class _Exchange:
         """Rows of this rank's experts to the ranks that sent them, sorted there by expert: -> (T·k, ...)."""
         if self.axis.size == 1:
             return rows
-        ungrouped = torch.empty_like(rows)
-        ungrouped[self.regroup] = rows
+        ungrouped = rows.index_select(0, self.regroup.argsort())
         return collectives.wait(
             collectives.start_uneven_all_to_all(ungrouped, self.receive, self.send, self.axis)
         )
@@ -204,8 +207,11 @@ def _experts(
     axis: str,
     size: int,
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y; [gate, up] of the rows, empty on several expert ranks; and the rows received, (n, E/n)."""
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y; how many rows were received, (n, E/n); [gate, up] of the rows, empty on several expert ranks unless `keep`; the rows,
+    empty unless `keep`.
+    """
     exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size))
     rows = exchange.to_experts(exchange.gather(x))  # (m, h)
     act = ACTIVATIONS[activation]
@@ -217,17 +223,19 @@ def _experts(
     else:
         hidden, out = sequential.forward(rows, parameters, exchange.ranges(), act)
     y = exchange.sum_over_tokens(out, weights)  # (T, h)
-    return y, hidden if size == 1 else hidden.new_empty(0), exchange.received
+    hidden = hidden if size == 1 or keep else x.new_empty(0)
+    return y, exchange.received, hidden, rows if keep else x.new_empty(0)
 
 
 @_experts.register_fake
 def _(
     x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, *more: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    size = more[-2]
-    rows = indices.numel() if size == 1 else 0
-    hidden = x.new_empty(rows, gate_up.shape[1]) if size == 1 else x.new_empty(0)
-    return torch.empty_like(x), hidden, indices.new_empty(size, len(gate_up))
+    *_, size, _, keep = more
+    rows = indices.numel()  # if the load is balanced; in graphs, where sizes must be right, `keep` is false
+    hidden = x.new_empty(rows, gate_up.shape[1]) if size == 1 or keep else x.new_empty(0)
+    kept = x.new_empty(rows, x.shape[1]) if keep else x.new_empty(0)
+    return torch.empty_like(x), indices.new_empty(size, len(gate_up)), hidden, kept
 
 
 @torch.library.custom_op("trainshed::experts_backward", mutates_args=())
@@ -244,20 +252,25 @@ def _backward(
     gate_up_b: Tensor | None,
     down_a: Tensor | None,
     down_b: Tensor | None,
-    hidden: Tensor,
     received: Tensor,
+    hidden: Tensor,
+    rows: Tensor,
     axis: str,
     size: int,
     activation: str,
+    keep: bool,
     frozen: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weights, and `sequential.Parameters`; empty for what does not exist or is frozen."""
     exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size), received)
-    rows, grads, scales = exchange.gather(x), exchange.gather(grad), weights.flatten()[exchange.order]
-    if size > 1:
-        rows, grads = exchange.to_experts(torch.cat((rows, grads), 1)).chunk(2, 1)
-        scales = exchange.to_experts(scales)
-    saved = sequential.Saved(rows, grads, scales, hidden if size == 1 else None)
+    scales = exchange.to_experts(weights.flatten().index_select(0, exchange.order))
+    if keep or size == 1:
+        rows = rows if keep else exchange.gather(x)
+        grads = exchange.to_experts(exchange.gather(grad))
+    else:
+        both = torch.cat((exchange.gather(x), exchange.gather(grad)), 1)
+        rows, grads = exchange.to_experts(both).chunk(2, 1)
+    saved = sequential.Saved(rows, grads, scales, hidden if keep or size == 1 else None)
     updates = gate_up_a, gate_up_b, down_a, down_b
     parameters = sequential.Parameters(gate_up, down, gate_up_bias, down_bias, *updates)
     if _has_kernel(parameters):
@@ -285,14 +298,12 @@ def _grouped_backward(
     if hidden is None:
         hidden = _product(rows, gate_up, exchange, gate_up_bias, (gate_up_a, gate_up_b))
     scales = scales[:, None]  # (m, 1)
-    out_of = act.forward(hidden)  # (m, f)
     grad_act = _input_gradient(grads, down, exchange, down_a, down_b)  # (m, f), not scaled
-    # The gradient of a weight, <grad, out>, without computing out again.
-    grad_scales = (grad_act * out_of).sum(1, dtype=torch.float32)  # (m)
+    # The gradient of a scale, <grad, output>, without computing the output again.
+    out_of, grad_scales, grad_hidden = act.backward(grad_act, hidden, scales)  # (m, f), (m), (m, 2f)
     if down_bias is not None:
         grad_scales = grad_scales + (grads * exchange.of_rows(down_bias)).sum(1, dtype=torch.float32)
     scaled = (grads * scales).to(rows.dtype)  # (m, h)
-    grad_hidden = act.backward((grad_act * scales).to(rows.dtype), hidden)  # (m, 2f)
     of_parameters = [None, None, None, None]
     if not frozen:
         of_parameters = [
@@ -336,7 +347,7 @@ def _(
     down: Tensor,
     *more: Any,
 ) -> tuple[Tensor, ...]:
-    *optional, _, _, _, _, _, frozen = more  # biases and updates, then what is saved, settings and `frozen`
+    optional, frozen = more[:6], more[-1]  # biases and updates; what is saved and settings are between
     parameters = gate_up, down, *optional
     results = [torch.empty_like(x), torch.empty_like(weights)]
     for index, parameter in enumerate(parameters):
@@ -346,9 +357,9 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, axis, size, activation = inputs
+    tensors, ctx.settings = inputs[:-4], inputs[-4:]
     ctx.save_for_backward(*tensors, *output[1:])
-    ctx.settings, ctx.given = (axis, size, activation), [tensor is not None for tensor in tensors[3:]]
+    ctx.given = [tensor is not None for tensor in tensors[3:]]
 
 
 def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
@@ -356,7 +367,7 @@ def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
     x, weights, *found = _backward(grad.contiguous(), *ctx.saved_tensors, *ctx.settings, frozen)
     needed = [given and not (frozen and index < sequential.BASE) for index, given in enumerate(ctx.given)]
     found = (gradient if need else None for gradient, need in zip(found, needed, strict=True))
-    return x, weights, None, *found, None, None, None
+    return x, weights, None, *found, None, None, None, None
 
 
 _experts.register_autograd(_differentiate, setup_context=_setup_context)

@@ -38,6 +38,7 @@ class ExpertOptions:
 
     balance: Balance = field(default_factory=Balance)
     capacity_factor: float | None = None  # None: dropless
+    keep_received: bool = False  # save for backward what other ranks sent, where no graph needs static shapes
 
 
 class ExpertLinear(nn.Module):
@@ -170,6 +171,7 @@ class MixtureOfExperts(nn.Module):
             # Every tensor rank adds its part of the bias, as the outputs are summed.
             options["down_bias"] = self.down.bias.view(len(gate_up), -1) / self.mesh.tensor.size
         if kept is None:
+            options["keep"] = self.options.keep_received
             return routed_experts(x, weights, indices, gate_up, down, self.mesh.expert, **options)
         slots = experts * len(counts) * places
         return slotted_experts(x, weights, slot, kept, slots, gate_up, down, self.mesh.expert, **options)

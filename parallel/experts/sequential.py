@@ -2,17 +2,21 @@
 
 For devices without a kernel for grouped products. What an expert computes between its products (rows of 2f elements) is small
 enough for a CPU's cache, where the same for all experts would be read from memory again by each of a dozen operations.
+
+An expert multiplies a window of the table of rows: its own, and as many of its neighbours' as bring the number to one of few
+sizes (`host_products`), which kernels exist for. What comes of the neighbours' rows is dropped; in sums over rows it is zeroed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel.experts.activations import Activation
+from parallel.host_products import multiply, rounded_up
 
 BASE = 4  # number of parameters before those of updates, which train while these are frozen
 
@@ -44,6 +48,14 @@ class Saved(NamedTuple):
     hidden: Tensor | None  # (m, 2f), [gate, up]; None: computed again
 
 
+class _Window(NamedTuple):
+    """The w rows that an expert multiplies."""
+
+    rows: slice  # of the table
+    own: slice  # of the table, those of the expert
+    inside: slice  # of the window, those of the expert
+
+
 def forward(
     rows: Tensor, parameters: Parameters, ranges: Iterable[tuple[int, int]], act: Activation
 ) -> tuple[Tensor, Tensor]:
@@ -54,10 +66,10 @@ def forward(
     """
     p = parameters
     hidden, out = rows.new_empty(len(rows), p.gate_up.shape[1]), rows.new_empty(rows.shape)
-    for expert, (start, stop) in enumerate(ranges):
-        own = slice(start, stop)
-        _linear(rows[own], expert, hidden[own], p.gate_up, p.gate_up_bias, p.gate_up_a, p.gate_up_b)
-        _linear(act.forward(hidden[own]), expert, out[own], p.down, p.down_bias, p.down_a, p.down_b)
+    for expert, (window, own, inside) in _windows(ranges, len(rows), p.gate_up[0].numel()):
+        pre = _linear(rows[window], expert, p.gate_up, p.gate_up_bias, p.gate_up_a, p.gate_up_b)  # (w, 2f)
+        hidden[own] = pre[inside]
+        out[own] = _linear(act.forward(pre), expert, p.down, p.down_bias, p.down_a, p.down_b)[inside]
     return hidden, out
 
 
@@ -77,57 +89,68 @@ def backward(
         for index, parameter in enumerate(parameters)
     ]
     found = Parameters(*needed)
-    for expert, (start, stop) in enumerate(ranges):
-        x, grad, scale = (each[start:stop] for each in (rows, grads, scales[:, None]))
+    for expert, (window, own, inside) in _windows(ranges, len(rows), gate_up[0].numel()):
+        if own.start == own.stop:
+            for gradient in found:
+                if gradient is not None:
+                    gradient[expert].zero_()
+            continue
+        x, grad, scale = (each[window] for each in (rows, grads, scales[:, None]))
         if hidden is None:
-            pre = x.new_empty(len(x), gate_up.shape[1])
-            _linear(x, expert, pre, gate_up, gate_up_bias, gate_up_a, gate_up_b)
+            pre = _linear(x, expert, gate_up, gate_up_bias, gate_up_a, gate_up_b)
         else:
-            pre = hidden[start:stop]  # (m_e, 2f)
-        out = act.forward(pre)  # (m_e, f)
-        grad_act = grad @ down[expert]  # (m_e, f), not scaled
+            pre = hidden[window]  # (w, 2f)
+        grad_act = multiply(grad, down[expert])  # (w, f), not scaled
         if down_b is not None:
-            low = grad @ down_b[expert]  # (m_e, r), not scaled
+            low = grad @ down_b[expert]  # (w, r), not scaled
             grad_act.addmm_(low, down_a[expert])
+        out, products, grad_pre = act.backward(grad_act, pre, scale)  # (w, f), (w), (w, 2f)
         # The gradient of a scale, <grad, output>, without computing the output again.
-        torch.sum(grad_act * out, 1, dtype=torch.float32, out=of_scales[start:stop])
+        of_scales[own] = products[inside]
         if down_bias is not None:
-            of_scales[start:stop] += (grad * down_bias[expert]).sum(1, dtype=torch.float32)
+            of_scales[own] += (grad[inside] * down_bias[expert]).sum(1, dtype=torch.float32)
         if found.down_bias is not None:
-            found.down_bias[expert] = (grad * scale).sum(0, dtype=torch.float32)
-        out.mul_(scale)
+            found.down_bias[expert] = (grad * scale)[inside].sum(0, dtype=torch.float32)
+        out, grad_pre = _only(out.mul_(scale), inside), _only(grad_pre, inside)
         if found.down is not None:
-            torch.mm(grad.t(), out, out=found.down[expert])
+            found.down[expert] = multiply(grad.t(), out)
         if found.down_b is not None:
             torch.mm(grad.t(), out @ down_a[expert].t(), out=found.down_b[expert])
             torch.mm(low.t(), out, out=found.down_a[expert])
-        grad_pre = act.backward(grad_act.mul_(scale), pre)  # (m_e, 2f)
         if found.gate_up_bias is not None:
             found.gate_up_bias[expert] = grad_pre.sum(0, dtype=torch.float32)
         if found.gate_up is not None:
-            torch.mm(grad_pre.t(), x, out=found.gate_up[expert])
-        torch.mm(grad_pre, gate_up[expert], out=of_rows[start:stop])
+            found.gate_up[expert] = multiply(grad_pre.t(), x)
+        of_rows[own] = multiply(grad_pre, gate_up[expert])[inside]
         if found.gate_up_b is not None:
-            low = grad_pre @ gate_up_b[expert]  # (m_e, r)
-            of_rows[start:stop].addmm_(low, gate_up_a[expert])
+            low = grad_pre @ gate_up_b[expert]  # (w, r)
+            of_rows[own].addmm_(low[inside], gate_up_a[expert])
             torch.mm(grad_pre.t(), x @ gate_up_a[expert].t(), out=found.gate_up_b[expert])
             torch.mm(low.t(), x, out=found.gate_up_a[expert])
     return of_rows, of_scales, *found
 
 
+def _windows(ranges: Iterable[tuple[int, int]], total: int, weights: int) -> Iterator[tuple[int, _Window]]:
+    """Each expert and its window of a table of `total` rows; without rows, an empty one. `weights`: of its larger product."""
+    for expert, (start, stop) in enumerate(ranges):
+        size = min(total, rounded_up(stop - start, weights))
+        first = min(start, total - size)
+        yield (
+            expert,
+            _Window(slice(first, first + size), slice(start, stop), slice(start - first, stop - first)),
+        )
+
+
+def _only(table: Tensor, inside: slice) -> Tensor:
+    """The table with zeros in all other rows."""
+    table[: inside.start].zero_()
+    table[inside.stop :].zero_()
+    return table
+
+
 def _linear(
-    rows: Tensor,
-    expert: int,
-    out: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
-) -> None:
-    """Write rows · (weight + b a)ᵀ + bias of an expert into `out`."""
-    if bias is None:
-        torch.mm(rows, weight[expert].t(), out=out)
-    else:
-        torch.addmm(bias[expert], rows, weight[expert].t(), out=out)
-    if a is not None:
-        out.addmm_(rows @ a[expert].t(), b[expert].t())
+    rows: Tensor, expert: int, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None
+) -> Tensor:
+    """rows · (weight + b a)ᵀ + bias of an expert."""
+    out = multiply(rows, weight[expert].t(), None if bias is None else bias[expert])
+    return out if a is None else out.addmm_(rows @ a[expert].t(), b[expert].t())

@@ -33,7 +33,7 @@ from parallel.layers.linear import (
     column_input_gradient,
     column_weight_gradient,
 )
-from parallel.layers.products import EXACT, Products
+from parallel.layers.products import EXACT, Products, is_plain
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis, Mesh
 from parallel.random import Keys
@@ -141,7 +141,7 @@ class GQAQKVColumnParallelLinear(DeferrableLinear):
         """
         check_input(self, x, self.hidden)
         weight, output = self.autograd_inputs(x)
-        if self.axis.size == 1 and self.products is EXACT and output is None:
+        if output is None and is_plain(self.products, x, weight, self.axis):
             return F.linear(x, weight, self.bias)
         inputs, options = (x, weight, self.bias, self.axis), (self.sequence_parallel, self.products, output)
         if self.replicas.size == 1:

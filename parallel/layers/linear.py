@@ -31,7 +31,7 @@ from parallel.backward import needs_gradient
 from parallel.initialization import Constant, Normal
 from parallel.layers.deferred import DeferrableLinear
 from parallel.layers.overlap import gather_product, scatter_product
-from parallel.layers.products import EXACT, Products
+from parallel.layers.products import EXACT, Products, is_plain
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis
 from parallel.random import Keys
@@ -195,7 +195,7 @@ class ColumnParallelLinear(DeferrableLinear):
         """Y; `keys` are for the dropout of an attached update (lora.py)."""
         check_input(self, x, self.in_features)
         weight, output = self.autograd_inputs(x)
-        if self.axis.size == 1 and self.products is EXACT and output is None:
+        if output is None and is_plain(self.products, x, weight, self.axis):
             return F.linear(x, weight, self.bias)
         options = (self.sequence_parallel, self.products, output)
         return ColumnLinear.apply(x, weight, self.bias, self.axis, *options)
@@ -249,7 +249,7 @@ class RowParallelLinear(DeferrableLinear):
         """Y; `keys` are for the dropout of an attached update (lora.py)."""
         check_input(self, x, self.in_features // self.axis.size)
         weight, output = self.autograd_inputs(x)
-        if self.axis.size == 1 and self.products is EXACT and output is None:
+        if output is None and is_plain(self.products, x, weight, self.axis):
             return F.linear(x, weight, self.bias)
         # Selective activation checkpointing saves the reduction's output, so the product's need not be.
         reduces = self.axis.size > 1 and self.axis.supports_reduction

@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from parallel.activation_checkpointing import save_outputs
+from parallel.host_products import multiply, uses_onednn
+from parallel.mesh import Axis
 from parallel.torch_internals import scaled_mm
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
@@ -45,18 +47,23 @@ class Products:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """X (m, k), W (n, k) -> X Wᵀ + bias (m, n)."""
-        return F.linear(x, weight, bias)
+        return multiply(x, weight.t(), bias)
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """dY (m, n), W (n, k) -> dX (m, k)."""
-        return grad @ weight
+        return multiply(grad, weight)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """dY (m, n), X (m, k) -> dW (n, k)."""
-        return grad.t() @ x
+        return multiply(grad.t(), x)
 
 
 EXACT = Products()
+
+
+def is_plain(products: Products, x: Tensor, weight: Tensor, axis: Axis) -> bool:
+    """Whether torch's own linear layer computes the same as a Function with these products, and as fast."""
+    return products is EXACT and axis.size == 1 and not uses_onednn(x, len(weight))
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ class Case:
     in_graph: bool = False  # whether FSDP's collectives are operators of the blocks, as on neuron
     overlap_chunks: int | None = None
     native: bool = False  # whether to use the backend's reductions, as on accelerators
+    eager: bool = True  # whether what is saved is what eager runs save; the run itself is always eager
 
     @property
     def world(self) -> int:
@@ -167,6 +168,7 @@ class Case:
                     "balance": self.balance, "balance_coefficient": 0.1, "router_z_coefficient": 0.01,
                     "capacity_factor": self.capacity,
                 },
+                "compile": {"enabled": not self.eager},
                 "cluster": {"device": "cpu", "devices_per_node": self.world, "threads": 1},
             }
         )  # fmt: skip

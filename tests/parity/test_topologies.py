@@ -122,6 +122,7 @@ CASES = {
     "full activation checkpointing, context 2, gpt": Case("gpt", context=2, recompute="full"),
     "selective activation checkpointing, context 2": Case(context=2, recompute="selective"),
     "expert 2, as many data ranks": Case("mixtral", data=2, expert=2),
+    "expert 2, rows sent again in backward": Case("mixtral", data=2, expert=2, eager=False),
     "expert 4 of data 2, context 2": Case(
         "mixtral", data=2, context=2, expert=4, native=True, documents=True
     ),

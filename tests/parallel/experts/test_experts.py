@@ -20,11 +20,11 @@ T, H, F, E, K = 12, 8, 8, 5, 2
 ALONE = Axis("expert")
 
 
-def inputs() -> dict[str, torch.Tensor]:
+def inputs(t: int = T, h: int = H, f: int = F) -> dict[str, torch.Tensor]:
     """Tokens, weights, and the parameters of experts with biases, of which the last gets no token."""
     torch.manual_seed(0)
-    shapes = {"x": (T, H), "weights": (T, K), "gate_up": (E, 2 * F, H), "down": (E, H, F)}
-    shapes |= {"gate_up_bias": (E, 2 * F), "down_bias": (E, H)}
+    shapes = {"x": (t, h), "weights": (t, K), "gate_up": (E, 2 * f, h), "down": (E, h, f)}
+    shapes |= {"gate_up_bias": (E, 2 * f), "down_bias": (E, h)}
     return {name: torch.randn(shape, requires_grad=True) for name, shape in shapes.items()}
 
 
@@ -36,13 +36,13 @@ def updates() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     }
 
 
-def choices() -> torch.Tensor:
-    return torch.stack([torch.randperm(E - 1)[:K] for _ in range(T)])
+def choices(t: int = T) -> torch.Tensor:
+    return torch.stack([torch.randperm(E - 1)[:K] for _ in range(t)])
 
 
 def one_by_one(given: dict[str, torch.Tensor], indices: torch.Tensor, activation: str) -> torch.Tensor:
     """The sum over each token's experts, every expert's weights gathered for every token."""
-    total = torch.zeros(T, H)
+    total = torch.zeros_like(given["x"])
     for choice in range(K):
         expert = indices[:, choice]
         hidden = (
@@ -53,9 +53,15 @@ def one_by_one(given: dict[str, torch.Tensor], indices: torch.Tensor, activation
     return total
 
 
+WIDE = (406, 128, 96)  # products of these sizes are oneDNN's, where it is used, of rounded numbers of rows
+
+
+@pytest.mark.parametrize("sizes", [(T, H, F), WIDE], ids=["small", "wide"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_grouped_experts_equal_one_by_one_with_gradients(activation):
-    given, indices = inputs(), choices()
+def test_grouped_experts_equal_one_by_one_with_gradients(activation, sizes):
+    given, indices = inputs(*sizes), choices(sizes[0])
+    for name in ("gate_up", "down"):
+        given[name] = (given[name] / sizes[1] ** 0.5).detach().requires_grad_()
     arguments = dict(given)
     y = routed_experts(indices=indices, axis=ALONE, activation=activation, **arguments)
     expected = one_by_one(given, indices, activation)
@@ -64,7 +70,7 @@ def test_grouped_experts_equal_one_by_one_with_gradients(activation):
     tensors = list(given.values())
     found = torch.autograd.grad(y, tensors, grad)
     for name, a, b in zip(given, found, torch.autograd.grad(expected, tensors, grad), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize(
