@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel import torch_internals
+from parallel.torch_internals import linear_pointwise
 
 LEAST = 1 << 22  # multiplications below which a call saves less than 0.05 ms
 _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
-ONEDNN_PRODUCTS = (torch_internals.linear_pointwise,) if _AVAILABLE else ()  # operators
+ONEDNN_PRODUCTS = (linear_pointwise,) if _AVAILABLE else ()  # operators
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a (m, k) · b (k, n) + bias (n), on any device, without autograd."""
     if uses_onednn(a, b.shape[1]):
-        return torch_internals.linear_pointwise(a, b.t(), bias, "none", [], "")
+        return linear_pointwise(a, b.t(), bias, "none", [], "")
     return a @ b if bias is None else torch.addmm(bias, a, b)
 
 
