@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel.torch_internals import linear_pointwise
-
 LEAST = 1 << 22  # multiplications below which a call saves less than 0.05 ms
 _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+if _AVAILABLE:  # builds of torch without oneDNN lack the operator
+    from parallel.torch_internals import linear_pointwise
 ONEDNN_PRODUCTS = (linear_pointwise,) if _AVAILABLE else ()  # operators
 
 
