@@ -18,7 +18,7 @@ from parallel.constraints import (
     supports_microbatches,
     valid_tensor_degrees,
 )
-from profiles import data_sources, launchers, objectives, user_functions
+from profiles import data_sources, hyperparameters, launchers, objectives, user_functions
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from profiles.sections import tracking
@@ -32,7 +32,6 @@ ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200", "b200"), "neuron": ("trn1", 
 # Accelerators that can be planned and converted for but not trained on: the reason, and alternatives.
 TRN1 = "native PyTorch does not train on it, nor does AWS's older stack since SDK 2.30"
 PLANNED_ONLY = {"trn1": (TRN1, ["trn2", "trn3"])}
-FP8 = {"tensorwise": ("h100", "h200", "b200"), "rowwise": ("h100", "h200", "b200"), "mxfp8": ("b200", "trn3")}
 BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron",)}
 # sbatch options that the launcher sets itself, or that have their own profile key.
 LAUNCHER_OPTIONS = {
@@ -299,67 +298,6 @@ def _batch(profile: Profile) -> None:
     _multiple("train.global_batch_size", train.global_batch_size, train.micro_batch_size * replicas, reason)
 
 
-def _recompute(profile: Profile) -> None:
-    train = profile.train
-    if train.recompute_layers is not None and train.recompute in ("none", "auto"):
-        reason = "has no effect: train.recompute is none"
-        if train.recompute == "auto":
-            reason = "conflicts with train.recompute auto, which chooses the layers"
-        raise ProfileError("train.recompute_layers", train.recompute_layers, reason, ["null"])
-
-
-def _precision(profile: Profile) -> None:
-    train, cluster, model = profile.train, profile.cluster, profile.model
-    if train.precision != "fp8":
-        return
-    supported = FP8[train.fp8_recipe]
-    if cluster.accelerator not in supported:
-        device = cluster.accelerator or f"a {cluster.device} device of unknown model (cluster.accelerator)"
-        reason = f"with fp8_recipe {train.fp8_recipe} runs on {' and '.join(supported)}, not on {device}"
-        others = [name for name, kinds in FP8.items() if cluster.accelerator in kinds]
-        raise ProfileError(
-            "train.precision", "fp8", reason, ["bf16", *(f"train.fp8_recipe={name}" for name in others)]
-        )
-    of = 32 if train.fp8_recipe == "mxfp8" else 16
-    tensor, d = profile.parallel.tensor, model.head_dim
-    tokens = profile.micro_batch_rows * train.sequence_length // profile.parallel.context
-    sizes = {
-        "model.hidden_size": model.hidden_size,
-        f"model.intermediate_size over tensor {tensor}": model.intermediate_size // tensor,
-        f"the width of the query heads over tensor {tensor}": model.num_attention_heads // tensor * d,
-        f"the width of the KV heads over tensor {tensor}": max(1, model.num_key_value_heads // tensor) * d,
-        "the tokens of a microbatch on a rank": tokens,
-    }
-    for name, size in sizes.items():
-        if size % of:
-            reason = f"needs multiples of {of} with fp8_recipe {train.fp8_recipe}; {name} is {size}"
-            raise ProfileError("train.precision", "fp8", reason, ["bf16"])
-
-
-def _schedule(profile: Profile) -> None:
-    train = profile.train
-    if train.steps is not None and train.epochs is not None:
-        reason = f"conflicts with train.steps {train.steps}; set one of them to null"
-        raise ProfileError("train.epochs", train.epochs, reason, ["null"])
-    if train.epochs is not None and any(source.weight for source in profile.data.sources):
-        reason = "is undefined for weighted sources, which end at different times; set train.steps"
-        raise ProfileError("train.epochs", train.epochs, reason, ["null"])
-    if train.steps is None and train.epochs is None:
-        raise ProfileError("train.steps", None, "is missing; set train.steps or train.epochs")
-    left = train.steps
-    for key in ("warmup_steps", "constant_steps", "minimum_steps") if left is not None else ():
-        if (length := getattr(train, key)) > left:
-            reason = f"exceeds the {left} steps that train.steps {train.steps} leaves for it"
-            raise ProfileError(f"train.{key}", length, reason, [left])
-        left -= length
-    if train.minimum_steps and train.schedule == "constant":
-        reason = "has no effect: train.schedule is constant"
-        raise ProfileError("train.minimum_steps", train.minimum_steps, reason, [0])
-    lowest, peak = train.minimum_learning_rate, train.learning_rate
-    if lowest > peak:
-        raise ProfileError("train.minimum_learning_rate", lowest, f"is above learning_rate {peak}", [peak])
-
-
 def _vocabulary(profile: Profile) -> None:
     size, embeddings = profile.tokenizer.vocabulary_size, profile.model.vocab_size
     if profile.tokenizer.source == "train" and size is None:
@@ -420,12 +358,12 @@ TOPOLOGY = (
     _experts,
     _batch,
     _microbatches,
-    _recompute,
+    hyperparameters.check_recompute,
 )
 INDEPENDENT = (
     _trace,
-    _precision,
-    _schedule,
+    hyperparameters.check_precision,
+    hyperparameters.check_schedule,
     _vocabulary,
     _compile,
     data_sources.check,
