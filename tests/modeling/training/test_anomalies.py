@@ -122,9 +122,9 @@ def test_slow_rank_is_recorded_as_straggler(poisoned, tmp_path):
     while process.poll() is None and not (run / "events.jsonl").exists():
         try:
             slow.suspend()
-            time.sleep(0.05)
+            time.sleep(0.02)
             slow.resume()
-            time.sleep(0.01)
+            time.sleep(0.001)  # several times a step, so that its compute is slowed and not only its waits
         except psutil.NoSuchProcess:
             break
     for _ in lines:
