@@ -103,6 +103,13 @@ class Command:
                 continue
         return found
 
+    def left_behind(self) -> list[psutil.Process]:
+        """What it has left running: a server that was stopped during its start may end a while after the command."""
+        deadline = time.monotonic() + 60
+        while (found := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
     def result(self, timeout: float = 300) -> tuple[int, str, str]:
         """Exit code, standard output and error, once it has ended."""
         out, err = self.process.communicate(timeout=timeout)

@@ -115,7 +115,7 @@ def test_killed_rank_without_retries_fails_the_run_with_its_cause(command, profi
     assert "rank 0 was killed by SIGKILL" in err
     assert "Traceback" not in err
     assert "Traceback" in (tmp_path / "store/logs/micro.log").read_text()
-    assert started.processes() == []
+    assert started.left_behind() == []
 
 
 def test_command_stopped_by_sigterm_during_its_start_leaves_no_process(command, profile, tmp_path):
@@ -127,7 +127,7 @@ def test_command_stopped_by_sigterm_during_its_start_leaves_no_process(command, 
     code, _, err = started.result(timeout=60)
     assert code == 1
     assert err.splitlines()[-1].startswith("stopped; run the same command again")
-    assert started.processes() == []
+    assert started.left_behind() == []
 
 
 def test_interrupted_command_leaves_no_process_and_a_resumable_run(
@@ -143,7 +143,7 @@ def test_interrupted_command_leaves_no_process_and_a_resumable_run(
     assert code == 1
     assert "run the same command again to resume" in err
     assert "Traceback" not in err
-    assert started.processes() == []
+    assert started.left_behind() == []
     assert (home / "prefect.db").is_file()
     assert not (tmp_path / "home/.prefect").exists()
     done = len(losses(folder))

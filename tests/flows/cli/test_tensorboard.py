@@ -97,7 +97,7 @@ def test_all_metrics_are_served_until_ctrl_c(command, run, port, named):
     code, out, err = started.result(timeout=30)
     assert (code, out) == (0, "")
     assert err.splitlines() == [f"TensorBoard: {address}/", "Ctrl-C stops it", "stopping"]
-    assert started.processes() == []
+    assert started.left_behind() == []
 
 
 def test_unknown_run_is_rejected_with_existing_names(run, capsys, monkeypatch, tmp_path):

@@ -156,7 +156,7 @@ def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_r
     os.killpg(started.process.pid, signal.SIGINT)
     code, _, _ = started.result(timeout=180)
     assert code == 0
-    assert started.processes() == []
+    assert started.left_behind() == []
     assert healthy(api)  # it was there before
     done = len(losses(folder))
     assert (folder / f"checkpoints/step_{done}/complete.json").exists()
@@ -227,7 +227,7 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     code, _, err = started.result(timeout=20)
     assert code == 0
     assert "killing everything" in err
-    assert started.processes() == []
+    assert started.left_behind() == []
 
 
 def test_taken_port_is_an_error(command, free_port):
