@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -101,7 +101,7 @@ class TrainingComparison:
     """Training steps, ours against a peer's.
 
     Attributes:
-        peer: module of `benchmarks.peers` and its arguments.
+        peer: module of `benchmarks` and its arguments.
         ours: arguments of `benchmarks.harness.ours`.
         bound_target: fraction of the lower bound (`benchmarks.harness.bound`) to reach; None where there is no bound.
         requires: package that the peer needs besides torch.
@@ -131,7 +131,7 @@ class TrainingComparison:
         module, *arguments = self.peer
         scripts = {
             "ours": Script("harness.ours", self.ours, self.processes),
-            "peer": Script(f"peers.{module}", tuple(arguments), self.processes),
+            "peer": Script(module, tuple(arguments), self.processes),
         }
         if self.bound_target:
             scripts["bound"] = Script("harness.bound")
@@ -140,21 +140,60 @@ class TrainingComparison:
         common += ["--warm-up", str(schedule.warm_up), "--steps", str(schedule.steps)]
         if self.compiled:
             common += ["--graphs", schedule.graphs]
-        sides = {side: partial(measure_script, script, common) for side, script in scripts.items()}
-        runs = alternate(sides, schedule.rounds, before_turn)
-        return Result(
-            *(
-                self.name,
-                self.title,
-                self.against,
-                self.target,
-                self.tolerance or TOLERANCES[self.precision],
-                self.bound_target,
-            ),
-            tokens=WORKLOADS[self.workload].tokens,
-            **{side: [run.step_seconds for run in measured] for side, measured in runs.items()},
-            difference=largest_difference(runs["ours"] + runs["peer"]),
-        )
+        tolerance = self.tolerance or TOLERANCES[self.precision]
+        row = (self.name, self.title, self.against, self.target, tolerance, self.bound_target)
+        tokens = WORKLOADS[self.workload].tokens
+        return Result(*row, tokens=tokens, **alternate_scripts(scripts, common, schedule, before_turn))
+
+
+@dataclass(frozen=True)
+class KernelComparison:
+    """A kernel of training on one device, ours against a library's.
+
+    Attributes:
+        kernel: of `benchmarks.operators.kernels`.
+        peer: its other side.
+        sizes: of its operands.
+        requires: package that the peer needs besides torch.
+    """
+
+    name: str
+    title: str
+    against: str
+    kernel: str
+    peer: str
+    sizes: str
+    device: str = "cuda"
+    requires: str | None = None
+    target: float = 0.95
+    processes: int = 1
+
+    def turns(self, schedule: Schedule) -> int:
+        """How many scripts run."""
+        return schedule.rounds * 2
+
+    def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:
+        sides = {"ours": "ours", "peer": self.peer}
+        scripts = {
+            side: Script("operators.kernels", (self.kernel, argument)) for side, argument in sides.items()
+        }
+        common = ["--sizes", self.sizes, "--device", self.device]
+        common += ["--warm-up", str(schedule.warm_up), "--steps", str(schedule.steps)]
+        row = (self.name, self.title, self.against, self.target, TOLERANCES["bf16"])
+        return Result(*row, **alternate_scripts(scripts, common, schedule, before_turn))
+
+
+def alternate_scripts(
+    scripts: Mapping[str, Script],
+    arguments: Sequence[str],
+    schedule: Schedule,
+    before_turn: Callable[[str], object],
+) -> dict[str, Any]:
+    """Run scripts in turn; each side's seconds by round, and the `difference` between ours and the peer's losses."""
+    sides = {side: partial(measure_script, script, arguments) for side, script in scripts.items()}
+    runs = alternate(sides, schedule.rounds, before_turn)
+    seconds = {side: [run.step_seconds for run in measured] for side, measured in runs.items()}
+    return {**seconds, "difference": largest_difference(runs["ours"] + runs["peer"])}
 
 
 def largest_difference(runs: Sequence[Measurement]) -> float:
@@ -169,68 +208,95 @@ def largest_difference(runs: Sequence[Measurement]) -> float:
 
 @dataclass(frozen=True)
 class RingComparison:
-    """Ring attention in two processes against the same attention in one process with as many threads."""
+    """Ring attention over two devices against the same attention on one, whose time is halved: the ideal.
+
+    A CPU's two devices are processes of one thread, its one device is a process of both threads.
+    """
 
     name: str
     tokens: int
     title: str = "ring attention, CP 2"
     target: float = ring_attention.TARGET
+    precision: str = "float32"
+    heads: ring_attention.Heads = ring_attention.SMALL_HEADS
+    device: str = "cpu"
+    requires: str | None = None
+    processes: int = ring_attention.RANKS
 
     @property
     def against(self) -> str:
-        return f"one process, {self.tokens // 1024}k tokens"
+        one = "one process" if self.device == "cpu" else "one device, halved"
+        return f"{one}, {self.tokens // 1024}k tokens"
 
     def turns(self, schedule: Schedule) -> int:
         """Runs of both sides, and one more of each, which warms up and gives the outputs."""
         return 2 * (schedule.rounds + 1)
 
     def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:
-        workload = ring_attention.Workload(self.tokens, "float32")
-        sides = {"ours": ring_attention.Group(THREADS, 1), "peer": ring_attention.Group(1, THREADS)}
+        workload = ring_attention.Workload(self.tokens, self.precision, self.heads)
+        sides = ring_attention.make_sides(self.device)
         difference, seconds = ring_attention.compare(sides, workload, schedule.rounds, before_turn)
         tolerance = ring_attention.TOLERANCES[workload.precision]
         common = (self.name, self.title, self.against, self.target, tolerance)
         return Result(*common, tokens=self.tokens, **seconds, difference=difference)
 
 
-COMPARISONS: tuple[TrainingComparison | RingComparison, ...] = (
+Comparison = TrainingComparison | KernelComparison | RingComparison
+
+COMPARISONS: tuple[Comparison, ...] = (
     TrainingComparison(
-        *("float32", "one process, float32", "Hugging Face", 1.10, ("hugging_face",)),
+        *("float32", "one process, float32", "Hugging Face", 1.10, ("peers.hugging_face",)),
         processes=1,
         bound_target=0.88,
     ),
     TrainingComparison(
-        *("compiled", "one process, float32, compiled", "Hugging Face, compiled", 1.15, ("hugging_face",)),
+        *(
+            "compiled",
+            "one process, float32, compiled",
+            "Hugging Face, compiled",
+            1.15,
+            ("peers.hugging_face",),
+        ),
         processes=1,
         compiled=True,
         bound_target=0.92,
     ),
     TrainingComparison(
-        *("bf16", "one process, bf16", "Hugging Face", 1.25, ("hugging_face",)),
+        *("bf16", "one process, bf16", "Hugging Face", 1.25, ("peers.hugging_face",)),
         processes=1,
         precision="bf16",
         bound_target=0.80,
     ),
-    TrainingComparison("tensor", "TP 2", "DTensor", 1.25, ("dtensor",), ("--tensor", "2")),
+    TrainingComparison("tensor", "TP 2", "DTensor", 1.25, ("peers.dtensor",), ("--tensor", "2")),
     TrainingComparison(
-        *("sequence", "TP 2 with SP", "DTensor with SP", 1.35, ("dtensor", "--sequence-parallel")),
+        *("sequence", "TP 2 with SP", "DTensor with SP", 1.35, ("peers.dtensor", "--sequence-parallel")),
         ours=("--tensor", "2", "--sequence-parallel"),
     ),
-    TrainingComparison("data", "DP 2 with ZeRO-1", "ZeroRedundancyOptimizer", 1.10, ("zero_redundancy",)),
-    TrainingComparison("fsdp", "FSDP 2", "FSDP2", 1.10, ("fsdp2",), ("--data-sharding", "fsdp")),
-    TrainingComparison("context", "CP 2", "torch's balanced ring", 1.10, ("torch_ring",), ("--context", "2")),
     TrainingComparison(
-        "pipeline", "PP 2, 1F1B", "torch's pipelining", 1.10, ("torch_pipeline",), ("--pipeline", "2")
+        "data", "DP 2 with ZeRO-1", "ZeroRedundancyOptimizer", 1.10, ("peers.zero_redundancy",)
+    ),
+    TrainingComparison("fsdp", "FSDP 2", "FSDP2", 1.10, ("peers.fsdp2",), ("--data-sharding", "fsdp")),
+    TrainingComparison(
+        "context", "CP 2", "torch's balanced ring", 1.10, ("peers.torch_ring",), ("--context", "2")
+    ),
+    TrainingComparison(
+        "pipeline", "PP 2, 1F1B", "torch's pipelining", 1.10, ("peers.torch_pipeline",), ("--pipeline", "2")
     ),
     TrainingComparison(
         *("experts", "Mixtral, one process", "Hugging Face, grouped_mm", 1.25),
-        peer=("hugging_face", "--experts", "grouped_mm"),
+        peer=("peers.hugging_face", "--experts", "grouped_mm"),
         processes=1,
         workload="mixtral",
         tolerance=EXPERT_TOLERANCE,
     ),
     TrainingComparison(
-        *("expert", "Mixtral, EP 2", "torch's grouped products and all-to-all", 1.25, ("grouped_experts",)),
+        *(
+            "expert",
+            "Mixtral, EP 2",
+            "torch's grouped products and all-to-all",
+            1.25,
+            ("peers.grouped_experts",),
+        ),
         ours=("--expert", "2"),
         workload="mixtral",
         tolerance=EXPERT_TOLERANCE,

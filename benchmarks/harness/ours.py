@@ -44,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
         "--expert", type=int, default=1, help="degree: data-parallel ranks that share out the experts"
     )
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument(
+        "--overlap-chunks", type=int, help="of products beside collectives (default: by size)"
+    )
+    parser.add_argument("--async-tensor", action="store_true", help="merge products with collectives (cuda)")
     parser.add_argument("--fp8", action="store_true", help="multiply the blocks' matrices in FP8 (rowwise)")
     parser.add_argument("--data-sharding", choices=("none", "zero1", "fsdp"), default="zero1")
     return parser
@@ -53,7 +57,7 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
     """The options as a profile; micro-batches are one sample with a pipeline, else all samples of a rank."""
     work = workload.WORKLOADS[options.workload]
     data = ranks // (options.tensor * options.pipeline * options.context)
-    axes = ("tensor", "pipeline", "context", "expert", "sequence_parallel", "data_sharding")
+    axes = ("tensor", "pipeline", "context", "expert", "sequence_parallel", "data_sharding", "overlap_chunks")
     return Profile.model_validate(
         {
             "name": "benchmark",
@@ -75,7 +79,7 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
                 "balance": "none",
                 "precision": "fp8" if options.fp8 else options.precision,
             },
-            "compile": {"enabled": bool(options.graphs)},
+            "compile": {"enabled": bool(options.graphs), "async_tensor": options.async_tensor},
             "cluster": {"device": options.device, "devices_per_node": ranks, "threads": options.threads},
         }
     )

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness.comparisons import Result, RingComparison, Schedule, TrainingComparison
+from benchmarks.harness.comparisons import Comparison, Result, Schedule
 from benchmarks.harness.processes import ScriptError
 from benchmarks.harness.timing import print_table
 
@@ -21,7 +21,7 @@ CAPTION = (
 )
 
 
-def run(comparisons: Sequence[TrainingComparison | RingComparison], schedule: Schedule) -> list[Result]:
+def run(comparisons: Sequence[Comparison], schedule: Schedule) -> list[Result]:
     """Run comparisons in order, with progress on standard error. A failed one does not stop the others."""
     results: list[Result] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -81,16 +81,19 @@ LLAMA_1B = llama(
     rope_theta=500000.0,
     tie_word_embeddings=True,
 )
-LLAMA_8B_LAYERS = llama(
-    *(4096, 14336, 4, 32, 8, 128256),  # four of Llama 3 8B's 32 layers
-    max_position_embeddings=8192,
-    rope_theta=500000.0,
-)
+
+
+def llama_8b(layers: int) -> Model:
+    """Llama 3 8B with so many of its 32 layers."""
+    return llama(*(4096, 14336, layers, 32, 8, 128256), max_position_embeddings=8192, rope_theta=500000.0)
+
+
 WORKLOADS = {
     "small": Workload(SMALL, sequence=512, batch=4),
     "mixtral": Workload(SMALL_MIXTRAL, sequence=512, batch=4),
     "1b": Workload(LLAMA_1B, sequence=8192, batch=2),
-    "8b-layers": Workload(LLAMA_8B_LAYERS, sequence=8192, batch=1),
+    "8b-layers": Workload(llama_8b(4), sequence=8192, batch=1),
+    "8b-2-layers": Workload(llama_8b(2), sequence=8192, batch=1),
 }
 
 
@@ -116,6 +119,8 @@ def start(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Workload
     if options.graphs:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = options.graphs
     rank, ranks = 0, 1
+    if options.device != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group(BACKENDS[options.device])
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -145,6 +150,13 @@ def load_initial_weights(module: nn.Module, model: Model) -> None:
     for name, weight in huggingface_weights(model).items():
         parameters.pop(name).copy_(weight)
     assert not parameters, f"parameters without initial weights: {', '.join(parameters)}"
+
+
+def convert(module: nn.Module, options: argparse.Namespace) -> None:
+    """Move a module to the device with its parameters in the precision; buffers, rotary tables among them, stay in float32."""
+    module.to(options.device)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(DTYPES[options.precision])
 
 
 def batch(workload: Workload, step: int) -> Tensor:
@@ -185,8 +197,8 @@ def measure(step: Callable[[Tensor], Tensor], options: argparse.Namespace) -> No
             dist.barrier()
         begin = time.perf_counter()
         loss = step(samples)
-        if options.device == "cuda":
-            torch.cuda.synchronize()
+        if options.device != "cpu":
+            torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - begin)
         losses.append(float(loss))
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -1,11 +1,12 @@
-"""Compare ring attention in two single-threaded processes with attention in one process of two threads.
+"""Compare ring attention over two devices with the same attention on one.
 
-Forward and backward of causal attention, 8 query and 2 KV heads of size 32, one sequence. The processes of both sides stay
-alive and alternate. The ideal ratio is 1.0: the same work on the same cores without communication and merging. Outputs and
-gradients must agree; the exit code is 1 where they do not.
+Forward and backward of causal attention of one sequence. The processes of both sides stay alive and alternate. The ideal ratio
+is 1.0, no communication and no merging: on a CPU two processes of one thread take as long as one of two threads, and two GPUs
+half as long as one. Outputs and gradients must agree; the exit code is 1 where they do not.
 """
 
 import multiprocessing
+import os
 import socket
 import statistics
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from torch import Tensor
 from benchmarks.harness.processes import ScriptError
 from benchmarks.harness.timing import alternate, make_parser
 from benchmarks.harness.workload import DTYPES
-from parallel import device
+from parallel import device as devices
 from parallel.attention.attention import attention
 from parallel.mesh import Mesh
 from tests.parallel.attention.reference import zigzag_merge, zigzag_split
@@ -29,7 +31,18 @@ from tests.parallel.attention.reference import zigzag_merge, zigzag_split
 RANKS = 2
 TARGET = 0.85
 TOLERANCES = {"float32": 1e-5, "bf16": 2e-2}
-HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 32
+
+
+class Heads(NamedTuple):
+    """Query heads, KV heads, and their size."""
+
+    query: int
+    kv: int
+    size: int
+
+
+SMALL_HEADS = Heads(8, 2, 32)
+LLAMA_8B_HEADS = Heads(32, 8, 128)
 
 
 @dataclass(frozen=True)
@@ -38,18 +51,19 @@ class Workload:
 
     tokens: int
     precision: str
+    heads: Heads = SMALL_HEADS
 
     def tensors(self) -> list[Tensor]:
         """q, k, v and the output's gradient, each (1, heads, s, d)."""
-        generator = torch.Generator().manual_seed(0)
-        shapes = [(1, heads, self.tokens, HEAD_SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+        generator, (query, kv, size) = torch.Generator().manual_seed(0), self.heads
+        shapes = [(1, heads, self.tokens, size) for heads in (query, kv, kv, query)]
         return [torch.randn(shape, generator=generator).to(DTYPES[self.precision]) for shape in shapes]
 
 
 class Group:
-    """Processes that compute a workload together on request, each with its share of the sequence."""
+    """Processes that compute a workload together on request, each with its share of the sequence and a device of its own."""
 
-    def __init__(self, ranks: int, threads: int) -> None:
+    def __init__(self, ranks: int, threads: int, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -57,7 +71,8 @@ class Group:
         self.connections: list[Connection] = []
         for rank in range(ranks):
             connection, remote = context.Pipe()
-            context.Process(target=_serve, args=(remote, rank, ranks, threads, port), daemon=True).start()
+            arguments = remote, rank, ranks, threads, port, device
+            context.Process(target=_serve, args=arguments, daemon=True).start()
             self.connections.append(connection)
 
     def _request(self, result: str, workload: Workload) -> list:
@@ -78,27 +93,42 @@ class Group:
         return max(self._request("seconds", workload))
 
 
-def _serve(connection: Connection, rank: int, ranks: int, threads: int, port: int) -> None:
+def make_sides(device: str) -> dict[str, Group]:
+    """Ours on RANKS devices and the peer on one; on a CPU both have as many threads."""
+    return {"ours": Group(RANKS, 1, device), "peer": Group(1, RANKS, device)}
+
+
+def _serve(connection: Connection, rank: int, ranks: int, threads: int, port: int, kind: str) -> None:
     torch.set_num_threads(threads)
-    device.CPU.set_current()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    axis = Mesh(context=ranks).context
+    device = devices.resolve(kind)
+    local = device.set_current(rank)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    device.start_process_group(local)
+    axis = Mesh(context=ranks, supports_reduction=device.supports_reduction).context
+    prepared = None
     while True:
         try:
             result, workload = connection.recv()
         except EOFError:
             return  # the parent has closed the connection
-        *inputs, grad = (zigzag_split(x, axis.size, axis.rank, 2) for x in workload.tensors())
-        inputs = [x.requires_grad_() for x in inputs]
+        if workload != prepared:  # long sequences take the host seconds
+            tensors = workload.tensors()
+            *inputs, grad = (zigzag_split(x, axis.size, axis.rank, 2).to(local) for x in tensors)
+            inputs, prepared = [x.requires_grad_() for x in inputs], workload
+            del tensors
         dist.barrier()
+        device.synchronize()
         begin = time.perf_counter()
         out = attention(*inputs, axis)
         gradients = torch.autograd.grad(out, inputs, grad)
+        device.synchronize()
         seconds = time.perf_counter() - begin
         if result == "seconds":
-            connection.send(seconds)
+            # The same work on one device of several takes that many times as long.
+            connection.send(seconds / (RANKS // ranks if kind != "cpu" else 1))
         else:
-            connection.send([x.detach().float().numpy() for x in (out, *gradients)])
+            connection.send([x.detach().float().cpu().numpy() for x in (out, *gradients)])
 
 
 def compare(
@@ -125,15 +155,17 @@ def main() -> int:
     parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--precision", choices=DTYPES, default="float32")
+    parser.add_argument("--device", choices=sorted(devices.KINDS), default="cpu")
     options = parser.parse_args()
-    sides = {"ring": Group(RANKS, 1), "one process": Group(1, RANKS)}
+    sides = make_sides(options.device)
     agree = True
     for tokens in options.tokens:
-        error, seconds = compare(sides, Workload(tokens, options.precision), options.rounds)
+        heads = SMALL_HEADS if options.device == "cpu" else LLAMA_8B_HEADS
+        error, seconds = compare(sides, Workload(tokens, options.precision, heads), options.rounds)
         agree &= error < TOLERANCES[options.precision]
         ring, single = (statistics.median(seconds[side]) for side in sides)
         print(
-            f"{tokens} tokens, {options.precision}: one process {single:.3f} s, ring of {RANKS} {ring:.3f} s, "
+            f"{tokens} tokens, {options.precision}: ideal {single:.3f} s, ring of {RANKS} {ring:.3f} s, "
             f"ratio {single / ring:.3f} of ideal (at least {TARGET}); largest relative difference {error:.1e}",
             flush=True,
         )

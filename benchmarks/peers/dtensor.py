@@ -27,7 +27,8 @@ def main() -> None:
     options, work, _, ranks = workload.start(parser)
     model = Llama(work.model)
     workload.load_initial_weights(model, work.model)
-    shard(model, init_device_mesh("cpu", (ranks,)), options.sequence_parallel)
+    workload.convert(model, options)
+    shard(model, init_device_mesh(options.device, (ranks,)), options.sequence_parallel)
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     replicated = [p for p in model.parameters() if not isinstance(p, DTensor)]
     groups = [group for group in (sharded, replicated) if group]
@@ -35,6 +36,7 @@ def main() -> None:
     optimizers = [workload.adamw(group, foreach=True) for group in groups]
 
     def step(samples: Tensor) -> Tensor:
+        samples = samples.to(options.device)
         with loss_parallel():
             loss = cross_entropy(model(samples[:, :-1]), samples[:, 1:])
             loss.backward()

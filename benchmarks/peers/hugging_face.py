@@ -25,7 +25,8 @@ def main() -> None:
     model = model_class.from_pretrained(None, config=config, state_dict=weights, attn_implementation="sdpa")
     if options.experts:
         model.set_experts_implementation(options.experts)
-    model.to(options.device, workload.DTYPES[options.precision]).train()
+    workload.convert(model, options)
+    model.train()
     forward = torch.compile(model) if options.graphs else model
 
     def compute_loss(samples: Tensor) -> Tensor:

@@ -13,10 +13,7 @@ def main() -> None:
     options, work, _, _ = workload.start(parser)
     model = Llama(work.model)
     workload.load_initial_weights(model, work.model)
-    model.to(options.device)
-    cos, sin = model.cos, model.sin
-    model.to(workload.DTYPES[options.precision])
-    model.cos, model.sin = cos, sin  # rotary tables stay in float32
+    workload.convert(model, options)
 
     if options.fp8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

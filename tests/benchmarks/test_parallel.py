@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from benchmarks import gpu
 from benchmarks.harness.comparisons import Result, largest_difference
 from benchmarks.harness.processes import Measurement
 
@@ -31,14 +30,6 @@ def test_unknown_comparison_is_rejected_with_the_valid_names():
     assert ran.returncode == 2
     assert "'tensors'" in ran.stderr
     assert "sequence" in ran.stderr
-
-
-def test_rows_of_the_gpu_benchmark_without_their_peer_are_not_run(monkeypatch):
-    monkeypatch.setattr(gpu, "find_spec", lambda package: None if package == "torchao" else object())
-    lacking = {row.name: gpu.missing(row, gpus=1) for row in gpu.COMPARISONS}
-    needs = {"8b-layers-fp8": "the package torchao", "fsdp": "2 GPUs"}
-    assert lacking == {**dict.fromkeys(lacking), **needs}
-    assert gpu.missing(gpu.COMPARISONS[-1], gpus=2) is None
 
 
 @pytest.mark.parametrize("loss", [8.3, 8.3 * (1 + 2e-5), math.nan])
