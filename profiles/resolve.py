@@ -84,8 +84,10 @@ def _find(name_or_path: str, folder: Path, key: str) -> Path:
         raise ProfileError(key, name_or_path, "there is no such file", close)
     if name_or_path in _shipped():
         return _shipped()[name_or_path]
-    close = difflib.get_close_matches(name_or_path, names())
-    raise ProfileError(key, name_or_path, "there is no such profile", close or names())
+    reason = "there is no such profile"
+    if not (close := difflib.get_close_matches(name_or_path, names())):
+        reason += "; `trainshed profiles` lists them, and a file's path has a / or ends in .yaml"
+    raise ProfileError(key, name_or_path, reason, close)
 
 
 def _load_chain(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
@@ -165,7 +167,7 @@ def _entry(target: Any, path: Sequence[str], override: str) -> Any:
     if not isinstance(target, list):
         raise ProfileError(f"--set {override}", None, f"{parent} is a value and has no keys")
     if not path[-1].isdigit() or int(path[-1]) >= len(target):
-        reason = f"{parent} is a list; address its entries by number"
+        reason = f"{parent} is a list of {len(target)}; address its entries by number"
         raise ProfileError(f"--set {override}", None, reason, [f"{parent}.{i}" for i in range(len(target))])
     return target[int(path[-1])]
 

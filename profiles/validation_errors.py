@@ -51,6 +51,7 @@ LIMITS = {  # by pydantic's error type: the name of the bound in the context, an
     "less_than": ("lt", "is not below {}"),
 }
 
+LISTED = 20  # keys that an error lists at most if none is similar
 # Keys of earlier versions: today's key, and its values for false and true.
 RENAMED = {"parallel.zero1": ("parallel.data_sharding", ("none", "zero1"))}
 
@@ -69,7 +70,7 @@ def profile_error(error: ValidationError, given: Mapping[str, Any], root: type[B
 def _unknown_key(key: str, value: Any, root: type[BaseModel]) -> ProfileError:
     """A key that its section does not have.
 
-    The choices are similar keys of the section, else keys of this name in other sections, else all keys of the section.
+    The choices are similar keys of the section, else keys of this name in other sections, else all keys of a short section.
     """
     if key in RENAMED and isinstance(value, bool):
         renamed, values = RENAMED[key]
@@ -84,10 +85,12 @@ def _unknown_key(key: str, value: Any, root: type[BaseModel]) -> ProfileError:
         names = {f"{section}.{each}": each for section, keys in sections.items() for each in keys}
         similar = difflib.get_close_matches(name, names.values(), n=1, cutoff=0.8)
         close = sorted(place for place, each in names.items() if each in similar)
-    where = f"in {parent}" if parent else "at the top level"
-    return ProfileError(
-        key, value, f"there is no such key {where}", close or [prefix + each for each in known]
-    )
+    reason = f"there is no such key {f'in {parent}' if parent else 'at the top level'}"
+    if not close and len(known) <= LISTED:
+        close = [prefix + each for each in known]
+    elif not close:
+        reason += "; docs/profiles.md lists them"
+    return ProfileError(key, value, reason, close)
 
 
 def _key(error: dict[str, Any], given: Any) -> str:

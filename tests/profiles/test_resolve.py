@@ -144,6 +144,7 @@ def test_run_name_replaces_profile_name():
             "no such key",
             ("model.norm_eps", "model.layer_norm_epsilon"),
         ),
+        ("model.foo=1", "model.foo", 1, "no such key in model; docs/profiles.md lists them", ()),
         ("data.sources.0.pth=x", "data.sources.0.pth", "x", "no such key", ("data.sources.0.path",)),
         ("train.steps=many", "train.steps", "many", "not a whole number", ()),
         ("train.steps='3'", "train.steps", "3", "not a whole number", ()),
@@ -206,7 +207,7 @@ def test_missing_key_is_named(tmp_path):
         ("train={steps: 1, steps: 2}", "duplicate key"),
         ("train.steps.more=3", "no keys"),
         ("data.sources.first.kind=files", "by number"),
-        ("data.sources.7.kind=files", "by number"),
+        ("data.sources.7.kind=files", "a list of 1; address its entries by number"),
         ("extends=tiny", "file"),
     ],
 )
@@ -216,7 +217,8 @@ def test_malformed_override_is_rejected(override, reason):
 
 def test_unknown_profile_is_rejected_with_similar_names(tmp_path):
     assert rejection("tinny").choices[0] == "tiny"
-    assert rejection("no-such-thing").choices == tuple(resolve.names())
+    unlike = rejection("no-such-thing")
+    assert (unlike.choices, "`trainshed profiles` lists them" in unlike.reason) == ((), True)
     write(tmp_path / "mine.yaml", **MINIMAL)
     assert rejection(str(tmp_path / "mime.yaml")).choices == (str(tmp_path / "mine.yaml"),)
 
