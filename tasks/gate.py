@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from profiles.schema import Evaluate
+
+log = logging.getLogger(__name__)
 
 OPERATORS = {"<=": operator.le, ">=": operator.ge}
 CONDITION = re.compile(r"(\w+) *(<=|>=) *(.+)")
@@ -20,7 +23,7 @@ class GateMissed(Exception):
 def check_gate(
     run: str, settings: Evaluate, evaluation: Mapping[str, Any], before: Mapping[str, Any] | None
 ) -> None:
-    """Check the evaluation of a run against `evaluate.gate`.
+    """Check the evaluation of a run against `evaluate.gate`, and log what it was and what it had to be.
 
     Args:
         evaluation: `validation_loss`, `perplexity` and `metrics`.
@@ -30,15 +33,22 @@ def check_gate(
         GateMissed: with every condition that does not hold.
     """
     values = {name: evaluation[name] for name in ("validation_loss", "perplexity")} | evaluation["metrics"]
-    missed = []
+    met, missed = [], []
     for condition in settings.gate:
         name, symbol, bound = CONDITION.fullmatch(condition).groups()
-        if not OPERATORS[symbol](values[name], float(bound)):
-            missed.append(f"{name} is {values[name]:.4g}, not {symbol} {bound}")
+        value = f"{name} is {values[name]:.4g}"
+        if OPERATORS[symbol](values[name], float(bound)):
+            met.append(f"{value}, {symbol} {bound}")
+        else:
+            missed.append(f"{value}, not {symbol} {bound}")
     if not settings.gate and before is not None:
-        limit = before["validation_loss"] + settings.tolerance
-        if not values["validation_loss"] <= limit:
-            loss, start = values["validation_loss"], before["validation_loss"]
+        loss, start = values["validation_loss"], before["validation_loss"]
+        if loss <= start + settings.tolerance:
+            allowed = f" + {settings.tolerance:g}" if settings.tolerance else ""
+            met.append(f"validation loss is {loss:.4f}, <= {start:.4f} before training{allowed}")
+        else:
             missed.append(f"validation loss rose from {start:.4f} to {loss:.4f}")
     if missed:
         raise GateMissed(f"run {run} missed its gate: {'; '.join(missed)}; the chain stops here")
+    if met:
+        log.info("run %s met its gate: %s", run, "; ".join(met))

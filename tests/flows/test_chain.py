@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import logging
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -94,11 +96,17 @@ def test_a_chain_trains_each_stage_from_the_one_before_and_evaluates_before_and_
     assert "All 6 steps are done" in shown("micro > sft > dpo")["run"]
 
 
-def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(run, finished, stages, tmp_path, capsys):
+def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(run, finished, stages, tmp_path, caplog):
     from tasks.gate import GateMissed
 
     store = shutil.copytree(finished[0], tmp_path / "store")
+    caplog.set_level(logging.INFO, "tasks.gate")
     results, done = run(store)
+    gates = [record.getMessage() for record in caplog.records if record.name == "tasks.gate"]
+    assert len(gates) == 2
+    assert re.fullmatch(
+        r"run sft met its gate: validation loss is [\d.]+, <= [\d.]+ before training", gates[0]
+    )
     assert done == {"micro": [], "sft": [], "dpo": []}
     assert [each["before"] for each in results] == [each["before"] for each in finished[1]]
     shutil.rmtree(store / "runs/dpo")
