@@ -213,7 +213,8 @@ def execute(
             time.sleep(poll_seconds)
     except BaseException as error:
         if not isinstance(error, Exception):
-            log.warning("stopping %s; saving a last checkpoint may take a moment", job.name)
+            saves = "; saving a last checkpoint may take a moment" if job.attempt_file else ""
+            log.warning("stopping %s%s", job.name, saves)
             launcher.cancel(handle, grace)
         raise
 

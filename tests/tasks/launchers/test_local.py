@@ -112,7 +112,7 @@ def test_killed_rank_fails_the_job_and_ends_the_other_ranks(job, tmp_path):
     assert all(gone(pid) for pid in pids(tmp_path))
 
 
-def test_interrupt_lets_ranks_save_and_kills_those_that_ignore_sigterm(job, tmp_path):
+def test_interrupt_lets_ranks_save_and_kills_those_that_ignore_sigterm(job, tmp_path, caplog):
     def interrupt():
         if (tmp_path / "pid-0").exists() and (tmp_path / "pid-1").exists():
             raise KeyboardInterrupt
@@ -122,6 +122,8 @@ def test_interrupt_lets_ranks_save_and_kills_those_that_ignore_sigterm(job, tmp_
     assert (tmp_path / "saved-0").exists()
     assert not (tmp_path / "saved-1").exists()
     assert all(gone(pid) for pid in pids(tmp_path))
+    # Only a job that counts its attempts has a checkpoint to save.
+    assert [record.getMessage() for record in caplog.records] == ["stopping work"]
 
 
 def test_ranks_are_killed_when_torchrun_was_killed(job, tmp_path):
