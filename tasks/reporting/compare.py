@@ -96,7 +96,8 @@ def write_page(
             line_chart(validation, x_label="step", y_label="validation loss in training"),
         ),
     ]
-    title, subtitle = titles or (" and ".join(names), f"Comparison of {len(runs)} runs")
+    subtitle = f"Comparison of {len(runs)} runs" if len(runs) > 1 else "Results and loss curves"
+    title, subtitle = titles or (" and ".join(names), subtitle)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(html.page(title, subtitle, [*first, *sections]))
     return path

@@ -17,6 +17,8 @@ from tasks.store.store import Store
 def run(options: argparse.Namespace) -> int:
     """Write the page and print totals and warnings. Raises ProfileError for an invalid store or output."""
     fleet = read_fleet(Store(options.store))
+    if not fleet.runs:
+        print_stderr(f"warning: no runs in {options.store}")
     try:
         page = write_page(fleet, Path(options.output))
     except OSError as error:

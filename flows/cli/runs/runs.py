@@ -57,7 +57,7 @@ def _print(found: list[Run], views: Mapping[str, RunView]) -> None:
         table.add_row(
             each.name,
             _state(each, views.get(each.name)),
-            f"{each.step:,} of {each.steps:,}" if each.steps else f"{each.step:,}",
+            _step(each, views.get(each.name)),
             f"{each.loss:.4f}" if each.loss is not None else "",
             *(values[index] for values in optional.values()),
             format_age(time.time() - each.changed) if each.changed else "",
@@ -68,6 +68,12 @@ def _print(found: list[Run], views: Mapping[str, RunView]) -> None:
     if not console.is_terminal:
         console.width = WIDTH
     console.print(table)
+
+
+def _step(run: Run, view: RunView | None) -> str:
+    """The step of the latest checkpoint, from which the run would resume; of a running one the step of its loss."""
+    step = max(run.step, view.step) if view and run.state == "running" else run.step
+    return f"{step:,} of {run.steps:,}" if run.steps else f"{step:,}"
 
 
 def _state(run: Run, view: RunView | None) -> str:
