@@ -3,6 +3,9 @@
 torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's processors only. oneDNN, by which torch multiplies bf16,
 uses it on any: an AMD EPYC with AVX-512 multiplies float32 at twice MKL's speed. It generates a kernel for each shape, in about
 0.4 ms, and keeps the last thousand; sizes that vary should therefore be rounded up (`rounded_up`).
+
+Graphs are captured with torch's products; compilation for a CPU replaces them with the operators `product` and `add_product`
+(modeling/compilation/product_pass.py).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 LEAST = 1 << 22  # multiplications below which a call saves less than 0.05 ms
+ROWS = 4096  # of a sum that are added to at once
 _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 if _AVAILABLE:  # builds of torch without oneDNN lack the operator
     from parallel.torch_internals import linear_pointwise
@@ -24,16 +28,38 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return a @ b if bias is None else torch.addmm(bias, a, b)
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a (m, k) · b (k, n) to a total (m, n), on any device, without autograd."""
+    if uses_onednn(a, b.shape[1]):  # which cannot add to a tensor: some rows at a time
+        for rows, part in zip(total.split(ROWS), a.split(ROWS), strict=True):
+            rows += multiply(part, b)
+    elif total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
 def uses_onednn(a: Tensor, columns: int) -> bool:
     """Whether `multiply` calls oneDNN for a (m, k) and a b of this number of columns."""
     return (
-        _AVAILABLE
-        and not torch.compiler.is_compiling()
-        and a.dtype == torch.float32
-        and a.device.type == "cpu"
-        and a.numel() * columns >= LEAST
+        not torch.compiler.is_compiling()
         and type(a) in (Tensor, torch.nn.Parameter)  # no fake tensor
+        and suits_onednn(a, columns)
     )
+
+
+def suits_onednn(a: Tensor, columns: int) -> bool:
+    """Whether oneDNN multiplies a (m, k) by a b of this number of columns faster than MKL; a may be a fake tensor."""
+    return _AVAILABLE and a.dtype == torch.float32 and a.device.type == "cpu" and a.numel() * columns >= LEAST
+
+
+torch.library.custom_op("trainshed::add_product", add_product, mutates_args=("total",))
+_product = torch.library.custom_op("trainshed::product", multiply, mutates_args=())
+
+
+@_product.register_fake
+def _(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
 
 
 def rounded_up(rows: int, others: int) -> int:

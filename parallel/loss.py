@@ -25,13 +25,12 @@ from parallel import collectives
 from parallel import device as devices
 from parallel.backward import needs_gradient
 from parallel.device import Device
-from parallel.host_products import multiply, uses_onednn
+from parallel.host_products import add_product, multiply
 from parallel.mesh import Axis
 
 IGNORE_INDEX = -100
 HOST_BYTES = 32 << 20  # of a chunk's float32 logits on a CPU, where larger ones leave its caches
 HOST_TOKENS = 512  # of a chunk on a CPU: more take longer a token, by 13% at 2,048 tokens of 4,096 logits
-HOST_ROWS = 4096  # of the weight's gradient that are added to at once on a CPU
 MEMORY_SHARE = 1 / 64  # of an accelerator's memory that a chunk's float32 logits may take
 TRAFFIC_SHARE = 1 / 4  # of a chunk's matrix products that its traffic of the weight may take in time
 RIDGE = 256.0  # FLOPs per byte at which an accelerator of unknown speed is as busy with both
@@ -308,13 +307,7 @@ def _chunk_backward(
     if grad_weight is None:
         return
     x = x * counted
-    if uses_onednn(grad_logits, x.shape[1]):  # which cannot add to a tensor: some rows at a time
-        for rows, columns in zip(grad_weight.split(HOST_ROWS), grad_logits.split(HOST_ROWS, 1), strict=True):
-            rows += multiply(columns.t(), x)
-    elif weight.dtype == grad_weight.dtype:
-        grad_weight.addmm_(grad_logits.t(), x)
-    else:
-        grad_weight += grad_logits.t() @ x
+    add_product(grad_weight, grad_logits.t(), x)
 
 
 def _padding(logits: Tensor, first: Tensor, vocabulary: int) -> Tensor:

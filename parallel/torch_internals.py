@@ -65,6 +65,7 @@ NAMES = {
     "dynamo": "torch._dynamo",
     "functorch_config": "torch._functorch.config",
     "compile_fx": "torch._inductor.compile_fx.compile_fx",
+    "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",
     "inductor_config": "torch._inductor.config",
     "pick_vec_isa": "torch._inductor.cpu_vec_isa.pick_vec_isa",
     "FakeStore": "torch.testing._internal.distributed.fake_pg.FakeStore",

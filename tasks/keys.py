@@ -49,6 +49,9 @@ SCHEDULE = {
 # Keys of `train` that a position in the data depends on.
 POSITION = ("global_batch_size", "sequence_length")
 COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
+PASSES = {
+    "inductor": ("modeling.compilation.product_pass", "parallel.host_products")
+}  # modules that change graphs, by compiler
 
 
 def digest(value: Any) -> str:
@@ -150,9 +153,10 @@ def _compiler(profile: Profile) -> dict[str, Any]:
     from modeling.training.trainer import threads
     from parallel import device as devices
 
-    cluster = profile.cluster
+    cluster, backend = profile.cluster, backend_name(profile)
     return {
-        "backend": backend_name(profile),
+        "backend": backend,
+        "passes": [file_digest(find_spec(module).origin) for module in PASSES.get(backend, ())],
         "flags": profile.compile.flags,
         "async_tensor": profile.compile.async_tensor,
         "lacks": missing_requirement(profile),

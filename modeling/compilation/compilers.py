@@ -23,6 +23,7 @@ import torch
 from torch.fx import GraphModule
 
 from parallel import device as devices
+from parallel.host_products import ONEDNN_PRODUCTS
 from profiles.schema import Profile
 
 Compiled = Callable[..., Any]
@@ -81,17 +82,23 @@ class Inductor(Compiler):
         self.async_tensor = async_tensor
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        if not self.async_tensor:
-            return super().compile(graph, inputs)
-        from parallel.torch_internals import enable_symmetric_memory
         from parallel.torch_internals import inductor_config as inductor
 
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # that it is deprecated; torch's own pass still needs it
-            enable_symmetric_memory("tensor")
-        with inductor.patch(_micro_pipeline_tp=True):
+        settings: dict[str, Any] = {}
+        if self.async_tensor:
+            from parallel.torch_internals import enable_symmetric_memory
+
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", FutureWarning
+                )  # that it is deprecated; torch's own pass still needs it
+                enable_symmetric_memory("tensor")
+            settings["_micro_pipeline_tp"] = True
+        if self.device == "cpu" and ONEDNN_PRODUCTS:
+            from modeling.compilation.product_pass import OneDNNProducts
+
+            settings["post_grad_custom_pre_pass"] = OneDNNProducts()
+        with inductor.patch(settings):
             return super().compile(graph, inputs)
 
     def missing_requirement(self) -> str | None:
