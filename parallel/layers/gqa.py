@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -33,7 +32,7 @@ from parallel.layers.linear import (
     column_input_gradient,
     column_weight_gradient,
 )
-from parallel.layers.products import EXACT, Products, is_plain
+from parallel.layers.products import EXACT, Products, is_plain, linear
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis, Mesh
 from parallel.random import Keys
@@ -141,8 +140,8 @@ class GQAQKVColumnParallelLinear(DeferrableLinear):
         """
         check_input(self, x, self.hidden)
         weight, output = self.autograd_inputs(x)
-        if output is None and is_plain(self.products, x, weight, self.axis):
-            return F.linear(x, weight, self.bias)
+        if output is None and is_plain(self.products, self.axis):
+            return linear(x, weight, self.bias)
         inputs, options = (x, weight, self.bias, self.axis), (self.sequence_parallel, self.products, output)
         if self.replicas.size == 1:
             return ColumnLinear.apply(*inputs, *options)

@@ -31,7 +31,7 @@ from parallel.backward import needs_gradient
 from parallel.initialization import Constant, Normal
 from parallel.layers.deferred import DeferrableLinear
 from parallel.layers.overlap import gather_product, scatter_product
-from parallel.layers.products import EXACT, Products, is_plain
+from parallel.layers.products import EXACT, Products, is_plain, linear
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis
 from parallel.random import Keys
@@ -195,8 +195,8 @@ class ColumnParallelLinear(DeferrableLinear):
         """Y; `keys` are for the dropout of an attached update (lora.py)."""
         check_input(self, x, self.in_features)
         weight, output = self.autograd_inputs(x)
-        if output is None and is_plain(self.products, x, weight, self.axis):
-            return F.linear(x, weight, self.bias)
+        if output is None and is_plain(self.products, self.axis):
+            return linear(x, weight, self.bias)
         options = (self.sequence_parallel, self.products, output)
         return ColumnLinear.apply(x, weight, self.bias, self.axis, *options)
 
@@ -249,8 +249,8 @@ class RowParallelLinear(DeferrableLinear):
         """Y; `keys` are for the dropout of an attached update (lora.py)."""
         check_input(self, x, self.in_features // self.axis.size)
         weight, output = self.autograd_inputs(x)
-        if output is None and is_plain(self.products, x, weight, self.axis):
-            return F.linear(x, weight, self.bias)
+        if output is None and is_plain(self.products, self.axis):
+            return linear(x, weight, self.bias)
         # Selective activation checkpointing saves the reduction's output, so the product's need not be.
         reduces = self.axis.size > 1 and self.axis.supports_reduction
         with recompute_products() if reduces else nullcontext():
@@ -290,7 +290,7 @@ class ReplicatedLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class VocabParallelEmbedding(nn.Module):

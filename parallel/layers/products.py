@@ -22,13 +22,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn.functional import ScalingType, SwizzleType
 
 from parallel.activation_checkpointing import save_outputs
+from parallel.backward import needs_gradient
 from parallel.host_products import multiply, uses_onednn
 from parallel.mesh import Axis
 from parallel.torch_internals import scaled_mm
@@ -61,9 +64,49 @@ class Products:
 EXACT = Products()
 
 
-def is_plain(products: Products, x: Tensor, weight: Tensor, axis: Axis) -> bool:
-    """Whether torch's own linear layer computes the same as a Function with these products, and as fast."""
-    return products is EXACT and axis.size == 1 and not uses_onednn(x, len(weight))
+def is_plain(products: Products, axis: Axis) -> bool:
+    """Whether `linear` computes the same as a Function with these products, and as fast."""
+    return products is EXACT and axis.size == 1
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """X (m, k), W (n, k) -> X Wᵀ + bias (m, n), by torch's linear layer or, if that is faster, by oneDNN's products."""
+    if not uses_onednn(x, len(weight)):
+        return F.linear(x, weight, bias)
+    # Saved for backward before the product, as in torch's: recomputation stops there, and omits a block's last product.
+    x = _SavedFactors.apply(x, weight.detach())
+    return _Linear.apply(x, weight, bias, x.grad_fn)
+
+
+class _SavedFactors(Function):
+    """X, which it saves with W if X needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Linear(Function):
+    """X Wᵀ + bias; `saved` is the node that saved X and W, if any did."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any) -> Tensor:
+        if saved is None:
+            ctx.save_for_backward(x, weight)
+        ctx.saved, ctx.bias = saved, bias is not None
+        return EXACT.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = (ctx.saved or ctx).saved_tensors
+        grad_x = EXACT.input_gradient(grad, weight) if needs_gradient(ctx, 0) else None
+        grad_weight = EXACT.weight_gradient(grad, x) if needs_gradient(ctx, 1) else None
+        return grad_x, grad_weight, grad.sum(0) if ctx.bias and needs_gradient(ctx, 2) else None, None
 
 
 @dataclass(frozen=True)

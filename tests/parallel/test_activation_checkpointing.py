@@ -123,8 +123,8 @@ def test_only_full_repeats_products_and_attention():
             loss.backward()
         calls[mode] = count.products, count.calls[ATTENTION]
     assert calls["none"] == calls["selective"] == (24, 0)  # two products of four projections in three layers
-    # The last projection of a block, whose output only the block's output needs, is not repeated where it is torch's own.
-    assert calls["full"] == (24 + (12 if ONEDNN_PRODUCTS else 9), 3)
+    # The last projection of a block, whose output only the block's output needs, is not repeated.
+    assert calls["full"] == (24 + 9, 3)
 
 
 def backward_products(native: bool) -> int:
