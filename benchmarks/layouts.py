@@ -1,9 +1,10 @@
 """Plan and trace shipped profiles at full size: cluster, layout, memory, graphs and step time, as a Markdown table.
 
 Without names, every profile that supported hardware can start. Memory and step time are the planner's; graphs are those that are
-compiled ahead for all ranks (modeling/tracing/trace.py). Prints each row once it is known; 2 to 30 s of CPU a profile.
+compiled ahead for all ranks (modeling/tracing/trace.py); traced memory has their activations in place of the planner's. Prints
+each row once it is known; 2 to 30 s of CPU a profile.
 
-Exit codes: 0, or 1 if a plan does not fit its device.
+Exit codes: 0, or 1 if a plan does not fit its device, or promises less memory than is traced.
 """
 
 import sys
@@ -11,12 +12,13 @@ import sys
 from flows.ui.summaries import cluster_summary
 from modeling.planning.planner import plan
 from modeling.tracing.trace import trace
+from modeling.tracing.traced_plan import apply_trace
 from profiles import resolve
 from profiles.check import PLANNED_ONLY
 from profiles.schema import Profile
 from tasks.reporting.format import format_step_time
 
-COLUMNS = ("profile", "cluster", "layout", "recompute", "GiB planned", "graphs", "a step")
+COLUMNS = ("profile", "cluster", "layout", "recompute", "GiB planned", "traced", "graphs", "a step")
 
 
 def layout(profile: Profile) -> str:
@@ -38,15 +40,16 @@ def describe(profile: Profile) -> tuple[str, str, str, str]:
 
 
 def row(profile: Profile) -> tuple[tuple[str, ...], bool]:
-    """A profile's row, and whether its plan fits."""
-    planned = plan(profile)
-    step = planned.step_seconds
+    """A profile's row, and whether its plan fits and needs no less memory than its trace."""
+    planned, traced = plan(profile), trace(profile)
+    needs, step = apply_trace(profile, planned, traced.to_json()).needs, planned.step_seconds
     return (
         *describe(profile),
         f"{planned.needs / 2**30:.1f} of {planned.device_bytes / 2**30:.1f}",
-        str(trace(profile).graphs),
+        f"{needs / 2**30:.1f}",
+        str(traced.graphs),
         format_step_time(step) if step else "-",
-    ), planned.fits
+    ), planned.fits and needs <= planned.needs
 
 
 def startable() -> list[Profile]:
@@ -58,7 +61,7 @@ def startable() -> list[Profile]:
 
 def main(names: list[str]) -> int:
     profiles = [resolve.load(name) for name in names] or startable()
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * 4}{'---:|' * 3}", flush=True)
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * 4}{'---:|' * 4}", flush=True)
     fitting = True
     for profile in profiles:
         resolve.check(profile)

@@ -176,7 +176,7 @@ def measure_links(kind: str) -> Result:
     chip = device.chip if world % device.chip == 0 else 1
     mesh = Mesh(data=world // chip, tensor=chip, supports_reduction=device.supports_reduction)
     links = {}
-    for level, axis in (("chip", mesh.tensor), ("node", mesh.data)):
+    for level, axis in (("chip", mesh.tensor), ("node", mesh.dp_shard)):
         if axis.size > 1:
             x = torch.ones(axis.size * ((1 << 20) if kind == "cpu" else (1 << 26)), device=local)
             shard = x[: x.numel() // axis.size].clone()

@@ -11,6 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from modeling.models.build import partition_layers
+from modeling.planning.memory import plan_buckets
+from modeling.planning.stage_costs import StageCosts
 from parallel.attention.attention import attention
 from parallel.constraints import kv_replicas
 from parallel.loss import linear_cross_entropy
@@ -28,7 +31,7 @@ def attention_errors(profile: Profile, device: torch.device) -> Errors:
     """Output and gradients of attention within a rank, masked by document and by window if the profile's is."""
     model, tensor = profile.model, profile.parallel.tensor
     kv = model.num_key_value_heads * kv_replicas(model.num_key_value_heads, tensor) // tensor
-    s = min(profile.train.sequence_length // profile.parallel.context, SEQUENCE)
+    s = min(_sequence(profile), SEQUENCE)
     heads = (model.num_attention_heads // tensor, kv, kv, model.num_attention_heads // tensor)
     inputs = [_normal(number, 1, n, s, model.head_dim) for number, n in enumerate(heads)]
     documents = torch.arange(s)[None] // max(1, s // 3) if profile.document_masks else None
@@ -47,8 +50,9 @@ def loss_errors(profile: Profile, device: torch.device) -> Errors:
     """Loss of a rank's part of the vocabulary, and its gradients by hidden states and head."""
     rows = -(-profile.model.vocab_size // profile.parallel.tensor)
     hidden = profile.model.hidden_size
-    targets = torch.randint(rows, (TOKENS,), generator=torch.Generator().manual_seed(2))
-    inputs = [_normal(0, TOKENS, hidden), _normal(1, rows, hidden) * 0.02]
+    tokens = min(_sequence(profile), TOKENS)
+    targets = torch.randint(rows, (tokens,), generator=torch.Generator().manual_seed(2))
+    inputs = [_normal(0, tokens, hidden), _normal(1, rows, hidden) * 0.02]
 
     def run(x: Tensor, weight: Tensor) -> list[Tensor]:
         leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
@@ -62,10 +66,13 @@ def loss_errors(profile: Profile, device: torch.device) -> Errors:
 
 
 def update_errors(profile: Profile, device: torch.device) -> Errors:
-    """Weights and moments after an update of a shard in float32."""
+    """Weights and moments after an update of the largest shard of a bucket, in float32."""
     train = profile.train
     settings = AdamW(train.betas, train.epsilon)
-    inputs = [_normal(0, SHARD), _normal(1, SHARD), _normal(2, SHARD), _normal(3, SHARD).abs()]
+    costs = StageCosts(profile)
+    buckets = plan_buckets(profile, [costs.module(partition_layers(profile)[0])])
+    n = min(max(bucket.size // bucket.shards for bucket in buckets if not bucket.frozen), SHARD)
+    inputs = [_normal(0, n), _normal(1, n), _normal(2, n), _normal(3, n).abs()]
 
     def run(*tensors: Tensor) -> list[Tensor]:
         local = tensors[0].device
@@ -84,6 +91,10 @@ def update_errors(profile: Profile, device: torch.device) -> Errors:
 
 
 KERNELS = {"attention": attention_errors, "loss": loss_errors, "update": update_errors}
+
+
+def _sequence(profile: Profile) -> int:
+    return profile.train.sequence_length // profile.parallel.context
 
 
 def _normal(seed: int, *sizes: int) -> Tensor:

@@ -53,6 +53,8 @@ class Device:
     compiles_operators: bool = False
     # whether process groups connect at their creation, given the device
     binds_process_groups: bool = False
+    # whether copies to and from the host wait for the device unless the host's memory is page-locked
+    page_locks: bool = False
     # environment variables that launchers set for processes
     environment: tuple[tuple[str, str], ...] = ()
     # environment variable with the host:port where the device runtime's collectives rendezvous; None: unused
@@ -147,6 +149,7 @@ CUDA = Device(
     monitor="nvml",
     nondeterministic=True,
     binds_process_groups=True,
+    page_locks=True,
     environment=(
         ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),  # cuBLAS is deterministic with a workspace of fixed size only
         ("TORCH_FR_BUFFER_SIZE", "2000"),  # of each process's last collectives, to debug hangs
@@ -278,9 +281,12 @@ class Download:
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A small host tensor on a device, without waiting for it."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return page_locked(tensor, device).to(device, non_blocking=True)
+
+
+def page_locked(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor in memory from which copies to a device do not wait for it."""
+    return tensor.pin_memory() if _page_locks(device) else tensor
 
 
 def set_current_device(device: torch.device) -> None:
@@ -291,7 +297,12 @@ def set_current_device(device: torch.device) -> None:
 
 def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
     """Uninitialized host tensor for copies of a tensor, page-locked if the device can then copy asynchronously."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return torch.empty_like(tensor, device="cpu", pin_memory=_page_locks(tensor.device))
+
+
+def _page_locks(device: torch.device) -> bool:
+    kind = KINDS.get(device.type)
+    return kind is not None and kind.page_locks
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -18,7 +18,8 @@ Device tensors are communicated over the axes' groups, host data (objects, float
 because a device's backend takes no host tensors.
 
 Process groups are created in the same order on every rank and registered under the axis's name: a compiled graph refers to
-"tensor", never to the group of ranks 8 to 15, so ranks share compiled graphs.
+"tensor", never to the group of ranks 8 to 15, so ranks share compiled graphs. A group costs connections and device memory, so
+axes over which nothing is communicated have none: `data`, which only divides samples, and `embedding` without a shared weight.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Axis:
     # this process's rank along the axis. Must not become a constant in a model's graph, as it differs between ranks.
     rank: int = 0
     ranks: tuple[int, ...] = (0,)  # global ranks along the axis, in order
-    # process group; None if size is 1 or the mesh is only planned
+    # process group; None if size is 1, of `data`, or if the mesh is only planned
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     supports_reduction: bool = True  # whether to use the backend's own reductions (collectives.py)
     # into how many chunks to divide a product to overlap it with a collective; None: by size (layers/overlap.py)
@@ -60,7 +61,7 @@ class Mesh:
     """Axes `pipeline`, `data`, `context`, `tensor`, `kv_replica`, `dp_shard`, `dp_replicate`, `expert`, `expert_shard`,
     `expert_replicate`, `embedding` and `world` of one rank.
 
-    On ranks of the middle pipeline stages, `embedding` has size 1.
+    On ranks of the middle pipeline stages, `embedding` has size 1. Nothing can be communicated over `data`.
 
     Args:
         pipeline, data, context, tensor: degrees; their product is the world size.
@@ -72,6 +73,7 @@ class Mesh:
         supports_reduction: see `Device.supports_reduction`.
         timeout: of the process groups; torch's default for new groups is not that of the default group.
         chunks: see `Axis`; of the tensor axis.
+        shared_embedding: whether the first and the last pipeline stage share a weight; if not, `embedding` has size 1.
 
     Raises:
         ValueError: a degree below 1, replicas that do not divide the tensor degree, a shard degree that does not divide
@@ -91,6 +93,7 @@ class Mesh:
         timeout: timedelta | None = None,
         expert: int = 1,
         chunks: int | None = 1,
+        shared_embedding: bool = True,
     ) -> None:
         self.shape = dict(zip(AXES, (pipeline, data, context, tensor), strict=True))
         for name, size in self.shape.items():
@@ -118,6 +121,7 @@ class Mesh:
             )
         if not 0 <= self.rank < self.size:
             raise ValueError(f"mesh: rank {self.rank} is outside a world of size {self.size}")
+        self.shared_embedding = shared_embedding
         self._registered: list[str] = []
         for name, groups in self._groups().items():
             setattr(self, name, self._axis(name, groups, planned, supports_reduction, timeout))
@@ -128,7 +132,8 @@ class Mesh:
         self.host = None if planned or self.size == 1 else _host_group(timeout)
         if self.host is not None:
             # A rank that closed the mesh before another has connected would break that rank's connection.
-            dist.barrier(self.host)
+            # Of memory on the host: dist.barrier takes that of the device to which the default group is bound.
+            dist.all_reduce(torch.zeros(1), group=self.host)
 
     pipeline: Axis
     data: Axis
@@ -155,7 +160,8 @@ class Mesh:
         groups["dp_replicate"] = list(_lines(shards, [1]))
         if self.expert_degree > 1:
             groups |= self._expert_groups(grid)
-        groups["embedding"] = list(_lines(grid[[0, -1]], [0])) if self.shape["pipeline"] > 1 else []
+        ends = self.shared_embedding and self.shape["pipeline"] > 1
+        groups["embedding"] = list(_lines(grid[[0, -1]], [0])) if ends else []
         groups["world"] = [tuple(range(self.size))]
         return groups
 
@@ -180,7 +186,7 @@ class Mesh:
     ) -> Axis:
         ranks = next((group for group in groups if self.rank in group), (self.rank,))
         group = None
-        if not planned and any(len(members) > 1 for members in groups):
+        if not planned and name != "data" and any(len(members) > 1 for members in groups):
             # Creating a group is collective over the world, members or not.
             created = [
                 dist.group.WORLD if name == "world" else dist.new_group(list(members), timeout=timeout)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from modeling.data.corpus import Samples
 from modeling.data.records import RecordSamples
+from parallel.device import page_locked
 
 if TYPE_CHECKING:
     from modeling.training.trainer import Trainer
@@ -41,10 +42,8 @@ def read_batch(trainer: Trainer, samples: Samples | RecordSamples, first: int, c
         arrays["answers"] = samples.answer_numbers(first, count)
     if isinstance(samples, RecordSamples) and samples.reference is not None:
         arrays["reference"] = samples.references(first, count)
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    if trainer.torch_device.type == "cuda":
-        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-    return Batch(**tensors)
+    device = trainer.torch_device
+    return Batch(**{name: page_locked(torch.from_numpy(array), device) for name, array in arrays.items()})
 
 
 class Prefetcher:

@@ -71,6 +71,7 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
         timeout=timeout,
         expert=parallel.expert,
         chunks=parallel.overlap_chunks or (None if by_size else 1),
+        shared_embedding=profile.model.tie_word_embeddings,
     )
 
 

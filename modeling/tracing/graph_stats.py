@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from modeling.planning.operator_costs import operator_flops, operator_volume, tensors_in
-from parallel.torch_internals import OpOverload, tree_map
+from parallel.torch_internals import OpOverload, tree_map, wait_tensor
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,20 @@ def _require_static(graph: GraphModule) -> None:
 
 
 def _peak(graph: GraphModule) -> int:
-    """Maximum bytes of results alive at once; a view shares its base's storage, inputs are not counted."""
+    """Maximum bytes of results alive at once; a view shares its base's storage, inputs are not counted.
+
+    So does the result of waiting for a collective, which is the collective's own; only fake tensors give it another storage.
+    """
+    waited = {
+        storage: _storages(node.args[0])[0][0]
+        for node in graph.graph.nodes
+        if node.target is wait_tensor.default
+        for storage, _ in _storages(node)
+    }
+
+    def storages(node: Node) -> list[tuple[int, int]]:
+        return [(waited.get(storage, storage), size) for storage, size in _storages(node)]
+
     last_user: dict[Node, Node] = {}
     for node in graph.graph.nodes:
         for argument in node.all_input_nodes:
@@ -135,14 +148,14 @@ def _peak(graph: GraphModule) -> int:
     sizes: dict[int, int] = {}
     alive = peak = 0
     for node in graph.graph.nodes:
-        for storage, size in _storages(node):
+        for storage, size in storages(node):
             if storage not in users:
                 users[storage], sizes[storage] = 0, 0 if node.op == "placeholder" else size
                 alive += sizes[storage]
             users[storage] += 1
         peak = max(peak, alive)
         for freed in freed_after.get(node, ()):
-            for storage, _ in _storages(freed):
+            for storage, _ in storages(freed):
                 users[storage] -= 1
                 if users[storage] == 0:
                     alive -= sizes[storage]

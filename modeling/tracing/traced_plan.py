@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from modeling.models.build import defers_weight_gradients, partition_layers
+from modeling.models.build import defers_weight_gradients, gathers_in_graph, partition_layers
 from modeling.models.language_model import LanguageModel
 from modeling.planning.memory import activation_bytes, microbatches_in_flight, plan_buckets
 from modeling.planning.planner import Plan, fits
@@ -48,6 +48,8 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
         working += max(stage["peak"] for stage in stages)
         modules = [costs.module(held) for held in layers]
         buckets = plan_buckets(profile, modules)
+        if gathers_in_graph(profile):  # the graphs' own results have the blocks' weights and gradients
+            buckets = [bucket for bucket in buckets if bucket.resident or not bucket.block]
         activations = activation_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
         calls = [_calls(profile, module) for module in modules]
         work = sum(times * flops.get(region, 0) for stage in calls for region, times in stage.items())

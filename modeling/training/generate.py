@@ -18,6 +18,7 @@ from modeling.data.records import RecordSamples
 from modeling.training.trainer import Trainer
 from parallel import collectives
 from parallel.attention.ring import zigzag_positions
+from parallel.device import page_locked
 
 SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 32  # of a text; the prompt of a record is its own
 TEMPERATURE, TOP_K = 0.8, 40
@@ -51,8 +52,11 @@ def _next_tokens(trainer: Trainer, tokens: Tensor, position: int, count: int) ->
     mesh = trainer.mesh
     drawn = torch.zeros(count, dtype=torch.float64)
     documents = torch.zeros_like(tokens[:, 1:]) if trainer.profile.document_masks else None
+    samples, documents = (
+        None if each is None else page_locked(each, trainer.torch_device) for each in (tokens, documents)
+    )
     with _collect_hidden_states(trainer) as hidden_states:
-        trainer.evaluate(tokens if trainer.reads_samples else None, len(tokens), documents)
+        trainer.evaluate(samples if trainer.reads_samples else None, len(tokens), documents)
     positions = zigzag_positions(tokens.shape[1] - 1, mesh.context.size, mesh.context.rank).tolist()
     local = positions.index(position) if position in positions else None  # one context rank has the position
     if trainer.last:

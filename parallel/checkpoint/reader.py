@@ -28,10 +28,12 @@ from parallel.checkpoint.boxes import BoxedTensor
 from parallel.checkpoint.checksums import FileDescription
 from parallel.checkpoint.files import CheckpointFiles
 from parallel.checkpoint.locations import CorruptCheckpoint, Location
+from parallel.device import set_current_device
 from parallel.torch_internals import PyTorchFileReader, create_file_view, narrow_tensor_by_index
 
 REQUESTS = 16  # concurrent requests to a remote store
 COPIES = 2  # concurrent copies from mapped files: one verifies while the other copies
+HOST = torch.device("cpu")
 FETCH_ALL = 1 << 20  # bytes; of a smaller box all is fetched, and of a box of which nearly all is needed
 
 # Every class and function that the `.metadata` of tensors refers to.
@@ -165,7 +167,10 @@ class Reader:
             source = self.read(box, item.storage_offsets, item.lengths)
             narrow_tensor_by_index(view.detach(), item.dest_offsets, item.lengths).copy_(source)
 
-        with ThreadPoolExecutor(COPIES if self._files.local else REQUESTS) as threads:
+        found = {view.device for _, _, view in reads} - {HOST}
+        device = found.pop() if found else HOST  # torch's current device is one of each thread
+        count = COPIES if self._files.local else REQUESTS
+        with ThreadPoolExecutor(count, "read", set_current_device, (device,)) as threads:
             list(threads.map(self._files.open, sorted({box.file for box, _, _ in reads})))
             list(threads.map(copy, reads))
 

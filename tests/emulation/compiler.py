@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from tests.emulation import usage
 from tests.emulation.usage import inside_compiled_program
 
 
@@ -38,6 +39,7 @@ def _compile(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     def run(arguments: list[Any]) -> Any:
         given = list(arguments)
         arguments.clear()
+        usage.record(usage.PROGRAM)
         with inside_compiled_program():
             return graph(*given)
 

@@ -2,7 +2,8 @@
 
 A tensor of the device shares its memory with a CPU tensor through DLPack, whose device field is rewritten. A fallback runs every
 operator on CPU aliases. It rejects operators that mix devices, and float64; fresh memory is NaN or garbage; a copy to the host
-that does not block holds garbage until the host waits for the device.
+that does not block holds garbage until the host waits for the device, and waits itself unless the memory is page-locked. Events
+have the host's time, and later ones that of the work in `queue_work`, which takes the device long and the host nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ DYNAMIC = ("nonzero", "masked_select", "unique", "_unique2", "unique_consecutive
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 _libraries: list[torch.library.Library] = []  # registrations last as long as these
 _copies: list[tuple[Tensor, Tensor]] = []  # to the host and not complete: (copied, destination)
+_page_locked: set[int] = set()  # addresses of host memory
+_queued_seconds = 0.0  # of `queue_work`
 
 
 # Memory
@@ -80,6 +85,24 @@ def synchronize() -> None:
     while _copies:
         copied, destination = _copies.pop(0)
         destination.copy_(copied)
+
+
+def lock_pages(tensor: Tensor) -> Tensor:
+    """Count a CPU tensor's memory as page-locked. The real one needs an allocator in C++."""
+    storage = tensor.untyped_storage()
+    _page_locked.add(storage.data_ptr())
+    weakref.finalize(storage, _page_locked.discard, storage.data_ptr())
+    return tensor
+
+
+def _is_page_locked(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() in _page_locked
+
+
+def queue_work(seconds: float) -> None:
+    """Queue work that takes the device so long, and the host no time."""
+    global _queued_seconds
+    _queued_seconds += seconds
 
 
 # Operators
@@ -177,10 +200,13 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     if on_device(target):
         if on_device(source):
             record_operator("copy_")
-        elif not source.is_pinned():
-            record(usage.BLOCKING_UPLOAD, str(source.dtype))
+        else:
+            usage.record_use()
+            record(usage.UPLOAD, str(source.dtype))
+            if not (non_blocking and _is_page_locked(source)):
+                record(usage.BLOCKING_UPLOAD, str(source.dtype))
         host_alias(target).copy_(copied)
-    elif non_blocking:
+    elif non_blocking and _is_page_locked(target):
         _copies.append((copied.clone(), target))
         fill_garbage(target)
     else:
@@ -266,7 +292,7 @@ class Event:
         self._timed, self._time = enable_timing, 0.0
 
     def record(self, stream: object = None) -> None:
-        self._time = time.perf_counter()
+        self._time = time.perf_counter() + _queued_seconds
 
     def synchronize(self) -> None:
         record(usage.HOST_READ, "event")
@@ -303,6 +329,7 @@ class Stream:
 
 
 def _waiting(what: str = "device") -> None:
+    usage.record_use()
     record(usage.HOST_READ, what)
     synchronize()
 
@@ -337,16 +364,31 @@ class Module:
         self._random_state = state.clone()
 
 
+def _empty_like(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def empty_like(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        made = function(*args, **kwargs)
+        return lock_pages(made) if pin_memory else made
+
+    return empty_like
+
+
 def install() -> None:
     """Make the device and its process-group backend; once in a process, before either is used."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+    from parallel import device
     from parallel.attention import kernels
     from tests.emulation.process_group import register_backend
 
     _setup_privateuseone_for_python_backend(TYPE, backend_module=Module())
     torch.accelerator.synchronize = Module.synchronize  # torch's own does nothing for a device in Python
-    torch.accelerator.set_device_index = lambda index, /: None  # one device a process, whatever its rank
+    # One device a process, whatever its rank.
+    torch.accelerator.set_device_index = lambda index, /: usage.record_choice()
+    device.KINDS[TYPE] = replace(
+        device.KINDS[TYPE], page_locks=True
+    )  # as a GPU, so that its copies are seen here
+    torch.Tensor.pin_memory = lambda self: lock_pages(self.clone())
+    torch.empty_like = _empty_like(torch.empty_like)
     _register_operators()
     register_backend()
     kernels.register("nki", kernels.MATH)

@@ -15,12 +15,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from tests.emulation.device import TYPE, fill_garbage, host_alias, on_device
-from tests.emulation.usage import Rejected, call_site
+from tests.emulation.usage import Rejected, call_site, record_use
 
 Tensors = Tensor | Sequence["Tensors"]
 # The arguments of each collective that are results; an argument in both roles is overwritten.
 RESULTS = {"recv": (0,), "send": (), "allreduce": (0,), "broadcast": (0,), "alltoall_base": (0,)}
 RESULTS |= {"_allgather_base": (0,), "_reduce_scatter_base": (0,), "allgather": (0,)}
+
+
+groups: list[Group] = []  # all that were made
 
 
 class Pending(Work):
@@ -59,6 +62,8 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._name = ""
+        self.timeout, self.used = timeout, False
+        groups.append(self)
 
     _device_types = property(lambda self: [torch.device(TYPE)])
     group_name = property(lambda self: self._name)
@@ -79,6 +84,8 @@ class Group(dist.ProcessGroup):
         self._gloo.shutdown()
 
     def _run(self, name: str, arguments: tuple[Tensors, ...], *rest: Any) -> Work:
+        record_use()
+        self.used = True
         what = f"{name} from {call_site()}"
         given = [_hosts(x, what) for x in arguments]
         # gloo works on copies of the results, which the memory of the device gets when it is waited for.

@@ -1,8 +1,8 @@
 """Runs training on the emulated device, on each rank of a forked job: `tests.emulation.program JOB`.
 
 JOB is a JSON file: [{run, dataset, calls, fault}, ...]. Each entry is a run folder whose profile has as many ranks as this job;
-its calls are made in order, in one process group. Each rank writes what each call returned, and what it did on the device, to
-RUN/calls_RANK.json. A `fault` breaks the program on purpose.
+its calls are made in order, in one process group. Each rank writes what each call returned, what it did on the device, and the
+settings that the device had read, to RUN/calls_RANK.json. A `fault` breaks the program on purpose.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ import torch
 import torch.distributed as dist
 
 from modeling import check_device
+from modeling.supervision import stragglers
 from modeling.training import evaluate, train
+from modeling.training.trainer import Trainer
 from parallel import collectives, device
 from parallel.layers import overlap
 from parallel.optimizer import buckets
-from tests.emulation import usage
+from tests.emulation import process_group, usage
 from tests.emulation.compiler import register_compiler
-from tests.emulation.device import host_alias, install
+from tests.emulation.device import host_alias, install, queue_work
 from tests.modeling import micro
+
+SLOW_SECONDS = 1000.0
 
 
 def run_training(run: Path, dataset: Path) -> object:
@@ -35,7 +39,11 @@ def run_training(run: Path, dataset: Path) -> object:
 
 
 def run_steps(run: Path, dataset: Path) -> object:
-    """Train with the emulated compiler; counts from the second step on, when everything has been compiled."""
+    """Train with the emulated compiler; counts from the second step on, when everything has been compiled.
+
+    Returns:
+        number of the optimizer's buckets.
+    """
     register_compiler()
     torch.compiler.reset()  # programs of other runs count towards torch's limit of recompilations
     queue_step = train.TrainingRun._queue_step
@@ -47,12 +55,27 @@ def run_steps(run: Path, dataset: Path) -> object:
         if training.step == training.settings.steps:
             used.update(usage.take())
 
+            buckets.append(len(training.optimizer.buckets))
+
     used: dict[str, Any] = {}
+    buckets: list[int] = []
     with mock.patch.object(train.TrainingRun, "_queue_step", queue):
-        code = run_training(run, dataset)
+        run_training(run, dataset)
     usage.take()
     usage.counts.update(used)
-    return code
+    return buckets[0]
+
+
+def run_with_slow_device(run: Path, dataset: Path) -> object:
+    """Train with a device of rank 1 that takes long for each microbatch, which costs its host no time."""
+    loss = Trainer._loss
+
+    def slow(trainer: Trainer, *inputs: torch.Tensor) -> torch.Tensor:
+        queue_work(SLOW_SECONDS if trainer.mesh.rank == 1 else 0)
+        return loss(trainer, *inputs)
+
+    with mock.patch.object(Trainer, "_loss", slow), mock.patch.object(stragglers, "WINDOW", 2):
+        return run_training(run, dataset)
 
 
 def run_evaluation(run: Path, dataset: Path) -> object:
@@ -86,6 +109,7 @@ def check_devices(run: Path, dataset: Path) -> object:
 
 CALLS: dict[str, Callable[[Path, Path], object]] = {
     "train": run_training,
+    "slow": run_with_slow_device,
     "steps": run_steps,
     "evaluate": run_evaluation,
     "resume": resume_training,
@@ -113,6 +137,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 def call(name: str, run: Path, dataset: Path, fault: str | None) -> dict[str, Any]:
     usage.take()
+    usage.settings.clear()
+    process_group.groups.clear()
     try:
         with FAULTS[fault]() if fault else mock.MagicMock():
             returned, error = CALLS[name](run, dataset), None
@@ -120,7 +146,10 @@ def call(name: str, run: Path, dataset: Path, fault: str | None) -> dict[str, An
         if not fault:
             raise
         returned, error = None, traceback.format_exc()
-    return {"name": name, "returned": returned, "error": error, "usage": usage.take()}
+    return {
+        "name": name, "returned": returned, "error": error, "settings": dict(usage.settings), "usage": usage.take(),
+        "groups": [(group.getGroupName(), group.used, group.timeout.total_seconds()) for group in process_group.groups],
+    }  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:

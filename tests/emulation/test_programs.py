@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from modeling.training.trainer import timeouts_of
+from profiles.resolve import load
 from tests.emulation import usage
-from tests.emulation.program import FAULTS
+from tests.emulation.program import FAULTS, SLOW_SECONDS
 from tests.forked_jobs import run_forked
 from tests.modeling import micro
 
@@ -22,7 +24,7 @@ GPT = (
 PIPELINE = ("parallel.tensor=1", "parallel.pipeline=2", "train.micro_batch_size=1")
 TWO_RANKS = {
     "tensor": ("parallel.tensor=2", "parallel.overlap_chunks=2"),
-    "data": ("parallel.tensor=1",),
+    "data": ("parallel.tensor=1", "checkpoint.async=true"),
     "fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp", "train.recompute=full"),
     "context": ("parallel.tensor=1", "parallel.context=2", "train.document_masks=true"),
     "pipeline": PIPELINE,
@@ -33,6 +35,8 @@ COMPILED = {
     "compiled, interleaved": (*DEEP, *PIPELINE, "parallel.schedule=interleaved"),
     "compiled, fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp"),
 }
+# Functions that copy to the device before the first step: constants, and initial or loaded weights.
+SETUP = {"__init__", "_first_row", "fill", "_norm_weights", "constants", "copy"}
 FOUR_RANKS = {
     "tensor 4": ("parallel.tensor=4",),  # with replicated KV heads
     "tensor 2, pipeline 2": (*PIPELINE, "parallel.tensor=2"),
@@ -69,7 +73,7 @@ def calls(run: Path, rank: int = 0) -> list[dict]:
 
 def training(run: Path, rank: int = 0) -> dict[str, dict[str, int]]:
     """What a run's training did on a rank's device."""
-    return next(call["usage"] for call in calls(run, rank) if call["name"] in ("train", "steps"))
+    return next(call["usage"] for call in calls(run, rank) if call["name"] in ("train", "steps", "slow"))
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +93,7 @@ def expected(tmp_path_factory, dataset) -> dict[tuple[str, ...], dict[int, float
 def runs(tmp_path_factory, dataset) -> dict[str, Path]:
     """Finished runs: each topology of two ranks, one resumed and evaluated; and one run for each fault."""
     entries = {name: {"settings": settings, "calls": ["train"]} for name, settings in TWO_RANKS.items()}
+    entries["data"]["calls"] = ["slow"]
     entries["tensor"]["calls"] = ["check_device", "train", "evaluate", "resume"]
     entries |= {
         fault: {"settings": ("train.steps=2", *TWO_RANKS["tensor"]), "calls": ["train"], "fault": fault} for fault in FAULTS
@@ -128,11 +133,17 @@ def test_losses_are_those_of_the_cpu(name, runs, expected):
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_step_runs_no_operator_outside_compiled_programs(name, compiled_runs, expected):
     """On any rank; torch's all-reduce copies its input, which needs no program."""
-    run = compiled_runs[name]
+    run, steps = compiled_runs[name], STEPS - 1  # that are counted
     assert micro.losses(run) == pytest.approx(expected[mathematics(COMPILED[name])], rel=1e-5)
     for rank in range(2):
         outside = training(run, rank).get(usage.EAGER, {})
         assert set(outside) <= {"parallel/collectives.py:__init__ copy_"}
+        assert usage.BLOCKING_UPLOAD not in training(run, rank)
+        (call,) = calls(run, rank)
+        buckets = call["returned"]
+        assert training(run, rank)[usage.PROGRAM]["parallel/optimizer/adamw.py:update"] == steps * buckets
+        # The device reads its settings once: the cache of compiled programs must be set before it is used.
+        assert call["settings"] == {"TORCH_NEURONX_NEFF_CACHE_DIR": str(run / "graphs" / "own")}
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
@@ -157,6 +168,45 @@ def test_step_waits_for_the_device_once(name, runs):
     assert usage.DYNAMIC not in used
 
 
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_copies_to_the_device_are_asynchronous_and_of_page_locked_memory(name, runs):
+    """In steps and evaluations, besides the pipelines' agreement. Keys of dropout are computed for models that have it only."""
+    used = training(runs[name])
+    agreements = used[usage.BLOCKING_UPLOAD].pop("parallel/pipeline/pipeline.py:_run torch.int32", 0)
+    assert agreements == (2 if "parallel.pipeline=2" in TWO_RANKS[name] else 0)
+    assert blocking_functions(used) <= SETUP
+    keys = used[usage.UPLOAD].get("parallel/device.py:upload torch.int64", 0)
+    hashed = any(site.startswith("parallel/random.py") for site in used[usage.EAGER])
+    assert (keys, hashed) == ((STEPS, True) if name == "dropout" else (0, False))
+
+
+def blocking_functions(used: dict[str, dict[str, int]]) -> set[str]:
+    """Functions whose copies to the device make the host wait."""
+    return {site.split()[0].partition(":")[2] for site in used[usage.BLOCKING_UPLOAD]}
+
+
+def test_every_process_group_is_used_and_has_the_timeout_of_the_run(runs, larger_runs):
+    for run in (*(runs[name] for name in TWO_RANKS), *larger_runs.values()):
+        groups = next(call["groups"] for call in calls(run) if call["name"] in ("train", "slow"))
+        timeout = timeouts_of(load(str(run / "profile.yaml"))).process_group.total_seconds()
+        assert groups
+        assert {(used, seconds) for _, used, seconds in groups} == {(True, timeout)}
+
+
+def test_rank_whose_device_is_slow_is_named_though_its_host_is_not(runs):
+    events = [json.loads(line) for line in (runs["data"] / "events.jsonl").read_text().splitlines()]
+    (reason,) = [event["reason"] for event in events if event["event"] == "straggler"]
+    assert reason.startswith("rank 1 on ")
+    fast, slow = micro.metrics(runs["data"])[2]["rank_seconds"]
+    assert fast < SLOW_SECONDS <= slow
+
+
+def test_threads_that_use_the_device_choose_it_first(runs):
+    """Those that write and read checkpoints; a thread that did not would be rejected."""
+    assert training(runs["data"], 1)[usage.THREAD]["checkpoint"] == 1
+    assert calls(runs["tensor"], 1)[3]["usage"][usage.THREAD]["read"] > 0
+
+
 def test_save_copies_each_shard_once(runs):
     """A copy of each state of each bucket, and one wait for all of them."""
     waits = training(runs["data"])[usage.HOST_READ]
@@ -174,7 +224,9 @@ def test_evaluation_and_sampling(runs):
     assert result["step"] == STEPS
     assert 0 < result["validation_loss"] < 6
     assert [len(sample["text"]) for sample in result["samples"]] == [16, 16, 16]
-    assert usage.DYNAMIC not in calls(runs["tensor"])[2]["usage"]
+    used = calls(runs["tensor"])[2]["usage"]
+    assert usage.DYNAMIC not in used
+    assert blocking_functions(used) <= SETUP
 
 
 def test_checks_of_check_device_pass(runs):

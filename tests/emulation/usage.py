@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +15,17 @@ OURS = tuple(f"{ROOT}{os.sep}{folder}{os.sep}" for folder in ("parallel", "model
 EMULATION = f"{ROOT}{os.sep}tests{os.sep}emulation{os.sep}"
 
 HOST_READ = "host waits for the device"  # a value read, a blocking copy to the host, a synchronize
-BLOCKING_UPLOAD = "copy from pageable memory"  # to the device, which real devices make the host wait for
+BLOCKING_UPLOAD = "copy that blocks"  # to the device: the call waits, or the memory is not page-locked
+UPLOAD = "copy to the device"
 DYNAMIC = "shape depends on data"
 EAGER = "operator outside compiled programs"
+PROGRAM = "compiled program"
+THREAD = "thread that chose its device"
 counts: dict[str, Counter[str]] = defaultdict(Counter)
+settings: dict[str, str | None] = {}  # those of the environment that the device read at its first use
 _compiled = 0  # depth of compiled programs that are running
+_threads = threading.local()  # whether this thread chose its device
+SETTINGS = ("TORCH_NEURONX_NEFF_CACHE_DIR",)
 
 
 class Rejected(RuntimeError):
@@ -30,8 +37,27 @@ def record(kind: str, what: str = "") -> None:
     counts[kind][f"{call_site()} {what}".strip()] += 1
 
 
+def record_use() -> None:
+    """The device is used: the first time it reads its settings. A thread must have chosen it, or gets the first device."""
+    if not settings:
+        settings.update({name: os.environ.get(name) for name in SETTINGS})
+    thread = threading.current_thread()
+    # Threads that Python did not start are autograd's, which chooses their devices.
+    own = thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
+    if not (own or getattr(_threads, "chose", False)):
+        raise Rejected(f"thread {thread.name} uses the device without having chosen it")
+
+
+def record_choice() -> None:
+    """This thread chooses its device."""
+    _threads.chose = True
+    counts[THREAD][threading.current_thread().name.partition("_")[0]] += 1
+    record_use()
+
+
 def record_operator(name: str) -> None:
     """Count an operator that runs outside compiled programs."""
+    record_use()
     if not _compiled:
         record(EAGER, name)
 

@@ -1,6 +1,7 @@
 """ZeRO-1 against torch.optim.AdamW on one process; its memory; skipped steps."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from modeling.models.build import optimizer_bucket_size
 from parallel import ColumnParallelLinear, Mesh, RMSNorm, VocabParallelEmbedding, ZeRO1, initialize
 from parallel import device as devices
 from parallel.initialization import initialize_parameter
@@ -18,6 +20,7 @@ from parallel.optimizer.adamw import AdamW, adamw, update
 from parallel.optimizer.arithmetic import square_norm
 from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, bucket_size
 from parallel.optimizer.fsdp import Unit
+from profiles import resolve
 from tests.pool import mesh
 
 ONE = Axis("tensor")
@@ -304,15 +307,20 @@ def test_buckets_grow_with_the_shard_group_where_messages_cost_latency():
     assert bucket_size(256, devices.ACCELERATORS["trn2"]) < bucket_size(
         256, h100
     )  # a slower link, shorter messages
+    profile = resolve.load("llama3-70b-h100")  # sharded over 64
+    assert optimizer_bucket_size(profile) == bucket_size(64, h100) > BUCKET_SIZE
 
 
-def gathers_during_forward() -> list[list[int]]:
-    """Buckets whose gather was waited for: in a step, and before each layer of the next forward. The weights are those of
-    an optimizer that gathers at once."""
-    waited: list[int] = []
+def gathers_during_forward() -> list[list[str]]:
+    """Buckets whose gather began or was waited for: in a step, and before each layer of the next forward. The weights are those
+    of an optimizer that gathers at once."""
+    events: list[str] = []
 
-    def take() -> list[int]:
-        return [waited.pop(0) for _ in range(len(waited))]
+    def take() -> list[str]:
+        return [events.pop(0) for _ in range(len(events))]
+
+    def note(event: str, call: Callable[[], None]) -> Callable[[], None]:
+        return lambda: (events.append(event), call())[1]
 
     with mesh(data=2) as m:
         layers, at_once = (nn.ModuleDict({str(i): RMSNorm(64, ONE) for i in range(4)}) for _ in range(2))
@@ -323,8 +331,8 @@ def gathers_during_forward() -> list[list[int]]:
         ahead, reference = optimizers
         ahead.gather_before_use([Unit((layer,), (f"{i}.",)) for i, layer in layers.items()])
         for number, bucket in enumerate(ahead._updated):
-            wait = bucket.wait
-            bucket.wait = lambda wait=wait, number=number: (waited.append(number), wait())
+            bucket.start_gather = note(f"begin {number}", bucket.start_gather)
+            bucket.wait = note(f"wait {number}", bucket.wait)
         for optimizer, built in ((ahead, layers), (reference, at_once)):
             sum((i + 1) * layer.weight.sum() for i, layer in enumerate(built.values())).backward()
             optimizer.step(RATE)
@@ -337,4 +345,6 @@ def gathers_during_forward() -> list[list[int]]:
 
 
 def test_step_returns_before_the_weights_are_gathered_which_each_layer_waits_for(pool):
-    assert pool.run(gathers_during_forward, 2) == [[[], [0], [1], [2], [3]]] * 2
+    """Two gathers are under way at a time: a layer's begins two layers ahead."""
+    expected = [["begin 0", "begin 1"], ["wait 0", "begin 2"], ["wait 1", "begin 3"], ["wait 2"], ["wait 3"]]
+    assert pool.run(gathers_during_forward, 2) == [expected] * 2

@@ -1,0 +1,60 @@
+"""What process groups, threads and kernels are told of their device. There is no GPU: calls of torch are recorded."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel import device as devices
+from tests.pool import mesh
+
+
+def test_process_groups_of_gpus_are_bound_to_their_device(monkeypatch):
+    """So that they connect when they are made, and never on device 0."""
+    calls = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: calls.append((given, named)))
+    limit, gpu = timedelta(seconds=7), torch.device("cuda", 3)
+    devices.ACCELERATORS["h100"].start_process_group(gpu, limit)
+    devices.CPU.start_process_group(torch.device("cpu"), limit)
+    assert calls == [
+        (("nccl",), {"timeout": limit, "device_id": gpu}),
+        (("gloo",), {"timeout": limit, "device_id": None}),
+    ]
+
+
+def mesh_beside_a_gpu() -> None:
+    """Make a mesh as on a GPU, to which torch then binds the group of the hosts too."""
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    try:
+        with mesh(data=2):
+            pass
+    finally:
+        dist.group.WORLD.bound_device_id = None
+
+
+def test_ranks_meet_on_their_hosts(pool):
+    """Without memory of the device, which torch without CUDA cannot allocate."""
+    pool.run(mesh_beside_a_gpu, 2)
+
+
+def test_thread_gets_the_device_of_its_rank(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    devices.set_current_device(torch.device("cuda", 3))
+    devices.set_current_device(torch.device("cpu"))
+    assert chosen == [3]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_gpus_use_deterministic_kernels_where_asked(deterministic):
+    try:
+        devices.ACCELERATORS["h200"].choose_kernels(deterministic)
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        torch.use_deterministic_algorithms(False)
+        devices.CPU.choose_kernels(deterministic=True)  # its kernels are deterministic
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True

@@ -1,0 +1,42 @@
+"""Every launcher sets the environment variables of the profile's device for its jobs."""
+
+import json
+
+import pytest
+
+from profiles import resolve
+from tasks.launchers import Job, batch, execute, manifests
+from tasks.launchers.plugins import create
+
+NAMES = ("PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+PRINT = f"import json, os; print(json.dumps({{name: os.environ.get(name) for name in {NAMES}}}))"
+
+
+def in_local_job(job, cluster):
+    execute(create("local", cluster), job)
+    return json.loads(job.log_file.read_text().splitlines()[0])
+
+
+def in_batch_script(job, cluster):
+    lines = batch.script(job, cluster, "submission").splitlines()
+    exports = dict(line.removeprefix("export ").split("=", 1) for line in lines if line.startswith("export "))
+    return {name: exports.get(name) for name in NAMES}
+
+
+def in_manifest(job, cluster):
+    (container,) = manifests.manifest("job", job, cluster, 0, None)["spec"]["template"]["spec"]["containers"]
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    return {name: variables.get(name) for name in NAMES}
+
+
+@pytest.mark.parametrize("environment", [in_local_job, in_batch_script, in_manifest])
+def test_jobs_on_gpus_get_segments_that_grow_and_deterministic_matrix_products(
+    environment, tmp_path, monkeypatch
+):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    profile = resolve.load("llama3-8b-h100", ["cluster.kubernetes.image=i"])
+    assert profile.train.deterministic
+    job = Job("print", "timeit", ("-n1", "-r1", PRINT), tmp_path)
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert environment(job, profile.cluster) == expected
