@@ -223,13 +223,15 @@ def training_speeds(comparison: TrainingComparison, result: Result) -> Iterator[
 
 
 def full_depth_speed(results: Mapping[str, Result]) -> float | None:
-    """Tokens/s a GPU of all layers of the 8B model; None without the rows of its 2 and 4 layers.
+    """Tokens/s a GPU of all layers of the 8B model: a step's seconds grow with the layers by as much as from 2 to 4 of them.
 
-    A step's seconds grow with the layers by as much as from 2 to 4 of them.
+    Returns:
+        None without both rows, or where 4 layers were not slower than 2.
     """
-    try:
-        two, four = (statistics.median(results[name].ours) for name in ("8b-2-layers", "8b-layers"))
-    except KeyError:
+    if not {"8b-2-layers", "8b-layers"} <= results.keys():
+        return None
+    two, four = (statistics.median(results[name].ours) for name in ("8b-2-layers", "8b-layers"))
+    if four <= two:
         return None
     return results["8b-layers"].tokens / (four + (DEPTH - 4) * (four - two) / 2)
 

@@ -226,7 +226,8 @@ class RingComparison:
     @property
     def against(self) -> str:
         one = "one process" if self.device == "cpu" else "one device, halved"
-        return f"{one}, {self.tokens // 1024}k tokens"
+        tokens = f"{self.tokens // 1024}k" if self.tokens >= 1024 else self.tokens
+        return f"{one}, {tokens} tokens"
 
     def turns(self, schedule: Schedule) -> int:
         """Runs of both sides, and one more of each, which warms up and gives the outputs."""
