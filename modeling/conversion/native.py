@@ -21,11 +21,12 @@ import torch
 from pydantic import ValidationError
 
 from modeling.conversion.tensor_files import File
-from modeling.conversion.weights import Part, Weights, read_mapped, slices
+from modeling.conversion.weights import Part, Weights, slices
 from modeling.models.build import DTYPES, MODELS
 from parallel import Mesh
 from parallel.checkpoint import checkpoint
-from parallel.checkpoint.reader import Reader
+from parallel.checkpoint.files import CheckpointFiles
+from parallel.checkpoint.reader import Reader, StoredBox
 from parallel.checkpoint.writer import Written, write_boxes, write_metadata
 from parallel.constraints import kv_replicas
 from parallel.layout import Box, GlobalBox, layout_of
@@ -51,18 +52,40 @@ def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
 
 
 def read(folder: Path, model: Model, dtype: torch.dtype | None = None) -> Weights:
-    """The master weights of a complete checkpoint, as `dtype` if given."""
-    parts = {}
-    reader = Reader(folder)
-    for name, stored in reader.tensors.items():
-        prefix, _, name = name.partition(".")
-        if prefix == PREFIX:
-            boxes = stored.boxes
-            parts[name] = [
-                Part(b.offsets, b.sizes, stored.dtype, partial(read_mapped, partial(reader.map, b)))
-                for b in boxes
-            ]
+    """The master weights of a complete checkpoint, as `dtype` if given; what is read of them is verified.
+
+    Raises:
+        CorruptCheckpoint: a file is missing or corrupted; also raised by the parts that read it.
+    """
+    described = checkpoint.read_marker(folder).get("files", {})  # empty if a conversion wrote it
+    reader, verified = Reader(folder, described), CheckpointFiles(folder, described)
+    tensors = {
+        name.removeprefix(f"{PREFIX}."): stored
+        for name, stored in reader.tensors.items()
+        if name.startswith(f"{PREFIX}.")
+    }
+    for file in {box.file for stored in tensors.values() for box in stored.boxes}:
+        verified.open(file)
+    parts = {
+        name: [
+            Part(box.offsets, box.sizes, stored.dtype, partial(_read_box, reader, verified, box))
+            for box in stored.boxes
+        ]
+        for name, stored in tensors.items()
+    }
     return Weights(model, parts, dtype)
+
+
+def _read_box(
+    reader: Reader, verified: CheckpointFiles, box: StoredBox, index: tuple[slice, ...]
+) -> torch.Tensor:
+    """Elements of a box of a local checkpoint, after their bytes were verified."""
+    row = math.prod(box.sizes[1:]) * box.dtype.itemsize
+    first, end = (index[0].start, index[0].stop) if index else (0, 1)
+    # Where in a box its elements begin is not known here: around them is what torch.save adds.
+    around = box.length - math.prod(box.sizes) * box.dtype.itemsize
+    verified.verify_mapped(box.file, box.start + first * row, box.start + end * row + around)
+    return reader.map(box)[index]
 
 
 def files(weights: Weights, tensor: int = 1, stages: Sequence[range] | None = None) -> list[BoxFile]:

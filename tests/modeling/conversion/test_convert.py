@@ -187,6 +187,15 @@ def test_checkpoint_of_fsdp_converts_as_that_of_zero1(pool, tmp_path):
         convert(tmp_path / sharding, tmp_path / f"hf-{sharding}", Options("hf"))
     fsdp, zero1 = (load_file(tmp_path / f"hf-{name}" / "model.safetensors") for name in ("fsdp", "zero1"))
     torch.testing.assert_close(fsdp, zero1, rtol=1e-4, atol=1e-6)
+    stored = Reader(tmp_path / "fsdp").tensors
+    box = next(tensor.boxes[-1] for name, tensor in stored.items() if name.startswith(native.PREFIX))
+    with (tmp_path / "fsdp" / box.file).open("r+b") as file:
+        file.seek(box.start + box.length // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(ValueError, match=rf"{box.file}: corrupted: the 16 KiB from byte .* differ"):
+        convert(tmp_path / "fsdp", tmp_path / "hf-corrupted", Options("hf"))
 
 
 def test_checkpoint_is_as_large_as_its_weights(llama, tmp_path):
