@@ -11,11 +11,14 @@ way. Unused slots are zeros. Elements that a rank sends: E·b·C·h(n-1)/n, twic
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from parallel import collectives
+from parallel.backward import needs_gradient
 from parallel.experts.activations import ACTIVATIONS
 from parallel.experts.grouped import Update
 from parallel.mesh import Axis
@@ -82,8 +85,27 @@ def slotted_experts(
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, update: Update | None) -> Tensor:
     """Rows (experts, m, i) times weights (experts, o, i), their biases and updates: -> (experts, m, o)."""
-    result = torch.bmm(rows, weight.transpose(1, 2))
+    result = _Product.apply(rows, weight)
     if update is not None:
         a, b = update
-        result = result + torch.bmm(torch.bmm(rows, a.transpose(1, 2)), b.transpose(1, 2))
+        result = result + _Product.apply(_Product.apply(rows, a), b)
     return result if bias is None else result + bias[:, None]
+
+
+class _Product(Function):
+    """Rows (experts, m, i) times weights (experts, o, i) -> (experts, m, o).
+
+    It saves the weights as they are, not their transposes: a graph that gathers weights (optimizer/fsdp.py) then gathers them
+    again in backward, where a partitioner that does not recompute transposes would keep all of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return torch.bmm(rows, weight.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        rows, weight = ctx.saved_tensors
+        grad_rows = torch.bmm(grad, weight) if needs_gradient(ctx, 0) else None
+        return grad_rows, torch.bmm(grad.transpose(1, 2), rows) if needs_gradient(ctx, 1) else None
