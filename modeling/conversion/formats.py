@@ -58,14 +58,18 @@ def read(
         return nxd_files.read(shards, model, layout, adapters)
     if files := huggingface.weight_files(source):
         if model is None:
-            model = read_config(source if source.is_dir() else source.parent)
+            model = read_config(source if source.is_dir() else source.parent, "SOURCE")
         return huggingface.read(files, model)
     reason = "is not a checkpoint: no safetensors or .bin, no NxD shards, no complete Trainshed checkpoint"
     raise ProfileError("SOURCE", str(source), reason if source.exists() else "does not exist")
 
 
-def read_config(path: Path) -> Model:
-    """The model of a config.json, given as the file or its folder. Raises ProfileError if it is missing or not supported."""
+def read_config(path: Path, option: str = "--config") -> Model:
+    """The model of a config.json, given as the file or its folder.
+
+    Raises:
+        ProfileError: the file, which the command line names by `option`, is missing or not supported.
+    """
     path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text())
@@ -75,4 +79,4 @@ def read_config(path: Path) -> Model:
     except FileNotFoundError:
         raise ProfileError("--config", None, f"is required: {path} does not exist") from None
     except ValueError as error:
-        raise ProfileError("--config", str(path), f"cannot be used: {error}") from error
+        raise ProfileError(option, str(path), f"cannot be used: {error}") from error

@@ -227,8 +227,8 @@ def _check_heads(rows: _LocalRows, model: Model, tensor: int, multiplier: int) -
         )
     if rows.q * tensor != heads * d:
         raise ValueError(
-            f"the shards hold {rows.q * tensor / d:g} of the model's {heads} query heads; NxD lost the others, or they "
-            "are of another model"
+            f"the shards of {tensor} tensor ranks hold {rows.q * tensor / d:g} of the model's {heads} query heads; files of "
+            "further ranks are missing, NxD lost the other heads, or the config is another model's"
         )
     if rows.kv * tensor != max(kv_heads, tensor) * d:
         raise ValueError(

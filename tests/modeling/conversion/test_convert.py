@@ -299,6 +299,12 @@ def test_corrupted_file_is_named(name, llama):
         formats.read(llama, None, None)
 
 
+def test_invalid_config_beside_the_weights_is_named_as_one_of_the_source(llama):
+    (llama / "config.json").write_text("{")
+    with pytest.raises(ProfileError, match=r"SOURCE = .*config\.json: cannot be used"):
+        formats.read(llama, None, None)
+
+
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 def test_file_that_cannot_be_read_is_not_called_corrupted(form, llama, monkeypatch):
     path = llama / "model.safetensors"
