@@ -208,3 +208,18 @@ def test_peak_excludes_views_and_freed_results():
 
     graph = make_fx(chain, tracing_mode="fake")(torch.zeros(4, 256))
     assert graph_stats.measure(graph, {}).peak == 2 * 4096
+
+
+def test_gathered_weights_of_experts_are_not_kept_for_backward(tmp_path):
+    """Where graphs gather them; they are most of what a layer would keep."""
+    experts = ("model.architecture=mixtral", "model.num_experts=8", "model.num_experts_per_tok=2")
+    sharded = (
+        "train.capacity_factor=1.0",
+        "model.intermediate_size=512",
+        "parallel.tensor=1",
+        "parallel.data_sharding=fsdp",
+    )
+    compiled = ("compile.enabled=true", "cluster.device=neuron", "model.num_hidden_layers=1")
+    sparse = profile(tmp_path, *experts, *sharded, *compiled)
+    (layer,) = StageCosts(sparse).layers(range(1))
+    assert trace(sparse).stages[0].saved <= layer.saved
