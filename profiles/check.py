@@ -193,12 +193,16 @@ def _pipeline(profile: Profile) -> None:
         raise ProfileError("parallel.schedule", parallel.schedule, reason, ["1f1b", "zero_bubble"])
     if parallel.schedule == "zero_bubble" and ranks > 1:
         reason = "parallel.schedule zero_bubble splits the backward pass and does not support"
-        if profile.compile.enabled and profile.cluster.device == "neuron":
-            reason = f"{reason} compiled graphs on neuron, where the pass of weights would run outside them"
-            raise ProfileError("compile.enabled", True, reason, [False])
         if profile.train.recompute != "none":
             reason = f"{reason} activation checkpointing"
             raise ProfileError("train.recompute", profile.train.recompute, reason, ["none"])
+        if (
+            profile.cluster.device == "neuron"
+            and profile.compile.enabled
+            and parallel.data_sharding == "fsdp"
+        ):
+            reason = f"{reason} fsdp within compiled graphs on neuron"
+            raise ProfileError("parallel.data_sharding", "fsdp", reason, ["zero1", "none"])
     if cuts is not None and (reason := invalid_cuts(cuts, layers, ranks, parallel.schedule)):
         raise ProfileError("parallel.pipeline_cuts", cuts, reason, ["null"])
 

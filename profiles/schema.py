@@ -97,7 +97,7 @@ class Parallel(Section):
     )
     schedule: Literal["1f1b", "interleaved", "zero_bubble"] = Field(
         "1f1b",
-        description="pipeline schedule; zero_bubble needs train.recompute none, and compile.enabled false on neuron",
+        description="pipeline schedule; zero_bubble needs train.recompute none, and no fsdp in compiled graphs on neuron",
     )
     pipeline_cuts: list[Count] | None = Field(
         None, description="first layer of each stage after the first; null: balanced by cost"

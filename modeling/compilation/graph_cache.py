@@ -31,6 +31,7 @@ from torch.fx import GraphModule
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled, Compiler
 from parallel import device as devices
+from parallel.layers.deferred import DeferrableLinear, weight_gradient
 from parallel.loss import LossPrograms, chunk_loss
 from parallel.optimizer.arithmetic import Compile
 from profiles.schema import Profile, Train
@@ -72,6 +73,10 @@ def compile_regions(model: nn.Module, train: Train, kind: str, backend: Callable
         ends = [(name, module) for name, module in model.named_children() if name in ENDS]
         for name, module in ends:
             module.forward = torch.compile(module.forward, backend=backend(ENDS[name]), **OPTIONS)
+        compiled = torch.compile(weight_gradient, backend=backend(STEP), **OPTIONS)
+        for module in model.modules():
+            if isinstance(module, DeferrableLinear):
+                module.weight_gradient = compiled
         if hasattr(model, "rotations"):
             model.rotations = torch.compile(model.rotations, backend=backend("rotations"), **OPTIONS)
     if model.last:

@@ -50,6 +50,7 @@ from parallel import Mesh, torch_internals
 from parallel import device as devices
 from parallel.attention.ring import zigzag_positions
 from parallel.experts.balance import EXTRA
+from parallel.layers.deferred import DeferredGradients
 from parallel.layers.lora import without_updates
 from parallel.optimizer.arithmetic import Compile
 from parallel.random import sample_keys
@@ -183,6 +184,8 @@ def run_stage(
                 with without_updates(model):
                     model(x.detach(), positions, documents)
             if compile := function_compiler(profile.cluster.device, backend):
+                for layer in DeferredGradients(model).layers:
+                    layer.deferred_gradient(layer.kept, torch.empty_like(layer.receiver))
                 _rehearse_step(profile, model, mesh, y, compile)
                 layers = partition_layers(profile)
                 local = range(number % profile.parallel.pipeline, len(layers), profile.parallel.pipeline)

@@ -30,7 +30,6 @@ from parallel.layers.linear import (
     ColumnLinear,
     check_input,
     column_input_gradient,
-    column_weight_gradient,
 )
 from parallel.layers.products import EXACT, Products, is_plain, linear
 from parallel.layout import Initializer, Layout, Section, parameter
@@ -146,9 +145,6 @@ class GQAQKVColumnParallelLinear(DeferrableLinear):
         if self.replicas.size == 1:
             return ColumnLinear.apply(*inputs, *options)
         return ReplicatedKVLinear.apply(*inputs, self.replicas, self.heads * self.head_dim, *options)
-
-    def weight_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
-        return column_weight_gradient(self, x, grad)
 
 
 def _check_degree(heads: int, kv_heads: int, degree: int) -> None:

@@ -93,12 +93,6 @@ def column_input_gradient(
     return grad_x, full_x
 
 
-def column_weight_gradient(layer: DeferrableLinear, x: Tensor, grad: Tensor) -> Tensor:
-    """dW of a column-parallel layer that deferred it."""
-    x = collectives.all_gather(x, layer.axis) if layer.sequence_parallel else x
-    return layer.products.weight_gradient(grad, x)
-
-
 class _Reduced:
     """A gradient that no other rank has a part of, in place of a reduction in progress."""
 
@@ -200,9 +194,6 @@ class ColumnParallelLinear(DeferrableLinear):
         options = (self.sequence_parallel, self.products, output)
         return ColumnLinear.apply(x, weight, self.bias, self.axis, *options)
 
-    def weight_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
-        return column_weight_gradient(self, x, grad)
-
 
 class RowParallelLinear(DeferrableLinear):
     """Y = Σ Xi Wiᵀ + b with W split by columns; adds b once, after the reduction.
@@ -256,10 +247,6 @@ class RowParallelLinear(DeferrableLinear):
         with recompute_products() if reduces else nullcontext():
             y = RowLinear.apply(x, weight, self.axis, self.sequence_parallel, self.products, output)
         return y if self.bias is None else y + self.bias
-
-    def weight_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
-        grad = collectives.all_gather(grad, self.axis) if self.sequence_parallel else grad
-        return self.products.weight_gradient(grad, x)
 
 
 class ReplicatedLinear(nn.Module):

@@ -120,9 +120,11 @@ class LowMemoryStage(PipelineStage):
         return recv_infos
 
     def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        if not self._deferred.layers or not torch.is_grad_enabled():
+            return super().forward_one_chunk(*arguments, **options)
+        self._deferred.begin()
         output = super().forward_one_chunk(*arguments, **options)
-        if self._deferred.layers and torch.is_grad_enabled():
-            self._deferred.keep()
+        self._deferred.keep()
         return output
 
     # Backward

@@ -33,6 +33,7 @@ TWO_RANKS = {
 DEEP = ("model.num_hidden_layers=4",)
 COMPILED = {
     "compiled, interleaved": (*DEEP, *PIPELINE, "parallel.schedule=interleaved"),
+    "compiled, zero bubble": (*PIPELINE, "parallel.schedule=zero_bubble"),
     "compiled, fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp"),
 }
 # Functions that copy to the device before the first step: constants, and initial or loaded weights.

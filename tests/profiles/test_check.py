@@ -155,8 +155,11 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             *("parallel.pipeline_cuts", [2, 4], "takes 3, 5, ... cuts", ("null",)),
         ),
         (
-            [*EIGHT_LAYERS, "parallel.schedule=zero_bubble", "cluster.device=neuron"],
-            *("compile.enabled", True, "zero_bubble", (False,)),
+            [
+                *(*EIGHT_LAYERS, "parallel.schedule=zero_bubble", "train.recompute=none"),
+                *("cluster.device=neuron", "parallel.data_sharding=fsdp"),
+            ],
+            *("parallel.data_sharding", "fsdp", "compiled graphs on neuron", ("zero1", "none")),
         ),
         (
             [*EIGHT_LAYERS, "parallel.schedule=zero_bubble", "compile.enabled=false", "train.recompute=full"],

@@ -71,6 +71,16 @@ def test_device_that_compiles_each_operator_has_graphs_of_all_of_the_model_and_t
     assert all(len(program.graphs) == 1 for program in found.programs if program.name == "step")
 
 
+def test_deferred_weight_gradients_are_graphs_of_their_own(tmp_path):
+    """Those of Q, K and V, of attention's output, and of the MLP's two products, on a device that compiles each operator."""
+    settings = ("cluster.device=neuron", "compile.enabled=true", "parallel.pipeline=2", "parallel.tensor=1")
+    zero_bubble, plain = (
+        trace(profile(tmp_path / schedule, *settings, f"parallel.schedule={schedule}"))
+        for schedule in ("zero_bubble", "1f1b")
+    )
+    assert zero_bubble.graphs == plain.graphs + 4
+
+
 def test_fsdp_gathers_in_both_graphs_of_a_block_and_saves_no_weights(tmp_path):
     """On neuron, whose compiler schedules the collectives; in activation checkpointing too."""
     settings = ("cluster.device=neuron", "compile.enabled=true", "parallel.tensor=1")
