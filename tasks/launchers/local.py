@@ -70,6 +70,7 @@ class LocalLauncher:
                 start_new_session=True,
             )
         self._children[identifier] = child
+        _wait_until_marked(child, identifier)
         handle = Handle(job, identifier, log_start)
         state = {"identifier": identifier, "log_start": log_start, "job": job.signature}
         try:
@@ -157,9 +158,22 @@ def _processes(identifier: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARKER) == identifier and process.status() != psutil.STATUS_ZOMBIE:
+            if _is_marked(process, identifier) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def _is_marked(process: psutil.Process, identifier: str) -> bool:
+    return process.environ().get(MARKER) == identifier
+
+
+def _wait_until_marked(child: subprocess.Popen[bytes], identifier: str) -> None:
+    """Wait until a process just started can be found: on a busy machine its environment reads as empty for a moment."""
+    while child.poll() is None:
+        with contextlib.suppress(psutil.Error, OSError):
+            if _is_marked(psutil.Process(child.pid), identifier):
+                return
+        time.sleep(0.001)
 
 
 def _signal_all(identifier: str, number: signal.Signals) -> None:
