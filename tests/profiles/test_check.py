@@ -57,6 +57,7 @@ def test_time_limit_is_parsed_like_slurm(time, minutes):
 
 DATA_8 = ("parallel.tensor=1", "cluster.devices_per_node=8", "train.global_batch_size=32")
 EIGHT_LAYERS = ("parallel.pipeline=2", "parallel.tensor=1", "model.num_hidden_layers=8")
+ZERO_BUBBLE = (*EIGHT_LAYERS, "parallel.schedule=zero_bubble")
 FP8 = ("train.precision=fp8", "model.head_dim=32")
 H100 = (*FP8, "cluster.device=cuda", "cluster.accelerator=h100")
 RECORDS = ("tokenizer.source=org/name",)
@@ -155,14 +156,11 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             *("parallel.pipeline_cuts", [2, 4], "takes 3, 5, ... cuts", ("null",)),
         ),
         (
-            [
-                *(*EIGHT_LAYERS, "parallel.schedule=zero_bubble", "train.recompute=none"),
-                *("cluster.device=neuron", "parallel.data_sharding=fsdp"),
-            ],
+            [*ZERO_BUBBLE, "train.recompute=none", "cluster.device=neuron", "parallel.data_sharding=fsdp"],
             *("parallel.data_sharding", "fsdp", "compiled graphs on neuron", ("zero1", "none")),
         ),
         (
-            [*EIGHT_LAYERS, "parallel.schedule=zero_bubble", "compile.enabled=false", "train.recompute=full"],
+            [*ZERO_BUBBLE, "compile.enabled=false", "train.recompute=full"],
             *("train.recompute", "full", "zero_bubble", ("none",)),
         ),
         (
