@@ -32,7 +32,9 @@ def forked_jobs() -> Iterator[None]:
     from tasks.launchers import local
 
     replaced = SimpleNamespace(Popen=ForkedJob, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
-    with mock.patch.object(local, "subprocess", replaced):
+    # The environment that the system knows a forked rank by is that of the process it was forked from.
+    unmarked = mock.patch.object(local, "_wait_until_marked")
+    with mock.patch.object(local, "subprocess", replaced), unmarked:
         yield
 
 
