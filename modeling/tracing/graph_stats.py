@@ -1,7 +1,7 @@
 """Statistics of traced graphs: FLOPs, communication volume, memory, operators, and a digest that identifies equal graphs.
 
 FLOPs, sent  per operator as in modeling/planning/operator_costs.py
-peak         maximum bytes of a graph's own results alive at a time, in the order of the graph
+peak         maximum bytes that a graph needs on top of its inputs, in the order of the graph
 saved        bytes that autograd saves from forward to backward, parameters excluded, shared memory counted once
 operators    number of calls by operator name without the overload: "aten.mm"
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,11 +55,12 @@ def digest(graphs: Sequence[GraphModule]) -> str:
     return total.hexdigest()[:32]
 
 
-def measure(graph: GraphModule, sizes: Mapping[str, int]) -> GraphStats:
+def measure(graph: GraphModule, sizes: Mapping[str, int], consumed: Collection[str] = ()) -> GraphStats:
     """Statistics of a graph.
 
     Args:
         sizes: size of every mesh axis.
+        consumed: names of inputs that are freed after their last use (`consumed_inputs`).
 
     Raises:
         ValueError: a shape is dynamic, which accelerator compilers do not accept.
@@ -77,7 +78,29 @@ def measure(graph: GraphModule, sizes: Mapping[str, int]) -> GraphStats:
         sent[axis] += size
     names = Counter(str(operator.overloadpacket) for operator, _, _ in calls)
     flops = sum(operator_flops(*call) for call in calls)
-    return GraphStats(len(nodes), flops, dict(+sent), _peak(graph), dict(sorted(names.items())))
+    return GraphStats(len(nodes), flops, dict(+sent), _peak(graph, consumed), dict(sorted(names.items())))
+
+
+def consumed_inputs(forward: GraphModule, backward: GraphModule) -> dict[str, int]:
+    """Bytes by name of a backward graph's inputs that nobody else holds: results of forward that only autograd saves.
+
+    Autograd frees them with the layer's backward; inductor's code, which it hands them to, after their last use.
+    """
+    named = {node.name: node for node in forward.graph.nodes}
+    saved = [
+        named[node.name] for node in backward.graph.nodes if node.op == "placeholder" and node.name in named
+    ]
+    outputs = forward.graph.output_node().args[0]
+    users = [
+        node for node in outputs if isinstance(node, Node) and (node not in saved or outputs.count(node) > 1)
+    ]
+    parameters = [node for node in named.values() if node.op == "placeholder"]  # and the layer's input
+    held = {storage for node in (*users, *parameters) for storage, _ in _storages(node)}
+    return {
+        node.name: sum(size for _, size in _storages(node))
+        for node in saved
+        if held.isdisjoint(storage for storage, _ in _storages(node))
+    }
 
 
 def saved_bytes(output: Tensor, constant: Iterable[Tensor]) -> int:
@@ -122,8 +145,8 @@ def _require_static(graph: GraphModule) -> None:
             raise ValueError(f"{node.name}: dynamic shape {shapes or value}; every shape must be static")
 
 
-def _peak(graph: GraphModule) -> int:
-    """Maximum bytes of results alive at once; a view shares its base's storage, inputs are not counted.
+def _peak(graph: GraphModule, consumed: Collection[str]) -> int:
+    """Maximum bytes alive at once beyond the inputs', of which the consumed ones make room; a view shares its base's storage.
 
     So does the result of waiting for a collective, which is the collective's own; only fake tensors give it another storage.
     """
@@ -146,13 +169,16 @@ def _peak(graph: GraphModule) -> int:
         freed_after.setdefault(user, []).append(node)
     users: dict[int, int] = {}  # number of live nodes that share a storage
     sizes: dict[int, int] = {}
-    alive = peak = 0
+    alive = peak = inputs = 0
     for node in graph.graph.nodes:
         for storage, size in storages(node):
             if storage not in users:
-                users[storage], sizes[storage] = 0, 0 if node.op == "placeholder" else size
+                kept = node.op == "placeholder" and node.name not in consumed
+                users[storage], sizes[storage] = 0, 0 if kept else size
                 alive += sizes[storage]
             users[storage] += 1
+        if node.op == "placeholder":
+            inputs = alive
         peak = max(peak, alive)
         for freed in freed_after.get(node, ()):
             for storage, _ in storages(freed):
@@ -160,7 +186,7 @@ def _peak(graph: GraphModule) -> int:
                 if users[storage] == 0:
                     alive -= sizes[storage]
                     del users[storage]
-    return peak
+    return peak - inputs
 
 
 def _storages(node: Node) -> list[tuple[int, int]]:

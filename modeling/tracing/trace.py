@@ -96,18 +96,30 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
     recorder = Recorder()
     distinct: dict[tuple[str, str], TracedProgram] = {}
     stages = []
+    freed: dict[str, int] = {}  # bytes by program that autograd frees after its backward
     sizes = axis_sizes(build_mesh(profile, rank=0))
+    # A program on Neuron holds its inputs until it ends.
+    frees_inputs = compilers.backend_name(profile) == "inductor"
     torch.compiler.reset()  # earlier captures would be reused and not recorded
     fake = FakeTensorMode()
     for number, layers in enumerate(partition_layers(profile)):
         before = len(recorder.programs)
         saved, last = run_stage(profile, number, recorder.backend, fake, rank)
         for name, graphs in recorder.programs[before:]:
-            stats = tuple(graph_stats.measure(graph, sizes) for graph in graphs)
+            consumed = graph_stats.consumed_inputs(*graphs) if len(graphs) == 2 else {}
+            stats = tuple(
+                graph_stats.measure(graph, sizes, consumed if frees_inputs else {}) for graph in graphs
+            )
             program = TracedProgram(name, graph_stats.digest(graphs), number, stats)
             distinct.setdefault((name, program.digest), program)
+            size = sum(consumed.values())
+            freed[name] = min(freed.get(name, size), size)
+        # Recomputed layers are a stage's first: before their backward, all others have had theirs.
+        recomputed = profile.train.recompute_layers
+        others = 0 if recomputed is None else max(0, len(layers) - recomputed)
+        room = {"recomputed block, training": others * freed.get("block, training", 0)}
         peaks = [
-            graph.peak
+            graph.peak - room.get(program.name, 0)
             for program in distinct.values()
             if last or not program.name.startswith(("norm", "loss"))
             for graph in program.graphs

@@ -220,6 +220,29 @@ def test_peak_excludes_views_and_freed_results():
     assert graph_stats.measure(graph, {}).peak == 2 * 4096
 
 
+def test_results_of_forward_that_only_backward_holds_make_room_in_it():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def forward(x):
+        a = x + 1
+        b = a + 1
+        return b, x, a, b.view(-1)  # b is the user's too, x is an input
+
+    def backward(x, a, b):
+        return a.exp().exp() + x + b.view(4, 256)
+
+    x = torch.zeros(4, 256)
+    forward = make_fx(forward, tracing_mode="fake")(x)
+    backward = make_fx(backward, tracing_mode="fake")(*forward(x)[1:])
+    results = forward.graph.output_node().args[0][1:]
+    for node, result in zip(backward.graph.nodes, results, strict=False):
+        node.name = result.name
+    consumed = graph_stats.consumed_inputs(forward, backward)
+    assert consumed == {results[1].name: 4096}
+    assert graph_stats.measure(backward, {}).peak == 2 * 4096
+    assert graph_stats.measure(backward, {}, consumed).peak == 4096
+
+
 def test_gathered_weights_of_experts_are_not_kept_for_backward(tmp_path):
     """Where graphs gather them; they are most of what a layer would keep."""
     experts = ("model.architecture=mixtral", "model.num_experts=8", "model.num_experts_per_tok=2")
