@@ -31,11 +31,7 @@ from parallel.torch_internals import WRAP_LOGGER, all_reduce, reduce_scatter_ten
 MODES = ("none", "selective", "full")
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ONEDNN_PRODUCTS)
-_saved: set[Any] = {
-    *_PRODUCTS,
-    all_reduce.default,
-    reduce_scatter_tensor.default,
-}
+_saved: set[Any] = {*_PRODUCTS, all_reduce.default, reduce_scatter_tensor.default}
 _RECOMPUTE_PRODUCTS = "recompute_products"
 
 

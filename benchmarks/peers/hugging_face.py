@@ -8,10 +8,7 @@ from benchmarks.harness import workload
 from benchmarks.peers.llama import cross_entropy
 from profiles.huggingface.config import to_config_json
 
-CLASSES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-}
+CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "mixtral": (MixtralConfig, MixtralForCausalLM)}
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 

@@ -20,13 +20,7 @@ from profiles.schema import Profile
 from tasks.failures import FatalError
 from tasks.reporting.advice import rise_warning
 from tasks.reporting.chart import svg_data_uri
-from tasks.reporting.format import (
-    format_bytes,
-    format_count,
-    format_duration,
-    format_mesh,
-    format_step_time,
-)
+from tasks.reporting.format import format_bytes, format_count, format_duration, format_mesh, format_step_time
 from tasks.reporting.history import History, seconds_left
 from tasks.store.runs import read_events
 

@@ -12,13 +12,7 @@ from modeling.models.language_model import LanguageModel
 from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RowParallelLinear
 from parallel.experts import lora as expert_lora
 from parallel.layers.linear import ReplicatedLinear
-from parallel.layers.lora import (
-    ZERO,
-    LowRankUpdate,
-    attach,
-    first_factor,
-    keep_sections_apart,
-)
+from parallel.layers.lora import ZERO, LowRankUpdate, attach, first_factor, keep_sections_apart
 from parallel.layout import layout_of
 from profiles.schema import Lora
 from profiles.sections.model import Model

@@ -13,14 +13,7 @@ from typing import IO, Any, TypeVar
 
 import torch
 
-from parallel.checkpoint.checksums import (
-    BLOCK,
-    SUFFIX,
-    BlockTable,
-    FileDescription,
-    checksum_table,
-    describe,
-)
+from parallel.checkpoint.checksums import BLOCK, SUFFIX, BlockTable, FileDescription, checksum_table, describe
 from parallel.checkpoint.locations import (
     ABSENT,
     MARKER,

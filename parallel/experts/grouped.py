@@ -339,13 +339,7 @@ def _update_gradients(
 
 @_backward.register_fake
 def _(
-    grad: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    *more: Any,
+    grad: Tensor, x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, *more: Any
 ) -> tuple[Tensor, ...]:
     optional, frozen = more[:6], more[-1]  # biases and updates; what is saved and settings are between
     parameters = gate_up, down, *optional

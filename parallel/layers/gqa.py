@@ -26,11 +26,7 @@ from parallel.backward import needs_gradient
 from parallel.constraints import kv_replicas, valid_tensor_degrees
 from parallel.initialization import Constant, Normal
 from parallel.layers.deferred import DeferrableLinear
-from parallel.layers.linear import (
-    ColumnLinear,
-    check_input,
-    column_input_gradient,
-)
+from parallel.layers.linear import ColumnLinear, check_input, column_input_gradient
 from parallel.layers.products import EXACT, Products, is_plain, linear
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis, Mesh

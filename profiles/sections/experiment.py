@@ -25,8 +25,7 @@ class Experiment(Section):
     )
     overrides: list[str] = Field([], description="KEY=VALUE, of the target and of every run")
     devices: Count | None = Field(
-        None,
-        description="devices that runs may use at the same time; null: as many as the largest uses",
+        None, description="devices that runs may use at the same time; null: as many as the largest uses"
     )
     maximum_flops: Annotated[float, Field(gt=0)] | None = Field(
         None, description="budget of all runs in training FLOPs; more is rejected"

@@ -338,10 +338,7 @@ class Model(Section):
 
     def _check_parametrization(self) -> None:
         kind = self.parametrization
-        bases = {
-            "base_hidden_size": kind != "standard",
-            "base_num_hidden_layers": kind == "completep",
-        }
+        bases = {"base_hidden_size": kind != "standard", "base_num_hidden_layers": kind == "completep"}
         for name, needed in bases.items():
             given = getattr(self, name)
             if needed and given is None:

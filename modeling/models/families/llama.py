@@ -18,13 +18,7 @@ from torch import Tensor, nn
 from modeling.models import parametrization
 from modeling.models.language_model import LanguageModel
 from modeling.models.rope import attention_factor, cos_sin, inverse_frequencies, rotate
-from parallel import (
-    ColumnParallelLinear,
-    GQAQKVColumnParallelLinear,
-    Mesh,
-    RMSNorm,
-    RowParallelLinear,
-)
+from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear
 from parallel.attention.attention import attention
 from parallel.random import Keys
 from profiles.sections.model import Model
