@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 # Where bytecode is not written, each of a test's or a run's processes compiles torch again: 4 s each, and the suite starts hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run up check-device lint test test-fast test-system
+.PHONY: run up check-device lint test test-fast test-cuda test-system
 
 run: .venv/installed
 	@$(BIN)/trainshed run tiny
@@ -38,6 +38,10 @@ test: lint
 # Without the tests that start servers, clusters or processes.
 test-fast: lint
 	$(PYTEST) -m "not slow"
+
+# The tests that need a GPU, alone; `python -m benchmarks.gpu` runs them too.
+test-cuda: .venv/installed-for-tests
+	$(BIN)/python -m pytest -m cuda
 
 test-system:
 	@dpkg -s $(SYSTEM_PACKAGES) > /dev/null 2>&1 || { \

@@ -1,4 +1,4 @@
-"""Check a machine's devices step by step: `python -m modeling.check_device [--device KIND] [--profile NAME] [--json]`
+"""Check a machine's devices step by step: `python -m modeling.check_device [--device KIND] [--profile NAME ...] [--json]`
 
 With `--calibrate` it measures speeds instead and writes the planner's table (planning/calibration.py).
 
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -35,10 +35,11 @@ from parallel import collectives
 from parallel import device as devices
 from parallel.mesh import Mesh
 from profiles import resolve
+from profiles.errors import ProfileError
 from profiles.schema import Profile
 
 TIMEOUT = 900  # seconds of a check; the first compilation on an accelerator takes minutes
-TOLERANCES = {"float32": 1e-5, "bf16": 2e-2}
+TOLERANCES = {precision: kernel_errors.TOLERANCES[precision] for precision in ("float32", "bf16")}
 STEPS = 5
 
 
@@ -87,18 +88,11 @@ def check_memory_bandwidth(kind: str) -> Result:
 
 
 def check_kernels(kind: str, profile: Profile | None = None) -> Result:
-    """Attention, loss and AdamW's update as training calls them, on the shapes of a profile."""
+    """The kernels that training with a profile uses, as it calls them, on the profile's shapes."""
     _, local = _device(kind)
-    profile = profile or _profile(kind, "bf16", 1)
-    results = []
-    for name, errors in kernel_errors.KERNELS.items():
-        try:
-            result = _within_tolerance(errors(profile, local))
-        except (RuntimeError, ValueError) as error:
-            result = Result(str(error), passed=False)
-        results.append(Result(f"{name}: {result.measured}", result.passed))
-    measured = "; ".join(result.measured for result in results)
-    return Result(measured, all(result.passed for result in results))
+    kernels = kernel_errors.kernels_of(profile or _profile(kind, "bf16", 1))
+    results = [kernel.check(local) for kernel in kernels]
+    return Result("; ".join(measured for measured, _ in results), all(passed for _, passed in results))
 
 
 def check_training(kind: str) -> Result:
@@ -160,7 +154,7 @@ def check_parallel_training(kind: str) -> Result:
 CHECKS = (
     Check("matrix products", "near the published peak", check_matrix_products),
     Check("memory", "near the published bandwidth", check_memory_bandwidth),
-    Check("kernels", "within 1e-5, bf16 2e-2", check_kernels, takes_profile=True),
+    Check("kernels", "within 1e-5, bf16 2e-2, FP8 8e-2", check_kernels, takes_profile=True),
     Check("training, one device", "losses within 1e-5, bf16 2e-2", check_training),
     Check("compiled", "the same losses; again much faster", check_compilation),
     Check("collectives", "correct; near the link's bandwidth", check_collectives, True),
@@ -217,8 +211,9 @@ def _device(kind: str) -> tuple[devices.Device, torch.device]:
 
 
 def _error(actual: list[float], expected: list[float]) -> float:
-    """The largest relative difference between losses of the same step."""
-    return max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))
+    """The largest relative difference between losses of the same step; NaN if one is."""
+    errors = [abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True)]
+    return torch.tensor(errors, dtype=torch.float64).max().item()
 
 
 def _profile(kind: str, precision: str, ranks: int, way: str | None = None) -> Profile:
@@ -273,16 +268,24 @@ def _losses(profile: Profile, graphs: Path | None = None) -> list[float]:
     return losses
 
 
-def run_checks(kind: str, processes: int, profile: str | None = None) -> list[tuple[Check, Result, float]]:
-    """Run every check: its result and its seconds."""
+def default_processes(kind: str) -> int:
+    """All devices of the machine; 2 on a CPU. Raises RuntimeError: the device's software is missing."""
+    return 2 if kind == "cpu" else devices.resolve(kind).available()
+
+
+def run_checks(kind: str, processes: int, profiles: Sequence[str] = ()) -> list[tuple[Check, Result, float]]:
+    """Run every check, those of shapes on each profile: its result and its seconds."""
     results = []
     for check in CHECKS:
         if check.all_devices and processes == 1:
             continue
-        if sys.stderr.isatty():
-            print(f"\r\x1b[2K{check.name} ...", end="\r", file=sys.stderr, flush=True)
-        start = time.perf_counter()
-        results.append((check, _run_isolated(check, kind, processes, profile), time.perf_counter() - start))
+        for profile in profiles if check.takes_profile and profiles else (None,):
+            shown = check if profile is None else replace(check, name=f"{check.name}, {Path(profile).stem}")
+            if sys.stderr.isatty():
+                print(f"\r\x1b[2K{shown.name} ...", end="\r", file=sys.stderr, flush=True)
+            start = time.perf_counter()
+            result = _run_isolated(check, kind, processes, profile)
+            results.append((shown, result, time.perf_counter() - start))
     return results
 
 
@@ -310,9 +313,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=sorted(devices.KINDS), help=default)
     parser.add_argument("--processes", type=int, help="default: all devices of the machine; 2 on a CPU")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
-    parser.add_argument(
-        "--profile", help="name or file of a profile, whose shapes the kernels are checked on"
-    )
+    about = "names or files of profiles, whose kernels are checked on their shapes"
+    parser.add_argument("--profile", nargs="+", default=[], metavar="NAME", help=about)
     about = "measure speeds and write the planner's table instead of checking"
     parser.add_argument("--calibrate", action="store_true", help=about)
     parser.add_argument("--check", choices=[check.name for check in (*CHECKS, LINKS)], help=argparse.SUPPRESS)
@@ -320,13 +322,17 @@ def main(arguments: list[str] | None = None) -> int:
     kind = options.device or devices.detect()
     if options.check:
         check = next(check for check in (*CHECKS, LINKS) if check.name == options.check)
-        subject = (resolve.load(options.profile),) if options.profile and check.takes_profile else ()
-        result = check.run(kind, *subject)
+        result = check.run(kind, *(map(resolve.load, options.profile) if check.takes_profile else ()))
         if int(os.environ.get("RANK", "0")) == 0:
             print(json.dumps(asdict(result)), flush=True)
         exit_codes.leave(0)
     try:
-        processes = options.processes or (2 if kind == "cpu" else devices.resolve(kind).available())
+        for profile in options.profile:
+            resolve.load(profile)
+    except ProfileError as error:
+        parser.error(f"argument --profile: {error}")
+    try:
+        processes = options.processes or default_processes(kind)
     except RuntimeError as error:
         parser.error(str(error))
     if processes < 1:

@@ -1,41 +1,104 @@
-"""Errors of the kernels that training uses, against plain formulas on the CPU: attention, the loss, AdamW's update.
+"""Errors of the kernels that training uses, against plain formulas on the CPU in float32.
 
-Each is called as a model or the optimizer calls it, so it is the kernel that a run gets, on the shapes of one rank of a profile.
-Sequences and shards are cut to what a CPU computes in seconds.
+Attention, the loss, AdamW's update; the grouped products of a mixture of experts; and the products of layers in FP8. Each is
+called as a model or the optimizer calls it, so it is the kernel that a run gets, on the shapes of one rank of a profile.
+Sequences and shards are cut to what a CPU computes in seconds, weights are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from modeling.models.build import partition_layers
+from modeling.models.build import build_products, expert_layers, partition_layers
 from modeling.planning.memory import plan_buckets
 from modeling.planning.stage_costs import StageCosts
 from parallel.attention.attention import attention
 from parallel.constraints import kv_replicas
+from parallel.experts.activations import ACTIVATIONS
+from parallel.experts.grouped import routed_experts
+from parallel.experts.layer import MixtureOfExperts
+from parallel.experts.slots import assign_slots, capacity, slotted_experts
+from parallel.layers.linear import ColumnParallelLinear
+from parallel.layers.products import Float8, Products
 from parallel.loss import linear_cross_entropy
 from parallel.mesh import Axis
 from parallel.optimizer.adamw import AdamW, adamw, update
 from profiles.schema import Profile
 
-SEQUENCE, TOKENS, SHARD = 2048, 256, 1 << 20  # at most: of attention, of the loss, elements of a shard
+SEQUENCE, TOKENS, SHARD = 2048, 256, 1 << 20  # at most: of attention, of other kernels, elements of a shard
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCES = {
+    "float32": 1e-5,
+    "bf16": 2e-2,
+    "fp8": 8e-2,  # 3 bits of a mantissa, 2 in tensorwise gradients; of sums over rows of different magnitudes
+    "emulated": 2e-2,  # the same quantization, multiplied in float32
+}
 ONE = Axis("tensor")
 Errors = dict[str, float]  # largest relative norm of a difference, by precision
+
+UPDATE_SOFTWARE = "do not train on this device; update its driver and torch, and check again"
+OTHER_EXPERTS = f"set train.capacity_factor, whose experts need no grouped products, or {UPDATE_SOFTWARE}"
+NO_FP8 = "set train.precision=bf16"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel on the shapes of a profile."""
+
+    name: str
+    shape: str
+    errors: Callable[[torch.device], Errors]
+    remedy: str = UPDATE_SOFTWARE  # what to do where it is missing or wrong
+
+    def check(self, device: torch.device) -> tuple[str, bool]:
+        """What was measured, and whether it is within the tolerances; of a failure also the shape and what to do."""
+        try:
+            errors = self.errors(device)
+        except (RuntimeError, ValueError) as error:
+            return f"{self.name} of {self.shape}: {error}; {self.remedy}", False
+        measured = ", ".join(f"{precision} {error:.1e}" for precision, error in errors.items())
+        wrong = [precision for precision, error in errors.items() if not error <= TOLERANCES[precision]]
+        if not wrong:
+            return f"{self.name}: {measured}", True
+        limits = ", ".join(f"{precision} above {TOLERANCES[precision]:.0e}" for precision in wrong)
+        return f"{self.name} of {self.shape}: {measured}, {limits}; {self.remedy}", False
+
+
+def kernels_of(profile: Profile) -> list[Kernel]:
+    """The kernels that training with this profile uses."""
+    model, tensor = profile.model, profile.parallel.tensor
+    queries, kv, s, d = _attention_sizes(profile)
+    shard = _shard(profile)
+    rows, tokens = -(-model.vocab_size // tensor), _tokens(profile)
+    kernels = [
+        Kernel(
+            "attention",
+            f"{queries} query and {kv} KV heads of {d}, {s} tokens",
+            partial(attention_errors, profile),
+        ),
+        Kernel("loss", f"{tokens} × {model.hidden_size} by {rows} tokens", partial(loss_errors, profile)),
+        Kernel("update", f"{shard} elements", partial(update_errors, profile)),
+    ]
+    layer = next(filter(model.has_experts, range(model.num_hidden_layers)), None)
+    if layer is not None:
+        (experts,) = expert_layers(StageCosts(profile).module(range(layer, layer + 1)))
+        kernels.append(_experts(profile, experts))
+    return [*kernels, *_fp8_products(profile)]
 
 
 def attention_errors(profile: Profile, device: torch.device) -> Errors:
     """Output and gradients of attention within a rank, masked by document and by window if the profile's is."""
-    model, tensor = profile.model, profile.parallel.tensor
-    kv = model.num_key_value_heads * kv_replicas(model.num_key_value_heads, tensor) // tensor
-    s = min(_sequence(profile), SEQUENCE)
-    heads = (model.num_attention_heads // tensor, kv, kv, model.num_attention_heads // tensor)
-    inputs = [_normal(number, 1, n, s, model.head_dim) for number, n in enumerate(heads)]
+    queries, kv, s, d = _attention_sizes(profile)
+    inputs = [_normal(number, 1, n, s, d) for number, n in enumerate((queries, kv, kv, queries))]
     documents = torch.arange(s)[None] // max(1, s // 3) if profile.document_masks else None
-    window = model.sliding_window and max(1, model.sliding_window * s // profile.train.sequence_length)
+    window = profile.model.sliding_window
+    window = window and max(1, window * s // profile.train.sequence_length)
 
     def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, kernel: str | None = None) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -50,7 +113,7 @@ def loss_errors(profile: Profile, device: torch.device) -> Errors:
     """Loss of a rank's part of the vocabulary, and its gradients by hidden states and head."""
     rows = -(-profile.model.vocab_size // profile.parallel.tensor)
     hidden = profile.model.hidden_size
-    tokens = min(_sequence(profile), TOKENS)
+    tokens = _tokens(profile)
     targets = torch.randint(rows, (tokens,), generator=torch.Generator().manual_seed(2))
     inputs = [_normal(0, tokens, hidden), _normal(1, rows, hidden) * 0.02]
 
@@ -68,10 +131,7 @@ def loss_errors(profile: Profile, device: torch.device) -> Errors:
 def update_errors(profile: Profile, device: torch.device) -> Errors:
     """Weights and moments after an update of the largest shard of a bucket, in float32."""
     train = profile.train
-    settings = AdamW(train.betas, train.epsilon)
-    costs = StageCosts(profile)
-    buckets = plan_buckets(profile, [costs.module(partition_layers(profile)[0])])
-    n = min(max(bucket.size // bucket.shards for bucket in buckets if not bucket.frozen), SHARD)
+    settings, n = AdamW(train.betas, train.epsilon), _shard(profile)
     inputs = [_normal(0, n), _normal(1, n), _normal(2, n), _normal(3, n).abs()]
 
     def run(*tensors: Tensor) -> list[Tensor]:
@@ -90,11 +150,190 @@ def update_errors(profile: Profile, device: torch.device) -> Errors:
     return {"float32": _largest(actual, [weights, *moments])}
 
 
-KERNELS = {"attention": attention_errors, "loss": loss_errors, "update": update_errors}
+def _experts(profile: Profile, layer: MixtureOfExperts) -> Kernel:
+    """The products of a rank's experts; `layer` is on the meta device."""
+    hidden, tokens = profile.model.hidden_size, _tokens(profile)
+    count, _, width = _expert_shapes(layer, hidden)["down"]
+    rows = tokens * layer.routing.top_k
+    shape = f"{count} experts of {hidden} × {width}, {rows} rows"
+    shape += ", of the last expert none" if count > 1 else ""
+    remedy = OTHER_EXPERTS if layer.options.capacity_factor is None else UPDATE_SOFTWARE
+    return Kernel("experts", shape, partial(expert_errors, layer, hidden, tokens), remedy)
+
+
+def _expert_shapes(layer: MixtureOfExperts, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights, biases and updates of a rank's experts, by name."""
+    width = layer.down.weight.shape[1]
+    count = layer.gate_up.weight.numel() // (2 * width * hidden)
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate_up": (count, 2 * width, hidden),
+        "down": (count, hidden, width),
+    }
+    if layer.gate_up.bias is not None:
+        shapes |= {f"{name}_bias": shapes[name][:2] for name in ("gate_up", "down")}
+    for name, linear in (("gate_up", layer.gate_up), ("down", layer.down)):
+        if (factors := linear.update()) is not None:
+            shapes |= {f"{name}_{letter}": tuple(x.shape) for letter, x in zip("ab", factors, strict=True)}
+    return shapes
+
+
+def expert_errors(layer: MixtureOfExperts, hidden: int, tokens: int, device: torch.device) -> Errors:
+    """Outputs and gradients of a rank's experts, of which the first have the most rows and the last has none.
+
+    Args:
+        layer: on the meta device.
+        hidden: h.
+        tokens: T.
+    """
+    k, factor = layer.routing.top_k, layer.options.capacity_factor
+    of_experts = _expert_shapes(layer, hidden)
+    count = of_experts["down"][0]
+    shapes = {"x": (tokens, hidden), "weights": (tokens, k), **of_experts}
+    frozen = () if layer.gate_up.weight.requires_grad else ("gate_up", "down", "gate_up_bias", "down_bias")
+    inputs = [
+        _normal(seed, *shape) * (shape[-1] ** -0.5 if name in of_experts else 1)
+        for seed, (name, shape) in enumerate(shapes.items())
+    ]
+    inputs.append(_normal(len(inputs), tokens, hidden))
+    draw = torch.rand(tokens, k, generator=torch.Generator().manual_seed(0))
+    indices = (draw.square() * max(1, count - 1)).long()  # (T, k)
+    chosen, slots = indices, None
+    if factor is not None:
+        places = capacity(factor, tokens, k, count)
+        slot, kept = assign_slots(indices, count, tokens, places)
+        chosen, slots = indices.where(kept, count), (slot, kept, count * places)
+
+    def run(*tensors: Tensor, kernel: bool = True) -> list[Tensor]:
+        *tensors, grad = tensors
+        leaves = {
+            name: x.detach().requires_grad_(name not in frozen)
+            for name, x in zip(shapes, tensors, strict=True)
+        }
+        if kernel:
+            y = _call_experts(leaves, indices, slots, layer.activation)
+        else:
+            y = _plain_experts(leaves, chosen, layer.activation)
+        return [y, *torch.autograd.grad(y, [x for x in leaves.values() if x.requires_grad], grad)]
+
+    return _errors(run, inputs, device, run(*inputs, kernel=False))
+
+
+def _call_experts(
+    values: dict[str, Tensor], indices: Tensor, slots: tuple[Tensor, Tensor, int] | None, activation: str
+) -> Tensor:
+    """The outputs of a token's experts by the kernels of the layer (experts/layer.py): grouped, or in slots if there are."""
+    values = dict(values)
+    x, *operands = (values.pop(name) for name in ("x", "weights"))
+    matrices = values.pop("gate_up"), values.pop("down"), Axis("expert")
+    options: dict[str, Any] = {"activation": activation}
+    for name in ("gate_up", "down"):
+        if f"{name}_a" in values:
+            options[f"{name}_update"] = values.pop(f"{name}_a"), values.pop(f"{name}_b")
+    options |= values  # biases
+    if slots is None:
+        return routed_experts(x, *operands, indices.to(x.device), *matrices, **options)
+    slot, kept, size = slots
+    return slotted_experts(x, *operands, slot.to(x.device), kept.to(x.device), size, *matrices, **options)
+
+
+def _plain_experts(values: dict[str, Tensor], indices: Tensor, activation: str) -> Tensor:
+    """Weighted sum of the outputs of each token's experts, one expert after the other."""
+    x, weights = values["x"], values["weights"]
+    by_expert = {
+        name: value.unbind() for name, value in values.items() if value is not x and value is not weights
+    }
+
+    def product(name: str, rows: Tensor, expert: int) -> Tensor:
+        parts = {key: of_experts[expert] for key, of_experts in by_expert.items() if key.startswith(name)}
+        weight = parts[name]
+        if f"{name}_a" in parts:
+            weight = weight + parts[f"{name}_b"] @ parts[f"{name}_a"]
+        return torch.nn.functional.linear(rows, weight, parts.get(f"{name}_bias"))
+
+    y = torch.zeros_like(x)
+    for expert in range(len(values["gate_up"])):
+        token, choice = (indices == expert).nonzero(as_tuple=True)
+        hidden = ACTIVATIONS[activation].forward(product("gate_up", x[token], expert))
+        out = product("down", hidden, expert) * weights[token, choice][:, None]
+        y = y.index_add(0, token, out)
+    return y
+
+
+def _fp8_products(profile: Profile) -> list[Kernel]:
+    """The products of each shape of a layer's matrices in FP8; none in other precisions."""
+    if profile.train.precision != "fp8":
+        return []
+    layers = StageCosts(profile).module(range(1)).layers
+    matrices = [
+        module.weight.shape
+        for module in layers.modules()
+        if isinstance(getattr(module, "products", None), Float8)
+    ]
+    tokens = _tokens(profile)
+    return [
+        Kernel(
+            f"FP8 {outputs} × {inputs}",
+            f"{tokens} × {inputs} by {inputs} × {outputs}, fp8_recipe {profile.train.fp8_recipe}",
+            partial(fp8_errors, profile, inputs, outputs),
+            NO_FP8,
+        )
+        for outputs, inputs in dict.fromkeys(map(tuple, matrices))
+    ]
+
+
+def fp8_errors(profile: Profile, inputs: int, outputs: int, device: torch.device) -> Errors:
+    """Output and gradients of a linear layer in FP8, against float32 and against the emulation of the same quantization."""
+    tokens = _tokens(profile)
+    # Scales differ by row, and by block of a row: those in a wrong order are noticed.
+    values = [
+        _normal(seed, *size) * _magnitudes(size[0], 1)[:, None] * _magnitudes(size[1], 32)
+        for seed, size in enumerate(((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+    ]
+
+    def run(products: Products, x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
+        placed = {"dtype": x.dtype, "device": x.device}
+        layer = ColumnParallelLinear(inputs, outputs, ONE, products=products, **placed)
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+        x = x.detach().requires_grad_()
+        y = layer(x)
+        return [y, *torch.autograd.grad(y, (x, layer.weight), grad)]
+
+    low = [x.bfloat16() for x in values]
+    found = run(build_products(profile, device), *(x.to(device) for x in low))
+    emulated = run(Float8(profile.train.fp8_recipe, emulated=True), *low)
+    x, weight, grad = values
+    exact = [x @ weight.t(), grad @ weight, grad.t() @ x]
+    return {
+        "fp8": _largest(found, exact),
+        "emulated": _largest(found, [each.detach().float() for each in emulated]),
+    }
+
+
+def _magnitudes(size: int, block: int) -> Tensor:
+    """Powers of two from 1/4 to 4 that change from block to block."""
+    return torch.exp2((torch.arange(size) // block % 5).float() - 2)
+
+
+def _attention_sizes(profile: Profile) -> tuple[int, int, int, int]:
+    """Query heads and KV heads of a rank, tokens, and head size."""
+    model, tensor = profile.model, profile.parallel.tensor
+    kv = model.num_key_value_heads * kv_replicas(model.num_key_value_heads, tensor) // tensor
+    return model.num_attention_heads // tensor, kv, min(_sequence(profile), SEQUENCE), model.head_dim
+
+
+def _shard(profile: Profile) -> int:
+    """Elements of the largest shard of a bucket, at most SHARD."""
+    buckets = plan_buckets(profile, [StageCosts(profile).module(partition_layers(profile)[0])])
+    return min(max(bucket.size // bucket.shards for bucket in buckets if not bucket.frozen), SHARD)
 
 
 def _sequence(profile: Profile) -> int:
     return profile.train.sequence_length // profile.parallel.context
+
+
+def _tokens(profile: Profile) -> int:
+    return min(_sequence(profile), TOKENS)
 
 
 def _normal(seed: int, *sizes: int) -> Tensor:
@@ -112,5 +351,6 @@ def _errors(
 
 
 def _largest(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest relative norm of a difference; NaN if one is."""
     pairs = zip(actual, expected, strict=True)
-    return max(((x.detach().float().cpu() - y).norm() / y.norm()).item() for x, y in pairs)
+    return torch.stack([(x.detach().float().cpu() - y).norm() / y.norm() for x, y in pairs]).max().item()

@@ -142,7 +142,18 @@ def pytest_collection_modifyitems(items):
         file = item.nodeid.partition(".py::")[0].removeprefix("tests/")
         if SLOW_FIXTURES & set(item.fixturenames) or file in SLOW_FILES:
             item.add_marker("slow")
+    _skip_without_gpu([item for item in items if item.get_closest_marker("cuda")])
     items.sort(key=lambda item: START_ORDER.get(_folder(item.nodeid), len(START_ORDER)))
+
+
+def _skip_without_gpu(items):
+    """Skip tests with the marker `cuda` where torch finds no GPU."""
+    if items:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in items:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA accelerator"))
 
 
 class Groups(LoadScopeScheduling):

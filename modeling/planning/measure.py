@@ -1,7 +1,7 @@
 """Measure the calibration table of this machine's device: `python -m modeling.check_device --calibrate`.
 
-Products and attention run at a grid of shapes. One layer of a small Llama then runs forward and backward; what it takes
-beyond its products is the time of its other operators. Takes seconds on a CPU.
+Products and attention run at a grid of shapes, products also in FP8 on accelerators that have it. One layer of a small Llama then
+runs forward and backward; what it takes beyond its products is the time of its other operators. Takes seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from modeling.planning.calibration import Calibration
 from modeling.planning.stage_costs import StageCosts
 from parallel.attention.attention import attention
 from parallel.device import Device
+from parallel.layers.products import E4M3, Float8, quantize
 from parallel.mesh import Axis
 from profiles.schema import Profile
 
@@ -26,6 +27,7 @@ from profiles.schema import Profile
 ACCELERATOR = ((1024, 8192), (512, 2048, 8192), (1024, 4096, 16384), (4096, 8192))
 HOST = ((256, 2048), (128, 512, 2048), (256, 1024), (512, 1024))
 CALLS = 5
+FP8 = Float8("rowwise")
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[int], tuple[int, int]]
 
 
@@ -41,23 +43,24 @@ def calibrate(
         compiled: measure the layer compiled, as training runs it.
     """
     rows, widths, tokens, layer = sizes or (HOST if device.type == "cpu" else ACCELERATOR)
+    precisions = [precision for precision in DTYPES if precision != "fp8" or device.peak(precision)]
     products = {
         precision: [
-            *_products(device, local, dtype, rows, widths),
-            *_attentions(device, local, dtype, tokens),
+            *_products(device, local, precision, rows, widths),
+            *_attentions(device, local, DTYPES[precision], tokens),
         ]
-        for precision, dtype in DTYPES.items()
+        for precision in precisions
     }
     table = Calibration(
         name,
         date.today().isoformat(),
         torch.__version__.split("+")[0],
         products,
-        dict.fromkeys(DTYPES, torch.inf),
+        dict.fromkeys(precisions, torch.inf),
     )
     others = {
         precision: _others(device, local, table, _profile(device, precision, *layer), compiled)
-        for precision in DTYPES
+        for precision in precisions
     }
     return Calibration(name, table.measured, table.torch, products, others)
 
@@ -75,11 +78,17 @@ def fastest(device: Device, call: Callable[[], Any]) -> float:
 
 
 def _products(
-    device: Device, local: torch.device, dtype: torch.dtype, rows: Sequence[int], widths: Sequence[int]
+    device: Device, local: torch.device, precision: str, rows: Sequence[int], widths: Sequence[int]
 ) -> Iterator[tuple[str, int, int, int, float]]:
+    """Of FP8 the products alone: quantization counts as other operators of a layer."""
     for m, k, n in product(rows, widths, widths):
-        a, b = (torch.randn(*shape, device=local).to(dtype) for shape in ((m, k), (k, n)))
-        yield "matmul", m, k, n, 2 * m * k * n / fastest(device, lambda a=a, b=b: a @ b)
+        a, b = (torch.randn(*shape, device=local).to(DTYPES[precision]) for shape in ((m, k), (k, n)))
+        if precision == "fp8":
+            eights = [quantize(x, FP8.recipe, E4M3) for x in (a, b.t())]
+            seconds = fastest(device, lambda eights=eights: FP8.multiply(*eights, torch.bfloat16, fast=True))
+        else:
+            seconds = fastest(device, lambda a=a, b=b: a @ b)
+        yield "matmul", m, k, n, 2 * m * k * n / seconds
 
 
 def _attentions(

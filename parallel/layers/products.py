@@ -137,10 +137,16 @@ class Float8(Products):
 
     def _product(self, a: Tensor, b: Tensor, a_format: torch.dtype, fast: bool = False) -> Tensor:
         """a (m, k), b (n, k) -> a bᵀ (m, n); `fast` sums in fewer bits, which gradients do not allow."""
-        a8, a_scale = quantize(a, self.recipe, a_format)
-        b8, b_scale = quantize(b, self.recipe, E4M3)
+        quantized = quantize(a, self.recipe, a_format), quantize(b, self.recipe, E4M3)
+        return self.multiply(*quantized, a.dtype, fast)
+
+    def multiply(
+        self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool = False
+    ) -> Tensor:
+        """Values and scales of a (m, k) and b (n, k), as `quantize` returns them -> a bᵀ (m, n) in a dtype."""
+        (a8, a_scale), (b8, b_scale) = a, b
         if self.emulated:
-            return (dequantize(a8, a_scale) @ dequantize(b8, b_scale).t()).to(a.dtype)
+            return (dequantize(a8, a_scale) @ dequantize(b8, b_scale).t()).to(dtype)
         if self.recipe == "mxfp8":
             scales = [swizzle(scale.squeeze(-1)).to(torch.float8_e8m0fnu) for scale in (a_scale, b_scale)]
             kind, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
@@ -150,7 +156,7 @@ class Float8(Products):
             order = SwizzleType.NO_SWIZZLE
         return F.scaled_mm(
             *(a8, b8.t(), scales[0], kind, scales[1], kind, order, order),
-            output_dtype=a.dtype,
+            output_dtype=dtype,
             use_fast_accum=fast and self.recipe != "mxfp8",
         )
 

@@ -26,12 +26,18 @@ from modeling.training.trainer import Trainer
 from parallel import collectives, device
 from parallel.layers import overlap
 from parallel.optimizer import buckets
+from profiles.resolve import load
 from tests.emulation import process_group, usage
 from tests.emulation.compiler import register_compiler
 from tests.emulation.device import host_alias, install, queue_work
 from tests.modeling import micro
 
 SLOW_SECONDS = 1000.0
+# With kernels that the check's own profile lacks: experts of static shapes, and products in FP8.
+KERNEL_PROFILES = {
+    "tiny-moe": ["train.capacity_factor=1.25"],
+    "tiny": ["train.precision=fp8", "model.head_dim=32"],
+}
 
 
 def run_training(run: Path, dataset: Path) -> object:
@@ -104,6 +110,10 @@ def check_devices(run: Path, dataset: Path) -> object:
         result = check("neuron")
         assert result.passed, result.measured
         words[check.__name__] = result.measured
+    for name, settings in KERNEL_PROFILES.items():
+        result = check_device.check_kernels("neuron", load(name, settings))
+        assert result.passed, result.measured
+        words[name] = result.measured
     return words
 
 

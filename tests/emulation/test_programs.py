@@ -231,7 +231,10 @@ def test_evaluation_and_sampling(runs):
 
 
 def test_checks_of_check_device_pass(runs):
-    assert "tensor" in calls(runs["tensor"])[0]["returned"]["check_parallel_training"]
+    found = calls(runs["tensor"])[0]["returned"]
+    assert "tensor" in found["check_parallel_training"]
+    assert "experts: float32" in found["tiny-moe"]
+    assert "FP8 192 × 128: fp8" in found["tiny"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

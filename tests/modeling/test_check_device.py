@@ -1,14 +1,19 @@
 """`modeling.check_device`: checks pass on the CPU, in processes of their own; missing Neuron software is rejected by name."""
 
 import json
+import re
 import sys
 from collections import defaultdict
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor
 
 from modeling import check_device, exit_codes, kernel_errors
+from parallel.experts import grouped
+from parallel.layers import products
+from parallel.layers.products import Float8
 from profiles import resolve
 
 
@@ -49,16 +54,160 @@ def test_kernels_are_checked_on_the_shapes_of_the_profile(monkeypatch):
     assert seen["adamw"] == {(((matrices,),) * 4, (False, None))}
 
 
-def test_the_profile_named_on_the_command_line_is_that_of_the_kernels(monkeypatch):
+EXPERTS = ("tiny-moe", ())
+SLOTS = ("tiny-moe", ("train.capacity_factor=1.25",))
+FP8 = ("tiny", ("train.precision=fp8", "model.head_dim=32"))
+MX = (FP8[0], (*FP8[1], "train.fp8_recipe=mxfp8"))
+GPT_OSS = ("model.architecture=gpt_oss", "model.moe_intermediate_size=null")  # with biases
+ADAPTED = ("tiny-moe", (*GPT_OSS, "lora.rank=4", "lora.targets=[gate_up,down]"))
+
+
+def kernel(name: str, case: tuple[str, tuple[str, ...]]) -> kernel_errors.Kernel:
+    """A kernel of a profile, by the beginning of its name."""
+    profile = resolve.load(case[0], list(case[1]))
+    return next(each for each in kernel_errors.kernels_of(profile) if each.name.startswith(name))
+
+
+CPU_AND_GPU = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+
+
+@CPU_AND_GPU
+@pytest.mark.parametrize("case", [EXPERTS, SLOTS, ADAPTED])
+def test_experts_are_checked_where_a_profile_has_them(case, device):
+    measured, passed = kernel("experts", case).check(torch.device(device))
+    assert passed, measured
+
+
+def test_grouped_products_of_experts_are_checked(monkeypatch):
+    """As on GPUs; torch has them on CPUs too."""
+    monkeypatch.setattr(grouped, "_has_kernel", lambda parameters: True)
+    measured, passed = kernel("experts", EXPERTS).check(torch.device("cpu"))
+    assert passed, measured
+
+
+@CPU_AND_GPU
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_fp8_products_are_checked_where_a_profile_has_them(recipe, device):
+    case = FP8[0], (*FP8[1], f"train.fp8_recipe={recipe}")
+    measured, passed = kernel("FP8 512 × 192", case).check(torch.device(device))
+    assert passed, measured
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("documents", [False, True])
+def test_kernels_pass_on_a_gpu(documents):
+    """At the head size of real models; documents and windows have a kernel of their own."""
+    settings = ["model.head_dim=128", f"train.document_masks={str(documents).lower()}"]
+    settings += ["model.architecture=mistral", "model.sliding_window=96"] if documents else []
+    result = check_device.check_kernels("cuda", resolve.load("tiny", settings))
+    assert result.passed, result.measured
+
+
+def test_profile_without_experts_and_fp8_checks_neither():
+    assert [each.name for each in kernel_errors.kernels_of(resolve.load("tiny"))] == [
+        "attention",
+        "loss",
+        "update",
+    ]
+
+
+def next_expert(call):
+    """Experts whose outputs are another expert's."""
+    return lambda *inputs, **options: call(*inputs[:-2], inputs[-2].roll(1, 0), inputs[-1], **options)
+
+
+def no_number(call):
+    """Experts whose gradients are not numbers, though their outputs are right."""
+
+    def wrong(*inputs, **options):
+        y = call(*inputs, **options)
+        y.register_hook(lambda grad: torch.full_like(grad, torch.nan))
+        return y
+
+    return wrong
+
+
+@pytest.mark.parametrize("wrong", [next_expert, no_number])
+@pytest.mark.parametrize(("operator", "case"), [("routed_experts", EXPERTS), ("slotted_experts", SLOTS)])
+def test_wrong_experts_are_named_with_shape_deviation_and_remedy(monkeypatch, operator, case, wrong):
+    monkeypatch.setattr(kernel_errors, operator, wrong(getattr(kernel_errors, operator)))
+    measured, passed = kernel("experts", case).check(torch.device("cpu"))
+    assert not passed
+    shape = r"experts of 8 experts of 128 × 96, \d+ rows, of the last expert none: float32 \S+, bf16 \S+"
+    assert re.match(shape + ", float32 above 1e-05, bf16 above 2e-02; ", measured)
+    assert ("set train.capacity_factor" in measured) == (case is EXPERTS)
+
+
+def other_scales(quantized):
+    values, scale = quantized
+    return values, scale.roll(1, 0)
+
+
+def larger(quantized):
+    """Within the tolerance against float32: only the emulation shows it."""
+    values, scale = quantized
+    return values, scale * 1.02
+
+
+@pytest.mark.parametrize(("wrong", "case"), [(other_scales, FP8), (other_scales, MX), (larger, FP8)])
+def test_wrong_fp8_products_are_named_with_shape_deviation_and_remedy(monkeypatch, wrong, case):
+    emulated = Float8(resolve.load(*case).train.fp8_recipe, emulated=True)
+    quantize = products.quantize
+
+    class Wrong(Float8):
+        def _product(self, *inputs, **options):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(products, "quantize", lambda *given: wrong(quantize(*given)))
+                return super()._product(*inputs, **options)
+
+    monkeypatch.setattr(kernel_errors, "build_products", lambda *_: Wrong(emulated.recipe, emulated=True))
+    measured, passed = kernel("FP8 512 × 192", case).check(torch.device("cpu"))
+    assert not passed
+    assert measured.startswith("FP8 512 × 192 of 256 × 192 by 192 × 512, fp8_recipe ")
+    assert "emulated above 2e-02; set train.precision=bf16" in measured
+
+
+def test_missing_kernel_is_named_with_shape_and_remedy(monkeypatch):
+    def missing(*_, **__):
+        raise NotImplementedError("no grouped products on this device")
+
+    monkeypatch.setattr(kernel_errors, "routed_experts", missing)
+    profile = resolve.load(*EXPERTS)
+    result = check_device.check_kernels("cpu", profile)
+    assert not result.passed
+    assert "experts of 8 experts of 128 × 96" in result.measured
+    assert "no grouped products on this device; set train.capacity_factor" in result.measured
+    assert "attention: float32" in result.measured  # the others are checked all the same
+
+
+def test_losses_that_are_no_numbers_differ():
+    assert not check_device._error([2.0, float("nan")], [2.0, 2.0]) <= 1
+
+
+def test_checks_of_shapes_run_on_each_profile_named_on_the_command_line(monkeypatch, capsys):
     given = []
     (kernels,) = [check for check in check_device.CHECKS if check.takes_profile]
     checks = (replace(kernels, run=lambda *subjects: given.append(subjects) or check_device.Result("")),)
     monkeypatch.setattr(check_device, "CHECKS", checks)
     monkeypatch.setattr(exit_codes, "leave", lambda code: sys.exit(code))
+    monkeypatch.setattr(check_device, "_run_isolated", run_here)
+    assert check_device.main(["--device", "cpu", "--profile", "llama3-8b-h100", "tiny", "--json"]) == 0
+    assert given == [("cpu", resolve.load("llama3-8b-h100")), ("cpu", resolve.load("tiny"))]
+    rows = json.loads(capsys.readouterr().out.split("\n", 2)[2])["checks"]
+    assert [row["check"] for row in rows] == ["kernels, llama3-8b-h100", "kernels, tiny"]
+
+
+def run_here(check, kind, processes, profile):
+    """Run a check as its process does."""
     with pytest.raises(SystemExit, match="0"):
-        check_device.main(["--device", "cpu", "--check", "kernels", "--profile", "llama3-8b-h100"])
-    ((kind, profile),) = given
-    assert (kind, profile) == ("cpu", resolve.load("llama3-8b-h100"))
+        check_device.main(["--device", kind, "--check", check.name, "--profile", profile])
+    return check_device.Result("")
+
+
+def test_unknown_profile_is_rejected_before_the_checks(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        check_device.main(["--device", "cpu", "--profile", "tinny"])
+    assert "nearest valid: tiny" in capsys.readouterr().err
 
 
 def test_check_runs_on_all_devices_in_processes_of_its_own(monkeypatch, capsys):

@@ -11,11 +11,12 @@ from modeling.planning import calibration
 from modeling.planning.auto import resolve_auto
 from modeling.planning.calibration import Calibration
 from modeling.planning.levels import bandwidth
-from modeling.planning.measure import calibrate
+from modeling.planning.measure import CALLS, FP8, calibrate
 from modeling.planning.planner import plan, require_fit
 from modeling.planning.search import explain, search
 from modeling.planning.stage_costs import StageCosts
 from parallel import device as devices
+from parallel.layers.products import Float8
 from profiles import resolve
 from profiles.check import with_value
 from profiles.errors import ProfileError
@@ -255,6 +256,7 @@ def test_planned_step_follows_a_calibration_that_this_machine_measures(tmp_path,
     assert (without.step_seconds, without.basis) == (None, "no figures of cpu, uncalibrated")
     sizes = ((256,), (256, 704), (256,), (256, 256))
     table = calibrate(devices.resolve("cpu"), torch.device("cpu"), "cpu", sizes)
+    assert set(table.products) == set(table.others) == {"float32", "bf16"}
     table.save(calibration.path_of("cpu"))
     planned = plan(profile)
     assert planned.basis.startswith("calibrated: cpu measured on ")
@@ -266,6 +268,24 @@ def test_planned_step_follows_a_calibration_that_this_machine_measures(tmp_path,
     slower.save(calibration.path_of("cpu"))
     os.utime(calibration.path_of("cpu"), (1, 1))
     assert plan(profile).step_seconds == pytest.approx(2 * planned.step_seconds)
+
+
+def test_calibration_measures_fp8_where_the_device_has_it(monkeypatch):
+    """By torch's product on the CPU, which no profile can use there."""
+    called, multiply = [], Float8.multiply
+
+    def recorded(products, *given, **options):
+        result = multiply(products, *given, **options)
+        called.append((products, result.device.type))
+        return result
+
+    monkeypatch.setattr(Float8, "multiply", recorded)
+    device = replace(devices.resolve("cpu"), peak_flops={"fp8": 1e12})
+    table = calibrate(device, torch.device("cpu"), "cpu", ((32,), (32, 64), (32,), (128, 32)))
+    shapes = [("matmul", 32, k, n) for k in (32, 64) for n in (32, 64)]
+    assert [row[:4] for row in table.products["fp8"]] == [*shapes, ("attention", 32, 32, 64)]
+    assert called.count((FP8, "cpu")) == len(shapes) * (CALLS + 1)
+    assert table.others["fp8"] > 0
 
 
 def test_calibration_prefers_the_nearest_shape():

@@ -239,7 +239,7 @@ def test_cuda_kernel_calls_valid_operators(dtype, kind):
     assert [x.shape for x in kernel.backward(block, out, out, lse)] == [q.shape, k.shape, k.shape]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA accelerator")
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_cuda_kernel_matches_math_kernel(dtype):
     for causal, masked, t in ((True, False, 192), (False, False, 100), (False, True, 100)):
