@@ -1,13 +1,15 @@
-"""Compare training on this machine's GPUs with the peers that are installed: speed and MFU of each side, in one table.
+"""Prove and measure training on this machine's GPUs, beside the peers that are installed, in one table.
 
-Rows: a 1B Llama and layers of an 8B one (bf16, compiled, sequence 8192) beside plain torch, Hugging Face and torchtitan, in FP8
-beside torchao; attention, loss and AdamW beside their best libraries; and on two GPUs FSDP beside torch's FSDP2, TP with its
-products in chunks and merged with the collectives, and ring attention. A row whose peer is not installed, or that needs more
-GPUs, is listed as not run. MFU counts 6 FLOPs per multiply-add of the forward pass, causal attention as half of the full square,
-against the card's dense bf16 peak. With the row "1b" the planner's step time is compared too, after a calibration.
+Rows: the checks of check_device, also of the kernels of every profile that is measured here; the tests that need a GPU; a 1B
+Llama and layers of an 8B one (bf16, compiled, sequence 8192) beside plain torch, Hugging Face and torchtitan, in FP8 beside
+torchao; attention, loss and AdamW beside their best libraries; and on two GPUs FSDP beside torch's FSDP2, TP with its products in
+chunks and merged with the collectives, and ring attention. A row whose peer is not installed, or that needs more GPUs, is listed
+as not run. A second table has the figures that are due: MFU at 1B, the speed of 8B at full depth, and the planner's step time
+after a calibration beside the measured one. MFU counts 6 FLOPs per multiply-add of the forward pass, causal attention as half of
+the full square, against the card's dense bf16 peak.
 
 --rehearse runs every row on the CPU with tiny sizes, to see that the command works before a GPU is paid for; its figures say
-nothing about GPUs. Its two "GPUs" are two processes.
+nothing about GPUs. Its two "GPUs" are two processes, and tests that need a GPU are counted as skipped.
 
 Exit codes: 0 all rows that ran agree, 1 one failed, 2 no CUDA device.
 """
@@ -15,11 +17,10 @@ Exit codes: 0 all rows that ran agree, 1 one failed, 2 no CUDA device.
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,9 +35,11 @@ from benchmarks.harness.comparisons import (
     Schedule,
     TrainingComparison,
 )
-from benchmarks.harness.report import machine, run, show
+from benchmarks.harness.proofs import DeviceChecks, MarkedTests
+from benchmarks.harness.report import STYLES, machine, run, show
 from benchmarks.harness.timing import make_parser, print_table
 from benchmarks.operators.ring_attention import LLAMA_8B_HEADS, SMALL_HEADS
+from modeling import check_device
 from modeling.models.flops import flops_per_token
 from modeling.planning.planner import plan
 from parallel import device
@@ -126,14 +129,34 @@ COMPARISONS: tuple[Comparison, ...] = (
         for tokens in (32768, 131072)
     ),
 )
+PROOFS = ("check-device", "cuda-tests")
+# Whose kernels are checked besides those of the rows: a mixture of experts, which no row trains.
+EXPERTS, SMALL_EXPERTS = "mixtral-8x7b-h100", "tiny-moe"
 MFU_DUE = 0.50  # at 1B
 DEPTH, DEPTH_DUE = 32, 6667  # layers of Llama 3 8B, and the tokens/s a GPU that are due
+PLANNED = ("1b", "1b-fp8", "8b-layers", "8b-layers-fp8")  # whose step time is compared with the plan
 PLAN_TOLERANCE = 0.10
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that is due, beside what was measured; or why there is none."""
+
+    row: str
+    name: str
+    measured: float | None
+    due: str
+    met: bool
+    failure: str | None = None
+
+    @property
+    def status(self) -> str:
+        return "failed" if self.failure else "met" if self.met else "missed"
 
 
 def main() -> int:
     parser = make_parser(__doc__, rounds=3)
-    names = [comparison.name for comparison in COMPARISONS]
+    names = [*PROOFS, *(comparison.name for comparison in COMPARISONS)]
     parser.add_argument("--only", nargs="+", choices=names, metavar="ROW", help=f"of {', '.join(names)}")
     parser.add_argument("--rehearse", action="store_true", help="run the rows on the CPU with tiny sizes")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
@@ -144,9 +167,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    chosen = [item for item in COMPARISONS if not options.only or item.name in options.only]
-    if options.rehearse:
-        chosen = list(map(rehearsed, chosen))
+    rows = proofs_and_comparisons(options.rehearse)
+    chosen = [item for item in rows if not options.only or item.name in options.only]
     gpus = 2 if options.rehearse else torch.cuda.device_count()
     lacking = {item.name: needs for item in chosen if (needs := missing(item, gpus))}
     runnable = [item for item in chosen if item.name not in lacking]
@@ -154,34 +176,48 @@ def main() -> int:
         warm_up, steps = (1, 2) if options.rehearse else (3, 10)
         schedule = Schedule(options.rounds, warm_up, steps, graphs)
         results = run(runnable, schedule)
-    rows = list(zip(runnable, results, strict=True))
-    speeds = [
-        speed
-        for item, result in rows
+    trained = {
+        item.name: (item, result)
+        for item, result in zip(runnable, results, strict=True)
         if isinstance(item, TrainingComparison) and not result.failure
-        for speed in training_speeds(item, result)
-    ]
-    depth = full_depth_speed({result.name: result for result in results if not result.failure})
-    planned = None
-    for item, result in rows:
-        if item.name == "1b" and not result.failure:
-            planned = planned_beside_measured(item, result)
+    }
+    speeds = [speed for pair in trained.values() for speed in training_speeds(*pair)]
+    depth = full_depth_speed({name: result for name, (_, result) in trained.items()})
+    figures = [*speed_figures(speeds, depth), *plan_figures(trained)]
     if options.json:
         card = "a rehearsal on the CPU" if options.rehearse else torch.cuda.get_device_name()
         document = {"machine": {**machine(), "card": card}, "rows": [result.to_json() for result in results]}
-        document |= {"speeds": speeds, "8b_at_full_depth": depth, "plan": planned, "not_run": lacking}
-        print(json.dumps(document))
+        document |= {"speeds": speeds, "figures": [{**asdict(f), "status": f.status} for f in figures]}
+        print(json.dumps({**document, "not_run": lacking}))
     else:
         show(results, schedule)
-        _print_speeds(speeds, depth, planned)
+        _print_speeds(speeds, figures)
         for name, needs in lacking.items():
             print(f"{name}: not run, needs {needs}")
         if options.rehearse:
             print("A rehearsal on the CPU with tiny sizes: its figures say nothing about GPUs.")
-    return int(any(result.status == "failed" for result in results))
+    return int(any(each.status == "failed" for each in (*results, *figures)))
 
 
-def missing(comparison: Comparison, gpus: int) -> str | None:
+Row = Comparison | DeviceChecks | MarkedTests
+
+
+def proofs_and_comparisons(rehearse: bool) -> list[Row]:
+    """All rows, the proofs first; for a rehearsal on the CPU."""
+    comparisons = list(map(rehearsed, COMPARISONS)) if rehearse else list(COMPARISONS)
+    made: dict[str, Profile] = {}
+    for item in comparisons:
+        if isinstance(item, TrainingComparison):
+            profile = profile_of(item)
+            if profile not in made.values():
+                made[item.name] = profile
+    profiles = tuple(profile.model_copy(update={"name": name}) for name, profile in made.items())
+    device = "cpu" if rehearse else "cuda"
+    experts = SMALL_EXPERTS if rehearse else EXPERTS
+    return [DeviceChecks(profiles, (experts,), device), MarkedTests(device=device), *comparisons]
+
+
+def missing(comparison: Row, gpus: int) -> str | None:
     """What a row needs that this machine lacks; None if it can run."""
     if comparison.processes > gpus:
         return f"{comparison.processes} GPUs"
@@ -236,35 +272,60 @@ def full_depth_speed(results: Mapping[str, Result]) -> float | None:
     return results["8b-layers"].tokens / (four + (DEPTH - 4) * (four - two) / 2)
 
 
-def planned_beside_measured(comparison: TrainingComparison, result: Result) -> dict[str, float] | None:
-    """The planner's seconds of a row's step after a calibration of this device, and the measured ones."""
-    command = [sys.executable, "-m", "modeling.check_device", "--calibrate", "--processes", "1"]
-    with tempfile.TemporaryDirectory(prefix="benchmarks-calibration-") as folder, contextlib.chdir(folder):
-        subprocess.run([*command, "--device", comparison.device], check=True, stdout=subprocess.DEVNULL)
-        planned = plan(profile_of(comparison)).step_seconds
-    return planned and {"planned_seconds": planned, "measured_seconds": statistics.median(result.ours)}
-
-
-def _print_speeds(
-    speeds: Sequence[Mapping[str, Any]], depth: float | None, planned: Mapping[str, float] | None
-) -> None:
-    if speeds:
-        headings = ("row", "side", "tokens/s a GPU", "MFU", "due")
-        print_table("", headings, map(_speed_cells, speeds), "MFU: against the dense bf16 peak")
+def speed_figures(speeds: Sequence[Mapping[str, Any]], depth: float | None) -> Iterator[Figure]:
+    """MFU at 1B, if the card's peak is on record, and tokens/s of 8B at full depth."""
+    for speed in speeds:
+        if (speed["row"], speed["side"]) == ("1b", "ours") and speed["mfu"]:
+            yield Figure("1b", "MFU", speed["mfu"], f"at least {MFU_DUE:.0%}", speed["mfu"] >= MFU_DUE)
     if depth:
-        print(f"8B at full depth, from its 2 and 4 layers: {depth:,.0f} tokens/s a GPU (due: {DEPTH_DUE:,})")
-    if planned:
-        ours, theirs = planned["measured_seconds"], planned["planned_seconds"]
-        print(
-            f"1b: {1e3 * ours:,.0f} ms per step, planned after calibration {1e3 * theirs:,.0f} ms, "
-            f"{theirs / ours:.2f} of it (due: within {PLAN_TOLERANCE:.0%})"
-        )
+        name = "tokens/s a GPU of 8B at full depth, from its 2 and 4 layers"
+        yield Figure("8b-layers", name, depth, f"above {DEPTH_DUE:,}", depth > DEPTH_DUE)
+
+
+def plan_figures(trained: Mapping[str, tuple[TrainingComparison, Result]]) -> Iterator[Figure]:
+    """The planner's seconds of a step after a calibration of this device, over the measured ones."""
+    chosen = {name: trained[name] for name in PLANNED if name in trained}
+    if not chosen:
+        return
+    name, due = "planned step time after calibration, of the measured", f"within {PLAN_TOLERANCE:.0%}"
+    device, failure = next(iter(chosen.values()))[0].device, None
+    with tempfile.TemporaryDirectory(prefix="benchmarks-calibration-") as folder, contextlib.chdir(folder):
+        try:
+            check_device.write_calibration(device, processes=1)
+        except (RuntimeError, ValueError) as error:
+            failure = f"calibration: {error}"
+        for row, (comparison, result) in chosen.items():
+            planned = None if failure else plan(profile_of(comparison)).step_seconds
+            if planned is None:
+                reason = failure or "the calibration has no figures of its precision"
+                yield Figure(row, name, None, due, False, reason)
+                continue
+            share = planned / statistics.median(result.ours)
+            yield Figure(row, name, share, due, abs(share - 1) <= PLAN_TOLERANCE)
+
+
+def _print_speeds(speeds: Sequence[Mapping[str, Any]], figures: Sequence[Figure]) -> None:
+    if speeds:
+        headings = ("row", "side", "tokens/s a GPU", "MFU")
+        print_table("", headings, map(_speed_cells, speeds), "MFU: against the dense bf16 peak")
+    if figures:
+        print_table("", ("row", "figure", "measured", "due", "result"), map(_figure_cells, figures))
+    for figure in figures:
+        if figure.failure:
+            print(f"{figure.row}: {figure.name}: {figure.failure}", file=sys.stderr)
+
+
+def _figure_cells(figure: Figure) -> tuple[str, ...]:
+    measured = ""
+    if figure.measured is not None:
+        measured = f"{figure.measured:,.0f}" if figure.measured > 100 else f"{figure.measured:.1%}"
+    status = f"[{STYLES[figure.status]}]{figure.status}[/]"
+    return figure.row, figure.name, measured, figure.due, status
 
 
 def _speed_cells(speed: Mapping[str, Any]) -> tuple[str, ...]:
     mfu = f"{speed['mfu']:.1%}" if speed["mfu"] else "no peak on record"
-    due = f"{MFU_DUE:.0%}" if (speed["row"], speed["side"]) == ("1b", "ours") else ""
-    return speed["row"], speed["side"], f"{speed['tokens_per_second']:,.0f}", mfu, due
+    return speed["row"], speed["side"], f"{speed['tokens_per_second']:,.0f}", mfu
 
 
 if __name__ == "__main__":

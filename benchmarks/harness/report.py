@@ -12,22 +12,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.harness.comparisons import Comparison, Result, Schedule
 from benchmarks.harness.processes import ScriptError
+from benchmarks.harness.proofs import DeviceChecks, MarkedTests, Proof
 from benchmarks.harness.timing import print_table
 
-STYLES = {"met": "green", "missed": "yellow", "failed": "bold red"}
+STYLES = {"met": "green", "passed": "green", "missed": "yellow", "failed": "bold red"}
 HEADINGS = ("work", "against", "ours", "peer", "ratio", "due", "of bound", "losses differ", "result")
 CAPTION = (
     "ours, peer: ms per step; ratio: peer over ours (minimum–maximum of the rounds); targets in parentheses"
 )
 
 
-def run(comparisons: Sequence[Comparison], schedule: Schedule) -> list[Result]:
-    """Run comparisons in order, with progress on standard error. A failed one does not stop the others."""
-    results: list[Result] = []
+def run(rows: Sequence[Comparison | DeviceChecks | MarkedTests], schedule: Schedule) -> list[Result | Proof]:
+    """Run rows in order, with progress on standard error. A failed one does not stop the others."""
+    results: list[Result | Proof] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=sum(item.turns(schedule) for item in comparisons))
-        for number, item in enumerate(comparisons):
+        bar = progress.add_task("", total=sum(item.turns(schedule) for item in rows))
+        for number, item in enumerate(rows):
 
             def before_turn(side: str, name: str = item.name) -> None:
                 progress.update(bar, description=f"{name}: {side}", advance=1)
@@ -36,7 +37,7 @@ def run(comparisons: Sequence[Comparison], schedule: Schedule) -> list[Result]:
                 results.append(item.run(schedule, before_turn))
             except ScriptError as error:
                 results.append(Result(item.name, item.title, item.against, item.target, failure=str(error)))
-            progress.update(bar, completed=sum(item.turns(schedule) for item in comparisons[: number + 1]))
+            progress.update(bar, completed=sum(item.turns(schedule) for item in rows[: number + 1]))
     return results
 
 
@@ -51,7 +52,7 @@ def machine() -> dict[str, object]:
     }
 
 
-def show(results: Sequence[Result], schedule: Schedule) -> None:
+def show(results: Sequence[Result | Proof], schedule: Schedule) -> None:
     """Print the table, and below it the reasons for failures."""
     this = machine()
     title = f"{this['cores']} cores ({this['vector_units']}), torch {this['torch']}; "
@@ -62,8 +63,10 @@ def show(results: Sequence[Result], schedule: Schedule) -> None:
             print(f"{result.name}: {result.failure}", file=sys.stderr)
 
 
-def _cells(result: Result) -> list[str]:
+def _cells(result: Result | Proof) -> list[str]:
     status = f"[{STYLES[result.status]}]{result.status}[/]"
+    if isinstance(result, Proof):
+        return [result.title, result.against, *[""] * 5, result.counted, status]
     if result.failure:
         return [result.title, result.against, "", "", "", f"{result.target:.2f}", "", "", status]
     bound = f"{result.of_bound:.2f} ({result.bound_target:.2f})" if result.bound else ""

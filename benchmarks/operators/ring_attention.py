@@ -141,7 +141,8 @@ def compare(
     outputs = alternate(
         {side: lambda group=group: group.outputs(workload) for side, group in sides.items()}, 1, before_turn
     )
-    error = max(map(relative_error, *(results[0] for results in outputs.values())))
+    errors = list(map(relative_error, *(results[0] for results in outputs.values())))
+    error = torch.tensor(errors).max().item()  # NaN if one is
     timed = {side: lambda group=group: group.seconds(workload) for side, group in sides.items()}
     return error, alternate(timed, rounds, before_turn)
 

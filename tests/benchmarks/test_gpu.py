@@ -4,14 +4,19 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from benchmarks import gpu
 from benchmarks.harness.comparisons import TOLERANCES, Result
+from benchmarks.harness.proofs import DeviceChecks, MarkedTests, Proof
 from benchmarks.operators import kernels
 from benchmarks.operators.ring_attention import relative_error
+from modeling import check_device
+from profiles import resolve
 
 
 def test_rehearsed_rows_run_and_agree():
@@ -52,6 +57,120 @@ def test_speed_at_full_depth_extrapolates_seconds_by_layer():
     }
     assert gpu.full_depth_speed(rows) == pytest.approx(8192 / (0.12 + 32 * 0.02))
     assert gpu.full_depth_speed({"8b-layers": rows["8b-layers"]}) is None
+
+
+def test_checks_of_the_rows_profiles_are_counted_and_a_failure_has_its_reason(monkeypatch):
+    """Kernels of the rehearsed rows and of experts; and of a check that its process does not know."""
+    kernels = next(check for check in check_device.CHECKS if check.takes_profile)
+    broken = replace(check_device.CHECKS[0], name="missing")
+    monkeypatch.setattr(check_device, "CHECKS", (kernels, broken))
+    row, *_ = gpu.proofs_and_comparisons(rehearse=True)
+    row = replace(row, made=tuple(profile for profile in row.made if profile.train.precision == "fp8"))
+    proof = row.run(None, lambda _: None)
+    assert (proof.status, proof.counted) == ("failed", "2 passed, 1 failed")
+    assert proof.failure.startswith("missing: failed (2): ")
+    assert "invalid choice" in proof.failure
+
+
+def test_checked_profiles_are_those_that_rows_train():
+    row, *_ = gpu.proofs_and_comparisons(rehearse=False)
+    trained = [gpu.profile_of(each) for each in gpu.COMPARISONS if isinstance(each, gpu.TrainingComparison)]
+    assert all(
+        any(profile.model_copy(update={"name": made.name}) == made for made in row.made)
+        for profile in trained
+    )
+    assert len({profile.name for profile in row.made}) == len(row.made) < len(trained)
+    assert "fp8" in {profile.train.precision for profile in row.made}
+    assert resolve.load(*row.shipped).model.num_experts
+
+
+def test_tests_of_a_gpu_are_skipped_without_one_and_fail_a_row_that_needs_them():
+    """Skipped tests prove nothing on a machine with a GPU, here said of the CPU."""
+    given = "tests/parallel/attention/test_attention.py"
+    rehearsed = MarkedTests((given,), device="cpu")
+    proof = rehearsed.run(None, lambda _: None)
+    assert (proof.status, proof.counted) == ("passed", "0 passed, 2 skipped: for want of a GPU")
+    cases = [ElementTree.fromstring(case) for case in SKIPPED]
+    proof = MarkedTests()._outcome(cases, code=0)
+    assert (proof.status, proof.failure) == ("failed", "test_b: needs a CUDA accelerator")
+
+
+SKIPPED = (
+    '<testcase name="test_a" />',
+    '<testcase name="test_b"><skipped message="needs a CUDA accelerator" /></testcase>',
+)
+FAILED = '<testcase name="test_c"><failure message="AssertionError: 0.3&#10;more">trace</failure></testcase>'
+COLLECTED = (
+    '<testcase name="tests.x"><error message="collection failure">No module named trl</error></testcase>'
+)
+
+
+@pytest.mark.parametrize(
+    ("cases", "code", "counted", "failure"),
+    [
+        ((SKIPPED[0],), 0, "1 passed", None),
+        ((SKIPPED[0], FAILED), 1, "1 passed, 1 failed", "test_c: AssertionError: 0.3"),
+        ((COLLECTED,), 2, "0 passed, 1 failed", "tests.x: collection failure"),
+        ((), 5, "0 passed", "no test has the marker cuda"),
+        ((SKIPPED[0],), 3, "1 passed", "pytest: exit code 3"),
+    ],
+)
+def test_outcome_of_the_tests_of_a_gpu(cases, code, counted, failure):
+    proof = MarkedTests()._outcome([ElementTree.fromstring(case) for case in cases], code)
+    assert (proof.counted, proof.failure) == (counted, failure)
+
+
+def test_failed_proof_does_not_stop_other_rows_and_its_reason_is_printed(monkeypatch, capsys):
+    failed = Proof(
+        "check-device", "check_device", "the CPU", "8 passed, 1 failed", "kernels: experts of …: bf16 0.3"
+    )
+    passed = replace(failed, name="cuda-tests", counted="9 passed", failure=None)
+    monkeypatch.setattr(DeviceChecks, "run", lambda *_: failed)
+    monkeypatch.setattr(MarkedTests, "run", lambda *_: passed)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--only", *gpu.PROOFS])
+    assert gpu.main() == 1
+    printed = capsys.readouterr()
+    assert "8 passed, 1 failed" in printed.out
+    assert "9 passed" in printed.out
+    assert "check-device: kernels: experts of …: bf16 0.3" in printed.err
+
+
+def training_result(name: str, seconds: float) -> tuple[gpu.TrainingComparison, Result]:
+    comparison = next(row for row in gpu.COMPARISONS if row.name == name)
+    return gpu.rehearsed(comparison), Result(name, "", "", target=1.0, ours=[seconds], peer=[1.0])
+
+
+def test_plans_are_compared_with_measured_steps_after_a_calibration(monkeypatch):
+    calibrated = []
+    monkeypatch.setattr(check_device, "write_calibration", lambda kind, processes: calibrated.append(kind))
+    monkeypatch.setattr(gpu, "plan", lambda profile: SimpleNamespace(step_seconds=1.0))
+    trained = {
+        name: training_result(name, seconds)
+        for name, seconds in (("1b", 1.05), ("8b-layers", 2.0), ("fsdp", 1.0))
+    }
+    figures = list(gpu.plan_figures(trained))
+    assert calibrated == ["cpu"]
+    assert [(figure.row, figure.status) for figure in figures] == [("1b", "met"), ("8b-layers", "missed")]
+
+
+def test_failed_calibration_is_a_failed_figure_with_its_reason(monkeypatch):
+    def fail(kind, processes):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(check_device, "write_calibration", fail)
+    (figure,) = gpu.plan_figures({"1b": training_result("1b", 1.0)})
+    assert (figure.status, figure.failure) == ("failed", "calibration: out of memory")
+
+
+def test_mfu_at_1b_and_speed_at_full_depth_are_due():
+    speeds = [
+        {"row": "1b", "side": side, "mfu": 0.49, "tokens_per_second": 1.0} for side in ("ours", "plain torch")
+    ]
+    figures = list(gpu.speed_figures(speeds, 6668.0))
+    assert [(figure.name.split()[0], figure.status) for figure in figures] == [
+        ("MFU", "missed"),
+        ("tokens/s", "met"),
+    ]
 
 
 def test_profiles_of_the_rows_train_what_they_say():
