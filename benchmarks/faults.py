@@ -25,8 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from benchmarks.harness.processes import training_ranks
 from benchmarks.harness.timing import make_parser
 from tests.flows.micro import settings, write_profile
 from tests.slurm.cluster import Cluster, missing
@@ -71,18 +70,6 @@ class Run:
         rows = self.rows()
         return rows[-1]["step"] if rows else 0
 
-    def ranks(self) -> list[psutil.Process]:
-        """Training processes by rank."""
-        ranks = {}
-        for process in psutil.process_iter():
-            try:
-                command, environment = process.cmdline(), process.environ()
-            except psutil.Error:
-                continue
-            if {"modeling.training.train", str(self.run_folder)} <= set(command) and "RANK" in environment:
-                ranks[int(environment["RANK"])] = process
-        return [ranks[rank] for rank in sorted(ranks)]
-
     def wait_for(self, condition: Callable[[], bool], timeout: float = 300) -> None:
         """Poll until the condition is true; TimeoutError with the end of the run's log."""
         deadline = time.monotonic() + timeout
@@ -124,11 +111,11 @@ def measure(folder: Path, cluster: Cluster) -> Iterator[tuple[str, Any]]:
         raise RuntimeError(reference.log.read_text()[-3000:])
     run = Run(folder, "stormy")
     process = run.start()
-    yield "process killed", run.recover(lambda: os.kill(run.ranks()[1].pid, signal.SIGKILL))
+    yield "process killed", run.recover(lambda: training_ranks(run.run_folder)[1].kill())
     victim = cluster.command("scontrol", "show", "hostnames", cluster.jobs("RUNNING")[0][3]).split()[1]
     yield "node killed", run.recover(lambda: cluster.kill_node(victim))
     median = statistics.median(row["step_seconds"] for row in run.rows()[-100:])
-    hang = run.recover(lambda: run.ranks()[1].suspend(), detect=True)
+    hang = run.recover(lambda: training_ranks(run.run_folder)[1].suspend(), detect=True)
     yield "rank hung", {**hang, "limit": 5 * median + 30}
 
     run.wait_for(lambda: run.last_step() % INTERVAL > INTERVAL // 2)

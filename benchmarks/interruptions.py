@@ -22,9 +22,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 
+from benchmarks.harness.processes import training_ranks
 from benchmarks.harness.timing import make_parser
 from benchmarks.store import s3_server
 from tasks.keys import file_digest
@@ -81,7 +81,7 @@ class Chain:
         except subprocess.TimeoutExpired:
             pass
         self.faults.append(f"{fault} after {delay:.1f} s")
-        ranks = self.ranks()
+        ranks = training_ranks(self.run_folder)
         if fault == "rank" and ranks:
             chance.choice(ranks).kill()
             process.wait(TIMEOUT)  # the command recovers by itself
@@ -89,19 +89,6 @@ class Chain:
             process.send_signal(signal.SIGKILL if fault in ("rank", "SIGKILL") else getattr(signal, fault))
             process.wait(TIMEOUT)
         return False
-
-    def ranks(self) -> list[psutil.Process]:
-        """Training processes of this chain."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if {"modeling.training.train", str(self.run_folder)} <= {
-                    *process.cmdline()
-                } and "RANK" in process.environ():
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
 
     def results(self) -> dict[str, object]:
         """Everything that must not depend on interruptions."""

@@ -19,7 +19,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows.final_states import final_states
-from flows.hooks import show_failure
+from flows.hooks import SHOW_FAILURE
 from flows.runner import THREADS, Runner
 from flows.server.secrets import hub_token
 from flows.ui.artifacts import show_table
@@ -120,13 +120,7 @@ class Evaluator:
         return self.store.artifacts.expect(kind, self.inputs[kind])
 
 
-@flow(
-    name="evaluate",
-    flow_run_name=run_name,
-    task_runner=THREADS,
-    on_failure=[show_failure],
-    on_crashed=[show_failure],
-)
+@flow(name="evaluate", flow_run_name=run_name, task_runner=THREADS, **SHOW_FAILURE)
 @final_states
 def evaluate(
     run: str,

@@ -6,7 +6,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows.final_states import final_states
-from flows.hooks import show_failure
+from flows.hooks import SHOW_FAILURE
 from flows.runner import Runner
 from profiles import resolve
 from profiles.errors import ProfileError
@@ -24,7 +24,7 @@ def run_name() -> str:
     return str(flow_run.parameters["run"])
 
 
-@flow(name="export", flow_run_name=run_name, on_failure=[show_failure], on_crashed=[show_failure])
+@flow(name="export", flow_run_name=run_name, **SHOW_FAILURE)
 @final_states
 def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
     """Write a run's latest checkpoint as a Hugging Face model; returns its folder.

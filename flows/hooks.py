@@ -76,7 +76,8 @@ def show_stop(flow_run: str, parameters: Mapping[str, Any]) -> str:
         return "completed steps and checkpoints are kept"
 
 
-HOOKS = {"on_cancellation": [cancel_jobs], "on_failure": [show_failure], "on_crashed": [show_failure]}
+SHOW_FAILURE = {"on_failure": [show_failure], "on_crashed": [show_failure]}
+HOOKS = {"on_cancellation": [cancel_jobs], **SHOW_FAILURE}
 
 
 def _profile(folder: Path) -> Profile:

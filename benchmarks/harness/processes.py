@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 TIMEOUT = 1800  # seconds
 GRACE = 20  # seconds between SIGTERM and SIGKILL, for torchrun to end its children
 
@@ -94,6 +96,19 @@ def _terminate(process: subprocess.Popen[str]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def training_ranks(run_folder: Path) -> list[psutil.Process]:
+    """Processes that train the run in this folder, by rank."""
+    ranks = {}
+    for process in psutil.process_iter():
+        try:
+            command, environment = process.cmdline(), process.environ()
+        except psutil.Error:
+            continue
+        if {"modeling.training.train", str(run_folder)} <= set(command) and "RANK" in environment:
+            ranks[int(environment["RANK"])] = process
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def peak_memory(command: Sequence[str], field: str) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from prefect.runtime import flow_run
 
 from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
 from flows.final_states import final_states
-from flows.hooks import show_failure
+from flows.hooks import SHOW_FAILURE
 from flows.pretrain import pretrain
 from flows.runner import THREADS, Runner
 from flows.server.secrets import hub_token
@@ -53,13 +53,7 @@ def load(file: str, store: Store | None = None) -> tuple[Branches, Rung, list[Ru
     return described, trunk, branches, plan_within(described, [trunk, *branches])
 
 
-@flow(
-    name="branches",
-    flow_run_name=file_name,
-    task_runner=THREADS,
-    on_failure=[show_failure],
-    on_crashed=[show_failure],
-)
+@flow(name="branches", flow_run_name=file_name, task_runner=THREADS, **SHOW_FAILURE)
 @final_states
 def branches(file: str, store: str = "./store") -> dict[str, Any]:
     """Train a trunk and its branches, average checkpoints, and compare all of them; returns losses and the page's path.

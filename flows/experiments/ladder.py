@@ -19,7 +19,7 @@ from prefect import flow
 
 from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
 from flows.final_states import final_states
-from flows.hooks import show_failure
+from flows.hooks import SHOW_FAILURE
 from flows.pretrain import pretrain
 from modeling.planning.planner import Plan
 from modeling.scaling.rungs import Rung, rungs_of, target_of, warnings_of
@@ -40,7 +40,7 @@ def load(file: str) -> tuple[Ladder, Rung, list[Rung], list[Plan]]:
     return ladder, target, rungs, plan_within(ladder, rungs)
 
 
-@flow(name="ladder", flow_run_name=file_name, on_failure=[show_failure], on_crashed=[show_failure])
+@flow(name="ladder", flow_run_name=file_name, **SHOW_FAILURE)
 @final_states
 def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str, Any]:
     """Train the rungs of a ladder and forecast its target; returns the forecast and the paths of its page.

@@ -20,7 +20,7 @@ from prefect.runtime import flow_run
 
 from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
 from flows.final_states import final_states
-from flows.hooks import show_failure
+from flows.hooks import SHOW_FAILURE
 from flows.runner import THREADS, Runner
 from flows.server.secrets import hub_token
 from modeling.planning.auto import resolve_auto
@@ -52,13 +52,7 @@ def load(file: str) -> tuple[Mixture, Rung, list[Proxy], list[Plan]]:
     return mixture, target, proxies, plan_within(mixture, [proxy.run for proxy in proxies])
 
 
-@flow(
-    name="mixture",
-    flow_run_name=file_name,
-    task_runner=THREADS,
-    on_failure=[show_failure],
-    on_crashed=[show_failure],
-)
+@flow(name="mixture", flow_run_name=file_name, task_runner=THREADS, **SHOW_FAILURE)
 @final_states
 def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str, Any]:
     """Train the proxies of a mixture and propose weights for its target; returns the proposal and the paths of its files.

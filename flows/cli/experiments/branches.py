@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from rich.console import Console
 
 from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
-from flows.cli.experiments.table import print_table, row_of, total_of
+from flows.cli.experiments.table import print_plan, row_of, total_of
 from flows.ui.console import relative
 from profiles.sections import branches as files
 from tasks.branches import trunk_of
@@ -41,13 +40,10 @@ def _plan(options: argparse.Namespace) -> int:
     rows = [row_of(run, planned) for run, planned in zip(runs, plans, strict=True)]
     total = total_of(rows, "all runs")
     scratch = sum(run.flops / run.share for run in branches)
-    if options.json:
-        found = {"branches": described.name, "runs": rows, "total": total, "from_scratch_flops": scratch}
-        print(json.dumps(found, indent=1))
-        return DONE
-    shown = [{name: value for name, value in row.items() if name not in EQUAL} for row in [*rows, total]]
-    print_table(shown, described.name)
-    print(f"\n{total['flops'] / scratch:.0%} of the compute of these lengths, each from scratch")
+    found = {"branches": described.name, "runs": rows, "total": total, "from_scratch_flops": scratch}
+    print_plan(options, found, [*rows, total], described.name, without=EQUAL)
+    if not options.json:
+        print(f"\n{total['flops'] / scratch:.0%} of the compute of these lengths, each from scratch")
     return DONE
 
 

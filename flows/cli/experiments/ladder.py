@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from rich.console import Console
 
 from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
-from flows.cli.experiments.table import print_table, row_of, total_of
+from flows.cli.experiments.table import print_plan, row_of, total_of
 from flows.ui.console import relative
 from modeling.planning.planner import plan
 from modeling.scaling.rungs import target_of, warnings_of
@@ -40,11 +39,8 @@ def _plan(options: argparse.Namespace) -> int:
     total = total_of(rows, "all rungs")
     goal = row_of(target, plan(target.profile))
     warnings = warnings_of(target, rungs)
-    if options.json:
-        found = {"ladder": ladder.name, "rungs": rows, "total": total, "target": goal, "warnings": warnings}
-        print(json.dumps(found, indent=1))
-    else:
-        print_table([*rows, total, goal], ladder.name, warnings)
+    found = {"ladder": ladder.name, "rungs": rows, "total": total, "target": goal, "warnings": warnings}
+    print_plan(options, found, [*rows, total, goal], ladder.name, warnings=warnings)
     return DONE
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.table import Table
 
 from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
-from flows.cli.experiments.table import print_table, row_of, total_of
+from flows.cli.experiments.table import print_plan, row_of, total_of
 from flows.ui.console import relative
 from modeling.scaling.proxies import Proxy, mixture_target
 from profiles.sections.mixture import Mixture
@@ -44,11 +43,8 @@ def _plan(options: argparse.Namespace) -> int:
         for proxy, planned in zip(proxies, plans, strict=True)
     ]
     total = total_of(rows, "all proxies")
-    if options.json:
-        print(json.dumps({"mixture": mixture.name, "proxies": rows, "total": total}, indent=1))
-    else:
-        shown = [{key: value for key, value in row.items() if key not in SAME} for row in rows]
-        print_table([*shown, total], mixture.name)
+    found = {"mixture": mixture.name, "proxies": rows, "total": total}
+    print_plan(options, found, [*rows, total], mixture.name, without=SAME)
     return DONE
 
 

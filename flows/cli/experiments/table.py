@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -66,9 +68,25 @@ def total_of(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     return found
 
 
-def print_table(rows: Sequence[dict[str, Any]], experiment: str, warnings: Sequence[str] = ()) -> None:
-    """Print rows, whose names are shown without the experiment's, and warnings."""
-    columns = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
+def print_plan(
+    options: argparse.Namespace,
+    document: Mapping[str, Any],
+    rows: Sequence[dict[str, Any]],
+    experiment: str,
+    *,
+    without: Collection[str] = (),
+    warnings: Sequence[str] = (),
+) -> None:
+    """Print the document with `--json`, else a table of the rows, whose names are shown without the experiment's.
+
+    Args:
+        without: columns to leave out.
+        warnings: printed below the table.
+    """
+    if options.json:
+        print(json.dumps(document, indent=1))
+        return
+    columns = [key for key in COLUMNS if key not in without and any(row.get(key) is not None for row in rows)]
     table = Table(box=None, pad_edge=False, header_style="dim")
     prefix = f"{experiment}-"
     table.add_column(f"{prefix}…", no_wrap=True)
