@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from modeling.scaling.rungs import Rung
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from profiles.state_files import retried
-from tasks import keys
+from tasks import documents, keys
 from tasks.evaluation import results
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import RunFolder
@@ -56,34 +55,22 @@ def register(
     settings = keys.forecast_target(target.profile)
     fitted = [[point.n, point.d, point.loss] for point in observations]
     key = keys.forecast(settings, fitted, metrics)
-    with store.artifacts.lock(KIND, key):
-        if found := store.artifacts.find(KIND, key):
-            return found
+
+    def compute() -> dict[str, Any]:
         try:
             found = forecasts.forecast(observations, target.n, target.tokens)
         except ValueError as error:
             raise ProfileError("rungs", None, str(error)) from error
         supported, without = forecast_metrics(observations, metrics, target.n, target.tokens)
-        document = {
-            "written": datetime.now(UTC).isoformat(timespec="seconds"),
-            "target": {"name": target.name, "settings": settings, "n": target.n, "tokens": target.tokens},
-            "rungs": [
-                {"name": rung.name, **asdict(point), "flops": point.flops}
-                for rung, point in zip(rungs, observations, strict=True)
-            ],
-            **found,
-            "metrics": supported,
-            "metrics_without_forecast": without,
-        }
-        summary = {name: document[name] for name in ("written", "loss", "interval", "share", "extrapolation")}
-        with store.artifacts.publish(KIND, key, {**summary, "settings": settings}) as folder:
-            (folder / FILE).write_text(json.dumps(document, indent=1))
-    return store.artifacts.expect(KIND, key)
+        points = [
+            {"name": rung.name, **asdict(point), "flops": point.flops}
+            for rung, point in zip(rungs, observations, strict=True)
+        ]
+        return {"rungs": points, **found, "metrics": supported, "metrics_without_forecast": without}
 
-
-def read(store: Store, artifact: Artifact) -> dict[str, Any]:
-    """The contents of a forecast."""
-    return json.loads(retried((store.artifacts.path(artifact) / FILE).read_text))
+    about = {"name": target.name, "settings": settings, "n": target.n, "tokens": target.tokens}
+    summary = ("loss", "interval", "share", "extrapolation")
+    return documents.register(store, KIND, key, about, compute, summary)
 
 
 def latest(store: Store, profile: Profile) -> Artifact | None:
@@ -110,7 +97,7 @@ def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | N
     artifact = latest(store, profile)
     if artifact is None:
         return None
-    document = {"key": artifact.key, **read(store, artifact)}
+    document = {"key": artifact.key, **documents.read(store, artifact)}
     run.write(FILE, json.dumps(document, indent=1).encode())
     return document
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,12 @@ from profiles.errors import ProfileError
 from profiles.schema import Profile
 from profiles.sections.mixture import Mixture
 from profiles.state_files import retried
-from tasks import keys
+from tasks import documents, keys
 from tasks.steps.dataset import CORPUS, DatasetStep
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
-KIND, FILE = "mixture", "mixture.json"
+KIND = "mixture"
 OF_SOURCE = "validation_loss/"  # in the names of metrics
 SHARE = 0.9  # of the intervals
 
@@ -105,45 +104,47 @@ def register(
         objective=objective,
         bounds=[lowest.tolist(), highest.tolist()],
     )
-    with store.artifacts.lock(KIND, key):
-        if found := store.artifacts.find(KIND, key):
-            return found
+
+    def compute() -> dict[str, Any]:
         try:
             laws = laws_of.fit(weights, losses)
         except ValueError as error:
             raise ProfileError("proxies", None, str(error)) from error
         aim = np.array([objective.get(name, 0.0) for name in held_out])
-        chosen, drawn = laws_of.propose(laws, aim, lowest, highest)
-        best = _rounded(dict(zip(sources, chosen.tolist(), strict=True)))
-        document = {
-            "written": datetime.now(UTC).isoformat(timespec="seconds"),
-            "target": {"name": target.name, "settings": settings},
+        found = _proposal(laws, held_out, aim, natural, lowest, highest)
+        return {
             "share": SHARE,
             "objective": objective,
             "natural": dict(natural),
-            "weights": best,
-            "weight_intervals": dict(zip(sources, _interval(drawn), strict=True)),
-            "highest": dict(zip(sources, highest.tolist(), strict=True)),
-            "passes": {name: weight * target.tokens / tokens[name] for name, weight in best.items()},
-            "overrides": overrides_of(target.profile, best),
-            "losses": _compare(laws, held_out, aim, list(natural.values()), list(best.values())),
+            **found,
+            "passes": {name: part * target.tokens / tokens[name] for name, part in found["weights"].items()},
+            "overrides": overrides_of(target.profile, found["weights"]),
             "left_out_error": _left_out(weights, losses, held_out),
             "proxies": [asdict(proxy) for proxy in measured],
-            "laws": {
-                "floor": laws.floor.tolist(),
-                "effects": laws.effects.tolist(),
-                "noise": laws.noise.tolist(),
-            },
         }
-        summary = {name: document[name] for name in ("written", "weights", "natural")}
-        with store.artifacts.publish(KIND, key, {**summary, "settings": settings}) as folder:
-            (folder / FILE).write_text(json.dumps(document, indent=1))
-    return store.artifacts.expect(KIND, key)
+
+    about = {"name": target.name, "settings": settings}
+    return documents.register(store, KIND, key, about, compute, ("weights", "natural"))
 
 
-def read(store: Store, artifact: Artifact) -> dict[str, Any]:
-    """The contents of a proposal."""
-    return json.loads(retried((store.artifacts.path(artifact) / FILE).read_text))
+def _proposal(
+    laws: laws_of.MixtureLaws,
+    held_out: Sequence[str],
+    aim: np.ndarray,
+    natural: Mapping[str, float],
+    lowest: np.ndarray,
+    highest: np.ndarray,
+) -> dict[str, Any]:
+    """The weights within the bounds that the laws expect the least mean loss of, and their losses beside the natural ones."""
+    chosen, drawn = laws_of.propose(laws, aim, lowest, highest)
+    best = _rounded(dict(zip(natural, chosen.tolist(), strict=True)))
+    return {
+        "weights": best,
+        "weight_intervals": dict(zip(natural, _interval(drawn), strict=True)),
+        "highest": dict(zip(natural, highest.tolist(), strict=True)),
+        "losses": _compare(laws, held_out, aim, list(natural.values()), list(best.values())),
+        "laws": {name: getattr(laws, name).tolist() for name in ("floor", "effects", "noise")},
+    }
 
 
 def profile_of(mixture: Mixture, target: Rung, weights: Mapping[str, float]) -> str:

@@ -19,8 +19,8 @@ from profiles.huggingface.hub import resolve_commit
 from profiles.schema import Data, Profile, Source, Tokenizer
 from tasks import keys
 from tasks.sources import corpus, weights
+from tasks.sources.digest_cache import DigestCache
 from tasks.sources.shard import Shard
-from tasks.store.digest_cache import DigestCache
 from tasks.store.store import Store
 from tasks.tokenization.tokenizer_fetch import folder_digest, is_folder
 

@@ -25,6 +25,7 @@ from modeling.planning.planner import Plan
 from modeling.scaling.rungs import Rung, rungs_of, target_of, warnings_of
 from profiles.sections import ladder as ladders
 from profiles.sections.ladder import Ladder
+from tasks import documents
 from tasks import ladder as forecasts
 from tasks.reporting import ladder_page
 from tasks.store.store import Store
@@ -59,7 +60,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
     losses = [result["validation_loss"] for result in results]
     metrics = [_metrics(rung, result) for rung, result in zip(rungs, results, strict=True)]
     artifact = forecasts.register(opened, goal, rungs, losses, metrics)
-    document = forecasts.read(opened, artifact)
+    document = documents.read(opened, artifact)
     low, high = document["interval"]
     log.info(
         "forecast of %s: loss %.4f, %.0f%% interval %.4f to %.4f",

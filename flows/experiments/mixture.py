@@ -29,7 +29,7 @@ from modeling.scaling.proxies import Proxy, mixture_target, proposed, proxies_of
 from modeling.scaling.rungs import Rung
 from profiles.errors import ProfileError
 from profiles.sections.mixture import Mixture
-from tasks import keys
+from tasks import documents, keys
 from tasks import mixture as mixtures
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.mixture import OF_SOURCE, Measured
@@ -79,7 +79,7 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
     ]
     against = natural.weights or mixtures.shares_of(tokens, sources)
     artifact = mixtures.register(opened, described, target, measured, against, tokens)
-    document = mixtures.read(opened, artifact)
+    document = documents.read(opened, artifact)
     mean = document["losses"][-1]
     log.info("proposed: mean loss %.4f, %+.4f against the natural mixture", mean["loss"], mean["change"])
     result = {"mixture": described.name, "key": artifact.key, **document}

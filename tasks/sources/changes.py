@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from profiles.schema import Source
+from tasks.sources.digest_cache import DigestCache
 from tasks.sources.file_shards import range_digest, split_files
 from tasks.sources.files import SourceFile, describe_files
 from tasks.sources.shard import Shard, SourceChanged, local_path, states
-from tasks.store.digest_cache import DigestCache
 
 
 @contextmanager

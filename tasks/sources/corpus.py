@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from profiles.schema import Source
 from tasks.sources import files, hub, listing, python_docs
+from tasks.sources.digest_cache import DigestCache
 from tasks.sources.file_shards import split_files
 from tasks.sources.formats import megatron
 from tasks.sources.shard import Shard
-from tasks.store.digest_cache import DigestCache
 
 
 def shards_of_source(

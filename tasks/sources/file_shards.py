@@ -14,10 +14,10 @@ from itertools import chain
 from pathlib import Path
 
 from profiles.schema import Source
+from tasks.sources.digest_cache import DigestCache
 from tasks.sources.files import SourceFile, file_format, map_concurrently
 from tasks.sources.formats import columnar
 from tasks.sources.shard import Shard, local_path
-from tasks.store.digest_cache import DigestCache
 
 SHARD_BYTES = 100_000_000
 READ = 1 << 22  # bytes

@@ -18,9 +18,9 @@ from profiles import retries
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.sources import remote
+from tasks.sources.digest_cache import DigestCache
 from tasks.sources.listing import list_files
 from tasks.sources.shard import SourceError, local_path, local_state, remote_state, resolve_filesystem, shown
-from tasks.store.digest_cache import DigestCache
 
 FORMATS = {
     ".jsonl": "jsonl",

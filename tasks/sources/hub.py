@@ -13,10 +13,10 @@ from typing import Any
 from profiles.errors import ProfileError
 from profiles.huggingface import hub as huggingface
 from profiles.schema import Source
+from tasks.sources.digest_cache import DigestCache
 from tasks.sources.file_shards import split_files
 from tasks.sources.files import describe_files, require_known_formats
 from tasks.sources.shard import HUB_PREFIX, Shard
-from tasks.store.digest_cache import DigestCache
 
 CONVERTED = "refs/convert/parquet"  # revision with the hub's parquet conversion of a data set
 

@@ -17,9 +17,9 @@ from profiles.huggingface import hub
 from profiles.huggingface.hub import REPOSITORY, resolve_commit
 from tasks import keys
 from tasks.sources import remote
+from tasks.sources.digest_cache import DigestCache
 from tasks.sources.shard import SourceChanged, local_state, remote_state, shown
 from tasks.store.backends import checked_path, walk
-from tasks.store.digest_cache import DigestCache
 
 EXTENSIONS = (".safetensors", ".bin", ".json")
 PARALLEL_FILES = 4

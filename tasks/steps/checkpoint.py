@@ -21,10 +21,10 @@ from profiles.sections.model import Model
 from tasks import keys
 from tasks.reporting.format import format_bytes
 from tasks.sources import weights
+from tasks.sources.digest_cache import DigestCache
 from tasks.sources.shard import SourceChanged
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
-from tasks.store.digest_cache import DigestCache
 
 # Settings of a model that cannot be inferred from its weights.
 INVISIBLE = ("hidden_act", "norm_eps", "rope_theta", "rope_scaling")

@@ -10,9 +10,9 @@ import pyarrow as pa
 from modeling.data.indexed import IndexedDatasetBuilder
 from profiles import resolve
 from tasks.sources import corpus
+from tasks.sources.digest_cache import DigestCache
 from tasks.sources.formats import readers
 from tasks.sources.formats.long_text import LongText
-from tasks.store.digest_cache import DigestCache
 
 DOCUMENTS = [f"Document {i} says " + "words and more words. " * (i % 9) for i in range(300)] + ["naïve 日本"]
 

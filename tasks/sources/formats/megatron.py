@@ -16,10 +16,10 @@ from profiles.errors import ProfileError
 from profiles.schema import Source
 from tasks.sources import remote
 from tasks.sources.changes import pair_digest, unchanged
+from tasks.sources.digest_cache import DigestCache
 from tasks.sources.files import describe_files
 from tasks.sources.listing import list_files
 from tasks.sources.shard import Shard, SourceError, local_path, open_file, resolve_filesystem
-from tasks.store.digest_cache import DigestCache
 
 CHUNK = 1 << 24  # bytes per read
 

@@ -275,7 +275,7 @@ def test_failed_requests_to_s3_are_retried_and_never_taken_for_absence(monkeypat
 
 
 def test_digests_are_cached_until_a_file_changes(tmp_path, store, monkeypatch):
-    from tasks.store.digest_cache import DigestCache
+    from tasks.sources.digest_cache import DigestCache
 
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(DOCUMENTS))

@@ -10,8 +10,8 @@ from safetensors.torch import save
 from modeling.conversion import formats
 from profiles.errors import ProfileError
 from tasks.sources import weights
+from tasks.sources.digest_cache import DigestCache
 from tasks.sources.shard import SourceError
-from tasks.store.digest_cache import DigestCache
 from tests import s3
 from tests.hub import Hub
 from tests.modeling.conversion import nxd_shards
