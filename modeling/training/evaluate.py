@@ -27,7 +27,7 @@ from modeling.models.build import build_optimizer
 from modeling.training.checkpoints import load_base, load_reference
 from modeling.training.generate import generate_samples
 from modeling.training.resume import reject_beyond_last_step
-from modeling.training.trainer import Trainer
+from modeling.training.trainer import Trainer, program_parser
 from parallel.checkpoint import checkpoint
 from profiles import state_files
 from profiles.resolve import load
@@ -104,19 +104,14 @@ def evaluate_split(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="modeling.training.evaluate")
-    parser.add_argument("--run-folder", type=Path, required=True)
-    parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
-    parser.add_argument("--graphs", type=Path, help="folder of the graphs artifact")
+    parser = program_parser("evaluate")
     parser.add_argument("--reference", type=Path, help="folder of the reference model's log-probabilities")
     parser.add_argument(
         "--weights", type=Path, help="checkpoint folder with the initial weights, for LoRA and dpo"
     )
-    parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--step", type=int, help="step of the checkpoint to evaluate (default: the latest)")
     parser.add_argument("--profile", type=Path, help="profile of the evaluation (default: the run's)")
-    shard_cache.add_arguments(parser)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.profile or options.run_folder / "profile.yaml"))

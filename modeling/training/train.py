@@ -37,7 +37,7 @@ from modeling.training.metrics import BEFORE
 from modeling.training.reporter import Reporter
 from modeling.training.resume import Rejected
 from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statistics
-from modeling.training.trainer import Trainer, timeouts_of
+from modeling.training.trainer import Trainer, program_parser, timeouts_of
 from parallel import ZeRO1, collectives
 from parallel.checkpoint import checkpoint
 from profiles.resolve import load
@@ -46,18 +46,11 @@ log = logging.getLogger("trainshed")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="modeling.training.train")
-    parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
-    parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
-    parser.add_argument(
-        "--graphs", type=Path, help="folder of the graphs artifact; without it graphs compile on first use"
-    )
+    parser = program_parser("train")
     parser.add_argument("--weights", type=Path, help="checkpoint folder with the initial weights")
     parser.add_argument("--reference", type=Path, help="folder of the reference model's log-probabilities")
-    parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
     attempt_help = "number of this attempt; its checkpoints count while RUN/attempt equals it"
     parser.add_argument("--attempt", type=int, help=attempt_help)
-    shard_cache.add_arguments(parser)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))

@@ -10,6 +10,7 @@ Training, evaluation and the device check share it.
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from modeling.compilation import compilers, graph_cache
 from modeling.compilation.graph_cache import CompileStatistics, EagerStatistics
+from modeling.data import shard_cache
 from modeling.data.records import PADDING
 from modeling.models.build import DTYPES, build_mesh, build_stage, extra_warmup_forwards, partition_layers
 from modeling.models.language_model import LanguageModel
@@ -45,6 +47,18 @@ if TYPE_CHECKING:
 
 # A context rank's tokens and targets (m·b, s/c), and further inputs of the stages.
 Local = tuple[Tensor | None, Tensor | None, dict[str, Tensor]]
+
+
+def program_parser(program: str) -> argparse.ArgumentParser:
+    """Parser of a program of this folder, with the arguments that every job on devices gets."""
+    parser = argparse.ArgumentParser(prog=f"modeling.training.{program}")
+    parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
+    parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
+    about = "folder of the graphs artifact; without it graphs compile on first use"
+    parser.add_argument("--graphs", type=Path, help=about)
+    parser.add_argument("--checkpoints", help="folder or URI of the run's checkpoints (RUN/checkpoints)")
+    shard_cache.add_arguments(parser)
+    return parser
 
 
 class Trainer:

@@ -21,9 +21,8 @@ from modeling.models import parametrization
 from modeling.models.families import llama, mixtral
 from modeling.models.families.llama import MLP
 from modeling.models.rope import rotate, score_factor, split_pairs
-from parallel import ColumnParallelLinear, Mesh, Normal, RMSNorm, RowParallelLinear, collectives
+from parallel import ColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear, collectives
 from parallel.attention.attention import attention
-from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.router import Routing
 from parallel.layers.linear import ReplicatedLinear
 from parallel.random import Keys
@@ -99,8 +98,10 @@ class Block(mixtral.Block):
     def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: object) -> nn.Module:
         if not model.has_experts(layer):
             return MLP(model, mesh, **options)
-        del options["products"]  # the experts' are exact
-        routing = Routing(
+        return super().build_mlp(model, mesh, layer, **options)
+
+    def routing(self, model: Model) -> Routing:
+        return Routing(
             model.num_experts,
             model.num_experts_per_tok,
             score="sigmoid",
@@ -110,8 +111,6 @@ class Block(mixtral.Block):
             top_groups=model.topk_group or 1,
             selection_bias=True,
         )
-        options["output_initializer"] = Normal(model.residual_initializer_range)
-        return MixtureOfExperts(model.hidden_size, model.expert_width, routing, mesh, **options)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, keys: Keys | None = None

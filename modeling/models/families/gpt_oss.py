@@ -9,9 +9,10 @@ attention have biases. Shapes as in `llama.py`.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from modeling.models.families import llama, mixtral
 from parallel import Mesh, Normal
-from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.router import Routing
 from parallel.layout import Layout, Section, parameter
 from profiles.sections.model import Model
@@ -28,13 +29,10 @@ class Attention(llama.Attention):
 
 class Block(mixtral.Block):
     attention_layer = Attention
+    expert_options = MappingProxyType({"bias": True, "activation": "clamped_silu"})
 
-    def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: object) -> MixtureOfExperts:
-        del options["products"]  # the experts' are exact
-        routing = Routing(model.num_experts, model.num_experts_per_tok, bias=True)
-        options |= {"bias": True, "activation": "clamped_silu"}
-        options["output_initializer"] = Normal(model.residual_initializer_range)
-        return MixtureOfExperts(model.hidden_size, model.expert_width, routing, mesh, **options)
+    def routing(self, model: Model) -> Routing:
+        return Routing(model.num_experts, model.num_experts_per_tok, bias=True)
 
 
 class GptOss(llama.Llama):

@@ -8,7 +8,10 @@ Shapes as in `llama.py`, and e experts over the ranks of the expert axis.
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torch import Tensor, nn
 
 from modeling.models.families import llama
 from parallel import Mesh, Normal
@@ -19,11 +22,16 @@ from profiles.sections.model import Model
 
 
 class Block(llama.Block):
-    def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: object) -> MixtureOfExperts:
+    expert_options: Mapping[str, object] = MappingProxyType({})  # of `MixtureOfExperts`, in other families
+
+    def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: object) -> nn.Module:
         del options["products"]  # the experts' are exact
-        routing = Routing(model.num_experts, model.num_experts_per_tok, normalize=model.norm_topk_prob)
-        options["output_initializer"] = Normal(model.residual_initializer_range)
-        return MixtureOfExperts(model.hidden_size, model.expert_width, routing, mesh, **options)
+        options |= {"output_initializer": Normal(model.residual_initializer_range), **self.expert_options}
+        return MixtureOfExperts(model.hidden_size, model.expert_width, self.routing(model), mesh, **options)
+
+    def routing(self, model: Model) -> Routing:
+        """How tokens choose experts."""
+        return Routing(model.num_experts, model.num_experts_per_tok, normalize=model.norm_topk_prob)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, keys: Keys | None = None

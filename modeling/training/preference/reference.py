@@ -6,7 +6,6 @@ for each split, log π(y) of each sequence's answer y, float32, in order of rows
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import os
@@ -23,7 +22,7 @@ from modeling.data.prefetch import Batch, read_batch
 from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
 from modeling.training.checkpoints import load_base
-from modeling.training.trainer import Trainer
+from modeling.training.trainer import Trainer, program_parser
 from parallel.checkpoint import checkpoint
 from profiles.resolve import load
 
@@ -58,16 +57,11 @@ def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="modeling.training.preference.reference")
-    parser.add_argument("--run-folder", type=Path, required=True)
-    parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
+    parser = program_parser("preference.reference")
     parser.add_argument(
         "--weights", type=Path, required=True, help="checkpoint folder of the reference model"
     )
-    parser.add_argument("--graphs", type=Path, help="folder of the graphs artifact")
-    parser.add_argument("--checkpoints", help="not used")
     parser.add_argument("--output", type=Path, required=True, help="file to write")
-    shard_cache.add_arguments(parser)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
