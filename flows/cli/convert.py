@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from botocore.exceptions import NoCredentialsError
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.ui.console import print_stderr
+from flows.ui.console import print_json, print_stderr
 from modeling.conversion import formats
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert, options_from, write_peft
@@ -65,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         print_stderr(f"trainshed: {len(different)} of {compared} tensors differ")
         print_stderr("\n".join(different))
         if options.json:
-            print(json.dumps({**facts, "differ": different}, indent=1))
+            print_json({**facts, "differ": different})
         return FAILED
     _print(facts, as_json=options.json)
     return DONE
@@ -81,7 +80,7 @@ def _compare(source: Path, destination: Path, options: Options, *, converted: bo
 
 def _print(facts: dict[str, object], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(facts, indent=1))
+        print_json(facts)
         return
     if "files" in facts:
         count = len(facts["files"])

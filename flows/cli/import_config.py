@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_stderr
+from flows.ui.console import print_json, print_stderr
 from profiles import nxdt, resolve
 from profiles.check import PLANNED_ONLY
 from profiles.errors import ProfileError
@@ -83,7 +82,7 @@ def _print_json(
     result = {"profile": str(target), "keys": [asdict(line) for line in imported.lines], "plan": None}
     if problem is None:
         result["plan"] = plan(profile).to_json()
-    print(json.dumps(result, indent=1))
+    print_json(result)
 
 
 def _print(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -11,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
+from flows.ui.console import print_json
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import Plan, plan, require_fit
 from modeling.planning.search import neighbours
@@ -40,8 +39,7 @@ def show_plan(profile: Profile, *, as_json: bool) -> int:
     profile = resolve_auto(profile)
     planned = plan(profile)
     if as_json:
-        json.dump(planned.to_json(), sys.stdout, indent=1)
-        print()
+        print_json(planned.to_json())
     else:
         print_plan(Console(highlight=False), profile, planned)
     require_fit(profile, planned)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
+from flows.ui.console import print_json
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
 from profiles.check import PLANNED_ONLY
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     hidden = [] if options.all else [profile for profile in profiles if _plan_only(profile)]
     profiles = [profile for profile in profiles if profile not in hidden]
     if options.json:
-        print(json.dumps({profile.name: _describe(profile) for profile in profiles}, indent=1))
+        print_json({profile.name: _describe(profile) for profile in profiles})
     else:
         _print(profiles)
         if hidden:

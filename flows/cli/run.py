@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import signal
 from collections.abc import Callable, Iterator
@@ -25,6 +24,8 @@ from flows.ui.console import (
     TerminalHandler,
     configure_logging,
     one_line,
+    print_facts,
+    print_json,
     print_stderr,
     relative,
 )
@@ -103,7 +104,7 @@ def run_flow(
     finally:
         terminal.end_progress()
     if options.json:
-        print(json.dumps(result, indent=1))
+        print_json(result)
     else:
         show(terminal.console, result)
     return DONE
@@ -179,8 +180,7 @@ def print_results(console: Console, result: dict[str, Any]) -> None:
         "perplexity": format_perplexity(result["perplexity"]),
         **{name: relative(result[key]) for name, key in OUTPUTS.items()},
     }
-    for name, value in facts.items():
-        console.print(f"{name:<15}  {value}", soft_wrap=True, markup=False)
+    print_facts(console, facts)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

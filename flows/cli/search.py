@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE, REJECTED
-from flows.ui.console import print_stderr
+from flows.ui.console import print_json, print_stderr
 from flows.ui.summaries import cluster_summary
 from modeling.planning import calibration
 from modeling.planning.planner import device_bytes, reserved_share
@@ -35,7 +34,7 @@ def show_search(profile: Profile, typed: str, overrides: Sequence[str], *, as_js
     if as_json:
         result = {"topologies": list(map(_describe, found)), "rejected": list(map(asdict, rejected))}
         result["reasons"] = explain(found, rejected) if found else []
-        print(json.dumps(result, indent=1))
+        print_json(result)
     else:
         _print(profile, found, rejected)
         if found:

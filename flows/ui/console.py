@@ -7,6 +7,7 @@ the terminal shows; Prefect's own records and all tracebacks go to the log file 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -15,7 +16,7 @@ import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -152,6 +153,18 @@ def redirect_to_devnull(output: IO[str]) -> None:
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, output.fileno())
     os.close(devnull)
+
+
+def print_json(document: object) -> None:
+    """Print one JSON document on standard output."""
+    print(json.dumps(document, indent=1))
+
+
+def print_facts(console: Console, facts: Mapping[str, object]) -> None:
+    """Print names and values in two columns."""
+    width = max(15, *map(len, facts))
+    for name, value in facts.items():
+        console.print(f"{name:<{width}}  {value}", soft_wrap=True, markup=False)
 
 
 def print_stderr(text: str) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
 from flows.cli.experiments.table import print_plan, row_of, total_of
-from flows.ui.console import relative
+from flows.ui.console import print_facts, relative
 from modeling.planning.planner import plan
 from modeling.scaling.rungs import target_of, warnings_of
 from profiles.sections import ladder as ladders
@@ -65,6 +65,4 @@ def _print_result(console: Console, result: dict[str, Any]) -> None:
             facts["ten times more"] = f"compute buys {row['gain']:.4f} nats per token"
     facts["page"] = relative(result["page"])
     console.print()
-    width = max(15, *map(len, facts))
-    for name, value in facts.items():
-        console.print(f"{name:<{width}}  {value}", soft_wrap=True, markup=False)
+    print_facts(console, facts)

@@ -12,7 +12,7 @@ from rich.table import Table
 from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
 from flows.cli.experiments.table import print_plan, row_of, total_of
-from flows.ui.console import relative
+from flows.ui.console import print_facts, relative
 from modeling.scaling.proxies import Proxy, mixture_target
 from profiles.sections.mixture import Mixture
 
@@ -91,5 +91,4 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
     facts["settings"] = " ".join(f"--set {shlex.quote(override)}" for override in result["overrides"])
     facts["or run"] = f"trainshed run {shlex.quote(relative(result['profile']))}"
     facts["page"] = relative(result["page"])
-    for name, value in facts.items():
-        console.print(f"{name:<15}  {value}", soft_wrap=True, markup=False)
+    print_facts(console, facts)

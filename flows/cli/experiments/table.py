@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.cli.plan_table import in_days
+from flows.ui.console import print_json
 from modeling.planning.planner import Plan
 from modeling.scaling.rungs import Rung
 
@@ -84,7 +84,7 @@ def print_plan(
         warnings: printed below the table.
     """
     if options.json:
-        print(json.dumps(document, indent=1))
+        print_json(document)
         return
     columns = [key for key in COLUMNS if key not in without and any(row.get(key) is not None for row in rows)]
     table = Table(box=None, pad_edge=False, header_style="dim")

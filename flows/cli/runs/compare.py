@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import relative
+from flows.ui.console import print_json, relative
 from profiles.errors import ProfileError
 from tasks.reporting import compare as comparison
 from tasks.store.store import Store
@@ -26,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
         raise ProfileError("--output", options.output, f"cannot be written: {error.strerror}") from error
     if options.json:
         differences = comparison.profile_differences(runs)
-        print(json.dumps({"runs": runs, "differences": differences, "page": str(page)}, indent=1))
+        print_json({"runs": runs, "differences": differences, "page": str(page)})
         return DONE
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))

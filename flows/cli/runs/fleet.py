@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_stderr, relative
+from flows.ui.console import print_json, print_stderr, relative
 from profiles.errors import ProfileError
 from tasks.fleet.page import key_figures, warning_texts, write_page
 from tasks.fleet.runs import read_fleet
@@ -25,11 +24,7 @@ def run(options: argparse.Namespace) -> int:
         raise ProfileError("--output", options.output, f"cannot be written: {error.strerror}") from error
     if options.json:
         runs, nodes = [run.to_json() for run in fleet.runs], [vars(node) for node in fleet.nodes]
-        print(
-            json.dumps(
-                {"runs": runs, "nodes": nodes, "device_seconds": fleet.use, "page": str(page)}, indent=1
-            )
-        )
+        print_json({"runs": runs, "nodes": nodes, "device_seconds": fleet.use, "page": str(page)})
         return DONE
     for name, value in key_figures(fleet).items():
         print(f"{name:<16} {value}")

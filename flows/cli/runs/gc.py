@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
 from flows.cli.exit_codes import DONE
+from flows.ui.console import print_json
 from tasks.reporting.format import format_bytes
 from tasks.store.inventory import find_garbage, remove
 from tasks.store.store import Store
@@ -22,12 +22,7 @@ def run(options: argparse.Namespace) -> int:
     if options.yes:
         remove(store, found)
     if options.json:
-        print(
-            json.dumps(
-                {"garbage": [asdict(each) for each in found], "notes": notes, "removed": options.yes},
-                indent=1,
-            )
-        )
+        print_json({"garbage": [asdict(each) for each in found], "notes": notes, "removed": options.yes})
         return DONE
     console = Console(highlight=False)
     if found:

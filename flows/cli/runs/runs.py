@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_stderr
+from flows.ui.console import print_json, print_stderr
 from tasks.fleet.page import format_cost
 from tasks.fleet.runs import RunView, read_fleet
 from tasks.reporting.format import format_age, format_bytes
@@ -32,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
             {**views[each.name].to_json(), **asdict(each)} if each.name in views else asdict(each)
             for each in found
         ]
-        print(json.dumps(rows, indent=1))
+        print_json(rows)
     elif found:
         _print(found, views)
     else:
