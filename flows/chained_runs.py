@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from profiles import resolve
 from profiles.check import RUN
-from profiles.errors import OVERRIDE_SYNTAX, ProfileError
+from profiles.errors import OVERRIDE_SYNTAX, ProfileError, closest
 from profiles.schema import Profile
 
 
@@ -67,7 +66,7 @@ def _overrides_of(profile: str, profiles: Sequence[str], overrides: Sequence[str
             raise ProfileError("overrides", override, OVERRIDE_SYNTAX)
         only, colon, own_key = key.rpartition(":")
         if colon and only not in profiles:
-            choices = difflib.get_close_matches(only, profiles) or profiles
+            choices = closest(only, profiles)
             raise ProfileError("overrides", override, f"{only} is no profile of the chain", choices)
         if not colon or only == profile:
             found.append(f"{own_key}={value}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 LONGEST_VALUE = 80  # characters
@@ -63,3 +64,9 @@ def format_value(value: Any, longest: int | None = LONGEST_VALUE) -> str:
     if longest is None or len(text) <= longest:
         return text
     return f"{text[: longest // 2 - 1]}…{text[-longest // 2 :]}"  # of a path, the end matters most
+
+
+def closest(name: str, known: Iterable[str], most: int | None = None) -> list[str]:
+    """The known names most like a name; all of them, or the first `most`, if none is like it."""
+    names = list(known)
+    return difflib.get_close_matches(name, names) or names[:most]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib import metadata
 from importlib.util import find_spec
 
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, closest
 from profiles.schema import Profile
 
 OWN = ("local", "slurm", "kubernetes")
@@ -23,7 +22,7 @@ def check(profile: Profile) -> None:
     cluster = profile.cluster
     if cluster.launcher not in OWN and cluster.launcher not in (found := entry_points()):
         names = [*OWN, *found]
-        close = difflib.get_close_matches(cluster.launcher, names) or names
+        close = closest(cluster.launcher, names)
         reason = f"is no launcher: neither Trainshed's nor an entry point of the group {GROUP}"
         raise ProfileError("cluster.launcher", cluster.launcher, reason, close)
     if cluster.launcher == "kubernetes":

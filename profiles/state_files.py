@@ -89,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def parse(text: str) -> dict[str, Any] | None:
+def parse(text: str | bytes) -> dict[str, Any] | None:
     """The JSON object of a text; None if there is none."""
     try:
         found = json.loads(text)

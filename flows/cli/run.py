@@ -11,7 +11,6 @@ import logging
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -82,7 +81,7 @@ def run_flow(
     work_dir = Path(relative(str(store.work_dir)))
     log_file = work_dir / "logs" / f"{name}.log"
     terminal = TerminalHandler(PipeTolerantConsole(stderr=options.json, highlight=False))
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         log_file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -181,7 +180,3 @@ def print_results(console: Console, result: dict[str, Any]) -> None:
         **{name: relative(result[key]) for name, key in OUTPUTS.items()},
     }
     print_facts(console, facts)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

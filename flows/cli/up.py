@@ -18,7 +18,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -59,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         lacks = f" without {', '.join(missing)}; adding them" if missing else "; changing its automations"
         print_stderr(f"a Prefect server is already running{lacks}")
     for number in SIGNALS:  # also resets an ignored SIGINT, which children would inherit
-        signal.signal(number, _interrupt)
+        signal.signal(number, signal.default_int_handler)
     logs = Path("store/logs")
     logs.mkdir(parents=True, exist_ok=True)
     registration = Registration(configure(logs.parent))
@@ -247,7 +246,3 @@ def _process_trees(children: Sequence[subprocess.Popen[bytes]]) -> set[psutil.Pr
 def _is_taken(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

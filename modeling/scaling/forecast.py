@@ -137,7 +137,7 @@ def _budgets(fitted: Fit, flops: float, seed: int) -> list[dict[str, Any]]:
             n, d = fitted.law.optimum(flops * multiple)
         except ValueError:
             return []
-        sizes = [_optimum(law, flops * multiple) for law in fitted.draws if law.size and law.data]
+        sizes = [law.optimum(flops * multiple)[0] for law in fitted.draws if law.size and law.data]
         low, high = np.quantile(sizes, [(1 - SHARE) / 2, (1 + SHARE) / 2]) if sizes else (n, n)
         row = {"flops": flops * multiple, "n": n, "n_interval": [float(low), float(high)], "tokens": d}
         rows.append({**row, **_at(fitted, n, d, seed)})
@@ -150,7 +150,3 @@ def _budgets(fitted: Fit, flops: float, seed: int) -> list[dict[str, Any]]:
         rows[-1]["gain"] = rows[0]["loss"] - rows[-1]["loss"]
         rows[-1]["gain_interval"] = np.quantile(gains, [(1 - SHARE) / 2, (1 + SHARE) / 2]).tolist()
     return rows
-
-
-def _optimum(law: Any, flops: float) -> float:
-    return law.optimum(flops)[0]

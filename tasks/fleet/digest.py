@@ -19,6 +19,7 @@ import orjson
 import yaml
 
 from tasks.fleet.goodput import FAILURES
+from tasks.launchers.log_follower import is_event
 from tasks.store.backends import Backend, Entry
 from tasks.store.run_folder import IDENTITY
 
@@ -154,12 +155,8 @@ def _rows(lines: Iterable[bytes]) -> Iterator[Row]:
                 row = json.loads(line)  # unlike orjson, accepts NaN and Infinity, which a diverged run writes
             except ValueError:
                 continue
-        if isinstance(row, dict) and (isinstance(row.get("step"), int) or _is_attempt(row)):
+        if isinstance(row, dict) and (isinstance(row.get("step"), int) or is_event(row)):
             yield row
-
-
-def _is_attempt(row: Row) -> bool:
-    return isinstance(row.get("event"), str) and isinstance(row.get("time"), int | float)
 
 
 class _Reader:

@@ -167,7 +167,7 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
             {
                 name
                 for backend in {store.backend, local}
-                for name, entry in _runs(backend).items()
+                for name, entry in backend.entries("runs").items()
                 if entry.is_folder
             }
         )
@@ -202,10 +202,6 @@ def _load(data: bytes | None) -> dict[str, Cached]:
         }
     except (orjson.JSONDecodeError, AttributeError, TypeError, ValueError):
         return {}
-
-
-def _runs(backend: Backend) -> Mapping[str, Entry]:
-    return backend.entries("runs")
 
 
 def _read(store: Store, local: FolderBackend, name: str, cached: Cached | None) -> Cached:

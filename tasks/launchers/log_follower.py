@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from profiles.state_files import retried
+from profiles.state_files import parse, retried
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class LogFollower:
         while lines := self.lines():
             for line in lines:
                 self._line += 1
-                if (row := _row(line)) is not None and is_valid(row):
+                if (row := parse(line)) is not None and is_valid(row):
                     yield row
                 else:
                     corrupted.append(self._line)
@@ -97,19 +96,11 @@ def last_row(path: Path, key: str) -> dict[str, Any] | None:
             # the last part is a line that is still being written
             lines = file.read(end - start).split(b"\n")[:-1]
             for line in reversed(lines[1:] if start else lines):
-                if (row := _row(line)) is not None and key in row:
+                if (row := parse(line)) is not None and key in row:
                     return row
             if start == 0:
                 return None
             size *= 8
-
-
-def _row(line: str | bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def is_metrics(row: dict[str, Any]) -> bool:

@@ -5,14 +5,13 @@ Reads only the run folders, so runs that are still training or have failed can b
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from profiles import resolve
-from profiles.errors import ProfileError, format_value
+from profiles.errors import ProfileError, closest, format_value
 from profiles.schema import Profile
 from tasks.reporting import html
 from tasks.reporting.chart import LINE_STYLES, Series, line_chart
@@ -109,7 +108,7 @@ def _find_folder(store: Store, name: str) -> Path:
         return folder
     runs = folder.parent
     known = sorted(path.parent.name for path in runs.glob("*/profile.yaml"))
-    nearest = difflib.get_close_matches(name, known) or known[:3]
+    nearest = closest(name, known, 3)
     raise ProfileError("run", name, f"no such run in {runs}", nearest)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -55,7 +56,9 @@ class History:
                 self._add_step(row)
             if "validation_loss" in row:
                 self.last_evaluation = row
-                self.lowest_evaluation = min(self.lowest_evaluation or row, row, key=_validation_loss)
+                self.lowest_evaluation = min(
+                    self.lowest_evaluation or row, row, key=itemgetter("validation_loss")
+                )
                 self._add_to_curve("validation_loss", row)
                 for key in row:
                     if key.startswith(OF_SOURCE):
@@ -162,10 +165,6 @@ def seconds_left(rows: Sequence[dict[str, Any]], steps: int) -> float | None:
     if len(rows) < 2 or rows[-1]["step"] >= steps:
         return None
     return (steps - rows[-1]["step"]) * median(row["step_seconds"] for row in rows)
-
-
-def _validation_loss(row: dict[str, Any]) -> float:
-    return row["validation_loss"]
 
 
 def moving_average(points: Points) -> list[tuple[float, float]]:

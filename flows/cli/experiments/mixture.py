@@ -15,6 +15,7 @@ from flows.cli.experiments.table import print_plan, row_of, total_of
 from flows.ui.console import print_facts, relative
 from modeling.scaling.proxies import Proxy, mixture_target
 from profiles.sections.mixture import Mixture
+from tasks.reporting.mixture_page import named
 
 SAME = ("batch", "learning_rate")  # of all proxies, so the table leaves them out
 
@@ -67,7 +68,7 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
             f"{low:.4f} to {high:.4f}",
             f"{row['change']:+.4f}",
         )
-        losses.add_row("mean" if row["source"] is None else row["source"], *values)
+        losses.add_row(named(row["source"]), *values)
     weights = Table(
         "weight", "natural", "proposed", "best of each draw", "times read", box=None, pad_edge=False
     )

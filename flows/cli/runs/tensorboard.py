@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import io
 import logging
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from flows.cli.exit_codes import DONE, FAILED
 from flows.ui.console import print_stderr
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, closest
 
 
 def run(options: argparse.Namespace) -> int:
@@ -32,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         print_stderr(f"trainshed: port {options.port} is taken, {advice}")
         return FAILED
     print_stderr(f"TensorBoard: {address}\nCtrl-C stops it")
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         signal.pause()
     except KeyboardInterrupt:
@@ -53,6 +52,6 @@ def log_folder(run: str | None, store: str) -> Path:
         return runs
     folder = Path(run) if "/" in run else runs / run
     if not folder.is_dir():
-        nearest = difflib.get_close_matches(run, known) or known[:3]
+        nearest = closest(run, known, 3)
         raise ProfileError("run", run, f"no such run in {runs}", nearest)
     return folder
