@@ -90,40 +90,22 @@ def write_store(folder: Path, count: int, steps: int) -> int:
         (run / "plan.json").write_text(
             json.dumps({"step_seconds": 0.9, "tokens_per_second": 4_194_304 / 0.9})
         )
-        event = {
-            "event": "train tried again",
-            "time": BEGIN + 90,
-            "reason": f"rank 3 on n{number % 50} was killed",
-        }
+        event = {"event": "train tried again", "time": BEGIN + 90}
+        event["reason"] = f"rank 3 on n{number % 50} was killed"
         (run / "events.jsonl").write_text(json.dumps(event) + "\n")
     return sources[0].stat().st_size
 
 
 def row(step: int, number: int) -> str:
     """A row of metrics of 8 ranks."""
-    seconds = dict.fromkeys(
-        ("data_wait_seconds", "forward_backward_seconds", "optimizer_seconds"), 0.123456789
-    )
-    totals = {
-        "trained_seconds": float(step),
-        "checkpoint_seconds": step / 50,
-        "evaluation_seconds": step / 80,
-    }
-    contents = {"step": step, "loss": 2.0 + 8 * (1 + step / 50) ** -0.5 + number / 10, "learning_rate": 1e-4}
-    contents |= {
-        "gradient_norm": 0.51,
-        "parameter_norm": 120.3,
-        "step_seconds": 1.0,
-        "tokens_per_second": 4_194_304.0,
-    }
-    contents |= {
-        **seconds,
-        "mfu": 0.41,
-        "consumed_samples": step * 512,
-        "time": BEGIN + 60 + 1.05 * step,
-        **totals,
-    }
-    contents |= {"rank_seconds": [0.912345] * 8, "memory_bytes": 61_234_567_890, "skipped": False}
+    seconds = ("data_wait_seconds", "forward_backward_seconds", "optimizer_seconds")
+    contents = {
+        "step": step, "loss": 2.0 + 8 * (1 + step / 50) ** -0.5 + number / 10, "learning_rate": 1e-4,
+        "gradient_norm": 0.51, "parameter_norm": 120.3, "step_seconds": 1.0, "tokens_per_second": 4_194_304.0,
+        **dict.fromkeys(seconds, 0.123456789), "mfu": 0.41, "consumed_samples": step * 512,
+        "time": BEGIN + 60 + 1.05 * step, "trained_seconds": float(step), "checkpoint_seconds": step / 50,
+        "evaluation_seconds": step / 80, "rank_seconds": [0.912345] * 8, "memory_bytes": 61_234_567_890, "skipped": False,
+    }  # fmt: skip
     return json.dumps(contents) + "\n"
 
 

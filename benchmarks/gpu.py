@@ -240,11 +240,8 @@ def rehearsed(comparison: Comparison) -> Comparison:
 def profile_of(comparison: TrainingComparison) -> Profile:
     """The profile that our side of a row trains."""
     arguments = [*comparison.ours, "--workload", comparison.workload, "--device", comparison.device]
-    arguments += [
-        "--precision",
-        comparison.precision,
-        *(["--graphs", "graphs"] if comparison.compiled else []),
-    ]
+    arguments += ["--precision", comparison.precision]
+    arguments += ["--graphs", "graphs"] if comparison.compiled else []
     return ours.make_profile(ours.parser().parse_args(arguments), comparison.processes)
 
 

@@ -36,15 +36,8 @@ def trace(names: Sequence[str]) -> bool:
             run = write_run_folder(Path(folder), name)
             profile = load(str(run / "profile.yaml"))
             output = run / "trace.json"
-            command = [
-                sys.executable,
-                "-m",
-                "modeling.tracing.trace",
-                "--run-folder",
-                run,
-                "--output",
-                output,
-            ]
+            command = [sys.executable, "-m", "modeling.tracing.trace"]
+            command += ["--run-folder", run, "--output", output]
             subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
             traced = json.loads(output.read_text())
         graphs = sum(len(program["graphs"]) for program in traced["programs"])

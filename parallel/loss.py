@@ -107,14 +107,12 @@ def linear_cross_entropy(
     inputs, head = x.detach(), weight.detach()
     inputs = collectives.all_gather(inputs, axis) if sequence_parallel else inputs  # (b·s, h)
     # Compiled programs take whole chunks only.
-    rows_with_target = _with_target(targets, 1 if programs.chunk is chunk_loss else chunk)
-    all_tokens = inputs
-    if rows_with_target is not None:
-        kept, count = rows_with_target
-        inputs, targets = inputs[kept], targets[kept]  # (kept, h), (kept)
-        targets[count:] = IGNORE_INDEX
-        weights = None if weights is None else weights[kept]
-        tokens = len(kept)
+    kept = _with_target(targets, 1 if programs.chunk is chunk_loss else chunk)
+    if kept is not None:
+        inputs, targets = inputs[kept.rows], targets[kept.rows]  # (kept, h), (kept)
+        targets[kept.count :] = IGNORE_INDEX
+        weights = None if weights is None else weights[kept.rows]
+        tokens = len(kept.rows)
     grad_x = torch.empty_like(inputs) if train else None
     # A frozen weight needs no gradient, and its product is saved.
     total, grad_weight = programs.begin(head, train and weight.requires_grad)
@@ -125,8 +123,7 @@ def linear_cross_entropy(
         total = programs.chunk(*part) if weights is None else programs.chunk(*part, weights[rows])
     if not train:
         return total
-    if rows_with_target is not None:
-        grad_x = torch.zeros_like(all_tokens).index_copy_(0, kept[:count], grad_x[:count])  # (b·s, h)
+    grad_x = grad_x if kept is None else kept.restore(grad_x)  # (b·s, h)
     if sequence_parallel:
         grad_x = collectives.reduce_scatter(grad_x, axis)  # (b·s/t, h)
     else:
@@ -136,8 +133,21 @@ def linear_cross_entropy(
     return _WithGradients.apply(x, weight, total, grad_x, grad_weight, programs.scale)
 
 
-def _with_target(targets: Tensor, multiple: int) -> tuple[Tensor, int] | None:
-    """Rows of the tokens that have a target, filled up with any to a multiple, and their number.
+class _Kept(NamedTuple):
+    """The first `count` of these rows are the tokens that have a target, among so many tokens."""
+
+    rows: Tensor  # (kept)
+    count: int
+    tokens: int
+
+    def restore(self, values: Tensor) -> Tensor:
+        """Values (kept, ...) of the rows, as those of all tokens: 0 without a target."""
+        full = values.new_zeros(self.tokens, *values.shape[1:])
+        return full.index_copy_(0, self.rows[: self.count], values[: self.count])
+
+
+def _with_target(targets: Tensor, multiple: int) -> _Kept | None:
+    """Rows of the tokens that have a target, filled up with any to a multiple.
 
     None if that saves nothing, and on devices that would have to wait for the number.
     """
@@ -148,7 +158,7 @@ def _with_target(targets: Tensor, multiple: int) -> tuple[Tensor, int] | None:
     size = -(-count // multiple) * multiple
     if size >= len(targets):
         return None
-    return torch.cat((kept, kept.new_zeros(size - count))), count
+    return _Kept(torch.cat((kept, kept.new_zeros(size - count))), count, len(targets))
 
 
 class _WithGradients(Function):
@@ -235,20 +245,15 @@ def token_cross_entropy(
     Arguments as for `linear_cross_entropy`, and as there a chunk's logits are all that exists of them.
     """
     x = collectives.all_gather(x, axis) if sequence_parallel else x  # (b·s, h)
-    rows_with_target = _with_target(targets, 1)
-    if rows_with_target is not None:
-        kept, _ = rows_with_target
-        x, wanted = x[kept], targets[kept]  # (kept, h), (kept)
-    else:
-        wanted = targets
+    kept = _with_target(targets, 1)
+    if kept is not None:
+        x, targets = x[kept.rows], targets[kept.rows]  # (kept, h), (kept)
     losses = [
         _logits_loss(multiply(part, weight.t()), each, axis, first, vocabulary, train=False)[0]
-        for part, each in zip(x.split(chunk), wanted.split(chunk), strict=True)
+        for part, each in zip(x.split(chunk), targets.split(chunk), strict=True)
     ]
     found = torch.cat(losses)
-    if rows_with_target is None:
-        return found
-    return found.new_zeros(len(targets)).index_copy_(0, kept, found)  # (b·s)
+    return found if kept is None else kept.restore(found)  # (b·s)
 
 
 class LossPrograms(NamedTuple):
