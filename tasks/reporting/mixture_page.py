@@ -57,16 +57,8 @@ def _weights(proposal: Mapping[str, Any]) -> str:
     rows = []
     for name, weight in proposal["weights"].items():
         low, high = proposal["weight_intervals"][name]
-        interval = f"{low:.1%} – {high:.1%}"
-        rows.append(
-            (
-                name,
-                f"{proposal['natural'][name]:.1%}",
-                f"{weight:.1%}",
-                interval,
-                f"{proposal['passes'][name]:.2g}",
-            )
-        )
+        weights = f"{proposal['natural'][name]:.1%}", f"{weight:.1%}", f"{low:.1%} – {high:.1%}"
+        rows.append((name, *weights, f"{proposal['passes'][name]:.2g}"))
     return html.table(("source", "natural", "proposed", "best of each draw", "times read"), rows)
 
 

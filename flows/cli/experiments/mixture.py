@@ -62,13 +62,8 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
     losses = Table("held-out loss", "natural", "proposed", share, "change", box=None, pad_edge=False)
     for row in result["losses"]:
         low, high = row["interval"]
-        values = (
-            f"{row['natural']:.4f}",
-            f"{row['loss']:.4f}",
-            f"{low:.4f} to {high:.4f}",
-            f"{row['change']:+.4f}",
-        )
-        losses.add_row(named(row["source"]), *values)
+        values = f"{row['natural']:.4f}", f"{row['loss']:.4f}", f"{low:.4f} to {high:.4f}"
+        losses.add_row(named(row["source"]), *values, f"{row['change']:+.4f}")
     weights = Table(
         "weight", "natural", "proposed", "best of each draw", "times read", box=None, pad_edge=False
     )
