@@ -76,11 +76,11 @@ class Group:
             self.connections.append(connection)
 
     def _request(self, result: str, workload: Workload) -> list:
-        for connection in self.connections:
-            connection.send((result, workload))
         try:
+            for connection in self.connections:
+                connection.send((result, workload))
             return [connection.recv() for connection in self.connections]
-        except EOFError:
+        except (EOFError, OSError):
             raise ScriptError("ring_attention: a process exited; its error is on standard error") from None
 
     def outputs(self, workload: Workload) -> list[Tensor]:

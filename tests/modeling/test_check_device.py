@@ -184,17 +184,22 @@ def test_losses_that_are_no_numbers_differ():
     assert not check_device._error([2.0, float("nan")], [2.0, 2.0]) <= 1
 
 
-def test_checks_of_shapes_run_on_each_profile_named_on_the_command_line(monkeypatch, capsys):
+def test_checks_of_shapes_run_on_each_profile_named_on_the_command_line(tmp_path, monkeypatch, capsys):
     given = []
     (kernels,) = [check for check in check_device.CHECKS if check.takes_profile]
     checks = (replace(kernels, run=lambda *subjects: given.append(subjects) or check_device.Result("")),)
     monkeypatch.setattr(check_device, "CHECKS", checks)
     monkeypatch.setattr(exit_codes, "leave", lambda code: sys.exit(code))
     monkeypatch.setattr(check_device, "_run_isolated", run_here)
-    assert check_device.main(["--device", "cpu", "--profile", "llama3-8b-h100", "tiny", "--json"]) == 0
-    assert given == [("cpu", resolve.load("llama3-8b-h100")), ("cpu", resolve.load("tiny"))]
+    fp8 = tmp_path / "tiny-fp8.yaml"
+    fp8.write_text("extends: tiny\ntrain: {precision: fp8}\n")
+    assert check_device.main(["--device", "cpu", "--profile", "llama3-8b-h100", str(fp8), "--json"]) == 0
+    assert given == [("cpu", resolve.load("llama3-8b-h100")), ("cpu", resolve.load(str(fp8)))]
     rows = json.loads(capsys.readouterr().out.split("\n", 2)[2])["checks"]
-    assert [row["check"] for row in rows] == ["kernels, llama3-8b-h100", "kernels, tiny"]
+    assert [(row["check"], row["expected"]) for row in rows] == [
+        ("kernels, llama3-8b-h100", "within 1e-5, bf16 2e-2"),
+        ("kernels, tiny-fp8", "within 1e-5, bf16 2e-2, FP8 8e-02"),
+    ]
 
 
 def run_here(check, kind, processes, profile):
