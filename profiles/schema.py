@@ -187,6 +187,11 @@ class Train(Section):
         description="user loss, module:function: (logits (tokens, vocabulary) float32, targets (tokens), -100 is ignored) -> sum "
         "over tokens, a 0-dim tensor; null: cross-entropy",
     )
+    replicas_every: Natural = Field(
+        100,
+        description="steps between checks that the copies of a weight on several ranks are equal; those that differ are logged "
+        "and made equal. 0: only before a checkpoint is saved",
+    )
     log_every: Count = Field(1, description="steps between log lines; metrics.jsonl has every step")
     spike_factor: Annotated[float, Field(gt=1)] | None = Field(
         None,

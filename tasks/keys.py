@@ -30,6 +30,7 @@ NOT_MATHEMATICS = {
     "micro_batch_size",
     "recompute",
     "recompute_layers",
+    "replicas_every",
     "log_every",
     "spike_factor",
     "bad_steps",

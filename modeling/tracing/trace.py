@@ -53,6 +53,7 @@ from parallel.experts.balance import EXTRA
 from parallel.layers.deferred import DeferredGradients
 from parallel.layers.lora import without_updates
 from parallel.optimizer.arithmetic import Compile
+from parallel.optimizer.replicas import ReplicaCheck
 from parallel.random import sample_keys
 from parallel.torch_internals import FakeTensorMode
 from profiles.resolve import load
@@ -202,7 +203,9 @@ def run_stage(
                 layers = partition_layers(profile)
                 local = range(number % profile.parallel.pipeline, len(layers), profile.parallel.pipeline)
                 stages = [build_stage(profile, mesh, layers[stage], device) for stage in local]
-                build_optimizer(profile, stages, mesh, compile).rehearse(profile.accumulation_steps)
+                optimizer = build_optimizer(profile, stages, mesh, compile)
+                optimizer.rehearse(profile.accumulation_steps)
+                ReplicaCheck(optimizer.buckets, mesh, optimizer.arithmetic).rehearse()
         return saved, model.last
 
 
@@ -218,7 +221,7 @@ def _rehearse_step(
     positions = zigzag_positions(s, mesh.context.size, mesh.context.rank).to(device)
     model_experts = profile.model.num_experts
     experts = profile.model.num_hidden_layers * (model_experts + EXTRA) if model_experts else 0
-    counts = 2 + 3 * len(PROGRAMS) + mesh.size, experts
+    counts = 2 + 3 * len(PROGRAMS) + mesh.size, experts, 1
     spikes = settings.spike_factor is not None
     StepFunctions(compile).rehearse(
         samples, positions, (documents, answers), counts, mesh.tensor.size, spikes

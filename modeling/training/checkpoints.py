@@ -29,7 +29,6 @@ from modeling.training.trainer import Trainer
 from parallel import Mesh, ZeRO1
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
-from parallel.optimizer.replicas import differing_replicas
 from profiles import state_files
 
 log = logging.getLogger("trainshed")
@@ -200,7 +199,6 @@ class Checkpoints:
         """
         if self._saver.pending:
             self._finish()
-        self._check_replicas(step)
         error = self._begin(step, validation_loss, state)
         if last or not self.profile.checkpoint.async_:
             error = error or self._finish()
@@ -213,14 +211,6 @@ class Checkpoints:
             error = self._begin(step, validation_loss, state) or self._finish()
         if error is not None:
             raise self._save_given_up(step, error, len(RETRY_PAUSES) + 1)
-
-    def _check_replicas(self, step: int) -> None:
-        """Warn about weights whose copies on several ranks differ; the checkpoint gets one copy of each."""
-        names = differing_replicas(self.optimizer.buckets, self.mesh)
-        if names and self.leader:
-            reason = f"copies of {', '.join(names[:3])} ({len(names)} in all) differ between ranks; a resumed run has equal ones"
-            log.warning(f"WARNING step {step}: {reason}")
-            record_event(self.run, "replicas differ", step=step, reason=reason)
 
     def close(self) -> None:
         """Complete a pending save."""

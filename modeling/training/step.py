@@ -1,6 +1,6 @@
 """One training step: statistics reduced over ranks, read by the host one step later, and timings.
 
-All numbers that ranks exchange after backward travel in one all-reduce of 3 + (graph counts) + (world size) float32 numbers,
+All numbers that ranks exchange after backward travel in one all-reduce of 4 + (graph counts) + (world size) float32 numbers,
 and with experts 3 + (experts) for each layer. They stay on the device, where the anomaly guard and the optimizer use them;
 the host reads them, and the norms, in one copy once the next step's forward and backward are queued, so that it never waits
 for a device with nothing left to do.
@@ -30,14 +30,20 @@ class StepStatistics:
     checkpoint_writers: float  # number of ranks still writing a checkpoint
     graph_counts: list[float]  # compile cache statistics, see modeling/compilation/graph_cache.py
     rank_seconds: list[float]  # compute time of each rank in its last finished step, in order of rank
+    differing: float  # above 0 if copies of a weight on several ranks differ
     gradient_norm: float
     parameter_norm: float
     skipped: bool
     experts: ExpertLoad | None = None  # None: the model has none
 
 
-def reduce_statistics(trainer: Trainer, loss: Tensor, stop: bool, writing: bool, seconds: float) -> Tensor:
-    """Sum this rank's numbers over all ranks: the fields of StepStatistics up to `rank_seconds`, and the load of the experts.
+def reduce_statistics(
+    trainer: Trainer, loss: Tensor, stop: bool, writing: bool, seconds: float, differing: Tensor
+) -> Tensor:
+    """Sum this rank's numbers over all ranks: the fields of StepStatistics up to `differing`, and the load of the experts.
+
+    Args:
+        differing: `ReplicaCheck.count`.
 
     Returns:
         flat, on the device.
@@ -47,7 +53,7 @@ def reduce_statistics(trainer: Trainer, loss: Tensor, stop: bool, writing: bool,
     # Divided by the tensor degree, which only numbers equal on all tensor ranks cancel out.
     rank_seconds = one_hot(mesh.rank, mesh.size, seconds * mesh.tensor.size)
     on_host = torch.cat((torch.tensor([float(stop), float(writing)]), counts.float(), rank_seconds))
-    numbers = upload(on_host, loss.device), expert_load.take(trainer)
+    numbers = upload(on_host, loss.device), expert_load.take(trainer), differing
     return all_reduce(trainer.functions.pack(loss, mesh.tensor.size, *numbers), mesh.world)
 
 
@@ -97,11 +103,13 @@ class QueuedStep:
     def read(self, trainer: Trainer) -> tuple[StepStatistics, StepTimings]:
         """Wait for the step and return its statistics and timings."""
         device, ranks = trainer.device, trainer.mesh.size
-        loss, stops, writers, *rest, gradient_norm, parameter_norm, skipped = self._numbers.wait().tolist()
+        loss, stops, writers, *rest, differing, gradient_norm, parameter_norm, skipped = (
+            self._numbers.wait().tolist()
+        )
         end = len(rest) - expert_load.numbers(trainer)
         experts = expert_load.read(rest[end:], trainer.profile.model.num_hidden_layers)
-        rest, norms = rest[:end], (gradient_norm, parameter_norm, bool(skipped))
-        statistics = StepStatistics(loss, stops, writers, rest[:-ranks], rest[-ranks:], *norms, experts)
+        rest, results = rest[:end], (differing, gradient_norm, parameter_norm, bool(skipped))
+        statistics = StepStatistics(loss, stops, writers, rest[:-ranks], rest[-ranks:], *results, experts)
         marks, (forward_waits, waits) = self._marks, self._waits
         forward_backward = device.seconds(marks.ready, marks.backward)
         timings = StepTimings(

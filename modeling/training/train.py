@@ -34,6 +34,7 @@ from modeling.training.checkpoints import Checkpoints, SaveGivenUp
 from modeling.training.evaluate import evaluate_into, evaluate_split
 from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import BEFORE
+from modeling.training.replicas import Replicas
 from modeling.training.reporter import Reporter
 from modeling.training.resume import Rejected
 from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statistics
@@ -86,12 +87,14 @@ class TrainingRun:
         self.optimizer = make_optimizer(trainer)
         self._queued: QueuedStep | None = None  # the step whose results were not read yet
         self._stopping = False  # whether a rank received a stop signal
+        self._drifted: int | None = None  # step at which copies of weights were found to differ
         self._compute_seconds = 0.0  # of this rank in the last finished step
         run = options.run_folder
         # where the evaluation of the weights that fine-tuning starts from is kept; None without such weights
         self.before = run / BEFORE if self.profile.fine_tunes and options.weights else None
         location = options.checkpoints or run / "checkpoints"
         self.checkpoints = Checkpoints(trainer, self.optimizer, run, location, options.attempt)
+        self.replicas = Replicas(trainer, self.optimizer, run)
         begun = time.monotonic()
         with watchdog.phase("load"):
             self.step, state = self.checkpoints.resume(options.weights)
@@ -131,6 +134,9 @@ class TrainingRun:
             if not self._needs_results():
                 continue
             loss = self._finish_step()
+            if self._drifted is not None:
+                self.replicas.synchronize(self._drifted)
+                self._drifted = None
             if self.guard.exhausted:
                 with self.watchdog.phase("load"):
                     rolled_back = self._roll_back()
@@ -189,7 +195,8 @@ class TrainingRun:
             self._finish_step(in_step=True)
 
         flags = self.stop.requested, self.checkpoints.writing
-        statistics = reduce_statistics(self.trainer, loss, *flags, self._compute_seconds)
+        differing = self.replicas.count_differing(self.step)
+        statistics = reduce_statistics(self.trainer, loss, *flags, self._compute_seconds, differing)
         marks.reduced = device.mark()
         update = optimizer.step(rate, skip=self.guard.decide(statistics[0]))
         self.guard.record(statistics[0], update.skipped)
@@ -203,7 +210,8 @@ class TrainingRun:
         """Whether something follows this step that needs its results, so that it must be finished before the next."""
         evaluates = self.profile.evaluate.every and self.step % self.profile.evaluate.every == 0
         saves = self.step == self.settings.steps or self.checkpoints.due(self.step)
-        return bool(evaluates or saves or self._stopping or self.guard.nearly_exhausted)
+        urgent = self._stopping or self._drifted is not None or self.guard.nearly_exhausted
+        return bool(evaluates or saves or urgent)
 
     def _finish_step(self, *, in_step: bool = False) -> float:
         """Read the results of the queued step, and act on and report them; `in_step`: of the next one. Returns its loss."""
@@ -213,6 +221,8 @@ class TrainingRun:
         self.guard.update(found.loss, found.skipped)
         self._compute_seconds = timings.compute
         self._stopping |= bool(found.stop_requests)
+        if found.differing:
+            self._drifted = queued.step
         if self.checkpoints.written(found.checkpoint_writers):
             with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds", in_step=in_step):
                 self.checkpoints.complete()
@@ -240,6 +250,7 @@ class TrainingRun:
             return
         state: dict[str, Any] = {"loss": loss, "left_out": self.data.excluded, "guard": self.guard.state()}
         with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
+            self.replicas.synchronize(self.step)
             self.checkpoints.save(self.step, validation_loss, last=finished or self._stopping, **state)
 
     def _roll_back(self) -> bool:

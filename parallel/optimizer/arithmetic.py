@@ -34,6 +34,9 @@ class Arithmetic:
             compile(function) if compile else function
             for function in (assign, add, square_norm, root, clip, sign_step)
         )
+        self.checksums, self.count_differing = (
+            compile(function) if compile else function for function in (checksums, count_differing)
+        )
         self.update: Update | None = compile(update) if compile else None
 
 
@@ -86,6 +89,29 @@ def clip(
 def sign_step(weights: Tensor, gradient: Tensor, skip: Tensor, size: float) -> None:
     """Move weights by `size` against their gradient's sign, unless `skip` is 1."""
     weights.sub_(gradient.float().sign() * (1 - skip), alpha=size)
+
+
+def checksums(shards: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Weighted sum of the bits of flat float32 tensors, each with one weight for each of its equal blocks.
+
+    Of the bits, so that no difference is rounded away; sums wrap around.
+
+    Returns:
+        int32, a sum for each tensor, followed by their complements, whose maximum is the complement of the minimum.
+    """
+    blocks = (shard.view(torch.int32).view(len(w), -1) for shard, w in zip(shards, weights, strict=True))
+    sums = [block.sum(1, dtype=torch.int32) for block in blocks]
+    totals = torch.stack([(s * w).sum(dtype=torch.int32) for s, w in zip(sums, weights, strict=True)])
+    return torch.cat((totals, ~totals))
+
+
+def count_differing(highest: Sequence[Tensor]) -> Tensor:
+    """How many sums differ between ranks, given the highest of each and of its complement (`checksums`); (1), float32."""
+    total = torch.zeros_like(highest[0][:1], dtype=torch.float32)
+    for extremes in highest:
+        sums, complements = extremes.chunk(2)
+        total = total + (sums != ~complements).sum(dtype=torch.float32)
+    return total
 
 
 EAGER = Arithmetic()

@@ -244,6 +244,11 @@ class Bucket:
 
     def _norm_weights(self) -> Tensor:
         shared = math.prod(axis.size for axis in self.partial if axis.name == "embedding")
+        copies = self.replicate.size * shared
+        return self.block_weights(lambda box: 1 / (box.replicas * copies)).to(self.values.device)
+
+    def block_weights(self, weight: Callable[[Box], float]) -> Tensor:
+        """A weight for each of the shard's equal blocks, on the host: that of its box; 0 for padding."""
         # A rank's rows are its own, but all ranks must have blocks of one size: graphs do not depend on the rank.
         rows = (math.prod(slot.parameter.shape[1:]) for slot in self.slots)
         block = math.gcd(self.length, *rows, *(slot.start for slot in self.slots))
@@ -251,9 +256,8 @@ class Bucket:
         for start, box in self._local_boxes():
             low, high = max(start, 0), min(start + math.prod(box.sizes), self.length)
             if low < high:
-                weight = 1 / (box.replicas * self.replicate.size * shared)
-                weights[low // block : high // block] = weight
-        return weights.to(self.values.device)
+                weights[low // block : high // block] = weight(box)
+        return weights
 
     def boxes(self) -> Iterator[ShardBox]:
         """The boxes of global tensors in this rank's shard, without padding."""

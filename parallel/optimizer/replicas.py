@@ -1,10 +1,13 @@
-"""Whether the copies of the same weights on several ranks still have the same bits.
+"""Copies of the same weights on several ranks: whether they still have the same bits, and how to make them equal again.
 
 Norms on all tensor ranks, KV heads on some of them, an embedding on the first and last pipeline stage and everything over
 `dp_replicate` (of experts: `expert_replicate`) are updated on each rank from equal sums by equal arithmetic. If a device computes
 differently, its copies drift apart without any error. A checkpoint has one copy of each, so a resumed run starts from equal ones.
 
-Cost: one pass over the replicated shards, and 4 bytes sent for each of their boxes.
+    ReplicaCheck          a checksum for each bucket that has copies, compared by one all-reduce per axis of 8 bytes a bucket; it
+                          reads the buckets' master weights once, and the host waits for nothing
+    differing_replicas    which weights differ, by how much; the host waits
+    synchronize_replicas  copies of the first rank's weights and moments: their bytes, once for each axis
 """
 
 from __future__ import annotations
@@ -13,48 +16,147 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel import collectives
+from parallel.layout import layout_of
 from parallel.mesh import Axis, Mesh
-from parallel.optimizer.buckets import Bucket
+from parallel.optimizer.arithmetic import Arithmetic
+from parallel.optimizer.buckets import Bucket, ShardBox
+from parallel.optimizer.zero1 import STATES
+
+
+class ReplicaCheck:
+    """Counts the buckets whose copies differ, on the device.
+
+    Args:
+        arithmetic: what it computes with.
+
+    Attributes:
+        none: the count if nothing differs.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, arithmetic: Arithmetic) -> None:
+        self.arithmetic = arithmetic
+        self._checked: list[tuple[Axis, list[Bucket], list[Tensor]]] = []
+        self.none = torch.zeros(1, device=buckets[0].master.device)
+        for axis in _axes(mesh):
+            held = [bucket for bucket in buckets if _has_copies(bucket, mesh, axis)]
+            if held:
+                self._checked.append((axis, held, [_weights(bucket, mesh, axis) for bucket in held]))
+
+    @torch.no_grad()
+    def count(self) -> Tensor:
+        """How many of this rank's buckets have copies that differ; (1), float32. Collective."""
+        if not self._checked:
+            return self.none
+        highest = [
+            collectives.all_reduce_max(self._checksums(buckets, weights), axis)
+            for axis, buckets, weights in self._checked
+        ]
+        return self.arithmetic.count_differing(highest)
+
+    @torch.no_grad()
+    def rehearse(self) -> None:
+        """Compute what `count` does between its collectives, so that all of it is compiled."""
+        if self._checked:
+            self.arithmetic.count_differing([self._checksums(*held) for _, *held in self._checked])
+
+    def _checksums(self, buckets: list[Bucket], weights: list[Tensor]) -> Tensor:
+        return self.arithmetic.checksums([bucket.master for bucket in buckets], weights)
 
 
 @torch.no_grad()
-def differing_replicas(buckets: Sequence[Bucket], mesh: Mesh) -> list[str]:
-    """Names of the weights whose copies differ, the same on every rank. Collective."""
-    found = {box_name for axis in _axes(mesh) for box_name in _differing(buckets, mesh, axis)}
+def differing_replicas(buckets: Sequence[Bucket], mesh: Mesh) -> dict[str, float]:
+    """Largest difference of each weight whose copies differ, by name; the same on every rank. Collective."""
+    found: dict[str, float] = {}
+    for axis in _axes(mesh):
+        _add_largest(found, _differing(buckets, mesh, axis))
     if mesh.host is None:
-        return sorted(found)
-    everywhere: list[set[str]] = [set()] * mesh.size
+        return found
+    everywhere: list[dict[str, float]] = [{}] * mesh.size
     dist.all_gather_object(everywhere, found, group=mesh.host)
-    return sorted(set().union(*everywhere))
+    for other in everywhere:
+        _add_largest(found, other)
+    return dict(sorted(found.items()))
+
+
+@torch.no_grad()
+def synchronize_replicas(buckets: Sequence[Bucket], mesh: Mesh) -> None:
+    """Replace the weights and moments of each copy by those of the first rank that has one. Collective.
+
+    Parameters follow at the next update, or by `ZeRO1.gather_parameters`.
+    """
+    for axis in _axes(mesh):
+        for bucket, box in _replicated(buckets, mesh, axis):
+            for state in STATES:
+                bits = box.view(getattr(bucket, state)).view(torch.int32)
+                lowest = torch.full_like(bits, torch.iinfo(torch.int32).min)
+                bits.copy_(collectives.all_reduce_max(lowest if axis.rank else bits, axis))
 
 
 def _axes(mesh: Mesh) -> list[Axis]:
+    """Axes over which some weights are replicated."""
     replicated = (mesh.tensor, mesh.kv_replica, mesh.embedding, mesh.dp_replicate, mesh.expert_replicate)
     axes = {axis.name: axis for axis in replicated}
     return [axis for axis in axes.values() if axis.size > 1]
 
 
-def _differing(buckets: Sequence[Bucket], mesh: Mesh, axis: Axis) -> list[str]:
-    names, sums = [], []
-    for bucket in buckets:
-        for box in bucket.boxes():
-            replicated = {
-                "tensor": box.replicas == mesh.tensor.size,
-                "kv_replica": 1 < box.replicas < mesh.tensor.size,
-                "embedding": axis in bucket.partial,
-                "dp_replicate": bucket.replicate is mesh.dp_replicate,
-                "expert_replicate": bucket.replicate is mesh.expert_replicate,
-            }
-            if replicated[axis.name]:
-                names.append(box.name)
-                # Of the bits, so that no difference is rounded away; wraps around.
-                sums.append(box.view(bucket.master).view(torch.int32).sum(dtype=torch.int32))
-    if not names:
-        return []
-    checksums = torch.stack(sums)
-    highest = collectives.all_reduce_max(checksums, axis)
-    lowest = ~collectives.all_reduce_max(~checksums, axis)
-    differs = (highest != lowest).tolist()
-    return [name for name, differ in zip(names, differs, strict=True) if differ]
+def _is_replicated(bucket: Bucket, replicas: int, mesh: Mesh, axis: Axis) -> bool:
+    """Whether a box of a bucket, of which `replicas` tensor ranks have a copy, is replicated over an axis."""
+    return {
+        "tensor": replicas == mesh.tensor.size,
+        "kv_replica": 1 < replicas < mesh.tensor.size,
+        "embedding": axis in bucket.partial,
+        "dp_replicate": bucket.replicate is mesh.dp_replicate,
+        "expert_replicate": bucket.replicate is mesh.expert_replicate,
+    }[axis.name]
+
+
+def _has_copies(bucket: Bucket, mesh: Mesh, axis: Axis) -> bool:
+    # By the parameters, not by this rank's shard of them: graphs do not depend on the rank.
+    return any(
+        _is_replicated(bucket, box.replicas, mesh, axis)
+        for slot in bucket.slots
+        for box in layout_of(slot.parameter).boxes(slot.name, mesh.tensor.rank)
+    )
+
+
+def _weights(bucket: Bucket, mesh: Mesh, axis: Axis) -> Tensor:
+    """Of each block of the shard: 0 if it has no copies; else odd, and of its own, so that differences do not cancel out."""
+    copied = bucket.block_weights(lambda box: _is_replicated(bucket, box.replicas, mesh, axis))
+    weights = torch.arange(1, 2 * len(copied), 2) * copied.bool()
+    return weights.to(torch.int32).to(bucket.master.device)
+
+
+def _replicated(buckets: Sequence[Bucket], mesh: Mesh, axis: Axis) -> list[tuple[Bucket, ShardBox]]:
+    """The boxes in this rank's shards that other ranks of an axis have too, in the same order on each of them."""
+    return [
+        (bucket, box)
+        for bucket in buckets
+        for box in bucket.boxes()
+        if _is_replicated(bucket, box.replicas, mesh, axis)
+    ]
+
+
+def _differing(buckets: Sequence[Bucket], mesh: Mesh, axis: Axis) -> dict[str, float]:
+    """Largest difference of each weight whose copies on the ranks of an axis do not have the same bits."""
+    boxes = [(box.name, box.view(bucket.master)) for bucket, box in _replicated(buckets, mesh, axis)]
+    found: dict[str, float] = {}
+    if not boxes:
+        return found
+    # Of the bits, so that no difference is rounded away; wraps around.
+    sums = torch.stack([values.view(torch.int32).sum(dtype=torch.int32) for _, values in boxes])
+    highest, complement = collectives.all_reduce_max(torch.cat((sums, ~sums)), axis).chunk(2)
+    for (name, values), differs in zip(boxes, (highest != ~complement).tolist(), strict=True):
+        if differs:
+            highest_value = collectives.all_reduce_max(values, axis)
+            spread = highest_value + collectives.all_reduce_max(-values, axis)
+            _add_largest(found, {name: spread.max().item()})
+    return found
+
+
+def _add_largest(found: dict[str, float], other: dict[str, float]) -> None:
+    """Add the entries of `other`, or the larger of two."""
+    for name, value in other.items():
+        found[name] = max(value, found.get(name, value))

@@ -15,6 +15,7 @@ from tests.modeling import micro
 STEPS = 3
 SETTINGS = (
     *(f"train.steps={STEPS}", "train.spike_factor=2.0", "evaluate.every=3", "checkpoint.every=2"),
+    "train.replicas_every=2",
     *("model.num_attention_heads=4", "model.num_key_value_heads=2"),
 )
 GPT = (
@@ -32,12 +33,13 @@ TWO_RANKS = {
 }
 DEEP = ("model.num_hidden_layers=4",)
 COMPILED = {
+    "compiled, tensor": ("parallel.tensor=2",),
     "compiled, interleaved": (*DEEP, *PIPELINE, "parallel.schedule=interleaved"),
     "compiled, zero bubble": (*PIPELINE, "parallel.schedule=zero_bubble"),
     "compiled, fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp"),
 }
 # Functions that copy to the device before the first step: constants, and initial or loaded weights.
-SETUP = {"__init__", "_first_row", "fill", "_norm_weights", "constants", "copy"}
+SETUP = {"__init__", "_first_row", "fill", "_norm_weights", "_weights", "constants", "copy"}
 FOUR_RANKS = {
     "tensor 4": ("parallel.tensor=4",),  # with replicated KV heads
     "tensor 2, pipeline 2": (*PIPELINE, "parallel.tensor=2"),
@@ -138,7 +140,8 @@ def test_compiled_step_runs_no_operator_outside_compiled_programs(name, compiled
     assert micro.losses(run) == pytest.approx(expected[mathematics(COMPILED[name])], rel=1e-5)
     for rank in range(2):
         outside = training(run, rank).get(usage.EAGER, {})
-        assert set(outside) <= {"parallel/collectives.py:__init__ copy_"}
+        copies = {f"parallel/collectives.py:{function} copy_" for function in ("__init__", "all_reduce_max")}
+        assert set(outside) <= copies
         assert usage.BLOCKING_UPLOAD not in training(run, rank)
         (call,) = calls(run, rank)
         buckets = call["returned"]
@@ -154,7 +157,7 @@ def test_losses_on_four_ranks_are_those_of_the_cpu(name, larger_runs, expected):
 
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_step_waits_for_the_device_once(name, runs):
-    """Besides waits of saves, of the evaluation, and of pipelines before their first step and evaluation, to agree on shapes."""
+    """With a check of replicas; besides saves, the evaluation, and pipelines that agree on shapes before their first step."""
     used = training(runs[name])
     waits = used[usage.HOST_READ]
     expected = {
@@ -163,10 +166,19 @@ def test_step_waits_for_the_device_once(name, runs):
     }
     if "parallel.pipeline=2" in TWO_RANKS[name]:
         expected["parallel/pipeline/pipeline.py:_run _local_scalar_dense"] = 2
-    assert {
-        site: count for site, count in waits.items() if "checkpoint" not in site and "replicas" not in site
-    } == expected
+    saves = (
+        "parallel/checkpoint",
+        "modeling/training/checkpoints",
+        "parallel/optimizer/replicas.py:_differing",
+    )
+    assert {site: count for site, count in waits.items() if not site.startswith(saves)} == expected
     assert usage.DYNAMIC not in used
+
+
+def test_copies_of_weights_that_are_equal_are_not_reported(runs, larger_runs):
+    for run in (*(runs[name] for name in TWO_RANKS), *larger_runs.values()):
+        events = (run / "events.jsonl").read_text() if (run / "events.jsonl").exists() else ""
+        assert "replicas differ" not in events
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)

@@ -102,6 +102,7 @@ def test_other_data_or_weights_are_another_run():
         "train.micro_batch_size=2",
         "train.balance_coefficient=0.001",  # as by default
         "train.recompute=full",
+        "train.replicas_every=10",
         "train.log_every=10",
         "train.spike_factor=3.0",
         "train.bad_steps=5",

@@ -1,0 +1,56 @@
+"""Checks during training that copies of the same weights on several ranks are equal, and makes them equal again."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from torch import Tensor
+
+from modeling.training.metrics import record_event
+from modeling.training.trainer import Trainer
+from parallel import ZeRO1
+from parallel.optimizer.replicas import ReplicaCheck, differing_replicas, synchronize_replicas
+
+log = logging.getLogger("trainshed")
+
+NAMED = 3  # weights in a warning
+
+
+class Replicas:
+    """The replicated weights of a run. Every method is called on all ranks.
+
+    Args:
+        run: the run folder.
+    """
+
+    def __init__(self, trainer: Trainer, optimizer: ZeRO1, run: Path) -> None:
+        self._trainer, self._optimizer, self._run = trainer, optimizer, run
+        self._every = trainer.profile.train.replicas_every
+        self._check = ReplicaCheck(optimizer.buckets, trainer.mesh, optimizer.arithmetic)
+
+    def count_differing(self, step: int) -> Tensor:
+        """`ReplicaCheck.count` of the weights that this step begins with, if a check is due, else 0; the host does not wait."""
+        due = self._every and step % self._every == 0
+        return self._check.count() if due else self._check.none
+
+    def synchronize(self, step: int) -> None:
+        """Set weights whose copies differ to those of the first rank that has them, as a resumed run would; and warn.
+
+        Args:
+            step: at which they were found to differ, or that is about to be saved.
+        """
+        buckets, mesh = self._optimizer.buckets, self._trainer.mesh
+        found = differing_replicas(buckets, mesh)
+        if not found:
+            return
+        self._optimizer.wait_for_copy()
+        synchronize_replicas(buckets, mesh)
+        self._optimizer.gather_parameters()
+        if self._trainer.leader:
+            largest = sorted(found, key=found.__getitem__, reverse=True)
+            names = ", ".join(f"{name} by {found[name]:.2g}" for name in largest[:NAMED])
+            more = f" ({len(found)} in all)" if len(found) > NAMED else ""
+            reason = f"copies of {names}{more} differ between ranks; set to those of the first rank, as by a resume"
+            log.warning(f"WARNING step {step}: {reason}")
+            record_event(self._run, "replicas differ", step=step, weights=largest, reason=reason)
