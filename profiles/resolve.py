@@ -75,15 +75,20 @@ def _shipped() -> dict[str, Path]:
 
 def _find(name_or_path: str, folder: Path, key: str) -> Path:
     """The file of a profile, by name or by path relative to a folder."""
-    if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
-        path = folder / Path(name_or_path).expanduser()
-        if path.is_file():
-            return path
+    path = folder / Path(name_or_path).expanduser()
+    names_file = "/" in name_or_path or name_or_path.endswith((".yaml", ".yml"))
+    if names_file and path.is_file():
+        return path
+    if not names_file and name_or_path in _shipped():
+        return _shipped()[name_or_path]
+    if name_or_path and path.is_dir():
+        reason = "is a folder; a profile is a name (see `trainshed profiles`) or the path of a YAML file"
+        found = sorted(str(Path(name_or_path) / each.name) for each in path.glob("*.y*ml"))
+        raise ProfileError(key, name_or_path, reason, found[:5])
+    if names_file:
         siblings = [str(Path(name_or_path).with_name(found.name)) for found in path.parent.glob("*.y*ml")]
         close = difflib.get_close_matches(name_or_path, siblings)
         raise ProfileError(key, name_or_path, "there is no such file", close)
-    if name_or_path in _shipped():
-        return _shipped()[name_or_path]
     reason = "there is no such profile"
     if not (close := difflib.get_close_matches(name_or_path, names())):
         reason += "; `trainshed profiles` lists them, and a file's path has a / or ends in .yaml"

@@ -6,6 +6,7 @@ system's messages. Everything else counts as a failure of the machines and is re
 
 from __future__ import annotations
 
+import logging
 import re
 
 from modeling import exit_codes
@@ -13,6 +14,8 @@ from modeling.planning import planner
 from profiles.schema import Profile
 from tasks.launchers import JobFailed
 from tasks.launchers.causes import OUT_OF_MEMORY
+
+log = logging.getLogger(__name__)
 
 # Last line of a rank's error.
 REASON = re.compile(
@@ -44,6 +47,14 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
     if code == exit_codes.OUT_OF_MEMORY or OUT_OF_MEMORY.search(failure.detail):
         return _as(FatalError, failure, f"out of memory; {_advice(profile)}")
     return failure
+
+
+def explain(profile: Profile, failure: JobFailed) -> JobFailed:
+    """`classify` a failure and log its last lines; a fatal one's message suffices, so they go to log files alone."""
+    explained = classify(profile, failure)
+    level = logging.DEBUG if isinstance(explained, FatalError) else logging.WARNING
+    log.log(level, "%s\n%s", failure, failure.detail)
+    return explained
 
 
 def _as(kind: type[JobFailed], failure: JobFailed, cause: str) -> JobFailed:

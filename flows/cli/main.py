@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from flows.cli.arguments import HelpFormatter, Parser, integer, override
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.ui.console import one_line, print_stderr, redirect_to_devnull, save_traceback
-from profiles.errors import OVERRIDE_SYNTAX, ProfileError
+from profiles.errors import ProfileError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,31 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """Align the help texts of subcommands too; argparse ignores their indent in the column's width."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30)
-
-    def add_argument(self, action: argparse.Action) -> None:
-        super().add_argument(action)
-        for subaction in self._iter_indented_subactions(action):
-            length = self._current_indent + len(self._format_action_invocation(subaction))
-            self._action_max_length = max(self._action_max_length, length)
-
-    def _format_action(self, action: argparse.Action) -> str:
-        """Leave out the metavar line above the subcommands."""
-        text = super()._format_action(action)
-        return text.partition("\n")[2] if isinstance(action, argparse._SubParsersAction) else text
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Do not wrap examples."""
-        return text if text.startswith("example:") else super()._fill_text(text, width, indent)
-
-
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    root = argparse.ArgumentParser(
+    root = Parser(
         prog="trainshed",
         description="Train language models as one Prefect flow, on Trainium, GPUs and CPUs.",
         epilog="example: trainshed run tiny    (trainshed COMMAND --help for details)",
@@ -120,7 +99,7 @@ def _add_training(commands: Any) -> None:
     about = (
         "decay the learning rate to zero over this many steps, then end: a branch of a trunk of constant rate"
     )
-    fork.add_argument("--decay", type=_integer(1), metavar="STEPS", help=about)
+    fork.add_argument("--decay", type=integer(1), metavar="STEPS", help=about)
     _store(fork)
     _update(fork)
     _work_dir(fork)
@@ -177,7 +156,7 @@ def _add_stores(commands: Any) -> None:
     evaluate.add_argument(
         "--include", default="", metavar="FOLDER", help="folder with task files of your own"
     )
-    evaluate.add_argument("--limit", type=_integer(1), metavar="N", help="examples of each task at most")
+    evaluate.add_argument("--limit", type=integer(1), metavar="N", help="examples of each task at most")
     evaluate.add_argument(
         "--follow", action="store_true", help="wait for further checkpoints until the run has ended"
     )
@@ -210,7 +189,7 @@ def _add_planning(commands: Any) -> None:
 
     about = "start a Prefect server and a worker on this machine"
     up = _command(commands, "up", "", about, "trainshed up")
-    _with_default(up, "--port", 4200, "port of the UI and the API", type=_integer(1, 65535), metavar="PORT")
+    _with_default(up, "--port", 4200, "port of the UI and the API", type=integer(1, 65535), metavar="PORT")
     about = "switch alerts on: the Prefect block to notify, such as slack-webhook/team"
     up.add_argument("--alerts", metavar="TYPE/NAME", help=about)
     about = "evaluate each checkpoint when it is complete, also by these tasks of lm-evaluation-harness"
@@ -244,7 +223,7 @@ def _add_tools(commands: Any) -> None:
     )
     tensorboard.add_argument("run", nargs="?", metavar="RUN", help="a run's name, or the path of its folder")
     _store(tensorboard)
-    _with_default(tensorboard, "--port", 6006, "port on loopback", type=_integer(1, 65535), metavar="PORT")
+    _with_default(tensorboard, "--port", 6006, "port on loopback", type=integer(1, 65535), metavar="PORT")
 
     about = "convert an NxD Training config to a profile"
     example = "trainshed import-config hf_llama3_70B_config.yaml"
@@ -285,7 +264,7 @@ def _profile(command: argparse.ArgumentParser) -> None:
 def _overrides(command: argparse.ArgumentParser, more: str = "") -> None:
     about = f"override a profile key, for instance train.steps=100{more}; repeatable"
     options = {"dest": "overrides", "action": "append", "default": [], "metavar": "KEY.PATH=VALUE"}
-    options["type"] = _override
+    options["type"] = override
     command.add_argument("-s", "--set", help=about, **options)
 
 
@@ -316,7 +295,7 @@ def _conversion(command: argparse.ArgumentParser) -> None:
     forms = ("separate", "fused", "coalesced")
     about = "QKV in shards: separate, fused or coalesced"
     command.add_argument("--nxd-qkv", choices=forms, metavar="FORM", help=about)
-    _with_default(command, "--budget", 512, "memory for tensor buffers", type=_integer(1), metavar="MB")
+    _with_default(command, "--budget", 512, "memory for tensor buffers", type=integer(1), metavar="MB")
     _json(command)
 
 
@@ -336,29 +315,6 @@ def _json(command: argparse.ArgumentParser) -> None:
 def _with_default(command: Any, option: str, default: str | int, about: str, **settings: Any) -> None:
     """Add an option whose help text ends with its default."""
     command.add_argument(option, default=default, help=f"{about} (default: {default})", **settings)
-
-
-def _override(text: str) -> str:
-    """An argument type: an override; checked here because `--set KEY VALUE` would leave VALUE as another argument."""
-    if "=" not in text:
-        raise argparse.ArgumentTypeError(f"{text} {OVERRIDE_SYNTAX}")
-    return text
-
-
-def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """An argument type: integers within bounds."""
-
-    def read(text: str) -> int:
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        try:
-            number = int(text)
-        except ValueError:
-            number = least - 1
-        if number < least or (most is not None and number > most):
-            raise argparse.ArgumentTypeError(f"{text} is not an integer {bounds}")
-        return number
-
-    return read
 
 
 if __name__ == "__main__":

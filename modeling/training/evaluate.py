@@ -136,7 +136,12 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
     if profile.lora.rank:
         load_base(options.weights, optimizer)
     load_reference(options.weights, trainer.reference_model)
-    checkpoint.load(location, optimizer, weights_only=True)
+    try:
+        checkpoint.load(location, optimizer, weights_only=True)
+    except checkpoint.CorruptCheckpoint as error:
+        others = ", ".join(f"{options.run_folder.name}@{other}" for other in sorted(saved) if other != step)
+        instead = f", or evaluate another: {others}" if others else ""
+        raise checkpoint.CorruptCheckpoint(f"{error}; restore it from a backup{instead}") from error
     cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
     samples = open_samples(profile, options.dataset, "validation", cache, reference=options.reference)
     evaluate_into(options.output, trainer, samples, step)

@@ -6,7 +6,6 @@ to the job or picks up what it left.
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 from collections.abc import Mapping
@@ -22,8 +21,6 @@ from tasks.reporting.format import format_perplexity, format_value
 from tasks.step import Context, Step
 from tasks.steps.training import LogForwarder, cluster_job
 from tasks.store.artifacts import Artifact
-
-log = logging.getLogger(__name__)
 
 FILE = "evaluation.json"
 TIMEOUT = 6 * 3600.0  # seconds
@@ -118,7 +115,6 @@ def run_job(profile: Profile, job: Job, output: Path) -> None:
     try:
         execute(launcher, job, forwarder.forward, timeout=TIMEOUT, grace=0)  # there is nothing to save
     except JobFailed as failure:
-        log.warning("%s\n%s", failure, failure.detail)
-        raise failures.classify(profile, failure) from failure
+        raise failures.explain(profile, failure) from failure
     if not output.exists():
         raise JobFailed(f"{job.name} ended without a result; its log: {job.log_file}")

@@ -84,8 +84,7 @@ class TrainingStep(Step):
                     submitted = partial(record_attempt, folder, "submitted")
                     execute(launcher, job, watch, grace=profile.cluster.grace, on_submit=submitted)
             except JobFailed as failure:
-                log.warning("%s\n%s", failure, failure.detail)
-                raise failures.classify(profile, failure) from failure
+                raise failures.explain(profile, failure) from failure
         if steps not in run.checkpoint_steps():
             raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")
         part = f"checkpoints/step_{steps}"

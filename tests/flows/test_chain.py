@@ -13,7 +13,9 @@ import yaml
 
 from flows.chained_runs import chained_runs
 from flows.cli.main import main
+from flows.steps import RunCommand
 from profiles.errors import ProfileError
+from tasks.store.runs import RunExists
 from tests.flows.micro import losses, shown
 from tests.forked_jobs import forked_jobs
 
@@ -186,3 +188,15 @@ def test_a_chain_that_cannot_work_is_rejected_before_it_starts(stages, tmp_path,
     assert "evaluate.gate.0 = acuracy >= 1: acuracy is no result of the evaluation" in capsys.readouterr().err
     with contextlib.suppress(FileNotFoundError):
         assert not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize(("name", "other"), [(None, "second"), ("night", "night-2")])
+def test_a_chain_in_conflict_with_a_run_suggests_chains(name, other):
+    command = RunCommand(["tiny", "tiny-sft"], ["train.seed=2"], name, "./store", "chain")
+    conflict = RunExists("tiny", ["train.seed is 1 there, 2 here"], 6, forkable=True)
+    same = "trainshed chain tiny tiny-sft --set train.seed=2"
+    named = f" --name {name}" if name else ""
+    assert [words for _, words in command.alternatives(conflict, "tiny")] == [
+        f"{same} --name {other}",
+        f"{same}{named} --replace",
+    ]

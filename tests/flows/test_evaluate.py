@@ -167,3 +167,22 @@ def test_what_cannot_be_evaluated_is_rejected(trained, tasks, monkeypatch):
         FatalError, match=r"the data of remote cannot be read .*nobody/has-this.*; without a network"
     ):
         evaluate(store, "run@6", tasks=["remote"], include=str(tasks))
+
+
+def test_corrupted_checkpoint_is_one_clear_message_without_a_traceback(trained, capsys):
+    """The last test here: it corrupts a checkpoint of the run."""
+    store, _ = trained
+    data = next((store / "runs/run/checkpoints/step_2").glob("*.distcp"))
+    data.write_bytes(b"\0" * data.stat().st_size)
+    capsys.readouterr()
+    with forked_jobs():
+        code = main(["evaluate", "run@2", "--set", "evaluate.by_source=false", "--store", str(store)])
+    out, err = capsys.readouterr()
+    assert code == 1
+    assert "Traceback" not in out + err
+    assert "[rank 0]" not in out + err
+    (message,) = [line for line in err.splitlines() if line.startswith("trainshed: ")]
+    assert f"{data}: corrupted: " in message
+    assert "restore it from a backup, or evaluate another: run@4, run@6 (" in message
+    (log,) = (store / "runs/run/logs").glob("evaluate-2*.log")
+    assert "Traceback" in log.read_text()
