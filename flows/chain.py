@@ -62,9 +62,9 @@ def chain(
         replace: If a run with other mathematics has a name, move it to NAME~N and start over.
     """
     results = []
-    command = RunCommand(profiles, overrides, name or None, store, "chain")
     for number, each in enumerate(load_chain(profiles, overrides, name), 1):
         log.info("run %d of %d: %s", number, len(profiles), each.name)
+        command = RunCommand(each.profile, overrides, name or None, store, profiles)
         result = train_profile(resolve_auto(each.run), command, replace=replace)
         check_gate(each.name, each.run.evaluate, result["evaluation"], result["before"])
         results.append(result)

@@ -110,7 +110,7 @@ def pretrain(
         fork: RUN or RUN@STEP: a new run starts from this run's checkpoint, with its optimizer and data position; empty: none.
     """
     run = load(profile, overrides, name or None)
-    command = RunCommand([profile], overrides, name or None, store)
+    command = RunCommand(profile, overrides, name or None, store)
     return train_profile(run, command, update=update, replace=replace, fork=fork)
 
 

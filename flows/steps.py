@@ -47,23 +47,23 @@ def check_plan(runner: Runner) -> planner.Plan:
 class RunCommand:
     """The `trainshed run` or `trainshed chain` command that is equivalent to a flow run's parameters."""
 
-    profiles: Sequence[str]  # one for `run`
+    profile: str  # of the run
     overrides: Sequence[str]
-    name: str | None  # of the run, or the prefix of the chain's names
+    name: str | None  # of the run, or the prefix of a chain's names
     store: str
-    subcommand: str = "run"
+    chain: Sequence[str] = ()  # the profiles of the chain; empty: of `trainshed run`
 
     def alternatives(self, conflict: runs.RunExists, name: str) -> list[tuple[str, str]]:
         """Commands that avoid a conflict with an existing run of other mathematics: (what it does, command)."""
         settings = [part for override in self.overrides for part in ("--set", override)]
         settings += ["--store", self.store] if self.store != "./store" else []
-        same, named = ["trainshed", self.subcommand, *self.profiles, *settings], []
-        if self.name:
-            named = ["--name", self.name]
-        chained = self.subcommand == "chain"
-        other = f"{self.name}-2" if self.name else "second" if chained else f"{name}-2"
-        found = [([*same, "--name", other], f"train under {'other names' if chained else 'another name'}")]
-        if conflict.forkable and not chained:  # no chain goes through a fork
+        begin = ["chain", *self.chain] if self.chain else ["run", self.profile]
+        same, other, does = ["trainshed", *begin, *settings], f"{name}-2", "train under another name"
+        named = ["--name", self.name] if self.name else []
+        if self.chain:
+            other, does = f"{self.name}-2" if self.name else "second", "train under other names"
+        found = [([*same, "--name", other], does)]
+        if conflict.forkable and not self.chain:  # no chain goes through a fork
             command = ["trainshed", "fork", f"{name}@{conflict.step}", other, *settings]
             found.append((command, f"continue from its step {conflict.step:,}"))
         found.append(([*same, *named, "--replace"], f"move it to {name}~N and start over"))

@@ -192,7 +192,7 @@ def test_a_chain_that_cannot_work_is_rejected_before_it_starts(stages, tmp_path,
 
 @pytest.mark.parametrize(("name", "other"), [(None, "second"), ("night", "night-2")])
 def test_a_chain_in_conflict_with_a_run_suggests_chains(name, other):
-    command = RunCommand(["tiny", "tiny-sft"], ["train.seed=2"], name, "./store", "chain")
+    command = RunCommand("tiny", ["train.seed=2"], name, "./store", ["tiny", "tiny-sft"])
     conflict = RunExists("tiny", ["train.seed is 1 there, 2 here"], 6, forkable=True)
     same = "trainshed chain tiny tiny-sft --set train.seed=2"
     named = f" --name {name}" if name else ""
