@@ -116,8 +116,12 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.profile or options.run_folder / "profile.yaml"))
     graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
-    with Trainer(profile, graphs, precompiled=precompiled) as trainer:
-        evaluate_checkpoint(trainer, options)
+    try:
+        with Trainer(profile, graphs, precompiled=precompiled) as trainer:
+            evaluate_checkpoint(trainer, options)
+    except checkpoint.CorruptCheckpoint as error:
+        log.error(f"rejected: {error}")
+        return exit_codes.REJECTED
     return 0
 
 
