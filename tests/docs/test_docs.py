@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import tomllib
 from contextlib import redirect_stdout
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.forked_jobs import forked_jobs
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```sh( cluster)?\n(.*?)^```$", re.M | re.S)
-COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(?:trainshed|make|python3? -m) ")
+COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(?:trainshed|make|python3?(?: -P)? -m) ")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 # Overrides with which any pretraining run takes seconds instead of minutes, on one rank.
 SMALL = {
@@ -124,8 +125,11 @@ def test_cluster_commands_have_valid_arguments(page):
             words = shlex.split(line, comments=True)
             if words and Path(words[0]).name == "trainshed":
                 parser().parse_args(words[1:])  # exits with 2 on invalid arguments
-            if words and Path(words[0]).name == "python" and words[1] == "-m":
-                assert importlib.util.find_spec(words[2]), line
+            if words and Path(words[0]).name == "python":
+                module = words[words.index("-m") + 1] if "-m" in words else ""
+                assert not module or importlib.util.find_spec(module), line
+                # A user's own tasks.py or profiles/ in the working folder must not be imported in place of ours.
+                assert "-P" in words or not module.startswith(("flows.", "modeling.")), line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -150,6 +154,23 @@ def test_profile_reference_is_current():
     assert (ROOT / "docs" / "profiles.md").read_text() == page(), (
         "python -m profiles.reference > docs/profiles.md"
     )
+
+
+def test_architecture_lists_all_folders_and_the_layers_of_the_import_contracts():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    folders = {
+        str(path.parent.relative_to(ROOT))
+        for root in ("flows", "tasks", "modeling", "parallel")
+        for path in ROOT.glob(f"{root}/*/__init__.py")
+    }
+    assert folders - {name.rstrip("/") for name in re.findall(r"`([a-z_]+/[a-z_]+)/`", text)} == set()
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    for contract in contracts:
+        if contract["name"].startswith("inside "):
+            inside = contract["name"].removeprefix("inside ")
+            layers = [re.sub(r"[()]", "", each).replace(f"{inside}.", "") for each in contract["layers"]]
+            line = " → ".join(re.sub(r" [|:] ", ", ", each) for each in layers)
+            assert f"| inside {inside}: {line} | |" in text
 
 
 def test_pictures_are_current():

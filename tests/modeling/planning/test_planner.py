@@ -12,7 +12,7 @@ from modeling.planning.auto import resolve_auto
 from modeling.planning.calibration import Calibration
 from modeling.planning.levels import bandwidth
 from modeling.planning.measure import CALLS, FP8, calibrate
-from modeling.planning.planner import plan, require_fit
+from modeling.planning.planner import fits, plan, require_fit
 from modeling.planning.search import explain, search
 from modeling.planning.stage_costs import StageCosts
 from parallel import device as devices
@@ -187,6 +187,15 @@ def test_cpu_plan_includes_the_process_itself():
     with pytest.raises(ProfileError, match=r"needs 0\.5 GiB a device \(.*process 0\.4\), which has 0\.5 GiB"):
         require_fit(resolve.load("tiny"), tight)
     assert plan(resolve.load("llama3-8b")).host_bytes == 0
+
+
+@pytest.mark.parametrize(("device", "fit"), [("trn2", False), ("trn3", False), ("h100", True)])
+def test_plans_leave_more_memory_free_on_neuron_where_it_fragments(device, fit):
+    share = devices.ACCELERATORS[device].reserve
+    stages = plan(resolve.load("llama3-8b")).stages
+    needed = max(stage.total for stage in stages)
+    assert fits(stages, 0, int(needed / 0.93), share) == fit
+    assert fits(stages, 0, int(needed / 0.89), share)
 
 
 def test_gpu_of_unknown_memory_needs_an_accelerator_name():
