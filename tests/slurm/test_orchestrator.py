@@ -97,7 +97,7 @@ def deploy(deployment, prefect_server, cluster, profile, tmp_path):
 def test_run_cancelled_in_the_ui_saves_and_ends_its_job(deploy, prefect_server, cluster):
     folder, flow_run = deploy(ENDLESS)
     ask(f"{prefect_server}/flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLING"}})
-    until(lambda: not cluster.jobs(), seconds=40)
+    until(lambda: not cluster.jobs())
     done = max(losses(folder))
     assert (folder / f"checkpoints/step_{done}/complete.json").exists()
     assert json.loads((folder / "logs/train.exit.json").read_text())["exit_code"] != 0
