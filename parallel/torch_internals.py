@@ -70,6 +70,22 @@ NAMES = {
     "pick_vec_isa": "torch._inductor.cpu_vec_isa.pick_vec_isa",
     "FakeStore": "torch.testing._internal.distributed.fake_pg.FakeStore",
 }
+ATTRIBUTES = {
+    # Private attributes and methods that the tree reads or overrides, with the class or module of torch that has them
+    "_cdata": "torch.UntypedStorage",
+    "_checkpoint_offset": "torch.serialization",
+    "_device_types": "torch.distributed.ProcessGroup",
+    "_overloadpacket": "torch._ops.OpOverload",
+    "_parameters": "torch.nn.Module",
+    "_schema": "torch._ops.OpOverload",
+    "_n_microbatches": "torch.distributed.pipelining.schedules.PipelineScheduleMulti",
+    "_prepare_schedule_with_comms": "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
+    "_create_grad_recv_info": "torch.distributed.pipelining.PipelineStage",
+    "_get_recv_ops": "torch.distributed.pipelining.PipelineStage",
+    "_retrieve_recv_activations": "torch.distributed.pipelining.PipelineStage",
+    "_retrieve_recv_grads": "torch.distributed.pipelining.PipelineStage",
+    "_setup_forward_recv_info": "torch.distributed.pipelining.PipelineStage",
+}
 WRAP_LOGGER = "torch._higher_order_ops.wrap"  # name of a logger
 
 

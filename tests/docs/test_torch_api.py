@@ -1,6 +1,9 @@
 """Private names of torch are used through one module, and exist in the installed torch."""
 
+import ast
+import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,38 @@ def private_names(text: str) -> set[str]:
         for name in imported.split(",")
     }
     return {name for name in names if re.search(r"\._(?!_)", name)}
+
+
+def foreign_attributes(trees: list[ast.Module]) -> Iterator[str]:
+    """Private attributes that no code of ours defines, and methods of a base class by `super()`, where torch is imported."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    ours |= {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    ours |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for tree in trees:
+        if not any(re.match(r"(from|import) torch\b", ast.unparse(node)) for node in tree.body):
+            continue
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Attribute)
+                and re.match(r"_[^_]", node.attr)
+                and ast.unparse(node) != "os._exit"
+            ):
+                if node.attr not in ours or ast.unparse(node.value) == "super()":
+                    yield node.attr
+
+
+def test_private_attributes_of_torch_are_listed_and_exist():
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    used = set(foreign_attributes([ast.parse(path.read_text()) for path in files]))
+    assert used <= set(torch_internals.ATTRIBUTES)
+    # One has the name of an attribute of ours too.
+    assert set(torch_internals.ATTRIBUTES) - used == {"_parameters"}
+    for name, owner in torch_internals.ATTRIBUTES.items():
+        found = torch_internals.find(owner)
+        assert hasattr(found, name) or name in inspect.getsource(found), f"{owner} has no {name}"
 
 
 def test_private_names_of_torch_are_in_one_module():
