@@ -55,6 +55,8 @@ class Axis:
     supports_reduction: bool = True  # whether to use the backend's own reductions (collectives.py)
     # into how many chunks to divide a product to overlap it with a collective; None: by size (layers/overlap.py)
     chunks: int | None = 1
+    # context axis: name of the attention kernel to call in the graph (attention/gathered.py); None: ring attention
+    graph_kernel: str | None = None
 
 
 class Mesh:
@@ -73,6 +75,7 @@ class Mesh:
         supports_reduction: see `Device.supports_reduction`.
         timeout: of the process groups; torch's default for new groups is not that of the default group.
         chunks: see `Axis`; of the tensor axis.
+        graph_kernel: see `Axis`; of the context axis.
         shared_embedding: whether the first and the last pipeline stage share a weight; if not, `embedding` has size 1.
 
     Raises:
@@ -94,6 +97,7 @@ class Mesh:
         expert: int = 1,
         chunks: int | None = 1,
         shared_embedding: bool = True,
+        graph_kernel: str | None = None,
     ) -> None:
         self.shape = dict(zip(AXES, (pipeline, data, context, tensor), strict=True))
         for name, size in self.shape.items():
@@ -126,6 +130,7 @@ class Mesh:
         for name, groups in self._groups().items():
             setattr(self, name, self._axis(name, groups, planned, supports_reduction, timeout))
         self.tensor = replace(self.tensor, chunks=chunks)
+        self.context = replace(self.context, graph_kernel=graph_kernel)
         if expert == 1:
             self.expert = Axis("expert", ranks=(self.rank,))
             self.expert_shard, self.expert_replicate = self.dp_shard, self.dp_replicate

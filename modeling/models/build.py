@@ -24,6 +24,7 @@ from modeling.models.lora import apply_lora
 from parallel import Mesh, ZeRO1
 from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
+from parallel.attention import kernels
 from parallel.experts.balance import Balance
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts
 from parallel.initialization import initialize_parameter
@@ -72,6 +73,7 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
         expert=parallel.expert,
         chunks=parallel.overlap_chunks or (None if by_size else 1),
         shared_embedding=profile.model.tie_word_embeddings,
+        graph_kernel=kernels.load(device.attention_kernel) if device.compiles_operators else None,
     )
 
 

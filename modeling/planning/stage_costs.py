@@ -128,7 +128,8 @@ class StageCosts:
         positions, keys = tokens[0], tokens[:, 0]
         x = tokens if stage.first else self._hidden_states()
         existing = [*stage.parameters(), *stage.buffers(), tokens, x]
-        kernel = kernels.find_kernel(devices.resolve(cluster.device, cluster.accelerator).attention_kernel)
+        name = devices.resolve(cluster.device, cluster.accelerator).attention_kernel
+        kernel = kernels.get_kernel(self.mesh.context.graph_kernel or name)
         with Meter(existing, axis_sizes(self.mesh), kernel) as meter:
             if self.profile.rates_in_step:
                 with torch.no_grad(), without_updates(stage):

@@ -1,6 +1,7 @@
 """Grouped-query attention of a layer: softmax(scale · q kᵀ) v, full or causal, optionally within documents or a sliding window.
 
-A context axis of several ranks uses ring attention (ring.py); a single rank uses the device's kernel. Kernels that support
+A context axis of several ranks uses ring attention (ring.py), or gathers K and V in the graph where the axis names the kernel for
+that (gathered.py); a single rank uses the device's kernel. Kernels that support
 tiling (CPU) run as one opaque operator, which compiles under `fullgraph=True` and runs the same code eager and compiled. Other
 devices use torch's `scaled_dot_product_attention`, which each backend maps to its fastest kernel.
 
@@ -22,6 +23,7 @@ from torch.autograd import Function
 
 from parallel.activation_checkpointing import save_outputs
 from parallel.attention import kernels, tiles
+from parallel.attention.gathered import gathered_attention
 from parallel.attention.ring import ring_attention
 from parallel.attention.sinks import merge_sinks, sink_gradient
 from parallel.mesh import Axis
@@ -67,11 +69,13 @@ def attention(
         masks = {"documents": documents, "window": window, "sinks": sinks}
         return attention(q, k, v, axis, causal=causal, scale=scale, **masks, kernel=kernel)[..., :width]
     name = kernel or kernels.default_kernel(q)
-    found = kernels.find_kernel(name)
+    found = kernels.get_kernel(name)
     plain = documents is None and window is None and sinks is None
-    uses_flex = not plain and found is not None and found.uses_flex
+    uses_flex = not plain and found.uses_flex
     masks = {"causal": causal, "scale": scale, "documents": documents, "window": window, "sinks": sinks}
     if axis is not None and axis.size > 1 and not uses_flex:
+        if kernel is None and axis.graph_kernel is not None:
+            return gathered_attention(q, k, v, axis, **masks)
         return ring_attention(q, k, v, axis, **masks, kernel=kernel)
     tiles.check_inputs("attention", q, k, v, causal, documents, window, sinks)
     masks["scale"] = scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -79,10 +83,10 @@ def attention(
         from parallel.attention.flex import masked_attention  # imports slowly
 
         return masked_attention(q, k, v, axis, **masks)
-    if kernel is None and (found is None or not found.supports_tiling):
+    if kernel is None and not found.supports_tiling:
         if plain:
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
-        return _InGraph.apply(q, k, v, documents, sinks, causal, scale, window, name if found else "math")
+        return _InGraph.apply(q, k, v, documents, sinks, causal, scale, window, name)
     return _attention(q, k, v, documents, sinks, causal, scale, window, name)[0]
 
 

@@ -63,8 +63,8 @@ def masked_attention(
 
 
 def _operator(q: Tensor) -> Callable[..., Tensor]:
-    default = kernels.find_kernel(kernels.default_kernel(q))
-    if torch.compiler.is_compiling() or not getattr(default, "uses_flex", False):
+    default = kernels.get_kernel(kernels.default_kernel(q))
+    if torch.compiler.is_compiling() or not default.uses_flex:
         return flex_attention
     return _compiled()
 

@@ -7,6 +7,7 @@ Given lse over all keys rather than only the block's, backward returns the block
     p = exp(scores - lse);   dv = pᵀ do;   ds = p ∘ (do vᵀ - rowsum(do ∘ out));   dq = scale · ds k;   dk = scale · dsᵀ q
 
 (FlashAttention-2, arXiv 2307.08691). Implementations of `Kernel` are registered by name; device.py names each device's default.
+Those of other packages are entry points (`load`). In place of one that is not installed, the device uses the formulas, `Math`.
 
 Shapes: q, out (b, n, s, d); k, v (b, k, t, d), n a multiple of k; lse (b, n, s).
 """
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 
 import torch
 import torch.nn.functional as F
@@ -232,42 +235,67 @@ class CudaFlash(Kernel):
 
 MATH = Math()
 _kernels: dict[str, Kernel] = {"math": MATH, "cpu-flash": CpuFlash(), "cuda-flash": CudaFlash()}
-# takes bounds
-_EXTERNAL = {"nki": "the package that provides AWS's NKI flash attention must call kernels.register()"}
+GROUP = "trainshed.attention_kernels"  # of entry points
 
 
 def register(name: str, kernel: Kernel) -> None:
-    """Register a kernel under a name, for packages that provide a device's kernel."""
+    """Register a kernel under a name."""
     _kernels[name] = kernel
 
 
-def get_kernel(name: str) -> Kernel:
-    """The kernel registered under this name.
+def load(name: str) -> str:
+    """Register the kernel of this name from an entry point of the group GROUP, unless it is registered or there is none.
+
+    The entry point names a subclass of `Kernel`, which is called without arguments.
+
+    Returns:
+        the name of the kernel to use: this one, or "math".
 
     Raises:
-        ValueError: unknown name.
-        RuntimeError: known name of an external kernel that is not registered.
+        RuntimeError: several packages have a kernel of this name, or it cannot be imported.
+        TypeError: the entry point names something else.
     """
-    if name in _kernels:
-        return _kernels[name]
-    if name in _EXTERNAL:
-        raise RuntimeError(
-            f"attention kernel {name!r} is not registered: {_EXTERNAL[name]}; kernel='math' works anywhere"
-        )
-    raise ValueError(f"attention kernel {name!r} is not one of {', '.join([*_kernels, *_EXTERNAL])}")
+    if name not in _kernels:
+        found = _entry_points(name)
+        if len(found) > 1:
+            raise RuntimeError(
+                f"attention kernel {name!r}: several entry points of the group {GROUP} have this name, "
+                f"{', '.join(sorted(found))}; uninstall all but one of their packages"
+            )
+        for value, point in found.items():
+            try:
+                kernel = point.load()
+            except (ImportError, AttributeError) as error:
+                raise RuntimeError(
+                    f"attention kernel {name!r}: its entry point {value} cannot be imported: {error}; mend or uninstall its package"
+                ) from error
+            if not (isinstance(kernel, type) and issubclass(kernel, Kernel)):
+                raise TypeError(
+                    f"attention kernel {name!r}: its entry point {value} is no subclass of parallel.attention.kernels.Kernel"
+                )
+            register(name, kernel())
+    return name if name in _kernels else "math"
+
+
+@cache
+def _entry_points(name: str) -> dict[str, metadata.EntryPoint]:
+    """Those of this name by what they name."""
+    return {point.value: point for point in metadata.entry_points(group=GROUP, name=name)}
+
+
+def get_kernel(name: str) -> Kernel:
+    """The kernel registered under this name. Raises ValueError: unknown name."""
+    if name not in _kernels:
+        raise ValueError(f"attention kernel {name!r} is not one of {', '.join(_kernels)}")
+    return _kernels[name]
 
 
 def default_kernel(x: Tensor) -> str:
-    """Name of the default kernel of x's device."""
+    """Name of the default kernel of x's device; "math" if no package has registered it."""
     if x.is_meta:
         return "cpu-flash"  # computes nothing there, and all flash kernels save the same activations
     kind = device.KINDS.get(x.device.type)
-    return kind.attention_kernel if kind else "math"
-
-
-def find_kernel(name: str) -> Kernel | None:
-    """The kernel registered under this name, or None."""
-    return _kernels.get(name)
+    return kind.attention_kernel if kind and kind.attention_kernel in _kernels else "math"
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ A sliding window hides parts of these blocks, or all of them; they are then comp
 window reaches. Keys and values still move around the whole ring.
 
 The computed half depends on the rank, and graphs must not: forward and backward are opaque operators that take the axis's
-registered name, the same on every rank.
+registered name, the same on every rank. Devices that take no opaque operators use gathered.py instead.
 """
 
 from __future__ import annotations
@@ -82,19 +82,23 @@ def ring_attention(
     Raises:
         ValueError: before any communication: mismatched shapes or dtypes, a sequence that is not divisible into 2c chunks, or
             an unknown kernel.
-        RuntimeError: the kernel is not registered.
     """
     tiles.check_inputs("ring_attention", q, k, v, causal, documents, window, sinks)
     if axis.size > 1:
-        _check_divisible(
-            "ring_attention: dim 2 (sequence, over all ranks)", q.shape[2] * axis.size, 2 * axis.size
-        )
+        check_sequence("ring_attention", q, axis)
     name = kernel or kernels.default_kernel(q)
     kernels.get_kernel(name)
     if documents is not None:
         documents = collectives.all_gather(documents, axis).unflatten(0, (axis.size, -1))  # (c, b, s/c)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _ring(q, k, v, documents, sinks, axis.name, axis.size, causal, scale, window, name)[0]
+
+
+def check_sequence(function: str, q: Tensor, axis: Axis) -> None:
+    """Raise ValueError, in a function's name, unless the sequence of q (b, n, s/c, d) divides into 2c chunks."""
+    _check_divisible(
+        f"{function}: dim 2 (sequence, over all ranks)", q.shape[2] * axis.size, 2 * axis.size
+    )
 
 
 def _check_divisible(name: str, sequence: int, chunks: int) -> None:
@@ -179,14 +183,14 @@ def _ring(
                 if step == 0 and rows == keys:  # own keys, so every query sees at least one
                     rows_out[:, :, tile], rows_lse[:, :, tile] = tile_out, tile_lse
                 else:
-                    _merge(rows_out[:, :, tile], rows_lse[:, :, tile], tile_out, tile_lse)
+                    merge(rows_out[:, :, tile], rows_lse[:, :, tile], tile_out, tile_lse)
         if step + 1 < size:
             kv = collectives.wait(incoming)
     merge_sinks(out, lse, sinks)
     return out.to(q.dtype), lse, kv if size > 1 else kv.new_empty(0)
 
 
-def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge a block's result into out and lse in place; lse must be finite."""
     weight = torch.sigmoid(block_lse - lse).unsqueeze(-1)
     out.lerp_(block_out.to(out.dtype), weight)

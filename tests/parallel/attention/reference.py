@@ -1,9 +1,10 @@
 """Reference for attention tests: the dense formula in float64, and inputs drawn from a seed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from parallel.attention import kernels
 from parallel.attention.ring import zigzag_positions
 
 
@@ -94,3 +95,24 @@ def zigzag_merge(shards, dim):
 def error(found, expected):
     """Relative norm of the difference."""
     return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+class Bounds(kernels.Math):
+    """Stand-in for a kernel that takes bounds, such as AWS's NKI flash attention: the formula on a mask made from them."""
+
+    takes_bounds = True
+
+    @staticmethod
+    def _masked(block):
+        assert block.mask is None
+        if block.bounds is None:
+            return block
+        low, high = (bound[:, None, :, None] for bound in block.bounds)
+        keys = torch.arange(block.k.shape[2], device=block.k.device)
+        return replace(block, mask=(low <= keys) & (keys < high), causal=False)
+
+    def forward(self, block):
+        return super().forward(self._masked(block))
+
+    def backward(self, block, grad, out, lse):
+        return super().backward(self._masked(block), grad, out, lse)

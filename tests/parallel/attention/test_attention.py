@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from parallel.attention import kernels
 from parallel.attention.attention import attention
 from parallel.attention.kernels import Block
-from tests.parallel.attention.reference import Case, error
+from tests.parallel.attention.reference import Bounds, Case, error
 
 KERNELS = [None, "math"]  # the device's default, and the one for any device
 HEADS = [(4, 4), (6, 2), (5, 1)]  # multi-head, grouped-query, multi-query
@@ -139,35 +139,15 @@ def test_compiles_to_one_graph_with_identical_bits(masks):
         assert torch.equal(eager, traced)
 
 
-class Bounds(kernels.Math):
-    """Stand-in for a kernel that takes bounds, such as AWS's NKI flash attention: the formula on a mask made from them."""
-
-    takes_bounds = True
-
-    @staticmethod
-    def _masked(block):
-        assert block.mask is None
-        low, high = (bound[:, None, :, None] for bound in block.bounds)
-        keys = torch.arange(block.k.shape[2])
-        return dataclasses.replace(block, mask=(low <= keys) & (keys < high), causal=False)
-
-    def forward(self, block):
-        return super().forward(self._masked(block))
-
-    def backward(self, block, grad, out, lse):
-        return super().backward(self._masked(block), grad, out, lse)
-
-
 MASKS = {"documents": {"documents": (300, 1, 130, 169)}, "window": {"window": 200, "sinks": True}}
 
 
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("registered", [None, Bounds()], ids=["math", "bounds"])
+@pytest.mark.parametrize("registered", [kernels.MATH, Bounds()], ids=["math", "bounds"])
 def test_masks_on_devices_without_opaque_operators(monkeypatch, registered, masks):
     """One graph of plain operators, whose masks are those of tiles or bounds; the sequence has two tiles."""
     monkeypatch.setattr(kernels, "default_kernel", lambda _: "nki")
-    if registered:
-        monkeypatch.setitem(kernels._kernels, "nki", registered)
+    monkeypatch.setitem(kernels._kernels, "nki", registered)
     graphs = []
 
     def keep(graph, _):
@@ -185,7 +165,7 @@ def test_masks_on_devices_without_opaque_operators(monkeypatch, registered, mask
         if node.name.startswith(("eq", "tril", "logical_and"))
     ]
     assert all(shape[-2] <= 512 for shape in shapes)
-    assert bool(shapes) != bool(registered)
+    assert bool(shapes) != registered.takes_bounds
     assert not any("repeat" in node.name for graph in graphs for node in graph.graph.nodes)
 
 
@@ -260,9 +240,7 @@ def test_cuda_kernel_matches_math_kernel(dtype):
 
 def test_unregistered_kernel_is_rejected():
     q, k, v, _ = Case().tensors()
-    with pytest.raises(RuntimeError, match=r"'nki' is not registered.*register"):
-        attention(q, k, v, kernel="nki")
-    with pytest.raises(ValueError, match=r"'flash3' is not one of math, cpu-flash, cuda-flash, nki"):
+    with pytest.raises(ValueError, match=r"'flash3' is not one of math, cpu-flash, cuda-flash"):
         attention(q, k, v, kernel="flash3")
 
 

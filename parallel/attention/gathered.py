@@ -1,0 +1,262 @@
+"""Attention over the context axis as part of the graph: keys and values are all-gathered, work is balanced as in the ring.
+
+For devices that compile each operator at its first use, on which no operator may be opaque (ring.py's are). The ring's half of
+the blocks depends on the rank, and a graph must not. So each rank computes 2c - 1 blocks of a chunk of queries against an earlier
+chunk of keys, beside the two causal squares of its own chunks, and the rank is data: rank r has the chunks r and 2c-1-r, and
+
+    block m of 1 … 2c-1     queries     keys
+    m <= r                  r           r - m
+    m > r                   2c-1-r      2c-1-m
+
+is every earlier chunk of keys for both, once. Chunks are selected, results merged by their log-sum-exp (ring.py); no mask is
+needed but for documents. With a sliding window block m has the keys m chunks before each of the queries' chunks, as far as the
+window reaches, and blocks before the sequence's start count nothing.
+
+Bytes that a rank sends, with B the bytes of its K and V (KV heads not repeated): B(c-1) in forward, as many in backward, which
+gathers again, and the float32 elements of B(c-1). Gathered K and V take cB while a layer runs. Scores are those of a tile of rows
+and a chunk of keys (tiles.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from parallel import collectives
+from parallel.attention import kernels, tiles
+from parallel.attention.kernels import Kernel
+from parallel.attention.ring import check_sequence, merge
+from parallel.attention.sinks import merge_sinks, sink_gradient
+from parallel.mesh import Axis
+
+
+class _Block(NamedTuple):
+    """A chunk of queries of this rank, whether its first or its second, and an earlier chunk of keys."""
+
+    first: Tensor | None  # (1) whether it counts for the first chunk of queries; None: never
+    second: Tensor | None  # the same for the second
+    keys: Tensor  # (1) number of the chunk of keys in the sequence
+    distance: int = 0  # of the queries from the keys; read with a window only
+
+    def queries(self, chunks: tuple[Tensor, ...]) -> Tensor:
+        """This block's one of a tensor's two chunks."""
+        first, second = chunks
+        if self.first is None or self.second is None:
+            return second if self.first is None else first
+        return torch.where(self.first, first, second)
+
+
+def gathered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: Axis,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    documents: Tensor | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention over a context axis that names the kernel to use; arguments, result and errors as for `ring_attention`."""
+    tiles.check_inputs("gathered_attention", q, k, v, causal, documents, window, sinks)
+    check_sequence("gathered_attention", q, axis)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rank = collectives.local_shard(torch.arange(axis.size, dtype=torch.int32, device=q.device), axis)
+    every = None if documents is None else _gather(torch.stack(documents.chunk(2, 1)), axis)  # (2c, b, s/2c)
+    return _Gathered.apply(q, k, v, documents, every, rank, sinks, axis, causal, scale, window)
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        every: Tensor | None,
+        rank: Tensor,
+        sinks: Tensor | None,
+        *settings: Any,
+    ) -> Tensor:
+        ctx.settings = axis, causal, scale, window = settings
+        kernel = kernels.get_kernel(axis.graph_kernel)
+        queries, pairs = q.chunk(2, 2), _Documents(documents, every)
+        kv = _chunks(k, v)  # (2, 2, b, k, s/2c, d)
+        gathered = _gather(kv, axis)  # (2c, 2, b, k, s/2c, d)
+        merged = [
+            _attend(kernel, x, *own.unbind(), causal, scale, pairs.own(i), window)
+            for i, (x, own) in enumerate(zip(queries, kv.unbind(), strict=True))
+        ]
+        for block in _blocks(rank, axis.size, queries[0].shape[2], causal, window):
+            keys = gathered.index_select(0, block.keys)[0]
+            out, lse = _attend(
+                *(kernel, block.queries(queries), *keys.unbind(), False, scale),
+                *(pairs.of(block), window, block.distance),
+            )
+            for counts, total in zip(block[:2], merged, strict=True):
+                if counts is not None:
+                    merge(*total, out, lse.where(counts, -torch.inf))
+        out, lse = (torch.cat(parts, 2) for parts in zip(*merged, strict=True))
+        merge_sinks(out, lse, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, documents, every, rank, sinks)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, documents, every, rank, sinks = ctx.saved_tensors
+        axis, causal, scale, window = ctx.settings
+        kernel = kernels.get_kernel(axis.graph_kernel)
+        pairs, kv = _Documents(documents, every), _chunks(k, v)
+        inputs = [x.chunk(2, 2) for x in (grad, q, out, lse)]
+        again = collectives.depend_on_gradient(kv.flatten(1), grad.flatten(1)).view(kv.shape)
+        gathered = _gather(again, axis)
+        dq, own = [], []
+        for i, parts in enumerate(zip(*inputs, strict=True)):
+            gradient, dkv = _differentiate(
+                kernel, *parts, *kv[i].unbind(), causal, scale, pairs.own(i), window
+            )
+            dq.append(gradient)
+            own.append(dkv)
+        blocks = [*_blocks(rank, axis.size, dq[0].shape[2], causal, window)]
+        shares = [torch.zeros_like(own[0])]
+        for block in blocks:
+            keys = gathered.index_select(0, block.keys)[0]
+            gradient, dkv = _differentiate(
+                *(kernel, *(block.queries(chunks) for chunks in inputs), *keys.unbind(), False, scale),
+                *(pairs.of(block), window, block.distance),
+            )
+            shares.append(dkv)
+            for i, counts in enumerate(block[:2]):
+                if counts is not None:
+                    dq[i] = dq[i] + gradient.where(counts, 0)
+        dkv = torch.stack(own)
+        if blocks:
+            total = _by_rank(_sum_shares(torch.stack(shares), blocks, axis.size))
+            dkv = dkv + collectives.reduce_scatter(total, axis)  # (2, 2, b, k, s/2c, d)
+        dk, dv = dkv.movedim(0, 3).flatten(3, 4).to(k.dtype).unbind()
+        return (
+            *(torch.cat(dq, 2).to(q.dtype), dk, dv, None, None, None),
+            *(sink_gradient(grad, out, lse, sinks), *(None,) * len(ctx.settings)),
+        )
+
+
+class _Documents(NamedTuple):
+    """Document indices of this rank's tokens (b, s/c) and of each chunk (2c, b, s/2c), or None."""
+
+    local: Tensor | None
+    every: Tensor | None
+
+    def own(self, i: int) -> tiles.Documents | None:
+        """Of the queries and keys of one of this rank's chunks."""
+        return None if self.local is None else (self.local.chunk(2, 1)[i],) * 2
+
+    def of(self, block: _Block) -> tiles.Documents | None:
+        """Of a block's queries and keys."""
+        if self.local is None or self.every is None:
+            return None
+        return block.queries(self.local.chunk(2, 1)), self.every.index_select(0, block.keys)[0]
+
+
+def _blocks(rank: Tensor, size: int, length: int, causal: bool, window: int | None) -> Iterator[_Block]:
+    """The blocks besides the squares of the rank's own chunks, of `length` tokens each; `rank` is (1)."""
+    last = 2 * size - 1
+    if causal and window is None:
+        for m in range(1, last + 1):
+            first = rank >= m
+            yield _Block(first, ~first, torch.where(first, rank - m, last - m))
+        return
+    for i, number in enumerate((rank, last - rank)):
+        reach = last if window is None else min((window - 2) // length + 1, last if i else size - 1)
+        for m in range(1, reach + 1):
+            counts = number >= m if causal else number >= 0
+            yield _Block(*((None, counts) if i else (counts, None)), (number - m) % (2 * size), m * length)
+
+
+def _attend(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    documents: tiles.Documents | None,
+    window: int | None,
+    distance: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """out (b, n, s, d) and lse (b, n, s) of a block, both in float32 or wider."""
+    done = [*tiles.forward(kernel, q, k, v, causal, scale, documents, window, distance)]
+    out, lse = (torch.cat(parts, 2) for parts in ([x for _, x, _ in done], [x for _, _, x in done]))
+    unseen = q.shape[2] - out.shape[2]  # last rows, which the window has moved past the keys
+    if unseen:
+        out, lse = F.pad(out, (0, 0, 0, unseen)), F.pad(lse, (0, unseen), value=-torch.inf)
+    return out.to(lse.dtype), lse
+
+
+def _differentiate(
+    kernel: Kernel,
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    documents: tiles.Documents | None,
+    window: int | None,
+    distance: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """dq (b, n, s, d), and dk and dv (2, b, k, t, d) of a block, both in float32 or wider."""
+    dq = torch.zeros_like(q, dtype=lse.dtype)
+    dkv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
+    for rows, keys, (tile_dq, tile_dk, tile_dv) in tiles.backward(
+        kernel, grad, q, k, v, out, lse, causal, scale, documents, window, distance
+    ):
+        dq[:, :, rows] = tile_dq.to(dq.dtype)
+        dkv[0, :, :, keys] += tile_dk
+        dkv[1, :, :, keys] += tile_dv
+    return dq, dkv
+
+
+def _sum_shares(shares: Tensor, blocks: list[_Block], size: int) -> Tensor:
+    """Sum dk and dv by chunk of keys: (1 + blocks, 2, b, k, s/2c, d), the first all zeros -> (2c, 2, b, k, s/2c, d).
+
+    Of the blocks that count for one of the queries' chunks, at most one has a chunk of keys; so they are selected, which is
+    deterministic, and not scattered.
+    """
+    chunks = torch.arange(2 * size, device=shares.device)[:, None]  # (2c, 1)
+    total: Tensor | None = None
+    for i in (0, 1):
+        index = torch.zeros_like(chunks[:, 0])  # (2c)
+        for number, block in enumerate(blocks, 1):
+            counts = block[i]
+            if counts is not None:
+                index = index + number * (counts & (block.keys == chunks[:, 0]))
+        selected = shares.index_select(0, index)
+        total = selected if total is None else total + selected
+    return total
+
+
+def _chunks(k: Tensor, v: Tensor) -> Tensor:
+    """(b, k, s/c, d) each -> (2, 2, b, k, s/2c, d): this rank's two chunks of keys and values."""
+    return torch.stack((k, v)).unflatten(3, (2, -1)).movedim(3, 0).contiguous()
+
+
+def _gather(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's two chunks of a tensor (2, ...) -> those of the sequence in order (2c, ...)."""
+    by_rank = collectives.all_gather(x, axis).unflatten(0, (axis.size, 2))  # (c, 2, ...)
+    return torch.cat((by_rank[:, 0], by_rank[:, 1].flip(0)))
+
+
+def _by_rank(x: Tensor) -> Tensor:
+    """Inverse of the order that `_gather` makes."""
+    first, second = x.chunk(2)
+    return torch.stack((first, second.flip(0)), 1).flatten(0, 1)
