@@ -114,10 +114,11 @@ class _Gathered(Function):
         q, k, v, out, lse, documents, every, rank, sinks = ctx.saved_tensors
         axis, causal, scale, window = ctx.settings
         kernel = kernels.get_kernel(axis.graph_kernel)
+        # Else a compiler would compute scores and gathered keys of backward in forward, and save them.
+        q, k = (collectives.depend_on_gradient(x.flatten(1), grad.flatten(1)).view(x.shape) for x in (q, k))
         pairs, kv = _Documents(documents, every), _chunks(k, v)
         inputs = [x.chunk(2, 2) for x in (grad, q, out, lse)]
-        again = collectives.depend_on_gradient(kv.flatten(1), grad.flatten(1)).view(kv.shape)
-        gathered = _gather(again, axis)
+        gathered = _gather(kv, axis)
         dq, own = [], []
         for i, parts in enumerate(zip(*inputs, strict=True)):
             gradient, dkv = _differentiate(

@@ -267,7 +267,7 @@ def load(name: str) -> str:
                 kernel = point.load()
             except (ImportError, AttributeError) as error:
                 raise RuntimeError(
-                    f"attention kernel {name!r}: its entry point {value} cannot be imported: {error}; mend or uninstall its package"
+                    f"attention kernel {name!r}: its entry point {value} cannot be imported: {error}; remove its package"
                 ) from error
             if not (isinstance(kernel, type) and issubclass(kernel, Kernel)):
                 raise TypeError(

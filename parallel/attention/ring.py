@@ -96,9 +96,7 @@ def ring_attention(
 
 def check_sequence(function: str, q: Tensor, axis: Axis) -> None:
     """Raise ValueError, in a function's name, unless the sequence of q (b, n, s/c, d) divides into 2c chunks."""
-    _check_divisible(
-        f"{function}: dim 2 (sequence, over all ranks)", q.shape[2] * axis.size, 2 * axis.size
-    )
+    _check_divisible(f"{function}: dim 2 (sequence, over all ranks)", q.shape[2] * axis.size, 2 * axis.size)
 
 
 def _check_divisible(name: str, sequence: int, chunks: int) -> None:

@@ -377,7 +377,6 @@ def install() -> None:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     from parallel import device
-    from parallel.attention import kernels
     from tests.emulation.process_group import register_backend
 
     _setup_privateuseone_for_python_backend(TYPE, backend_module=Module())
@@ -391,4 +390,3 @@ def install() -> None:
     torch.empty_like = _empty_like(torch.empty_like)
     _register_operators()
     register_backend()
-    kernels.register("nki", kernels.MATH)

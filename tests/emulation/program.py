@@ -1,8 +1,9 @@
 """Runs training on the emulated device, on each rank of a forked job: `tests.emulation.program JOB`.
 
-JOB is a JSON file: [{run, dataset, calls, fault}, ...]. Each entry is a run folder whose profile has as many ranks as this job;
-its calls are made in order, in one process group. Each rank writes what each call returned, what it did on the device, and the
-settings that the device had read, to RUN/calls_RANK.json. A `fault` breaks the program on purpose.
+JOB is a JSON file: [{run, dataset, calls, fault, kernel}, ...]. Each entry is a run folder whose profile has as many ranks as
+this job; its calls are made in order, in one process group. Each rank writes what each call returned, what it did on the device,
+and the settings that the device had read, to RUN/calls_RANK.json. A `fault` breaks the program on purpose. No attention kernel is
+installed for the device, unless `kernel` is "bounds": then one that takes bounds.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from modeling.supervision import stragglers
 from modeling.training import evaluate, train
 from modeling.training.trainer import Trainer
 from parallel import collectives, device
+from parallel.attention import kernels
 from parallel.layers import overlap
 from parallel.optimizer import buckets
 from profiles.resolve import load
@@ -31,6 +33,7 @@ from tests.emulation import process_group, usage
 from tests.emulation.compiler import register_compiler
 from tests.emulation.device import host_alias, install, queue_work
 from tests.modeling import micro
+from tests.parallel.attention.reference import Bounds
 
 SLOW_SECONDS = 1000.0
 # With kernels that the check's own profile lacks: experts of static shapes, and products in FP8.
@@ -169,6 +172,9 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     for entry in json.loads(Path(arguments[0]).read_text()):
         run, dataset = Path(entry["run"]), Path(entry["dataset"])
+        kernels._kernels.pop("nki", None)
+        if entry.get("kernel") == "bounds":
+            kernels.register("nki", Bounds())
         made = []
         for name in entry["calls"]:
             if name != "check_device" and not dist.is_initialized():

@@ -28,12 +28,16 @@ TWO_RANKS = {
     "data": ("parallel.tensor=1", "checkpoint.async=true"),
     "fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp", "train.recompute=full"),
     "context": ("parallel.tensor=1", "parallel.context=2", "train.document_masks=true"),
+    "bounds": ("parallel.tensor=2", "train.document_masks=true"),
     "pipeline": PIPELINE,
     "dropout": (*GPT, *PIPELINE, "parallel.schedule=zero_bubble"),
 }
 DEEP = ("model.num_hidden_layers=4",)
+MASKED = "train.document_masks=true"
 COMPILED = {
     "compiled, tensor": ("parallel.tensor=2",),
+    "compiled, context": ("parallel.tensor=1", "parallel.context=2", MASKED),
+    "compiled, bounds": ("parallel.tensor=1", "parallel.context=2", MASKED),
     "compiled, interleaved": (*DEEP, *PIPELINE, "parallel.schedule=interleaved"),
     "compiled, zero bubble": (*PIPELINE, "parallel.schedule=zero_bubble"),
     "compiled, fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp"),
@@ -62,7 +66,8 @@ def start_runs(folder: Path, dataset: Path, runs: dict[str, dict], ranks: int) -
             "cluster.device=neuron",
         )
         folders[name] = micro.run_folder(folder / name.replace(" ", "_"), *settings)
-        job.append({"run": str(folders[name]), "dataset": str(dataset), **entry})
+        kernel = "bounds" if "bounds" in name else None
+        job.append({"run": str(folders[name]), "dataset": str(dataset), "kernel": kernel, **entry})
     (folder / "job.json").write_text(json.dumps(job))
     code, output = run_forked("tests.emulation.program", [folder / "job.json"], ranks)
     assert code == 0, output[-4000:]

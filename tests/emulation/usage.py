@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 ROOT = str(Path(__file__).parents[2])
@@ -23,7 +23,7 @@ PROGRAM = "compiled program"
 THREAD = "thread that chose its device"
 counts: dict[str, Counter[str]] = defaultdict(Counter)
 settings: dict[str, str | None] = {}  # those of the environment that the device read at its first use
-_compiled = 0  # depth of compiled programs that are running
+_compiled = False  # whether a compiled program is running
 _threads = threading.local()  # whether this thread chose its device
 SETTINGS = ("TORCH_NEURONX_NEFF_CACHE_DIR",)
 
@@ -81,11 +81,16 @@ def call_site() -> str:
 
 
 @contextmanager
-def inside_compiled_program() -> Iterator[None]:
+def inside_compiled_program(inside: bool = True) -> Iterator[None]:
     """Operators in the block belong to a compiled program."""
     global _compiled
-    _compiled += 1
+    before, _compiled = _compiled, inside
     try:
         yield
     finally:
-        _compiled -= 1
+        _compiled = before
+
+
+def outside_compiled_programs() -> AbstractContextManager[None]:
+    """Operators in the block run one by one, also those of an operator that a compiled program calls."""
+    return inside_compiled_program(False)

@@ -244,6 +244,31 @@ def test_unregistered_kernel_is_rejected():
         attention(q, k, v, kernel="flash3")
 
 
+def test_kernel_of_a_package_is_loaded_by_the_name_of_its_entry_point(tmp_path, monkeypatch):
+    def install(package, kernel):
+        folder = tmp_path / f"{package}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[{kernels.GROUP}]\nnki = {kernel}\n")
+        kernels._entry_points.cache_clear()
+
+    monkeypatch.setattr(kernels, "_kernels", {"math": kernels.MATH})
+    monkeypatch.syspath_prepend(tmp_path)
+    kernels._entry_points.cache_clear()
+    assert kernels.load("nki") == "math"
+    install("one", "tests.parallel.attention.reference:missing")
+    with pytest.raises(RuntimeError, match=r"reference:missing cannot be imported"):
+        kernels.load("nki")
+    install("two", "tests.parallel.attention.reference:Bounds")
+    with pytest.raises(RuntimeError, match=r"several entry points .*uninstall all but one"):
+        kernels.load("nki")
+    (tmp_path / "one-1.0.dist-info" / "entry_points.txt").unlink()
+    kernels._entry_points.cache_clear()
+    assert kernels.load("nki") == "nki"
+    assert isinstance(kernels.get_kernel("nki"), Bounds)
+    kernels._entry_points.cache_clear()
+
+
 def test_invalid_inputs_are_rejected_with_valid_values():
     q, k, v, _ = Case(n=6, k=2).tensors()
     four = torch.cat([k, k], 1)

@@ -1,4 +1,4 @@
-"""Context attention in the graph: the dense formula by formulas and by bounds, the same graph on all ranks, no opaque operator."""
+"""Context attention in the graph: the dense formula, by masks and by bounds; the same graph on all ranks."""
 
 import pytest
 import torch
