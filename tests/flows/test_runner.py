@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 from prefect import flow
+from prefect.runtime import flow_run
 
 from flows import runner
 from flows.runner import THREADS, Runner
@@ -18,6 +19,7 @@ from tasks.steps.training import RetryBudget
 from tasks.store import runs
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
+from tests.flows.cli.test_up import ask
 
 
 @dataclass
@@ -81,15 +83,27 @@ def context(prefect_server, tmp_path):
     return Context(resolve.load("tiny"), Store(str(tmp_path / "store")))
 
 
-def test_background_step_runs_beside_the_others_and_both_are_cached(context):
+def test_background_step_runs_beside_the_others_as_prefect_shows_and_both_are_cached(context, prefect_server):
+    def until_both_are_shown():
+        """While both wait at the barrier."""
+        running = {"state": {"type": {"any_": ["RUNNING"]}}}
+        filters = {"task_runs": running, "flow_runs": {"id": {"any_": flow_runs}}}
+        deadline = time.monotonic() + 50
+        while len(ask(f"{prefect_server}/task_runs/filter", filters)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    flow_runs = []
+
     @flow(task_runner=THREADS)
     def toys(meeting):
+        flow_runs.append(flow_run.id)
         with Runner(context) as runner:
             first = runner.start(ToyStep(1, meeting))
             second = runner.run(ToyStep(2, meeting))
             return [first.result().summary, second.summary], runner.outcomes
 
-    summaries, outcomes = toys(threading.Barrier(2))
+    summaries, outcomes = toys(threading.Barrier(2, until_both_are_shown, timeout=60))
     assert summaries == [{"number": 1}, {"number": 2}]
     assert [(outcome.how, outcome.note) for outcome in outcomes] == [
         ("done", "number 1"),
