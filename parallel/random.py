@@ -28,7 +28,7 @@ class Keys(NamedTuple):
     hidden: Tensor  # (b·s/c), or (b·s/(c·t)) with sequence parallelism, for hidden states
 
     def fold(self, index: int) -> Keys:
-        """Derive the keys of a layer of the model or of a site in a layer."""
+        """Derive the keys of a site in a layer."""
         return Keys(fold(self.attention, index), fold(self.hidden, index))
 
 
@@ -37,11 +37,21 @@ def sample_keys(seed: int, samples: Tensor) -> Tensor:
     return fold(torch.full_like(samples, seed, dtype=torch.int64), samples)
 
 
-def token_keys(samples: Tensor, positions: Tensor, axis: Axis, sequence_parallel: bool) -> Keys:
-    """Keys of the tokens at positions (s/c) or (b, s/c), from the samples' keys (b)."""
-    keys = fold(samples[:, None], positions)  # (b, s/c)
-    flat = keys.flatten()  # (b·s/c)
-    return Keys(keys, collectives.local_shard(flat, axis) if sequence_parallel else flat)
+def token_keys(samples: Tensor, positions: Tensor, layers: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys (b, s/c) of the tokens at positions (s/c) or (b, s/c), and (l, b, s/c) of them in each of the layers (l).
+
+    Args:
+        samples: the samples' keys (b).
+        layers: the layers' numbers in the model.
+    """
+    tokens = fold(samples[:, None], positions)  # (b, s/c)
+    return tokens, fold(tokens, layers[:, None, None])
+
+
+def local_keys(tokens: Tensor, axis: Axis, sequence_parallel: bool) -> Keys:
+    """Keys of a microbatch from those of its tokens (b, s/c), as views of them."""
+    flat = tokens.flatten()  # (b·s/c)
+    return Keys(tokens, collectives.local_shard(flat, axis) if sequence_parallel else flat)
 
 
 def fold(keys: Tensor, index: int | Tensor) -> Tensor:

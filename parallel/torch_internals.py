@@ -60,7 +60,6 @@ NAMES = {
     # Compilers and tracing
     "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
     "lookup_backend": "torch._dynamo.backends.registry.lookup_backend",
-    "dynamo_config": "torch._dynamo.config",
     "counters": "torch._dynamo.utils.counters",
     "dynamo": "torch._dynamo",
     "functorch_config": "torch._functorch.config",

@@ -32,18 +32,22 @@ from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled, Compiler
 from parallel import device as devices
 from parallel.layers.deferred import DeferrableLinear, weight_gradient
+from parallel.layers.tied import TiedWeight, add
 from parallel.loss import LossPrograms, chunk_loss
 from parallel.optimizer.arithmetic import Compile
 from profiles.schema import Profile, Train
 
 CACHE = "cache.tar"
+STEP = "step"  # functions between the regions, and the optimizer's
 # region of a model's modules around its layers
 ENDS = {"embedding": "embedding", "positions": "embedding", "norm": "norm"}
+# region of a model's functions that are not modules
+METHODS = {"rotations": "rotations", "embed": "embedding", "offsets": STEP, "token_keys": STEP}
 REGIONS = ("embedding", "rotations", "block", "recomputed block", "norm", "loss")
-STEP = "step"  # functions between the regions, and the optimizer's
 PROGRAMS = (*(f"{region}, {mode}" for region in REGIONS for mode in ("training", "evaluation")), STEP)
-COMBINATIONS = 64  # of shapes that a function is called with, at most
-OPTIONS = {"fullgraph": True, "dynamic": False}
+# `recompile_limit`: of graphs of a function, one for each combination of shapes. torch's configuration would hold for the thread
+# that sets it only, and a device's backward pass has a thread of its own.
+OPTIONS = {"fullgraph": True, "dynamic": False, "recompile_limit": 64}
 log = logging.getLogger("trainshed")
 
 Backend = Callable[[GraphModule, Sequence[Any]], Compiled]
@@ -77,12 +81,15 @@ def compile_regions(model: nn.Module, train: Train, kind: str, backend: Callable
         for module in model.modules():
             if isinstance(module, DeferrableLinear):
                 module.weight_gradient = compiled
-        if hasattr(model, "rotations"):
-            model.rotations = torch.compile(model.rotations, backend=backend("rotations"), **OPTIONS)
+        for name, region in METHODS.items():
+            if hasattr(model, name):
+                setattr(model, name, torch.compile(getattr(model, name), backend=backend(region), **OPTIONS))
     if model.last:
         programs = LossPrograms(torch.compile(chunk_loss, backend=backend("loss"), **OPTIONS))
         if compile := function_compiler(kind, backend):
             programs = LossPrograms(programs.chunk, *map(compile, programs[1:]))
+            if model.first and model.model.tie_word_embeddings and model.embedding.weight.requires_grad:
+                model.tied = TiedWeight(model.embedding.weight, compile(add))
         model.loss_programs = programs
 
 
@@ -90,9 +97,6 @@ def function_compiler(kind: str, backend: Callable[[str], Backend]) -> Compile |
     """Compiles a function, with a graph for each combination of shapes; None for devices with a kernel for each operator."""
     if not devices.KINDS[kind].compiles_operators:
         return None
-    from parallel.torch_internals import dynamo_config as dynamo
-
-    dynamo.recompile_limit = max(dynamo.recompile_limit, COMBINATIONS)
     return partial(torch.compile, backend=backend(STEP), **OPTIONS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from modeling.models import parametrization
 from parallel import LayerNorm, Mesh, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
 from parallel.device import CPU, Device
 from parallel.layers.products import EXACT, Products
+from parallel.layers.tied import TiedWeight
 from parallel.logits import full_logits
 from parallel.loss import LossPrograms, chunk_tokens, token_cross_entropy
 from parallel.optimizer.fsdp import Unit
-from parallel.random import Keys, token_keys
+from parallel.random import Keys, local_keys, token_keys
 from profiles.sections.model import Model
 
 
@@ -36,6 +38,8 @@ class LanguageModel(nn.Module):
         sequence_parallel: whether hidden states are really sharded; False on a tensor axis of one rank.
         first, last: whether this stage has the embedding, and the head.
         loss_programs: what the loss computes with; compiled in compiled runs.
+        tied: sums the gradients of a tied embedding; None: autograd does.
+        token_keys: `random.token_keys`, or a compiled version of it.
         device: the run's device, which decides the chunks of the loss.
         update_dropout: rate of the dropout in updates of LoRA.
     """
@@ -43,6 +47,8 @@ class LanguageModel(nn.Module):
     block: type[nn.Module]
     norm_layer: type[RMSNorm | LayerNorm]
     loss_programs = LossPrograms()
+    tied: TiedWeight | None = None
+    token_keys = staticmethod(token_keys)
     device: Device = CPU
     update_dropout: float = 0.0
 
@@ -60,6 +66,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         layers = range(model.num_hidden_layers) if layers is None else layers
         self.model, self.axis = model, mesh.tensor
+        self.register_buffer("layer_numbers", torch.tensor([*layers], device=device), persistent=False)
         self.sequence_parallel = sequence_parallel and mesh.tensor.size > 1
         self.first, self.last = 0 in layers, model.num_hidden_layers - 1 in layers
         options = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
@@ -85,11 +92,15 @@ class LanguageModel(nn.Module):
     def add_position_embedding(self, **options: object) -> None:
         """Add learned positions, in architectures that have them."""
 
-    def dropout_keys(self, samples: Tensor | None, positions: Tensor) -> Keys | None:
-        """Keys of a microbatch's tokens from those of its samples (b); None if nothing is dropped."""
+    def dropout_keys(
+        self, samples: Tensor | None, positions: Tensor
+    ) -> tuple[Keys | None, Sequence[Keys | None]]:
+        """Keys of a microbatch's tokens, and of them in each layer, from the samples' keys (b); None if nothing is dropped."""
         if samples is None or not (self.model.has_dropout or self.update_dropout):
-            return None
-        return token_keys(samples, positions, self.axis, self.sequence_parallel)
+            return None, [None] * len(self.layers)
+        tokens, layers = self.token_keys(samples, positions, self.layer_numbers)
+        shard = self.axis, self.sequence_parallel
+        return local_keys(tokens, *shard), [local_keys(layer, *shard) for layer in layers]
 
     def sharding_units(self, in_graph: bool = False) -> list[Unit]:
         """The parts of this stage whose weights are gathered together, in the order of forward; they have all its parameters.
@@ -123,7 +134,7 @@ class LanguageModel(nn.Module):
         head = self.output_embedding()
         return {
             "x": x,
-            "weight": head.weight,
+            "weight": self.tied.use() if self.tied else head.weight,
             "targets": targets.flatten(),
             "axis": self.axis,
             "first": head.first,

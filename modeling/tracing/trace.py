@@ -230,6 +230,9 @@ def _rehearse_step(
         factor = torch.zeros((), device=device)
         for gradient in (hidden, model.output_embedding().weight):
             model.loss_programs.scale(gradient, factor)
+        if model.tied:
+            gradient = torch.zeros_like(model.tied.weight)
+            model.tied.add(gradient, gradient)
 
 
 @contextlib.contextmanager

@@ -41,6 +41,10 @@ COMPILED = {
     "compiled, interleaved": (*DEEP, *PIPELINE, "parallel.schedule=interleaved"),
     "compiled, zero bubble": (*PIPELINE, "parallel.schedule=zero_bubble"),
     "compiled, fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp"),
+    "compiled, dropout": (
+        *GPT,
+        "parallel.tensor=1",
+    ),  # parameters of more shapes than torch recompiles for by default
 }
 # Functions that copy to the device before the first step: constants, and initial or loaded weights.
 SETUP = {"__init__", "_first_row", "fill", "_norm_weights", "_weights", "constants", "copy"}

@@ -14,7 +14,8 @@ POSITIONS = torch.arange(256)
 
 def keys(*samples: int, seed: int = 1234, layer: int = 0) -> torch.Tensor:
     """Keys (tokens) of some samples."""
-    return token_keys(sample_keys(seed, torch.tensor(samples)), POSITIONS, ONE, False).fold(layer).hidden
+    _, layers = token_keys(sample_keys(seed, torch.tensor(samples)), POSITIONS, torch.arange(2))
+    return layers[layer].flatten()
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
@@ -56,7 +57,7 @@ def test_dropout_attention_averages_to_attention():
     positions, heads = torch.arange(16), torch.arange(4)
 
     def draw(sample: int) -> torch.Tensor:
-        attention_keys = token_keys(sample_keys(0, torch.tensor([sample])), positions, ONE, False).attention
+        attention_keys, _ = token_keys(sample_keys(0, torch.tensor([sample])), positions, torch.arange(1))
         return dropout_attention(
             q, k, v, ONE, positions=positions, keys=attention_keys, heads=heads, rate=0.3
         )

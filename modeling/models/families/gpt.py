@@ -127,12 +127,19 @@ class GPT(LanguageModel):
                 learned positions restart with it. None: attention crosses documents.
             samples: (b), dropout keys of the samples (`sample_keys`); None disables dropout.
         """
-        keys = self.dropout_keys(samples, positions)
+        keys, layer_keys = self.dropout_keys(samples, positions)
         if self.first:
-            offsets = positions if documents is None else positions - documents  # (s/c) or (b, s/c)
-            x = self.embedding(x) + self.positions(offsets.expand(x.shape))  # (b·s/c, h)
-            if keys and self.model.dropout:
-                x = dropout(x, keys.hidden, self.model.dropout)
-        for number, layer in self.layers.items():
-            x = layer(x, positions, documents, keys and keys.fold(int(number)))
+            offsets = positions if documents is None else self.offsets(positions, documents)
+            x = self.embed(self.embedding(x), self.positions(offsets.expand(x.shape)), keys)  # (b·s/c, h)
+        for layer, own in zip(self.layers.values(), layer_keys, strict=True):
+            x = layer(x, positions, documents, own)
         return self.norm(x) if self.last else x
+
+    def offsets(self, positions: Tensor, documents: Tensor) -> Tensor:
+        """Positions (b, s/c) in their documents."""
+        return positions - documents
+
+    def embed(self, tokens: Tensor, positions: Tensor, keys: Keys | None) -> Tensor:
+        """The sum of the embeddings of tokens and positions, with dropout."""
+        x = tokens + positions
+        return dropout(x, keys.hidden, self.model.dropout) if keys and self.model.dropout else x

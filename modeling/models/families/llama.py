@@ -121,9 +121,9 @@ class Llama(LanguageModel):
         cos, sin = self.rotations(positions, documents)  # (1 or b, s/c, 1, d)
         if self.first:
             x = self.embedding(x)  # (b·s/c, h)
-        keys = self.dropout_keys(samples, positions)
-        for number, layer in self.layers.items():
-            x = layer(x, cos, sin, documents, keys and keys.fold(int(number)))
+        _, layer_keys = self.dropout_keys(samples, positions)
+        for layer, keys in zip(self.layers.values(), layer_keys, strict=True):
+            x = layer(x, cos, sin, documents, keys)
         return self.norm(x) if self.last else x
 
     def rotations(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,13 @@ from torch import nn
 
 from parallel import Mesh
 from parallel.layers.lora import LowRankUpdate
-from parallel.random import sample_keys, token_keys
+from parallel.random import local_keys, sample_keys, token_keys
 
 
 def test_dropout_zeroes_a_share_of_the_inputs_and_scales_the_others():
     update = LowRankUpdate(nn.Identity(), nn.Identity(), 2.0, rate=0.25, site=4)
-    keys = token_keys(sample_keys(1, torch.arange(4)), torch.arange(100), Mesh().tensor, False)
+    tokens, _ = token_keys(sample_keys(1, torch.arange(4)), torch.arange(100), torch.arange(1))
+    keys = local_keys(tokens, Mesh().tensor, False)
     x = torch.ones(400, 50)
     y = update(x, keys)
     assert set(y.unique().tolist()) == {0.0, torch.tensor(2 / 0.75).item()}
