@@ -39,7 +39,7 @@ def forked_jobs() -> Iterator[None]:
 
 
 def run_forked(
-    program: str, arguments: Sequence[object], ranks: int, timeout: float = 300
+    program: str, arguments: Sequence[object], ranks: int, timeout: float = 600
 ) -> tuple[int, str]:
     """Run `python -m program arguments` on so many forked ranks to its end; returns its exit code and output."""
     torchrun = ["-m", TORCHRUN, "--nproc-per-node", str(ranks)] if ranks else []
