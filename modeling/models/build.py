@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import lru_cache, partial
 
@@ -122,6 +122,12 @@ def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
 def expert_layers(model: LanguageModel) -> list[MixtureOfExperts]:
     """The mixtures of experts of a stage, in order."""
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def experts_by_layer(stages: Iterable[LanguageModel]) -> dict[int, MixtureOfExperts]:
+    """The mixtures of experts of a rank's stages, by number of their layer."""
+    layers = (item for stage in stages for item in stage.layers.items())
+    return {int(number): block.mlp for number, block in layers if isinstance(block.mlp, MixtureOfExperts)}
 
 
 def build_expert_options(profile: Profile) -> ExpertOptions:

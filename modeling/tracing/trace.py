@@ -29,31 +29,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.fx import GraphModule
 
 from modeling.compilation import compilers
-from modeling.compilation.graph_cache import (
-    PROGRAMS,
-    Backend,
-    compile_regions,
-    function_compiler,
-    program_name,
+from modeling.compilation.graph_cache import Backend, compile_regions, function_compiler, program_name
+from modeling.models.build import (
+    DTYPES,
+    build_mesh,
+    build_optimizer,
+    build_stage,
+    expert_layers,
+    partition_layers,
 )
-from modeling.models.build import DTYPES, build_mesh, build_optimizer, build_stage, partition_layers
-from modeling.models.language_model import LanguageModel
 from modeling.planning.operator_costs import axis_sizes
 from modeling.tracing import graph_stats
 from modeling.tracing.graph_stats import GraphStats, StageStats
-from modeling.training.step_functions import StepFunctions
+from modeling.tracing.rehearsal import rehearse
 from parallel import Mesh, torch_internals
 from parallel import device as devices
 from parallel.attention.ring import zigzag_positions
-from parallel.experts.balance import EXTRA
-from parallel.layers.deferred import DeferredGradients
+from parallel.experts.layer import counting_choices
 from parallel.layers.lora import without_updates
-from parallel.optimizer.arithmetic import Compile
-from parallel.optimizer.replicas import ReplicaCheck
 from parallel.random import sample_keys
 from parallel.torch_internals import FakeTensorMode
 from profiles.resolve import load
@@ -193,46 +189,18 @@ def run_stage(
             y = model(x.detach(), positions, documents)
             if compiles_loss:
                 model.loss(y, tokens)
+            if settings.balance == "global":
+                with counting_choices(expert_layers(model)):
+                    model(x.detach(), positions, documents)
             if profile.rates_in_step:
                 with without_updates(model):
                     model(x.detach(), positions, documents)
             if compile := function_compiler(profile.cluster.device, backend):
-                for layer in DeferredGradients(model).layers:
-                    layer.deferred_gradient(layer.kept, torch.empty_like(layer.receiver))
-                _rehearse_step(profile, model, mesh, y, compile)
                 layers = partition_layers(profile)
                 local = range(number % profile.parallel.pipeline, len(layers), profile.parallel.pipeline)
                 stages = [build_stage(profile, mesh, layers[stage], device) for stage in local]
-                optimizer = build_optimizer(profile, stages, mesh, compile)
-                optimizer.rehearse(profile.accumulation_steps)
-                ReplicaCheck(optimizer.buckets, mesh, optimizer.arithmetic).rehearse()
+                rehearse(profile, model, stages, mesh, y, compile)
         return saved, model.last
-
-
-def _rehearse_step(
-    profile: Profile, model: LanguageModel, mesh: Mesh, hidden: Tensor, compile: Compile
-) -> None:
-    """Run what a step computes between the model, the loss and the optimizer; `hidden` are the model's outputs."""
-    settings, device = profile.train, trace_device(profile)
-    count, s = profile.micro_batch_rows * profile.accumulation_steps, settings.sequence_length
-    samples = torch.zeros(count, s + 1, dtype=torch.int64, device=device)
-    documents = torch.zeros_like(samples[:, 1:]) if profile.document_masks else None
-    answers = torch.zeros_like(documents) if profile.answers_per_row > 1 else None
-    positions = zigzag_positions(s, mesh.context.size, mesh.context.rank).to(device)
-    model_experts = profile.model.num_experts
-    experts = profile.model.num_hidden_layers * (model_experts + EXTRA) if model_experts else 0
-    counts = 2 + 3 * len(PROGRAMS) + mesh.size, experts, 1
-    spikes = settings.spike_factor is not None
-    StepFunctions(compile).rehearse(
-        samples, positions, (documents, answers), counts, mesh.tensor.size, spikes
-    )
-    if model.last and settings.loss is None:
-        factor = torch.zeros((), device=device)
-        for gradient in (hidden, model.output_embedding().weight):
-            model.loss_programs.scale(gradient, factor)
-        if model.tied:
-            gradient = torch.zeros_like(model.tied.weight)
-            model.tied.add(gradient, gradient)
 
 
 @contextlib.contextmanager

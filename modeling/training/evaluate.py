@@ -29,6 +29,7 @@ from modeling.training.generate import generate_samples
 from modeling.training.resume import reject_beyond_last_step
 from modeling.training.trainer import Trainer, program_parser
 from parallel.checkpoint import checkpoint
+from parallel.device import Download
 from profiles import state_files
 from profiles.resolve import load
 
@@ -65,7 +66,7 @@ def evaluate_samples(
     data = trainer.mesh.data
     size = trainer.profile.train.global_batch_size // data.size
     passes = math.ceil(samples.windows / (size * data.size))
-    local_sums: list[torch.Tensor] = []
+    local_sums: list[Download] = []
     pairs_per_token = 0.0
     if trainer.profile.objective.kind == "orpo":
         pairs_per_token = samples.pairs_per_token(
@@ -77,9 +78,9 @@ def evaluate_samples(
         batch = read_batch(trainer, samples, first, size) if trainer.reads_samples else Batch()
         rows = (samples.windows - first) * trainer.profile.rows_per_sample
         pairs = {"answers": batch.answers, "reference": batch.reference, "pairs_per_token": pairs_per_token}
-        local_sums.append(trainer.evaluate(batch.tokens, rows, batch.documents, **pairs))
+        local_sums.append(Download(trainer.evaluate(batch.tokens, rows, batch.documents, **pairs)))
     # A pass counts exactly in float32, all of them together in float64.
-    local_sum = torch.stack(local_sums).cpu().double().sum(0)
+    local_sum = torch.stack([each.wait() for each in local_sums]).double().sum(0)
     sums = trainer.sum_on_host(torch.cat((local_sum, trainer.compile_statistics.local_counts())))
     (tokens, *sums), graph_counts = sums[: len(local_sum)], sums[len(local_sum) :]
     loss, *metrics = (value / max(tokens, 1) for value in sums)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from modeling.training.trainer import Trainer
+from parallel.device import upload
 from parallel.experts.balance import EXTRA
 
 
@@ -51,13 +52,14 @@ def take(trainer: Trainer) -> Tensor:
     """This rank's counts of the step's backward passes, flat on the device, which start from zero again."""
     if trainer.profile.model.num_experts is None:
         return torch.empty(0, device=trainer.torch_device)
-    counts = torch.zeros(numbers(trainer), device=trainer.torch_device)
-    rows = counts.view(trainer.profile.model.num_hidden_layers, -1)
+    counts = {}
     for layer, experts in trainer.experts.items():
         if experts.tally.grad is not None:
-            rows[layer] = experts.tally.grad
-            experts.tally.grad = None
-    return counts
+            counts[layer], experts.tally.grad = experts.tally.grad, None
+    if not counts:
+        return upload(torch.zeros(numbers(trainer)), trainer.torch_device)
+    given = [*counts.values()], tuple(counts), trainer.profile.model.num_hidden_layers
+    return trainer.functions.place(*given)
 
 
 def read(sums: Sequence[float], layers: int) -> ExpertLoad | None:

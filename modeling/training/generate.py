@@ -18,7 +18,8 @@ from modeling.data.records import RecordSamples
 from modeling.training.trainer import Trainer
 from parallel import collectives
 from parallel.attention.ring import zigzag_positions
-from parallel.device import page_locked
+from parallel.device import page_locked, upload
+from profiles.schema import Profile
 
 SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 32  # of a text; the prompt of a record is its own
 TEMPERATURE, TOP_K = 0.8, 40
@@ -29,9 +30,7 @@ def generate_samples(trainer: Trainer, validation: Samples | RecordSamples) -> l
     profile = trainer.profile
     s = profile.train.sequence_length
     longest = min(PROMPT_TOKENS, s // 2) if profile.objective.kind == "pretrain" else max(1, s - NEW_TOKENS)
-    micro_batch = profile.micro_batch_rows
-    microbatches = profile.accumulation_steps if trainer.pipeline else math.ceil(SAMPLES / micro_batch)
-    rows = micro_batch * microbatches
+    rows = rows_of_pass(profile)
     count = min(SAMPLES, rows, validation.windows)
     tokens = torch.zeros(rows, s + 1, dtype=torch.int64)  # (b, s + 1)
     lengths = torch.zeros(count, dtype=torch.int64)  # of the prompts
@@ -44,6 +43,13 @@ def generate_samples(trainer: Trainer, validation: Samples | RecordSamples) -> l
         tokens[:count, position] = drawn.where(position >= lengths, tokens[:count, position])
     rows = zip(tokens[:count], lengths.tolist(), ends.tolist(), strict=True)
     return [{"prompt": row[:start].tolist(), "text": row[start:end].tolist()} for row, start, end in rows]
+
+
+def rows_of_pass(profile: Profile) -> int:
+    """Rows of a forward pass: as few microbatches as hold SAMPLES, or those of a step of a pipeline."""
+    pipelined = profile.parallel.pipeline > 1
+    microbatches = profile.accumulation_steps if pipelined else math.ceil(SAMPLES / profile.micro_batch_rows)
+    return profile.micro_batch_rows * microbatches
 
 
 @torch.no_grad()
@@ -61,16 +67,16 @@ def _next_tokens(trainer: Trainer, tokens: Tensor, position: int, count: int) ->
     local = positions.index(position) if position in positions else None  # one context rank has the position
     if trainer.last:
         stage = trainer.stages[max(trainer.stages)]
-        head = stage.embedding if stage.model.tie_word_embeddings else stage.head
+        head = stage.output_embedding()
         parts = [
             collectives.all_gather(x, mesh.tensor) if stage.sequence_parallel else x for x in hidden_states
         ]
-        x = torch.cat(parts).view(len(tokens), len(trainer.positions), -1)[:count]  # (count, s/c, h)
-        x = x[:, local or 0]  # (count, h)
-        shard = (head.weight @ x.T).contiguous()  # (v/t, count)
+        place = upload(torch.tensor(local or 0), trainer.torch_device)
+        shape = count, len(trainer.positions)
+        shard = trainer.functions.next_logits(parts, head.weight, shape, place)  # (v/t, count)
         logits = collectives.all_gather(shard, mesh.tensor).T[:, : stage.model.vocab_size]  # (count, v)
         if local is not None:
-            drawn = _draw(logits.float().cpu(), position).double()
+            drawn = _draw(logits.cpu().float(), position).double()
     # Every data rank drew the same; of the other axes, only one context rank of the last stage.
     return torch.tensor(trainer.sum_on_host(drawn)).div(mesh.data.size).round().long()
 

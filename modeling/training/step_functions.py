@@ -1,17 +1,19 @@
-"""What a training step computes between the model and the optimizer, as functions that a device may want compiled.
+"""What steps and evaluations compute around the model and the optimizer, as functions that a device may want compiled.
 
 On devices that compile each operator at its first use, each is a program; elsewhere torch's kernels run one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from modeling.training.anomalies import WINDOW, decide, record
+from modeling.data.records import PADDING
+from modeling.training.anomalies import decide, record
+from parallel.loss import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from parallel.optimizer.arithmetic import Compile
@@ -20,49 +22,62 @@ if TYPE_CHECKING:
 class StepFunctions:
     """The functions of this module and those of the anomaly guard, compiled if `compile` is given."""
 
+    shard: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+    count_targets: Callable[..., tuple[Tensor, Tensor | None]]
+    result: Callable[[Tensor, Tensor], Tensor]
+    add: Callable[[Tensor, Tensor], Tensor]
+    multiply: Callable[[Tensor, Tensor], Tensor]
+    pack: Callable[..., Tensor]
+    join: Callable[..., Tensor]
+    place: Callable[..., Tensor]
+    clear: Callable[[Sequence[Tensor]], None]
+    set_shares: Callable[[Sequence[Tensor], Tensor, tuple[int, ...]], None]
+    next_logits: Callable[..., Tensor]
+    decide: Callable[..., Tensor]
+    record: Callable[..., None]
+
     def __init__(self, compile: Compile | None = None) -> None:
-        self.shard, self.add, self.multiply, self.pack, self.join, self.decide, self.record = (
-            compile(function) if compile else function
-            for function in (shard, add, multiply, pack, join, decide, record)
-        )
-
-    @torch.no_grad()
-    def rehearse(
-        self,
-        samples: Tensor,
-        positions: Tensor,
-        aligned: tuple[Tensor | None, Tensor | None],
-        counts: Sequence[int],
-        degree: int,
-        spikes: bool,
-    ) -> None:
-        """Call each function as a step does, so that all of it is compiled.
-
-        Args:
-            samples, positions: see `shard`.
-            aligned: its documents and answers.
-            counts: how many numbers of each kind a rank adds to the statistics.
-            degree: see `pack`.
-            spikes: whether the guard detects spikes.
-        """
-        self.shard(samples, positions, *aligned)
-        number = torch.zeros((), device=samples.device)
-        self.multiply(self.add(number, number), number)
-        statistics = self.pack(number, degree, *(number.new_zeros(count) for count in counts))
-        self.join(statistics, number, number, number)
-        factor, window = 2.0 if spikes else None, number.new_zeros(WINDOW)
-        self.decide(number, window, number, factor)
-        if spikes:
-            slots = torch.arange(WINDOW, device=samples.device)
-            self.record(number, number, window, number.clone(), slots)
+        for function in FUNCTIONS:
+            setattr(self, function.__name__, compile(function) if compile else function)
 
 
 def shard(
-    samples: Tensor, positions: Tensor, documents: Tensor | None, answers: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """A context rank's tokens and targets (m·b, s/c) of samples (m·b, s + 1), and of `documents` and `answers` (m·b, s)."""
+    samples: Tensor,
+    positions: Tensor,
+    documents: Tensor | None,
+    answers: Tensor | None = None,
+    kind: str = "pretrain",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A context rank's tokens and targets (m·b, s/c) of samples (m·b, s + 1), and its `documents` of (m·b, s).
+
+    Args:
+        kind: "records": a negative token, the complement of an id or padding, is an input and no target
+            (modeling/data/records.py). "pairs": targets keep them, and are followed by the local `answers` (m·b, s), if any, and
+            the row's number. "pretrain": there are none.
+    """
     documents, answers = (None if each is None else each[:, positions] for each in (documents, answers))
-    return samples[:, positions], samples[:, positions + 1], documents, answers
+    tokens, targets = samples[:, positions], samples[:, positions + 1]
+    if kind == "pretrain":
+        return tokens, targets, documents
+    tokens = tokens.where(tokens >= 0, ~tokens).where(tokens != PADDING, 0)
+    if kind == "records":
+        return tokens, targets.where(targets >= 0, IGNORE_INDEX), documents
+    rows = torch.arange(len(samples), device=samples.device)[:, None]
+    return tokens, torch.cat((targets, *(() if answers is None else (answers,)), rows), 1), documents
+
+
+def count_targets(targets: Tensor, rows: Tensor, kind: str = "pretrain") -> tuple[Tensor, Tensor | None]:
+    """Targets (m·b, ...) from `shard` without those beyond the first `rows`, and their number, float32; None for pairs."""
+    kept = (torch.arange(len(targets), device=targets.device) < rows)[:, None]
+    if kind == "pairs":
+        return torch.cat((targets[:, :-1].where(kept, PADDING), targets[:, -1:]), 1), None
+    targets = targets.where(kept, IGNORE_INDEX)
+    return targets, (targets != IGNORE_INDEX).sum().float()
+
+
+def result(count: Tensor, sums: Tensor) -> Tensor:
+    """The number of targets, their loss and metrics, flat, float32."""
+    return torch.cat((count[None], sums.flatten().float()))
 
 
 def add(total: Tensor, loss: Tensor) -> Tensor:
@@ -83,3 +98,43 @@ def pack(loss: Tensor, degree: int, *numbers: Tensor) -> Tensor:
 def join(statistics: Tensor, *results: Tensor) -> Tensor:
     """Statistics and results of an update, flat, for one copy to the host."""
     return torch.cat((statistics, torch.stack(results)))
+
+
+def place(rows: Sequence[Tensor], numbers: tuple[int, ...], count: int, degree: int = 1) -> Tensor:
+    """A table of `count` rows, flat: `rows` (n) at their numbers, divided by the tensor degree, and zeros."""
+    table = [torch.zeros_like(rows[0])] * count
+    for number, row in zip(numbers, rows, strict=True):
+        table[number] = row
+    return torch.cat(table) / degree
+
+
+def clear(loads: Sequence[Tensor]) -> None:
+    """Set loads of experts to zero."""
+    for load in loads:
+        load.zero_()
+
+
+def set_shares(loads: Sequence[Tensor], counts: Tensor, numbers: tuple[int, ...]) -> None:
+    """Write each layer's shares of its choices into its load (E), of a table of choices by layer and expert, flat."""
+    rows = counts.view(-1, len(loads[0]))
+    for number, load in zip(numbers, loads, strict=True):
+        load.copy_(rows[number] / rows[number].sum())
+
+
+def next_logits(hidden: Sequence[Tensor], weight: Tensor, shape: tuple[int, int], position: Tensor) -> Tensor:
+    """Logits (v/t, n) that follow a position in the first n rows.
+
+    Args:
+        hidden: of the microbatches, (b·s/c, h).
+        shape: n and s/c.
+        position: local, 0-dim.
+    """
+    rows, tokens = shape
+    x = torch.cat([*hidden]).view(-1, tokens, weight.shape[1])[:rows]  # (n, s/c, h)
+    return weight @ x.index_select(1, position[None])[:, 0].t()
+
+
+FUNCTIONS = (
+    *(shard, count_targets, result, add, multiply, pack, join, place, clear, set_shares, next_logits),
+    *(decide, record),
+)

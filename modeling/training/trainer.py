@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -24,7 +25,14 @@ from modeling.compilation import compilers, graph_cache
 from modeling.compilation.graph_cache import CompileStatistics, EagerStatistics
 from modeling.data import shard_cache
 from modeling.data.records import PADDING
-from modeling.models.build import DTYPES, build_mesh, build_stage, extra_warmup_forwards, partition_layers
+from modeling.models.build import (
+    DTYPES,
+    build_mesh,
+    build_stage,
+    experts_by_layer,
+    extra_warmup_forwards,
+    partition_layers,
+)
 from modeling.models.language_model import LanguageModel
 from modeling.supervision.timeouts import Timeouts
 from modeling.training import user_functions
@@ -34,7 +42,7 @@ from modeling.training.step_functions import StepFunctions
 from parallel import device as devices
 from parallel.attention.ring import zigzag_positions
 from parallel.collectives import all_reduce
-from parallel.experts.layer import MixtureOfExperts
+from parallel.experts.layer import counting_choices
 from parallel.layout import deferred_parameters
 from parallel.loss import IGNORE_INDEX
 from parallel.random import sample_keys
@@ -105,12 +113,7 @@ class Trainer:
         self._metrics = {name.partition(":")[2]: user_functions.load(name) for name in metrics}
         self._evaluating = False
         self.collected: list[Tensor] | None = None
-        self.experts = {
-            int(layer): block.mlp
-            for stage in self.stages.values()
-            for layer, block in stage.layers.items()
-            if isinstance(block.mlp, MixtureOfExperts)
-        }
+        self.experts = experts_by_layer(self.stages.values())
         # preference pairs: what the loss of a step needs besides its tokens, and where to collect answers' log-probabilities
         self._reference: Tensor | None = None
         self._pairs_per_token = 0.0
@@ -119,6 +122,7 @@ class Trainer:
         s, context = profile.train.sequence_length, self.mesh.context
         self.functions = StepFunctions(self.compile)
         self._scales: dict[float, Tensor] = {}  # factors of losses on the device
+        self._nothing = torch.zeros((), device=self.torch_device)
         self.positions = zigzag_positions(s, context.size, context.rank).to(self.torch_device)  # (s/c)
         self.pipeline = self._pipeline(self.stages, len(layers))
         self.reference_model: ReferenceModel | None = None
@@ -165,7 +169,7 @@ class Trainer:
         """Summed loss of the last stage's hidden states; in evaluation followed by the summed user metrics."""
         if self.collected is not None:
             self.collected.append(x.detach())
-            return torch.zeros((), device=x.device)
+            return self._nothing
         stage = self.stages[max(self.stages)]
         if self.profile.rows_per_sample > 1:
             return self._preference_loss(stage, x, targets)
@@ -183,7 +187,7 @@ class Trainer:
         """Loss of the pairs of a microbatch; in evaluation their number, loss and the sums of the metrics.
 
         Args:
-            targets: (2b, s/c + 1) or (2b, 2·s/c + 1) from `_shard`: the tokens that follow, if pairs are packed the numbers of
+            targets: (2b, s/c + 1) or (2b, 2·s/c + 1) from `shard`: the tokens that follow, if pairs are packed the numbers of
                 their answers, and the row's number in the step.
         """
         objective, context = self.profile.objective, self.mesh.context
@@ -241,11 +245,7 @@ class Trainer:
     def _shard(
         self, samples: Tensor | None, documents: Tensor | None, answers: Tensor | None = None
     ) -> Local:
-        """This context rank's tokens and targets, (m·b, s/c) each, of samples (m·b, s + 1); and its `documents`, if any.
-
-        A negative token, the complement of an id or padding, is an input and no target (modeling/data/records.py). Of preference
-        pairs, the targets stay as they are, and are followed by the local `answers`, if any, and the row's number.
-        """
+        """This context rank's tokens and targets (`step_functions.shard`) of samples (m·b, s + 1); and its documents."""
         if samples is None:
             return None, None, {}
         samples = samples.to(self.torch_device, non_blocking=True)
@@ -254,15 +254,8 @@ class Trainer:
             for each in (documents, answers)
         )
         given = samples, self.positions, documents, answers
-        tokens, targets, documents, answers = self.functions.shard(*given)
-        masks = {} if documents is None else {"documents": documents}
-        if self.profile.objective.kind == "pretrain":
-            return tokens, targets, masks
-        ids = tokens.where(tokens >= 0, ~tokens).where(tokens != PADDING, 0)
-        if self.profile.rows_per_sample > 1:
-            rows = torch.arange(len(samples), device=samples.device)[:, None]
-            return ids, torch.cat((targets, *(() if answers is None else (answers,)), rows), 1), masks
-        return ids, targets.where(targets >= 0, IGNORE_INDEX), masks
+        tokens, targets, documents = self.functions.shard(*given, kind_of_samples(self.profile))
+        return tokens, targets, {} if documents is None else {"documents": documents}
 
     def forward_backward(
         self,
@@ -278,8 +271,8 @@ class Trainer:
         """Forward and backward over the m microbatches of a step; gradients are those of `scale` · summed loss.
 
         Args:
-            samples: (m·b, s + 1), negative tokens as in `_shard`; None if this rank reads none. A pipeline needs exactly one
-                step's samples.
+            samples: (m·b, s + 1), negative tokens as in `shard`; None if this rank reads none. A pipeline needs exactly those of
+                one step.
             first: number of the first sample in the run, which seeds dropout.
             documents: (m·b, s) position at which each token's document begins; None: attention crosses documents.
             answers: (m·b, s) number in its row of the sequence that a token and the next belong to, else -1; None: pairs are not
@@ -321,25 +314,17 @@ class Trainer:
     @torch.no_grad()
     def _count_choices(self, tokens: Tensor | None, targets: Tensor | None, masks: dict[str, Tensor]) -> None:
         """Set each layer's shares of the step's choices by expert, for a balance loss over the whole step."""
-        model = self.profile.model
-        for layer in self.experts.values():
-            layer.load.zero_()
-            layer.counting = True
-        try:
+        self.functions.clear([layer.load for layer in self.experts.values()])
+        with counting_choices(self.experts.values()):
             if self.pipeline:
                 self.pipeline.evaluate(tokens, targets, **masks)
             else:
                 for x, _, inputs in self._microbatches(tokens, targets, masks):
                     self.stages[0](x, self.positions, **inputs)
-        finally:
-            for layer in self.experts.values():
-                layer.counting = False
-        counts = torch.zeros(model.num_hidden_layers, model.num_experts, device=self.torch_device)
-        for number, layer in self.experts.items():
-            counts[number] = layer.load
-        counts = self.sum(counts)
-        for number, layer in self.experts.items():
-            layer.load.copy_(counts[number] / counts[number].sum())
+        loads, numbers = [layer.load for layer in self.experts.values()], tuple(self.experts)
+        table = loads, numbers, self.profile.model.num_hidden_layers
+        counts = all_reduce(self.functions.place(*table, self.mesh.tensor.size), self.mesh.world)
+        self.functions.set_shares(loads, counts, numbers)
 
     def _prepare_pairs(self, local: Local, reference: Tensor | None, pairs_per_token: float) -> None:
         if self.profile.rates_in_step and self.collected is None:
@@ -379,13 +364,10 @@ class Trainer:
         """
         tokens, targets, masks = self._shard(samples, documents, answers)
         self._prepare_pairs((tokens, targets, masks), reference, pairs_per_token)
-        if targets is not None:
-            counts = torch.arange(len(targets), device=targets.device) < counted
-            if self.profile.rows_per_sample > 1:
-                kept = targets[:, :-1].where(counts[:, None], PADDING)
-                targets = torch.cat((kept, targets[:, -1:]), 1)
-            else:
-                targets = targets.where(counts[:, None], IGNORE_INDEX)
+        count = None
+        if targets is not None and self.collected is None:
+            rows = devices.upload(torch.tensor(counted, dtype=torch.int32), self.torch_device)
+            targets, count = self.functions.count_targets(targets, rows, kind_of_samples(self.profile))
         self._evaluating = True
         try:
             if self.pipeline:
@@ -393,16 +375,13 @@ class Trainer:
             else:
                 microbatches = self._microbatches(tokens, targets, masks)
                 stage, positions = self.stages[0], self.positions
-                sums = sum(self._loss(stage(x, positions, **inputs), y) for x, y, inputs in microbatches)
+                losses = (self._loss(stage(x, positions, **inputs), y) for x, y, inputs in microbatches)
+                sums = reduce(self.functions.add, losses)
         finally:
             self._evaluating = False
-        result = torch.zeros(2 + len(self.metrics), device=self.torch_device)
-        if self.last and self.profile.rows_per_sample > 1:
-            result[:] = sums
-        elif self.last:
-            result[0] = (targets != IGNORE_INDEX).sum()
-            result[1:] = sums
-        return result
+        if self.collected is not None or not self.last:
+            return devices.upload(torch.zeros(2 + len(self.metrics)), self.torch_device)
+        return sums if count is None else self.functions.result(count, sums)
 
     def answer_log_probabilities(self, batch: Batch) -> Tensor:
         """Log-probabilities (m·b, answers) of rows of pairs: this rank's partial sum over its tokens, on the device."""
@@ -427,12 +406,8 @@ class Trainer:
         finally:
             self._answers = None
 
-    def sum(self, numbers: Tensor) -> Tensor:
-        """Sum numbers over all ranks but the tensor axis, on which they must be equal; one all-reduce on the device."""
-        return all_reduce(numbers / self.mesh.tensor.size, self.mesh.world)
-
     def sum_on_host(self, numbers: Tensor) -> list[float]:
-        """The same sum in float64, of numbers on the host and over the ranks' hosts."""
+        """Sum numbers on the host, in float64, over all ranks but the tensor axis, on which they must be equal."""
         total = numbers.double() / self.mesh.tensor.size
         if self.mesh.host is not None:
             dist.all_reduce(total, group=self.mesh.host)
@@ -452,6 +427,13 @@ class Trainer:
         self.mesh.close()
         if self._started and failure[0] is None:
             dist.destroy_process_group()
+
+
+def kind_of_samples(profile: Profile) -> str:
+    """What `step_functions.shard` takes a profile's samples for."""
+    if profile.objective.kind == "pretrain":
+        return "pretrain"
+    return "pairs" if profile.rows_per_sample > 1 else "records"
 
 
 def timeouts_of(profile: Profile) -> Timeouts:

@@ -11,6 +11,8 @@ Global tensors are single experts ("mlp.gate_up.3.gate.weight"), so checkpoints 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +75,19 @@ class ExpertLinear(nn.Module):
     def update(self) -> Update | None:
         """The factors of the updates; None without any, or while they are switched off."""
         return self.lora.factors() if self.lora is not None and self.lora.enabled else None
+
+
+@contextmanager
+def counting_choices(layers: Iterable[MixtureOfExperts]) -> Iterator[None]:
+    """Let forward passes in the block only add their choices to the `load` of these layers."""
+    layers = list(layers)
+    for layer in layers:
+        layer.counting = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.counting = False
 
 
 class MixtureOfExperts(nn.Module):

@@ -109,7 +109,7 @@ class Pipeline:
     def evaluate(self, tokens: Tensor | None, targets: Tensor | None, **inputs: Tensor) -> Tensor:
         """The summed loss of all microbatches, forward only; arguments and result as for `train`."""
         losses = self._run(self.schedule.eval, tokens, targets, inputs)
-        return torch.stack(losses).sum(0) if losses else self.nothing
+        return reduce(self.add, losses) if losses else self.nothing
 
     def _run(
         self,

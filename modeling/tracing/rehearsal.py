@@ -1,0 +1,121 @@
+"""What a step, an evaluation and sampling compute outside the model, called once on tensors of the run's shapes.
+
+For devices that compile each operator at its first use: so all of it is traced and compiled ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from modeling.compilation.graph_cache import PROGRAMS
+from modeling.models.build import build_optimizer, experts_by_layer
+from modeling.models.language_model import LanguageModel
+from modeling.training import generate
+from modeling.training.anomalies import WINDOW
+from modeling.training.step_functions import StepFunctions
+from modeling.training.trainer import kind_of_samples
+from parallel import Mesh
+from parallel.attention.ring import zigzag_positions
+from parallel.experts.balance import EXTRA
+from parallel.layers.deferred import DeferredGradients
+from parallel.optimizer.arithmetic import Compile
+from parallel.optimizer.replicas import ReplicaCheck
+from profiles.schema import Profile
+
+
+@torch.no_grad()
+def rehearse(
+    profile: Profile,
+    model: LanguageModel,
+    stages: Sequence[LanguageModel],
+    mesh: Mesh,
+    hidden: Tensor,
+    compile: Compile,
+) -> None:
+    """Call what a rank computes besides the forward and backward passes of a stage.
+
+    Args:
+        model: the stage.
+        stages: all of the rank's, that one among them, for the optimizer.
+        hidden: outputs of the stage.
+    """
+    for layer in DeferredGradients(model).layers:
+        layer.deferred_gradient(layer.kept, torch.empty_like(layer.receiver))
+    functions = StepFunctions(compile)
+    _rehearse_samples(profile, functions, mesh, hidden.device)
+    _rehearse_statistics(profile, functions, stages, mesh, hidden.device)
+    if model.last:
+        _rehearse_last_stage(profile, functions, model, mesh, hidden)
+    optimizer = build_optimizer(profile, stages, mesh, compile)
+    optimizer.rehearse(profile.accumulation_steps)
+    ReplicaCheck(optimizer.buckets, mesh, optimizer.arithmetic).rehearse()
+
+
+def _rehearse_samples(profile: Profile, functions: StepFunctions, mesh: Mesh, device: torch.device) -> None:
+    """Tokens and targets of a step, and of an evaluation and its sampling."""
+    s, kind = profile.train.sequence_length, kind_of_samples(profile)
+    positions = zigzag_positions(s, mesh.context.size, mesh.context.rank).to(device)
+    number = torch.zeros((), device=device)
+    for rows in {profile.micro_batch_rows * profile.accumulation_steps, generate.rows_of_pass(profile)}:
+        samples = torch.zeros(rows, s + 1, dtype=torch.int64, device=device)
+        documents = torch.zeros_like(samples[:, 1:]) if profile.document_masks else None
+        answers = torch.zeros_like(documents) if profile.answers_per_row > 1 else None
+        _, targets, _ = functions.shard(samples, positions, documents, answers, kind)
+        if rows == profile.micro_batch_rows * profile.accumulation_steps:
+            _, count = functions.count_targets(targets, number.int(), kind)
+            if count is not None and not profile.evaluate.metrics:
+                functions.result(count, number)
+
+
+def _rehearse_statistics(
+    profile: Profile,
+    functions: StepFunctions,
+    stages: Sequence[LanguageModel],
+    mesh: Mesh,
+    device: torch.device,
+) -> None:
+    """What ranks exchange after backward, and what follows from it."""
+    number = torch.zeros((), device=device)
+    functions.multiply(functions.add(number, number), number)
+    found, layers = experts_by_layer(stages), profile.model.num_hidden_layers
+    model = profile.model
+    width = 0 if model.num_experts is None else layers * (model.num_experts + EXTRA)
+    load = number.new_zeros(width)
+    if found:
+        load = functions.place([experts.tally.detach() for experts in found.values()], tuple(found), layers)
+    counts = number.new_zeros(2 + 3 * len(PROGRAMS) + mesh.size)
+    statistics = functions.pack(number, mesh.tensor.size, counts, load, number.new_zeros(1))
+    functions.join(statistics, number, number, number)
+    factor, window = profile.train.spike_factor, number.new_zeros(WINDOW)
+    functions.decide(number, window, number, factor)
+    if factor is not None:
+        slots = torch.arange(WINDOW, device=device)
+        functions.record(number, number, window, number.clone(), slots)
+    if found and profile.train.balance == "global":
+        loads = [experts.load for experts in found.values()]
+        functions.clear(loads)
+        shares = functions.place(loads, tuple(found), layers, mesh.tensor.size)
+        functions.set_shares(loads, shares, tuple(found))
+
+
+def _rehearse_last_stage(
+    profile: Profile, functions: StepFunctions, model: LanguageModel, mesh: Mesh, hidden: Tensor
+) -> None:
+    """The gradients of the loss, and the logits that sampling draws from."""
+    weight = model.output_embedding().weight
+    if profile.train.loss is None:
+        factor = torch.zeros((), device=hidden.device)
+        for gradient in (hidden, weight):
+            model.loss_programs.scale(gradient, factor)
+        if model.tied:
+            model.tied.add(weight, weight)
+    ranks = mesh.tensor.size if model.sequence_parallel else 1
+    gathered = hidden.new_empty(len(hidden) * ranks, hidden.shape[1])  # (b·s/c, h)
+    rows = generate.rows_of_pass(profile)
+    parts = [gathered] * (rows // profile.micro_batch_rows)
+    tokens = len(gathered) // profile.micro_batch_rows
+    position = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    functions.next_logits(parts, weight, (min(generate.SAMPLES, rows), tokens), position)
