@@ -47,12 +47,14 @@ class WithConstants(nn.Module):
 
 
 class LowMemoryStage(PipelineStage):
-    """torch's PipelineStage with three differences.
+    """torch's PipelineStage with four differences.
 
     Memory: messages live only while they are needed. torch keeps what a step sends until the step ends, and receive
     buffers of all m microbatches forever.
 
     Hooks: in a split backward, weight gradients reach the hooks on parameters, which torch's split bypasses.
+
+    Agreement: stages agree once that their shapes are known, not at each change between training and evaluation.
 
     Losses: backward starts from `loss_gradient`, where torch has 1 and scales the losses by operators of their own.
     """
@@ -62,9 +64,21 @@ class LowMemoryStage(PipelineStage):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._sends: deque[dist.Work] = deque()
+        self._agreed, self._known_shapes = False, torch.ones(1, dtype=torch.int32)
         self._deferred = DeferredGradients(self.submod)
         if self._deferred.layers:
             self.dw_builder = self._deferred.take
+
+    # Agreement: by messages between neighbours, which the host waits for.
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        return self._known_shapes if self._agreed else super()._warmup_forward_vote(has_backward, received_acc)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        if self._agreed:
+            return self._known_shapes
+        self._agreed = True
+        return super()._warmup_backward_result(received_result)
 
     # Sends: started here instead of by the schedule, which would keep every message until the end of the step.
 
