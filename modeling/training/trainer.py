@@ -406,8 +406,12 @@ class Trainer:
         finally:
             self._answers = None
 
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Sum numbers over all ranks but the tensor axis, on which they must be equal; one all-reduce on the device."""
+        return all_reduce(numbers / self.mesh.tensor.size, self.mesh.world)
+
     def sum_on_host(self, numbers: Tensor) -> list[float]:
-        """Sum numbers on the host, in float64, over all ranks but the tensor axis, on which they must be equal."""
+        """The same sum in float64, of numbers on the host and over the ranks' hosts."""
         total = numbers.double() / self.mesh.tensor.size
         if self.mesh.host is not None:
             dist.all_reduce(total, group=self.mesh.host)
