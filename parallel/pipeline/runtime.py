@@ -72,7 +72,9 @@ class LowMemoryStage(PipelineStage):
     # Agreement: by messages between neighbours, which the host waits for.
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
-        return self._known_shapes if self._agreed else super()._warmup_forward_vote(has_backward, received_acc)
+        return (
+            self._known_shapes if self._agreed else super()._warmup_forward_vote(has_backward, received_acc)
+        )
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
         if self._agreed:
