@@ -84,6 +84,8 @@ ATTRIBUTES = {
     "_retrieve_recv_activations": "torch.distributed.pipelining.PipelineStage",
     "_retrieve_recv_grads": "torch.distributed.pipelining.PipelineStage",
     "_setup_forward_recv_info": "torch.distributed.pipelining.PipelineStage",
+    "_warmup_backward_result": "torch.distributed.pipelining.PipelineStage",
+    "_warmup_forward_vote": "torch.distributed.pipelining.PipelineStage",
 }
 WRAP_LOGGER = "torch._higher_order_ops.wrap"  # name of a logger
 
