@@ -23,7 +23,7 @@ from profiles.errors import ProfileError
 from profiles.schema import Profile
 from profiles.sections import tracking
 from profiles.sections.base import LARGEST
-from profiles.sections.model import CORRECTED, neighbours
+from profiles.sections.model import neighbours
 
 Rule = Callable[[Profile], None]  # raises ProfileError
 CPU_PROCESSES = 16
@@ -285,7 +285,7 @@ def _experts(profile: Profile) -> None:
         raise ProfileError("parallel.schedule", "zero_bubble", reason, ["1f1b", "interleaved"])
     if train.precision == "fp8":
         raise ProfileError("train.precision", "fp8", "does not support experts", ["bf16"])
-    if train.balance == "bias" and model.architecture not in CORRECTED:
+    if train.balance == "bias" and not model.family.selection_bias:
         reason = f"moves a bias of the experts' selection, which exports of {model.architecture} have no tensor for"
         raise ProfileError("train.balance", "bias", reason, ["sequence", "global", "none"])
     if train.balance != "bias" and train.balance_bias_rate is not None:

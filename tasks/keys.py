@@ -22,7 +22,8 @@ from typing import Any
 
 from profiles import user_functions
 from profiles.schema import Profile, Train
-from profiles.sections.model import CORRECTED, OPTIONAL, PARAMETRIZATION
+from profiles.sections import families
+from profiles.sections.model import PARAMETRIZATION
 
 # Keys of `train` that do not change the mathematics: how it is computed, logged and guarded against anomalies.
 NOT_MATHEMATICS = {
@@ -46,6 +47,19 @@ SCHEDULE = {
     "constant_steps",
     "minimum_steps",
     "schedule",
+}
+# Keys of `model` that came with DeepSeek-V3.
+DEEPSEEK = {
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
 }
 # Keys of `train` that a position in the data depends on.
 POSITION = ("global_batch_size", "sequence_length")
@@ -275,13 +289,13 @@ def _function(name: str) -> list[str | None]:
 
 def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
     """The model section; `trained`: with its parametrization, which only training uses, unless that is standard."""
-    found = profile.model.model_dump(mode="json")
-    if profile.model.architecture not in CORRECTED:  # identities are those from before there were these keys
-        found = {
-            name: found[name] for name in found.keys() - {name for name, of, _ in OPTIONAL if of == CORRECTED}
-        }
+    found, family = profile.model.model_dump(mode="json"), profile.model.family
+    if not family.selection_bias:  # identities are those from before there were these keys
+        found = _without(DEEPSEEK, found)
         scaling = found["rope_scaling"] or {}
         found["rope_scaling"] = {name: scaling[name] for name in scaling if "mscale" not in name} or None
+    if profile.model.architecture not in families.OWN:
+        found["code"] = _function(family.model)
     scales = {name: found.pop(name) for name in PARAMETRIZATION}
     return found | scales if trained and scales["parametrization"] != "standard" else found
 

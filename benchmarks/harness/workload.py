@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.timing import make_parser
 from modeling.conversion.weights import global_shapes
-from modeling.models.weight_names import huggingface_tensor
+from modeling.models.families import huggingface_tensor
 from profiles.sections.model import Model
 
 ADAMW = {

@@ -24,7 +24,7 @@ from modeling.conversion import block_scales, mxfp4, torch_files
 from modeling.conversion.tensor_files import Entry, PreallocatedFile
 from modeling.conversion.torch_files import LazyTensor, stamp
 from modeling.conversion.weights import Part, Weights, global_shapes, read_mapped
-from modeling.models import weight_names
+from modeling.models import families
 from modeling.models.weight_names import HuggingFaceTensor
 from profiles.huggingface.config import to_config_json
 from profiles.sections.model import Model
@@ -120,7 +120,7 @@ def _sources(model: Model, names: Iterable[str]) -> dict[str, Sources]:
     """For each Hugging Face tensor our tensors that make it up."""
     sources: dict[str, Sources] = {}
     for name in names:
-        mapped = weight_names.huggingface_tensor(model, name)
+        mapped = families.huggingface_tensor(model, name)
         sources.setdefault(mapped.name, []).append((name, mapped))
     return sources
 

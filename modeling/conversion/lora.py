@@ -22,8 +22,8 @@ from modeling.conversion import formats, peft_experts
 from modeling.conversion.nxd.layout import NxDLayout
 from modeling.conversion.weights import Part, Weights, global_shapes
 from modeling.models.build import DTYPES
+from modeling.models.families import huggingface_tensor
 from modeling.models.lora import Layer, layers_of
-from modeling.models.weight_names import huggingface_tensor
 from parallel.checkpoint import checkpoint, locations
 from parallel.checkpoint.reader import Reader
 from profiles.errors import ProfileError

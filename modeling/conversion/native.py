@@ -22,7 +22,8 @@ from pydantic import ValidationError
 
 from modeling.conversion.tensor_files import File
 from modeling.conversion.weights import Part, Weights, slices
-from modeling.models.build import DTYPES, MODELS
+from modeling.models.build import DTYPES
+from modeling.models.families import model_class
 from parallel import Mesh
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.files import CheckpointFiles
@@ -108,7 +109,7 @@ def boxes_of_rank(
     count = len(stages) if stages else 1
     mesh = Mesh(count, 1, 1, tensor, kv_replicas(model.num_key_value_heads, tensor), rank=stage * tensor)
     layers = stages[stage] if stages else None
-    stage_model = MODELS[model.architecture](model, mesh, layers, device=torch.device("meta"))
+    stage_model = model_class(model.architecture)(model, mesh, layers, device=torch.device("meta"))
     for name, parameter in stage_model.named_parameters():
         layout = layout_of(parameter)
         if "embedding" in layout.partial_axes and stage:  # the first stage writes it

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from modeling.models.build import MODELS
+from modeling.models.families import model_class
 from modeling.models.weight_names import FLOAT32
 from parallel import Mesh
 from parallel.layout import layout_of
@@ -162,7 +162,7 @@ def _check(name: str, shape: tuple[int, ...], parts: list[Part]) -> None:
 @lru_cache(maxsize=4)
 def global_shapes(model: Model) -> Mapping[str, tuple[int, ...]]:
     """The unpadded shape of every global tensor of a model by name, in the order of its layers."""
-    built = MODELS[model.architecture](model, Mesh(rank=0), device=torch.device("meta"))
+    built = model_class(model.architecture)(model, Mesh(rank=0), device=torch.device("meta"))
     return {
         box.name: box.shape
         for name, parameter in built.named_parameters()

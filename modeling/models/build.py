@@ -8,16 +8,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from modeling.models.families.dbrx import Dbrx
-from modeling.models.families.deepseek_v3 import DeepseekV3
-from modeling.models.families.gpt import GPT
-from modeling.models.families.gpt_oss import GptOss
-from modeling.models.families.llama import Llama
-from modeling.models.families.mistral import Mistral
-from modeling.models.families.mixtral import Mixtral
-from modeling.models.families.olmo2 import Olmo2
-from modeling.models.families.qwen3 import Qwen3
-from modeling.models.families.qwen3_moe import Qwen3Moe
+from modeling.models.families import model_class
 from modeling.models.flops import layer_multiply_adds
 from modeling.models.language_model import LanguageModel
 from modeling.models.lora import apply_lora
@@ -38,18 +29,6 @@ from parallel.pipeline.schedules import choose_extra_forwards
 from parallel.pipeline.stages import cut_layers
 from profiles.schema import Profile
 
-MODELS: dict[str, type[LanguageModel]] = {
-    "llama": Llama,
-    "mistral": Mistral,
-    "qwen3": Qwen3,
-    "olmo2": Olmo2,
-    "mixtral": Mixtral,
-    "qwen3_moe": Qwen3Moe,
-    "dbrx": Dbrx,
-    "gpt_oss": GptOss,
-    "deepseek_v3": DeepseekV3,
-    "gpt": GPT,
-}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # of weights
 
 
@@ -100,7 +79,7 @@ def extra_warmup_forwards(profile: Profile) -> int:
 
 def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.device) -> LanguageModel:
     """The pipeline stage that holds `layers`, uninitialized and without activation checkpointing."""
-    model = MODELS[profile.model.architecture](
+    model = model_class(profile.model.architecture)(
         profile.model,
         mesh,
         layers,

@@ -26,7 +26,7 @@ def _weights_and_scores(profile: Profile) -> list[tuple[int, int]]:
     """Forward multiply-adds per token of each layer: of its weights, and of attention's scores and values."""
     model, s = profile.model, profile.train.sequence_length
     h, both = model.hidden_size, model.head_dim + (model.v_head_dim or model.head_dim)
-    matrices = 2 if model.architecture == "gpt" else 3  # gate, up, down
+    matrices = model.family.mlp_matrices
     layers = []
     for layer in range(model.num_hidden_layers):
         mlp = matrices * h * model.intermediate_size
@@ -88,7 +88,7 @@ def _updates(profile: Profile, number: int) -> int:
     if model.kv_lora_rank is None:
         layers.append((1, "qkv", h, {"q_proj": q, "k_proj": kv, "v_proj": kv}))
     for count, width in ((mlps, f), (1, shared)) if shared else ((mlps, f),):
-        gated = {"gate_proj": width} if model.architecture != "gpt" else {}
+        gated = {"gate_proj": width} if model.family.mlp_matrices == 3 else {}
         layers.append((count, "gate_up", h, {**gated, "up_proj": width}))
         layers.append((count, "down", width, {"down_proj": h}))
     widths = 0

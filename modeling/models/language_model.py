@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from modeling.models import parametrization
+from modeling.models.weight_names import HuggingFaceTensor
 from parallel import LayerNorm, Mesh, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
 from parallel.device import CPU, Device
 from parallel.layers.products import EXACT, Products
@@ -41,11 +42,13 @@ class LanguageModel(nn.Module):
         tied: sums the gradients of a tied embedding; None: autograd does.
         token_keys: `random.token_keys`, or a compiled version of it.
         device: the run's device, which decides the chunks of the loss.
+        weights: Hugging Face's tensor of each of ours, `{}` in place of the numbers of layers and experts.
         update_dropout: rate of the dropout in updates of LoRA.
     """
 
     block: type[nn.Module]
     norm_layer: type[RMSNorm | LayerNorm]
+    weights: Mapping[str, HuggingFaceTensor]
     loss_programs = LossPrograms()
     tied: TiedWeight | None = None
     token_keys = staticmethod(token_keys)
@@ -156,6 +159,11 @@ class LanguageModel(nn.Module):
             vocabulary=self.model.vocab_size,
             sequence_parallel=self.sequence_parallel,
         )
+
+    @classmethod
+    def huggingface_tensors(cls, model: Model) -> Mapping[str, HuggingFaceTensor]:
+        """`weights` of a model of these hyperparameters."""
+        return cls.weights
 
     def output_embedding(self) -> VocabParallelEmbedding:
         """The head, or the embedding of a tied model."""

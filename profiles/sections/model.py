@@ -12,41 +12,25 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from profiles.errors import ProfileError
-from profiles.huggingface import dbrx_config
+from profiles.sections import families
 from profiles.sections.base import Count, Natural, Section, Size
 from profiles.sections.rope import RopeScaling, YarnRope
 
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
-# Architectures whose MLPs are mixtures of experts.
-EXPERTS = ("mixtral", "qwen3_moe", "dbrx", "gpt_oss", "deepseek_v3")
-CORRECTED = ("deepseek_v3",)  # architectures whose experts have a bias of their selection
-# Architectures with Llama's fields; the others have GPT's.
-ROTARY = ("llama", "mistral", "qwen3", "olmo2", *EXPERTS)
-WINDOWED = ("mistral", "mixtral", "gpt_oss")  # architectures with a sliding window
 # Keys on which initial weights and learning rates depend, and nothing else.
 PARAMETRIZATION = ("parametrization", "base_hidden_size", "base_num_hidden_layers")
-PARAMETRIZED = ("llama", "mistral", "qwen3")  # architectures with parametrizations other than standard
 # Keys of latent attention that are all required.
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-OPTIONAL = (  # fields of some architectures only
-    ("sliding_window", WINDOWED, "sliding window"),
-    ("full_attention_every", ("gpt_oss",), "layers of different windows"),
-    ("clip_qkv", ("dbrx",), "clipped heads"),
-    *((name, ("deepseek_v3",), "latent attention") for name in (*LATENT, "q_lora_rank")),
-    ("n_shared_experts", ("deepseek_v3",), "shared experts"),
-    *((name, ("deepseek_v3",), "groups of experts") for name in ("n_group", "topk_group")),
-    ("first_k_dense_replace", ("deepseek_v3",), "leading layers of another kind"),
-    ("routed_scaling_factor", ("deepseek_v3",), "factor of its experts' weights"),
-)
-ACTIVATIONS = {**dict.fromkeys(ROTARY, ("silu",)), "gpt": ("gelu", "gelu_new")}
 
 
 class Model(Section):
     """The model: a Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS, DeepSeek-V3 or GPT architecture."""
 
-    architecture: Literal[
-        "llama", "mistral", "qwen3", "olmo2", "mixtral", "qwen3_moe", "dbrx", "gpt_oss", "deepseek_v3", "gpt"
-    ] = Field("llama", description="model architecture")
+    architecture: str = Field(
+        "llama",
+        description=f"model architecture: {', '.join(families.OWN)}; or the name of a plugin (entry point of the group "
+        f"{families.GROUP})",
+    )
     hidden_size: Size = Field(description="width of the residual stream")
     intermediate_size: Size = Field(
         description="width of the MLP; of an expert, for mixtral, dbrx and gpt_oss"
@@ -155,6 +139,11 @@ class Model(Section):
     )
 
     @property
+    def family(self) -> families.Family:
+        """What tells this architecture from others."""
+        return families.find(self.architecture)
+
+    @property
     def has_dropout(self) -> bool:
         """Whether training drops anything."""
         return bool(self.dropout or self.mlp_dropout)
@@ -234,27 +223,24 @@ class Model(Section):
 
     def _parameters(self, experts: int | None) -> int:
         """Parameters of a model with this many experts in a layer."""
-        h, kind = self.hidden_size, self.architecture
-        gpt, biased = kind == "gpt", kind == "gpt_oss" or self.mlp_bias
+        h, family = self.hidden_size, self.family
+        biased, matrices = family.expert_bias or self.mlp_bias, family.mlp_matrices
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        norm = 2 * h if gpt else h
-        head_norms, latents = 2 * self.head_dim, (self.q_lora_rank or 0) + (self.kv_lora_rank or 0)
-        qk_norms = {"qwen3": head_norms, "qwen3_moe": head_norms, "olmo2": q + kv, "deepseek_v3": latents}
-        attention = self.projection_weights + self.attention_bias * (q + 2 * kv + h) + qk_norms.get(kind, 0)
-        sinks = self.num_attention_heads if kind == "gpt_oss" else 0
-        wide = 1 if gpt else 2  # gate and up
+        attention = self.projection_weights + self.attention_bias * (q + 2 * kv + h)
+        layer = attention + 2 * h + family.further_parameters(self)
 
         def mlp(width: int) -> int:
-            return (wide + 1) * h * width + biased * (wide * width + h)
+            return matrices * h * width + biased * ((matrices - 1) * width + h)
 
         mlps = (self.num_hidden_layers - self.num_expert_layers) * mlp(self.intermediate_size)
         if experts is not None:
-            router = (h + (kind in ("gpt_oss", "deepseek_v3"))) * (self.num_experts or 0)
+            router = (h + (family.expert_bias or family.selection_bias)) * (self.num_experts or 0)
             used = experts + (self.n_shared_experts or 0)
             mlps += self.num_expert_layers * (used * mlp(self.expert_width) + router)
-        ends = self.vocab_size * h * (1 if self.tie_word_embeddings else 2) + norm
-        positions = self.max_position_embeddings * h if gpt else 0
-        return self.num_hidden_layers * (attention + sinks + 2 * norm) + mlps + ends + positions
+        ends = self.vocab_size * h * (1 if self.tie_word_embeddings else 2) + h
+        if not family.rotary:  # learned positions, and the bias of the last norm
+            ends += (self.max_position_embeddings + 1) * h
+        return self.num_hidden_layers * layer + mlps + ends
 
     @model_validator(mode="before")
     @classmethod
@@ -262,7 +248,7 @@ class Model(Section):
         if not isinstance(given, Mapping):
             return given
         values = canonical(given)
-        gpt = values.get("architecture") == "gpt"
+        family = families.find(str(values.get("architecture", "llama")))
         heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
         values = {name: value for name, value in values.items() if not (value is None and name in _DERIVED)}
         if isinstance(heads, int) and heads > 0:
@@ -271,18 +257,14 @@ class Model(Section):
             if all(isinstance(part, int) for part in parts):
                 values.setdefault("head_dim", sum(parts))
             if isinstance(hidden, int) and "head_dim" not in values:
-                unit = heads if gpt else 2 * heads
+                unit = 2 * heads if family.rotary else heads
                 if hidden % unit:
                     below = hidden // unit * unit
-                    sizes = "heads" if gpt else "even heads, as RoPE rotates pairs"
+                    sizes = "even heads, as RoPE rotates pairs" if family.rotary else "heads"
                     reason = f"does not split into {heads} {sizes}, and head_dim is not given"
                     raise ProfileError("hidden_size", hidden, reason, [n for n in (below, below + unit) if n])
                 values["head_dim"] = hidden // heads
-        values.setdefault("attention_bias", values.get("architecture") in ("gpt", "gpt_oss"))
-        for name in ("tie_word_embeddings", "mlp_bias", "scaled_initialization"):
-            values.setdefault(name, gpt)
-        values.setdefault("hidden_act", ACTIVATIONS["gpt" if gpt else "llama"][0])
-        return values
+        return {name: valid[0] for name, valid in family.supported.items()} | values
 
     @model_validator(mode="after")
     def _possible(self) -> Model:
@@ -291,35 +273,25 @@ class Model(Section):
             valid = [n for n in range(1, heads + 1) if heads % n == 0]
             reason, nearest = f"does not divide {heads} query heads", neighbours(kv_heads, valid)
             raise ProfileError("num_key_value_heads", kv_heads, reason, nearest)
-        if self.hidden_act not in ACTIVATIONS[self.architecture]:
-            reason = f"is not an activation of {self.architecture}"
-            raise ProfileError("hidden_act", self.hidden_act, reason, ACTIVATIONS[self.architecture])
-        for name, families, meaning in OPTIONAL:
-            if getattr(self, name) is not None and self.architecture not in families:
-                reason = f"{self.architecture} has no {meaning}"
-                raise ProfileError(name, getattr(self, name), reason, ["null"])
+        family = self.family
+        for name, meaning in families.OPTIONAL.items():
+            if (value := getattr(self, name)) is not None and name not in family.fields:
+                raise ProfileError(name, value, f"{self.architecture} has no {meaning}", ["null"])
+        for name, valid in family.supported.items():
+            if (value := getattr(self, name)) not in valid:
+                value = getattr(value, "rope_type", value)
+                reason = f"is not supported for {self.architecture}"
+                raise ProfileError(name, value, reason, ["null" if each is None else each for each in valid])
         if self.full_attention_every is not None and self.sliding_window is None:
             reason = "is set, but no sliding_window that the other layers attend within"
             raise ProfileError("full_attention_every", self.full_attention_every, reason, ["null"])
         self._check_experts()
         self._check_latents()
         self._check_parametrization()
-        if self.architecture in ROTARY:
+        if family.rotary:
             for name in ("dropout", "mlp_dropout"):
                 if rate := getattr(self, name):
                     raise ProfileError(name, rate, f"{self.architecture} has no dropout", [0.0])
-            if self.attention_bias and self.architecture in ("mistral", "dbrx", "deepseek_v3"):
-                reason = f"{self.architecture} has no biases in its attention"
-                raise ProfileError("attention_bias", True, reason, [False])
-            if self.architecture == "dbrx":
-                for name, value in (("norm_eps", dbrx_config.NORM_EPS), ("tie_word_embeddings", False)):
-                    if (found := getattr(self, name)) != value:
-                        raise ProfileError(name, found, "is not supported for dbrx", [value])
-                if self.rope_scaling:
-                    reason = "is not supported for dbrx"
-                    raise ProfileError("rope_scaling", self.rope_scaling.rope_type, reason, ["null"])
-            if self.mlp_bias and self.architecture != "llama":
-                raise ProfileError("mlp_bias", True, f"{self.architecture} has no biases in its MLP", [False])
             name = "head_dim" if self.qk_rope_head_dim is None else "qk_rope_head_dim"
             if (size := self.rotary_dim) % 2:
                 reason = "RoPE rotates pairs, so it must be even"
@@ -332,8 +304,6 @@ class Model(Section):
         if self.head_dim * heads != self.hidden_size:
             reason = f"gpt needs {heads} heads · head_dim = hidden_size {self.hidden_size}"
             raise ProfileError("head_dim", self.head_dim, reason, [self.hidden_size // heads])
-        if self.rope_scaling:
-            raise ProfileError("rope_scaling", self.rope_scaling.rope_type, "gpt has no RoPE", ["null"])
         return self
 
     def _check_parametrization(self) -> None:
@@ -349,8 +319,9 @@ class Model(Section):
                 raise ProfileError(name, given, f"has no effect with parametrization {kind}", ["null"])
         if kind == "standard":
             return
-        if self.architecture not in PARAMETRIZED:
-            reason = f"is not supported for {self.architecture}; its scales are known for {', '.join(PARAMETRIZED)}"
+        if not self.family.parametrized:
+            known = [name for name, family in families.OWN.items() if family.parametrized]
+            reason = f"is not supported for {self.architecture}; its scales are known for {', '.join(known)}"
             raise ProfileError("parametrization", kind, reason, ["standard"])
         for name in ("attention_bias", "mlp_bias"):
             if getattr(self, name):
@@ -392,15 +363,8 @@ class Model(Section):
 
     def _check_experts(self) -> None:
         kind, experts, chosen = self.architecture, self.num_experts, self.num_experts_per_tok
-        fields = {
-            "num_experts": experts,
-            "num_experts_per_tok": chosen,
-            "moe_intermediate_size": self.moe_intermediate_size,
-        }
-        if kind not in EXPERTS:
-            for name, value in fields.items():
-                if value is not None:
-                    raise ProfileError(name, value, f"{kind} has no experts", ["null"])
+        fields = self.family.fields
+        if "num_experts" not in fields:
             return
         if experts is None or chosen is None:
             name = "num_experts" if experts is None else "num_experts_per_tok"
@@ -408,15 +372,9 @@ class Model(Section):
         if chosen > experts:
             reason = f"is more than num_experts {experts}"
             raise ProfileError("num_experts_per_tok", chosen, reason, [experts])
-        if kind not in ("qwen3_moe", "deepseek_v3"):
-            if self.moe_intermediate_size is not None:
-                reason = f"{kind}'s experts have the width intermediate_size"
-                raise ProfileError("moe_intermediate_size", self.moe_intermediate_size, reason, ["null"])
-            if self.attention_bias and kind == "mixtral":
-                raise ProfileError("attention_bias", True, "mixtral has no biases", [False])
-            if not self.norm_topk_prob and kind != "dbrx":
-                raise ProfileError("norm_topk_prob", False, f"{kind}'s weights sum to 1", [True])
-        elif self.moe_intermediate_size is None:
+        if "norm_topk_prob" not in fields and not self.norm_topk_prob:
+            raise ProfileError("norm_topk_prob", False, f"{kind}'s weights sum to 1", [True])
+        if "moe_intermediate_size" in fields and self.moe_intermediate_size is None:
             reason = f"is missing; it is the width of {kind}'s experts"
             raise ProfileError("moe_intermediate_size", None, reason, [self.intermediate_size])
 

@@ -3,6 +3,8 @@
 A ```python block is the file that its first line names; a ```text block is the output of the block above it.
 """
 
+import json
+import os
 import re
 import runpy
 import sys
@@ -11,11 +13,16 @@ from pathlib import Path
 import pytest
 
 from profiles import resolve
+from tasks import keys
 from tasks.launchers import create
 from tasks.launchers.conformance import LauncherConformance
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 EXAMPLE = re.compile(r"^```python\n# (\S+)\.py\n(.*?)^```$(?:\s+^```text\n(.*?)^```$)?", re.M | re.S)
+ENTRIES = {
+    group: entry.replace('"', "")
+    for group, entry in re.findall(r'^\[project\.entry-points\."(\S+)"\]\n(.+)$', PAGE.read_text(), re.M)
+}
 EXAMPLES = {name: (code, output) for name, code, output in EXAMPLE.findall(PAGE.read_text())}
 
 
@@ -26,6 +33,12 @@ def examples(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")  # of ranks
+    for group, entry in ENTRIES.items():  # each as its package would install it
+        folder = tmp_path / f"{entry.partition(' ')[0]}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: example\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[{group}]\n{entry}\n")
     yield tmp_path
     for name in EXAMPLES:
         sys.modules.pop(name, None)
@@ -90,13 +103,6 @@ class TestNiceLauncher(LauncherConformance):
 
     ranks = 0
 
-    @pytest.fixture(autouse=True)
-    def _installed(self, examples):
-        folder = examples / "nice-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: nice\nVersion: 1.0\n")
-        (folder / "entry_points.txt").write_text("[trainshed.launchers]\nnice = nice_launcher:NiceLauncher\n")
-
     def create(self):
         profile = resolve.load("tiny", ["cluster.launcher=nice"])
         resolve.check(profile)
@@ -118,3 +124,30 @@ def test_csv_reader_of_the_page_rejects_a_file_without_the_column(examples):
     shard = Shard("notes.csv", "csv", "", (str(examples / "notes.csv"),), column="body")
     with pytest.raises(SourceError, match="no column body"):
         list(csv_reader.documents(shard, None))
+
+
+def test_model_of_the_page_equals_transformers_trains_and_is_exported(examples, prefect_server):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from flows.pretrain import pretrain
+    from tests.flows.micro import exported, write_profile
+    from tests.forked_jobs import forked_jobs
+    from tests.modeling.models.huggingface import assert_match
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+    assert_match(Qwen2ForCausalLM, Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    overrides = ["model.architecture=qwen2", "parallel.tensor=2", "cluster.devices_per_node=2"]
+    micro, store = str(write_profile(examples)), examples / "store"
+    with forked_jobs():
+        result = pretrain(micro, overrides, None, str(store))
+    (dataset,) = (store / "artifacts/dataset").iterdir()
+    assert json.loads((Path(result["export"]) / "config.json").read_text())["architectures"] == [
+        "Qwen2ForCausalLM"
+    ]
+    loss, _ = exported(result["export"], dataset, 32)
+    assert loss == pytest.approx(result["validation_loss"], abs=1e-3)
+
+    profile = resolve.load(micro, overrides)
+    key = keys.checkpoint(profile, "weights")
+    (examples / "qwen2.py").write_text("# edited\n")
+    assert keys.checkpoint(profile, "weights") != key

@@ -28,7 +28,7 @@ from modeling.conversion.convert import Options, convert
 from modeling.conversion.lora import TrainedAdapters, read_adapters
 from modeling.data.prefetch import read_batch
 from modeling.data.records import open_samples
-from modeling.models.weight_names import huggingface_tensor
+from modeling.models.families import huggingface_tensor
 from modeling.training.preference.reference import log_probabilities
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer

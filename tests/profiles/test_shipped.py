@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from modeling.models.build import MODELS, partition_layers
+from modeling.models.build import partition_layers
+from modeling.models.families import model_class
 from modeling.planning.planner import plan
 from parallel import Mesh
 from parallel import device as devices
@@ -166,7 +167,7 @@ def load(name: str) -> Profile:
 
 def build(profile: Profile, mesh: Mesh, layers: range):
     sequence_parallel = profile.parallel.sequence_parallel
-    return MODELS[profile.model.architecture](
+    return model_class(profile.model.architecture)(
         profile.model, mesh, layers, sequence_parallel=sequence_parallel, device="meta"
     )
 

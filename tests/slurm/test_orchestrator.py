@@ -73,7 +73,8 @@ def healthy(address: str) -> bool:
 def deployment(prefect_server, tmp_path_factory):
     """The worker of the deployment `pretrain/tiny`, registered like by `trainshed up`, and the deployment's id."""
     register(prefect_server, "tiny")
-    (found,) = (each for each in ask(f"{prefect_server}/deployments/filter") if "pretrain" in each["tags"])
+    every = ask(f"{prefect_server}/deployments/filter")  # also what other tests registered on this server
+    (found,) = (each for each in every if each["name"] == "tiny" and "pretrain" in each["tags"])
     with worker(prefect_server, tmp_path_factory.mktemp("worker") / "worker.log") as started:
         yield started, found["id"]
 

@@ -1,5 +1,38 @@
-"""Model families, one file each, written like its paper.
+"""Model families, one file each, written like its paper: the block, the model, and where Hugging Face keeps its weights.
 
-Start with `llama.py`, from whose parts the other families but GPT are made. Imports what families
-share in `modeling.models`, `parallel` and `profiles`.
+Start with `llama.py`, from whose parts the other families but GPT are made; each has an entry in `profiles/sections/families.py`.
+Imports what families share in `modeling.models`, `parallel` and `profiles`.
 """
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+from modeling.models.weight_names import HuggingFaceTensor
+from profiles.sections import families
+from profiles.sections.model import Model
+
+if TYPE_CHECKING:
+    from modeling.models.language_model import LanguageModel
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert
+
+
+@cache
+def model_class(architecture: str) -> type[LanguageModel]:
+    """The model of an architecture, also of one that an installed package adds."""
+    return resolve_name(families.find(architecture).model)
+
+
+def huggingface_tensor(model: Model, name: str) -> HuggingFaceTensor:
+    """The Hugging Face tensor that holds our tensor `name`. Raises ValueError if the architecture has no such tensor."""
+    entry = model_class(model.architecture).huggingface_tensors(model).get(_NUMBER.sub("{}", name))
+    if entry is None:
+        raise ValueError(f"{name}: {model.architecture} has no tensor of this name")
+    numbers = [int(number) for number in _NUMBER.findall(name)]
+    index = entry.place(model, numbers) if entry.place else ()
+    return replace(entry, name=entry.name.format(*numbers), index=index)

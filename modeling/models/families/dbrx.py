@@ -8,9 +8,12 @@ Shapes as in `llama.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from modeling.models.families import llama, mixtral
+from modeling.models.weight_names import HuggingFaceTensor, Index, rows_of
 from parallel import Mesh
 from parallel.layers.norms import CenteredNorm
 from parallel.random import Keys
@@ -31,7 +34,39 @@ class Block(mixtral.Block):
     attention_layer, norm_layer = Attention, CenteredNorm
 
 
+def _expert_rows(model: Model, numbers: Sequence[int]) -> Index:
+    """Rows of an expert among those of all."""
+    return (slice(numbers[1] * model.expert_width, (numbers[1] + 1) * model.expert_width),)
+
+
+_DBRX = "transformer.blocks.{}"
+WEIGHTS = {
+    "embedding.weight": HuggingFaceTensor("transformer.wte.weight"),
+    "layers.{}.attention_norm.weight": HuggingFaceTensor(f"{_DBRX}.norm_attn_norm.norm_1.weight"),
+    **{
+        f"layers.{{}}.attention.qkv.{letter}.weight": HuggingFaceTensor(
+            f"{_DBRX}.norm_attn_norm.attn.Wqkv.weight",
+            place=lambda model, _, part=part: (rows_of(part, model),),
+        )
+        for part, letter in enumerate("qkv")
+    },
+    "layers.{}.attention.output.weight": HuggingFaceTensor(f"{_DBRX}.norm_attn_norm.attn.out_proj.weight"),
+    "layers.{}.mlp_norm.weight": HuggingFaceTensor(f"{_DBRX}.norm_attn_norm.norm_2.weight"),
+    "layers.{}.mlp.router.weight": HuggingFaceTensor(f"{_DBRX}.ffn.router.layer.weight"),
+    "layers.{}.mlp.gate_up.{}.gate.weight": HuggingFaceTensor(
+        f"{_DBRX}.ffn.experts.mlp.w1", place=_expert_rows
+    ),
+    "layers.{}.mlp.gate_up.{}.up.weight": HuggingFaceTensor(
+        f"{_DBRX}.ffn.experts.mlp.v1", place=_expert_rows
+    ),
+    "layers.{}.mlp.down.{}.weight": HuggingFaceTensor(f"{_DBRX}.ffn.experts.mlp.w2", True, _expert_rows),
+    "norm.weight": HuggingFaceTensor("transformer.norm_f.weight"),
+    "head.weight": HuggingFaceTensor("lm_head.weight"),
+}
+
+
 class Dbrx(llama.Llama):
     """DBRX, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
     block, norm_layer = Block, CenteredNorm
+    weights = WEIGHTS

@@ -14,6 +14,8 @@ rotated, and value heads of u; heads are sharded over tensor ranks, and each ran
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +23,7 @@ from modeling.models import parametrization
 from modeling.models.families import llama, mixtral
 from modeling.models.families.llama import MLP
 from modeling.models.rope import rotate, score_factor, split_pairs
+from modeling.models.weight_names import HuggingFaceTensor
 from parallel import ColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear, collectives
 from parallel.attention.attention import attention
 from parallel.experts.router import Routing
@@ -122,7 +125,52 @@ class Block(mixtral.Block):
         return x + self.shared(y, keys) + self.mlp(y, cos.shape[1])  # s/c tokens of a sample
 
 
+_LATENTS = {  # our layer: theirs
+    "kv_norm": "kv_a_layernorm",
+    "kv": "kv_b_proj",
+    "latents.kv": "kv_a_proj_with_mqa",
+    "q_norm": "q_a_layernorm",
+    "latents.q": "q_a_proj",
+}
+_SHARED = "model.layers.{}.mlp.shared_experts"
+WEIGHTS = {
+    **{
+        name: entry
+        for name, entry in llama.WEIGHTS.items()
+        if ".qkv." not in name and not name.endswith(".bias")
+    },
+    **{
+        name: entry
+        for name, entry in mixtral.expert_weights(
+            "mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"
+        ).items()
+        if ".mlp." in name
+    },
+    **{
+        f"layers.{{}}.attention.{ours}.weight": HuggingFaceTensor(
+            f"model.layers.{{}}.self_attn.{theirs}.weight"
+        )
+        for ours, theirs in _LATENTS.items()
+    },
+    "layers.{}.attention.q.weight": HuggingFaceTensor("model.layers.{}.self_attn.q_b_proj.weight"),
+    "layers.{}.mlp.router.selection_bias": HuggingFaceTensor(
+        "model.layers.{}.mlp.gate.e_score_correction_bias"
+    ),
+    "layers.{}.shared.gate_up.gate.weight": HuggingFaceTensor(f"{_SHARED}.gate_proj.weight"),
+    "layers.{}.shared.gate_up.up.weight": HuggingFaceTensor(f"{_SHARED}.up_proj.weight"),
+    "layers.{}.shared.down.weight": HuggingFaceTensor(f"{_SHARED}.down_proj.weight"),
+}
+
+
 class DeepseekV3(llama.Llama):
     """DeepSeek-V3, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
     block = Block
+    weights = WEIGHTS
+
+    @classmethod
+    def huggingface_tensors(cls, model: Model) -> Mapping[str, HuggingFaceTensor]:
+        if model.q_lora_rank:
+            return cls.weights
+        queries = HuggingFaceTensor("model.layers.{}.self_attn.q_proj.weight")  # without a latent
+        return {**cls.weights, "layers.{}.attention.q.weight": queries}

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.models.language_model import LanguageModel
+from modeling.models.weight_names import HuggingFaceTensor, rows_of
 from parallel import (
     ColumnParallelLinear,
     Embedding,
@@ -107,10 +108,43 @@ class Block(nn.Module):
         return dropout(y, keys.fold(site).hidden, self.dropout)
 
 
+def _gpt_attention(part: int) -> dict[str, HuggingFaceTensor]:
+    ours, theirs = f"layers.{{}}.attention.qkv.{'qkv'[part]}", "transformer.h.{}.attn.c_attn"
+    return {
+        f"{ours}.weight": HuggingFaceTensor(
+            f"{theirs}.weight", True, lambda model, _: (slice(None), rows_of(part, model))
+        ),
+        f"{ours}.bias": HuggingFaceTensor(f"{theirs}.bias", False, lambda model, _: (rows_of(part, model),)),
+    }
+
+
+WEIGHTS = {
+    "embedding.weight": HuggingFaceTensor("transformer.wte.weight"),
+    "positions.weight": HuggingFaceTensor("transformer.wpe.weight"),
+    "layers.{}.attention_norm.weight": HuggingFaceTensor("transformer.h.{}.ln_1.weight"),
+    "layers.{}.attention_norm.bias": HuggingFaceTensor("transformer.h.{}.ln_1.bias"),
+    **_gpt_attention(0),
+    **_gpt_attention(1),
+    **_gpt_attention(2),
+    "layers.{}.attention.output.weight": HuggingFaceTensor("transformer.h.{}.attn.c_proj.weight", True),
+    "layers.{}.attention.output.bias": HuggingFaceTensor("transformer.h.{}.attn.c_proj.bias"),
+    "layers.{}.mlp_norm.weight": HuggingFaceTensor("transformer.h.{}.ln_2.weight"),
+    "layers.{}.mlp_norm.bias": HuggingFaceTensor("transformer.h.{}.ln_2.bias"),
+    "layers.{}.mlp.up.weight": HuggingFaceTensor("transformer.h.{}.mlp.c_fc.weight", True),
+    "layers.{}.mlp.up.bias": HuggingFaceTensor("transformer.h.{}.mlp.c_fc.bias"),
+    "layers.{}.mlp.down.weight": HuggingFaceTensor("transformer.h.{}.mlp.c_proj.weight", True),
+    "layers.{}.mlp.down.bias": HuggingFaceTensor("transformer.h.{}.mlp.c_proj.bias"),
+    "norm.weight": HuggingFaceTensor("transformer.ln_f.weight"),
+    "norm.bias": HuggingFaceTensor("transformer.ln_f.bias"),
+    "head.weight": HuggingFaceTensor("lm_head.weight"),
+}
+
+
 class GPT(LanguageModel):
     """GPT, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
     block, norm_layer = Block, LayerNorm
+    weights = WEIGHTS
 
     def add_position_embedding(self, **options: object) -> None:
         rows, hidden = self.model.max_position_embeddings, self.model.hidden_size

@@ -9,9 +9,11 @@ attention have biases. Shapes as in `llama.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 
 from modeling.models.families import llama, mixtral
+from modeling.models.weight_names import HuggingFaceTensor, Index, Place
 from parallel import Mesh, Normal
 from parallel.experts.router import Routing
 from parallel.layout import Layout, Section, parameter
@@ -35,7 +37,40 @@ class Block(mixtral.Block):
         return Routing(model.num_experts, model.num_experts_per_tok, bias=True)
 
 
+def _interleaved(half: int, dims: int) -> Place:
+    """Every second column of an expert: gate in the even ones, up in the odd ones."""
+
+    def place(model: Model, numbers: Sequence[int]) -> Index:
+        columns = slice(half, 2 * model.expert_width, 2)
+        return (numbers[1], *[slice(None)] * (dims - 1), columns)
+
+    return place
+
+
+_GPT_OSS = "model.layers.{}.mlp.experts"
+WEIGHTS = {
+    **{name: entry for name, entry in llama.WEIGHTS.items() if ".mlp." not in name},
+    "layers.{}.attention.sinks": HuggingFaceTensor("model.layers.{}.self_attn.sinks"),
+    "layers.{}.mlp.router.weight": HuggingFaceTensor("model.layers.{}.mlp.router.weight"),
+    "layers.{}.mlp.router.bias": HuggingFaceTensor("model.layers.{}.mlp.router.bias"),
+    **{
+        f"layers.{{}}.mlp.gate_up.{{}}.{name}.{kind}": HuggingFaceTensor(
+            f"{_GPT_OSS}.{stored}", dims == 2, _interleaved(half, dims)
+        )
+        for half, name in enumerate(("gate", "up"))
+        for kind, stored, dims in (("weight", "gate_up_proj", 2), ("bias", "gate_up_proj_bias", 1))
+    },
+    "layers.{}.mlp.down.{}.weight": HuggingFaceTensor(
+        f"{_GPT_OSS}.down_proj", True, lambda _, numbers: (numbers[1],)
+    ),
+    "layers.{}.mlp.down.{}.bias": HuggingFaceTensor(
+        f"{_GPT_OSS}.down_proj_bias", False, lambda _, numbers: (numbers[1],)
+    ),
+}
+
+
 class GptOss(llama.Llama):
     """GPT-OSS, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
     block = Block
+    weights = WEIGHTS

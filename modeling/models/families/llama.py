@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from modeling.models import parametrization
 from modeling.models.language_model import LanguageModel
 from modeling.models.rope import attention_factor, cos_sin, inverse_frequencies, rotate
+from modeling.models.weight_names import HuggingFaceTensor
 from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear
 from parallel.attention.attention import attention
 from parallel.random import Keys
@@ -97,10 +98,34 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x), keys)
 
 
+WEIGHTS = {
+    "embedding.weight": HuggingFaceTensor("model.embed_tokens.weight"),
+    "layers.{}.attention_norm.weight": HuggingFaceTensor("model.layers.{}.input_layernorm.weight"),
+    "layers.{}.attention.qkv.q.weight": HuggingFaceTensor("model.layers.{}.self_attn.q_proj.weight"),
+    "layers.{}.attention.qkv.k.weight": HuggingFaceTensor("model.layers.{}.self_attn.k_proj.weight"),
+    "layers.{}.attention.qkv.v.weight": HuggingFaceTensor("model.layers.{}.self_attn.v_proj.weight"),
+    "layers.{}.attention.qkv.q.bias": HuggingFaceTensor("model.layers.{}.self_attn.q_proj.bias"),
+    "layers.{}.attention.qkv.k.bias": HuggingFaceTensor("model.layers.{}.self_attn.k_proj.bias"),
+    "layers.{}.attention.qkv.v.bias": HuggingFaceTensor("model.layers.{}.self_attn.v_proj.bias"),
+    "layers.{}.attention.output.weight": HuggingFaceTensor("model.layers.{}.self_attn.o_proj.weight"),
+    "layers.{}.attention.output.bias": HuggingFaceTensor("model.layers.{}.self_attn.o_proj.bias"),
+    "layers.{}.mlp_norm.weight": HuggingFaceTensor("model.layers.{}.post_attention_layernorm.weight"),
+    "layers.{}.mlp.gate_up.gate.weight": HuggingFaceTensor("model.layers.{}.mlp.gate_proj.weight"),
+    "layers.{}.mlp.gate_up.up.weight": HuggingFaceTensor("model.layers.{}.mlp.up_proj.weight"),
+    "layers.{}.mlp.gate_up.gate.bias": HuggingFaceTensor("model.layers.{}.mlp.gate_proj.bias"),
+    "layers.{}.mlp.gate_up.up.bias": HuggingFaceTensor("model.layers.{}.mlp.up_proj.bias"),
+    "layers.{}.mlp.down.weight": HuggingFaceTensor("model.layers.{}.mlp.down_proj.weight"),
+    "layers.{}.mlp.down.bias": HuggingFaceTensor("model.layers.{}.mlp.down_proj.bias"),
+    "norm.weight": HuggingFaceTensor("model.norm.weight"),
+    "head.weight": HuggingFaceTensor("lm_head.weight"),
+}
+
+
 class Llama(LanguageModel):
     """Llama, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
     block, norm_layer = Block, RMSNorm
+    weights = WEIGHTS
 
     def __init__(self, model: Model, mesh: Mesh, layers: range | None = None, **options: object) -> None:
         super().__init__(model, mesh, layers, **options)

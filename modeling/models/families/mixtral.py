@@ -14,6 +14,7 @@ from types import MappingProxyType
 from torch import Tensor, nn
 
 from modeling.models.families import llama
+from modeling.models.weight_names import HuggingFaceTensor
 from parallel import Mesh, Normal
 from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.router import Routing
@@ -40,7 +41,23 @@ class Block(llama.Block):
         return x + self.mlp(self.mlp_norm(x), cos.shape[1])  # s/c tokens of a sample
 
 
+def expert_weights(router: str, experts: str, gate: str, up: str, down: str) -> dict[str, HuggingFaceTensor]:
+    """The weights of a mixture of experts in place of an MLP, one tensor for each expert's projection."""
+    return {
+        **{name: entry for name, entry in llama.WEIGHTS.items() if ".mlp." not in name},
+        "layers.{}.mlp.router.weight": HuggingFaceTensor(f"model.layers.{{}}.{router}.weight"),
+        "layers.{}.mlp.gate_up.{}.gate.weight": HuggingFaceTensor(
+            f"model.layers.{{}}.{experts}.{{}}.{gate}.weight"
+        ),
+        "layers.{}.mlp.gate_up.{}.up.weight": HuggingFaceTensor(
+            f"model.layers.{{}}.{experts}.{{}}.{up}.weight"
+        ),
+        "layers.{}.mlp.down.{}.weight": HuggingFaceTensor(f"model.layers.{{}}.{experts}.{{}}.{down}.weight"),
+    }
+
+
 class Mixtral(llama.Llama):
     """Mixtral, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
     block = Block
+    weights = expert_weights("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")

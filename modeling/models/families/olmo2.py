@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from modeling.models.families import llama
+from modeling.models.weight_names import HuggingFaceTensor
 from parallel import Mesh
 from parallel.layers.norms import ProjectionNorm
 from parallel.random import Keys
@@ -40,7 +41,17 @@ class Block(llama.Block):
         return x + self.mlp_norm(self.mlp(x, keys))
 
 
+WEIGHTS = {
+    **llama.WEIGHTS,
+    "layers.{}.attention.q_norm.weight": HuggingFaceTensor("model.layers.{}.self_attn.q_norm.weight"),
+    "layers.{}.attention.k_norm.weight": HuggingFaceTensor("model.layers.{}.self_attn.k_norm.weight"),
+    "layers.{}.attention_norm.weight": HuggingFaceTensor("model.layers.{}.post_attention_layernorm.weight"),
+    "layers.{}.mlp_norm.weight": HuggingFaceTensor("model.layers.{}.post_feedforward_layernorm.weight"),
+}
+
+
 class Olmo2(llama.Llama):
     """OLMo 2, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
     block = Block
+    weights = WEIGHTS

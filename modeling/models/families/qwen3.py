@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from modeling.models.families import llama
+from modeling.models.weight_names import HuggingFaceTensor
 from parallel import Mesh
 from parallel.layers.norms import HeadNorm
 from profiles.sections.model import Model
@@ -29,7 +30,15 @@ class Block(llama.Block):
     attention_layer = Attention
 
 
+WEIGHTS = {
+    **llama.WEIGHTS,
+    "layers.{}.attention.qk_norm.q.weight": HuggingFaceTensor("model.layers.{}.self_attn.q_norm.weight"),
+    "layers.{}.attention.qk_norm.k.weight": HuggingFaceTensor("model.layers.{}.self_attn.k_norm.weight"),
+}
+
+
 class Qwen3(llama.Llama):
     """Qwen3, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
     block = Block
+    weights = WEIGHTS

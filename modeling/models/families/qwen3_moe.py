@@ -14,7 +14,14 @@ class Block(mixtral.Block):
     attention_layer = qwen3.Attention
 
 
+WEIGHTS = {
+    **mixtral.expert_weights("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    **{name: entry for name, entry in qwen3.WEIGHTS.items() if ".qk_norm." in name},
+}
+
+
 class Qwen3Moe(Llama):
     """Qwen3-MoE, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
     block = Block
+    weights = WEIGHTS

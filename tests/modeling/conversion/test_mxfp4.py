@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from modeling.conversion import formats, mxfp4
 from modeling.conversion.convert import Options, convert
-from modeling.models.build import MODELS
+from modeling.models.families import model_class
 from parallel import Mesh
 from tests.modeling.models.huggingface import boxes
 
@@ -112,7 +112,7 @@ def test_published_checkpoint_converts_to_transformers_weights_and_logits(publis
     assert "quantization_config" not in config
 
     weights = formats.read(published, None, None)
-    ours = MODELS["gpt_oss"](weights.model, Mesh())
+    ours = model_class("gpt_oss")(weights.model, Mesh())
     with torch.no_grad():
         for parameter, box in boxes(ours):
             box.view(parameter).copy_(weights.read(box.name, box.offsets, box.sizes))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from modeling.models import weight_names
-from modeling.models.build import MODELS
+from modeling.models import families
+from modeling.models.families import model_class
 from parallel import Mesh
 from parallel.layout import Box, layout_of
 from profiles.huggingface.config import from_config_json
@@ -28,7 +28,7 @@ def boxes(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, Box]]:
 def to_our_names(model: Model, names: list[str], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Hugging Face tensors, as in a model or in its files, under our names."""
     tensors = as_stored(model.architecture, tensors)
-    stored = {name: weight_names.huggingface_tensor(model, name) for name in names}
+    stored = {name: families.huggingface_tensor(model, name) for name in names}
     return {name: where.read(tensors[where.name]) for name, where in stored.items()}
 
 
@@ -73,7 +73,7 @@ def build_pair(
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
     description = Model(**from_config_json(config.to_dict()))
-    ours = MODELS[description.architecture](description, Mesh())
+    ours = model_class(description.architecture)(description, Mesh())
     names = [box.name for _, box in boxes(ours)]
     weights = to_our_names(description, names, theirs.state_dict())
     with torch.no_grad():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from modeling.models.weight_names import huggingface_tensor
+from modeling.models.families import huggingface_tensor
 from modeling.training import generate
 from modeling.training.trainer import Trainer
 from parallel import initialize
