@@ -1,18 +1,19 @@
 """Documentation: commands run, links resolve, generated pages and pictures are current.
 
-All ```sh blocks of a page run in order in one folder. A ```sh cluster block needs a cluster, an account or hours, so only the
-arguments of `trainshed` and module names are checked. Commands elsewhere are an error.
+All ```sh blocks of a page run in order in one folder, and print lines of the shape of the sample below them. A ```sh cluster
+block needs a cluster, an account or hours, so only the arguments of `trainshed` and module names are checked, and the samples of
+plans. Commands elsewhere are an error.
 """
 
 import importlib.util
+import io
 import json
 import logging
-import os
 import re
 import shlex
 import subprocess
 import tomllib
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import groupby
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from tests.forked_jobs import forked_jobs
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-BLOCK = re.compile(r"^```sh( cluster)?\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"^```sh( cluster)?\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.M | re.S)
 COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(?:trainshed|make|python3?(?: -P)? -m) ")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 # Overrides with which any pretraining run takes seconds instead of minutes, on one rank.
@@ -62,10 +63,25 @@ RECORDS = {
 }
 
 
-def blocks(page: Path) -> list[tuple[bool, str]]:
-    """(needs a cluster, commands with continued lines joined) of each block."""
+def blocks(page: Path) -> list[tuple[bool, str, str]]:
+    """(needs a cluster, commands with continued lines joined, sample of their output or "") of each block."""
     found = BLOCK.findall(page.read_text())
-    return [(bool(cluster), commands.replace("\\\n", " ")) for cluster, commands in found]
+    return [(bool(cluster), commands.replace("\\\n", " "), sample) for cluster, commands, sample in found]
+
+
+def shape(line: str) -> str:
+    """A line of output without its numbers, units of bytes, bars and spacing."""
+    line = re.sub(r"\b[0-9a-f]{32}\b", "key", line)
+    line = re.sub(r"\d[\d.,:/]*(?:e[+-]?\d+)?", "#", re.sub("[░▒▓█]+", "", line))
+    line = re.sub(r"# (?:[KMGT]iB|bytes)\b", "# B", line)
+    return " ".join(re.sub(r"# (?:s|min|h)\b", "# s", line).split())
+
+
+def missing(sample: str, output: str) -> list[str]:
+    """Lines of a sample that the output has none of the shape of; … stands for anything."""
+    lines = {shape(line) for line in output.splitlines()}
+    wanted = [(line, re.escape(shape(line)).replace("…", ".*")) for line in sample.splitlines()]
+    return [line for line, form in wanted if not any(re.fullmatch(form, each) for each in lines)]
 
 
 def reduced(page: Path, line: str) -> str:
@@ -77,6 +93,8 @@ def reduced(page: Path, line: str) -> str:
         own = TEXTS if page.stem != "README" and line.startswith("trainshed run tiny") else {}
         own = RECORDS if line.startswith("trainshed run tiny-") else own
         return " ".join([line, *settings(SMALL | own)])
+    if line.startswith("trainshed fork "):
+        return re.sub(r"@\d+", "@2", line)
     if line.startswith("trainshed chain "):
         named = [word for word in line.split() if word.startswith("tiny")]
         own = {name: RECORDS if name.startswith("tiny-") else TEXTS for name in named}
@@ -94,9 +112,6 @@ def settings(overrides: dict[str, object]) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_documented_commands_succeed(prefect_server, tmp_path, monkeypatch, page):
     """`trainshed` in this process, its ranks forked from one that has imported torch; all else in a shell."""
-    lines = [
-        reduced(page, line) for cluster, text in blocks(page) if not cluster for line in text.splitlines()
-    ]
     (tmp_path / "texts").mkdir()
     write_profile(tmp_path / "texts")
     records = [
@@ -105,22 +120,31 @@ def test_documented_commands_succeed(prefect_server, tmp_path, monkeypatch, page
     ]
     (tmp_path / "texts/records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("PREFECT_API_URL", prefect_server)
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", root.handlers[:])  # the command replaces them
-    for ours, group in groupby(lines, lambda line: line.startswith("trainshed ")):
-        if not ours:
-            shell = ["bash", "-euxo", "pipefail", "-c", "\n".join(group)]
-            subprocess.run(shell, stdin=subprocess.DEVNULL, check=True, timeout=500)
-        for line in group if ours else ():
-            command, _, output = line.partition(" > ")
-            with open(output or os.devnull, "w") as file, redirect_stdout(file), forked_jobs():
-                assert main(shlex.split(command)[1:]) == 0, line
+    for cluster, text, sample in blocks(page):
+        said = io.StringIO()
+        lines = [] if cluster else [reduced(page, line) for line in text.splitlines()]
+        for ours, group in groupby(lines, lambda line: line.startswith("trainshed ")):
+            if not ours:
+                shell = ["bash", "-euxo", "pipefail", "-c", "\n".join(group)]
+                subprocess.run(shell, stdin=subprocess.DEVNULL, check=True, timeout=500)
+            for line in group if ours else ():
+                command, _, output = line.partition(" > ")
+                root.handlers.clear()  # as in a process of its own
+                with redirect_stdout(said), redirect_stderr(said), forked_jobs():
+                    assert main(shlex.split(command)[1:]) == 0, line
+                if output:
+                    Path(output).write_text(said.getvalue())
+        if not cluster and "trainshed" in text:
+            assert missing(sample, said.getvalue()) == [], said.getvalue()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_cluster_commands_have_valid_arguments(page):
-    for cluster, text in blocks(page):
+    for cluster, text, _ in blocks(page):
         for line in text.splitlines() if cluster else ():
             words = shlex.split(line, comments=True)
             if words and Path(words[0]).name == "trainshed":
@@ -130,6 +154,24 @@ def test_cluster_commands_have_valid_arguments(page):
                 assert not module or importlib.util.find_spec(module), line
                 # A user's own tasks.py or profiles/ in the working folder must not be imported in place of ours.
                 assert "-P" in words or not module.startswith(("flows.", "modeling.")), line
+
+
+PLANS = [
+    (page.stem, line.removeprefix(".venv/bin/"), sample)
+    for page in PAGES
+    for cluster, text, sample in blocks(page)
+    for line in text.splitlines()
+    if cluster and sample and line.startswith("trainshed plan ")
+]
+
+
+@pytest.mark.parametrize(("page", "line", "sample"), PLANS, ids=lambda value: value.partition("\n")[0])
+def test_sample_of_a_plan_is_what_the_planner_prints(page, line, sample):
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        main(shlex.split(line)[1:])
+    printed = " ".join(said.getvalue().split())  # wherever lines are wrapped
+    assert [part for part in sample.split("\n\n") if " ".join(part.split()) not in printed] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
