@@ -13,7 +13,7 @@ from flows.ui.summaries import cluster_summary
 from modeling.planning.planner import plan
 from modeling.tracing.trace import trace
 from modeling.tracing.traced_plan import apply_trace
-from profiles import resolve
+from profiles import recompute, resolve
 from profiles.check import PLANNED_ONLY
 from profiles.schema import Profile
 from tasks.reporting.format import format_step_time
@@ -34,9 +34,12 @@ def layout(profile: Profile) -> str:
 
 def describe(profile: Profile) -> tuple[str, str, str, str]:
     """What a row says without a plan."""
-    recompute, layers = profile.train.recompute, profile.train.recompute_layers
-    recompute += "" if layers is None else f" {layers}"
-    return profile.name, cluster_summary(profile), layout(profile), recompute
+    return (
+        profile.name,
+        cluster_summary(profile),
+        layout(profile),
+        recompute.describe(profile.train.recompute),
+    )
 
 
 def row(profile: Profile) -> tuple[tuple[str, ...], bool]:

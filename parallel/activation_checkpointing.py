@@ -15,7 +15,7 @@ need, such as collectives that feed only a saved projection.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any
@@ -25,38 +25,36 @@ from torch import nn
 from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from parallel.constraints import RECOMPUTE_MODES as MODES
 from parallel.host_products import ONEDNN_PRODUCTS
 from parallel.torch_internals import WRAP_LOGGER, all_reduce, reduce_scatter_tensor
-
-MODES = ("none", "selective", "full")
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ONEDNN_PRODUCTS)
 _saved: set[Any] = {*_PRODUCTS, all_reduce.default, reduce_scatter_tensor.default}
 _RECOMPUTE_PRODUCTS = "recompute_products"
 
 
-def apply_activation_checkpointing(blocks: Iterable[nn.Module], mode: str, count: int | None = None) -> None:
+def apply_activation_checkpointing(blocks: Iterable[nn.Module], modes: str | Sequence[str]) -> None:
     """Wrap the forward passes of blocks in activation checkpointing; call it before they are compiled.
 
     Args:
-        mode: one of MODES.
-        count: number of blocks to checkpoint, from the first on; None: all.
+        modes: one of MODES, or one for each block, which has it as `checkpointing` then.
 
     Raises:
-        ValueError: unknown mode.
+        ValueError: unknown mode, or another number of modes than of blocks.
     """
-    if mode not in MODES:
-        raise ValueError(f"recompute = {mode!r} is not one of {', '.join(MODES)}")
-    if mode == "none":
-        return
+    blocks = [*blocks]
+    modes = [modes] * len(blocks) if isinstance(modes, str) else modes
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"recompute = {mode!r} is not one of {', '.join(MODES)}")
     # Silence its warning, once per compiled block, about in-place operations: the blocks have none.
     logging.getLogger(WRAP_LOGGER).setLevel(logging.ERROR)
-    contexts: dict[str, Any] = {}
-    if mode == "selective":
-        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    for number, block in enumerate(blocks):
-        if count is None or number < count:
-            block.forward = _checkpointed(block.forward, contexts)
+    selective = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
+    for block, mode in zip(blocks, modes, strict=True):
+        block.checkpointing = mode
+        if mode != "none":
+            block.forward = _checkpointed(block.forward, selective if mode == "selective" else {})
 
 
 def save_outputs(*operators: Any) -> None:

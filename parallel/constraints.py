@@ -1,10 +1,13 @@
-"""Valid tensor degrees, microbatch counts and pipeline cuts: pure arithmetic, shared with profile validation (no torch)."""
+"""Valid tensor degrees, microbatch counts, pipeline cuts and checkpointing modes: shared with profile validation (no torch)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+
+RECOMPUTE_MODES = ("none", "selective", "full")
+"""Modes of activation checkpointing, in order of the compute that they cost."""
 
 
 def valid_tensor_degrees(heads: int, kv_heads: int) -> list[int]:

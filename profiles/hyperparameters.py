@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from parallel.constraints import minimum_stages_per_rank
 from profiles.errors import ProfileError
+from profiles.recompute import AUTO
 from profiles.schema import Profile
 
 # FP8 recipes, with the accelerators that have them.
@@ -10,13 +12,13 @@ FP8 = {"tensorwise": ("h100", "h200", "b200"), "rowwise": ("h100", "h200", "b200
 
 
 def check_recompute(profile: Profile) -> None:
-    """Raise ProfileError for a number of recomputed layers that has no effect."""
-    train = profile.train
-    if train.recompute_layers is not None and train.recompute in ("none", "auto"):
-        reason = "has no effect: train.recompute is none"
-        if train.recompute == "auto":
-            reason = "conflicts with train.recompute auto, which chooses the layers"
-        raise ProfileError("train.recompute_layers", train.recompute_layers, reason, ["null"])
+    """Raise ProfileError for a list of activation checkpointing that is not one of the pipeline's stages."""
+    value, parallel = profile.train.recompute, profile.parallel
+    ranks, cuts = parallel.pipeline, parallel.pipeline_cuts
+    stages = len(cuts) + 1 if cuts else ranks * minimum_stages_per_rank(parallel.schedule, ranks)
+    if not isinstance(value, str) and len(value) != stages:
+        reason = f"has {len(value)} entries; the pipeline has {stages} stages"
+        raise ProfileError("train.recompute", value, reason, [AUTO])
 
 
 def check_precision(profile: Profile) -> None:

@@ -6,11 +6,14 @@ sees the same one, which is stored with the run.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from parallel.constraints import expert_shard_degree, kv_replicas
+from profiles import recompute
+from profiles.errors import ProfileError
+from profiles.recompute import Recompute
 from profiles.sections.base import (
     CONDITION,
     FUNCTION,
@@ -147,12 +150,10 @@ class Train(Section):
     gradient_dtype: Literal["float32", "bf16"] = Field(
         "float32", description="dtype of gradient accumulation"
     )
-    recompute: Literal["none", "selective", "full", "auto"] = Field(
+    recompute: Recompute = Field(
         "none",
-        description="activation checkpointing; auto: the least that fits the device, and for as few layers as possible",
-    )
-    recompute_layers: Count | None = Field(
-        None, description="number of layers of each pipeline stage, from its first, to checkpoint; null: all"
+        description="activation checkpointing: none, selective or full, of all layers; full 3 + selective 2: of the first layers "
+        "of each pipeline stage; a list: of one stage each; auto: for each layer what fits the device at least cost",
     )
     document_masks: bool = Field(
         False, description="mask attention across documents and restart positions at each document"
@@ -202,6 +203,26 @@ class Train(Section):
         description="skipped steps in a row after which the run rolls back to a checkpoint and excludes their samples",
     )
     rollbacks: Natural = Field(2, description="rollbacks before the run stops")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _join_layers(cls, values: Any) -> Any:
+        """Join `recompute_layers`, which profiles of earlier versions have beside `recompute`."""
+        if not (isinstance(values, dict) and "recompute_layers" in values):
+            return values
+        values = dict(values)
+        layers = values.pop("recompute_layers")
+        return (
+            values
+            if layers is None
+            else values | {"recompute": f"{values.get('recompute', 'none')} {layers}"}
+        )
+
+    @model_validator(mode="after")
+    def _check_recompute(self) -> Self:
+        if reason := recompute.invalid(self.recompute):
+            raise ProfileError("recompute", self.recompute, reason, [*recompute.MODES, recompute.AUTO])
+        return self
 
     @property
     def expert_loss_coefficient(self) -> float:

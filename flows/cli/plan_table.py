@@ -16,6 +16,7 @@ from modeling.planning.search import neighbours
 from modeling.planning.step_time import is_too_short
 from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.recompute import describe
 from profiles.schema import Profile
 from tasks.reporting.advice import passes_warning
 from tasks.reporting.format import (
@@ -103,7 +104,6 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
     step_tokens = train.global_batch_size * train.sequence_length
     device = cluster.accelerator or cluster.device
-    layers = train.recompute_layers
     return [
         ("parameters", _parameters(profile, planned)),
         ("model", f"{model.architecture}, {model.num_hidden_layers} layers of {model.hidden_size:,}, {heads}, "
@@ -112,7 +112,7 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
         ("sharding", _sharding(profile)),
         ("step", f"{train.global_batch_size:,} × {train.sequence_length:,} = {format_count(step_tokens)} tokens, "
                  f"{profile.accumulation_steps:,} microbatch{'es' * (profile.accumulation_steps != 1)}"),
-        ("recompute", train.recompute + (f", the first {layers} layers of each stage" if layers else "")),
+        ("recompute", describe(train.recompute)),
         ("run", length),
     ]  # fmt: skip
 

@@ -20,6 +20,7 @@ from modeling.planning.planner import device_bytes, reserved_share
 from modeling.planning.search import Rejected, Topology, explain, search
 from profiles.check import get_value
 from profiles.errors import format_value
+from profiles.recompute import describe
 from profiles.schema import Profile
 from tasks.reporting.format import format_bytes, format_step_time
 
@@ -111,8 +112,8 @@ def _row(profile: Profile, topology: Topology) -> tuple[str, ...]:
         speed = (format_step_time(planned.step_seconds), rate, mfu)
     degrees = (str(planned.mesh.get(axis, 1)) for axis in _axes(profile))
     memory = f"{planned.needs / planned.device_bytes:.0%}"
-    recompute, layers = (topology.overrides.get(f"train.{key}") for key in ("recompute", "recompute_layers"))
-    return (*degrees, _sharding(topology), recompute + (f" {layers}" if layers else ""), *speed, memory)
+    recompute = describe(topology.overrides["train.recompute"])
+    return (*degrees, _sharding(topology), recompute, *speed, memory)
 
 
 def _sharding(topology: Topology) -> str:

@@ -35,7 +35,7 @@ from parallel.layers.deferred import DeferrableLinear, weight_gradient
 from parallel.layers.tied import TiedWeight, add
 from parallel.loss import LossPrograms, chunk_loss
 from parallel.optimizer.arithmetic import Compile
-from profiles.schema import Profile, Train
+from profiles.schema import Profile
 
 CACHE = "cache.tar"
 STEP = "step"  # functions between the regions, and the optimizer's
@@ -43,7 +43,9 @@ STEP = "step"  # functions between the regions, and the optimizer's
 ENDS = {"embedding": "embedding", "positions": "embedding", "norm": "norm"}
 # region of a model's functions that are not modules
 METHODS = {"rotations": "rotations", "embed": "embedding", "offsets": STEP, "token_keys": STEP}
-REGIONS = ("embedding", "rotations", "block", "recomputed block", "norm", "loss")
+# region of a block by its activation checkpointing
+BLOCKS = {"none": "block", "selective": "selective block", "full": "recomputed block"}
+REGIONS = ("embedding", "rotations", *BLOCKS.values(), "norm", "loss")
 PROGRAMS = (*(f"{region}, {mode}" for region in REGIONS for mode in ("training", "evaluation")), STEP)
 # `recompile_limit`: of graphs of a function, one for each combination of shapes. torch's configuration would hold for the thread
 # that sets it only, and a device's backward pass has a thread of its own.
@@ -60,7 +62,7 @@ def program_name(region: str) -> str:
     return f"{region}, {'training' if torch.is_grad_enabled() else 'evaluation'}"
 
 
-def compile_regions(model: nn.Module, train: Train, kind: str, backend: Callable[[str], Backend]) -> None:
+def compile_regions(model: nn.Module, kind: str, backend: Callable[[str], Backend]) -> None:
     """Set a stage's regions up to be compiled at their first call.
 
     Args:
@@ -68,9 +70,8 @@ def compile_regions(model: nn.Module, train: Train, kind: str, backend: Callable
         kind: of device.
         backend: the torch.compile backend for a region; must return the same object for the same region.
     """
-    for number, layer in enumerate(model.layers.values()):
-        recomputed = train.recompute_layers is not None and number < train.recompute_layers
-        region = "recomputed block" if recomputed else "block"
+    for layer in model.layers.values():
+        region = BLOCKS[layer.checkpointing]
         # Not `layer.compile`, which would trace the layer's hooks too.
         layer.forward = torch.compile(layer.forward, backend=backend(region), **OPTIONS)
     if devices.KINDS[kind].compiles_operators:

@@ -27,6 +27,7 @@ from parallel.optimizer.buckets import bucket_size
 from parallel.optimizer.fsdp import gather_in_graph, gather_on_use
 from parallel.pipeline.schedules import choose_extra_forwards
 from parallel.pipeline.stages import cut_layers
+from profiles import recompute
 from profiles.schema import Profile
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # of weights
@@ -61,6 +62,11 @@ def partition_layers(profile: Profile) -> list[range]:
     parallel = profile.parallel
     cuts = parallel.pipeline_cuts and tuple(parallel.pipeline_cuts)
     return [*_cut(tuple(layer_multiply_adds(profile)), parallel.pipeline, parallel.schedule, cuts)]
+
+
+def layer_modes(profile: Profile) -> list[str]:
+    """The activation checkpointing of each of the model's layers."""
+    return recompute.layer_modes(profile.train.recompute, [*map(len, partition_layers(profile))])
 
 
 @lru_cache(maxsize=1024)
@@ -131,9 +137,8 @@ def build_products(profile: Profile, device: torch.device) -> Products:
 def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.device) -> LanguageModel:
     """The pipeline stage that holds `layers`, uninitialized, with the profile's activation checkpointing."""
     model = build_model(profile, mesh, layers, device)
-    apply_activation_checkpointing(
-        model.layers.values(), profile.train.recompute, profile.train.recompute_layers
-    )
+    modes = layer_modes(profile)
+    apply_activation_checkpointing(model.layers.values(), [modes[layer] for layer in layers])
     if gathers_in_graph(profile):
         for block in model.layers.values():
             gather_in_graph(block)

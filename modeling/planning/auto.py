@@ -1,23 +1,22 @@
 """Resolve the settings that depend on memory: `train.recompute: auto` and `parallel.keep_gathered: auto`.
 
-Modes of activation checkpointing cost more compute from one to the next (activation_checkpointing.py), so the first mode that
-fits the device for all layers is taken, and of it the fewest layers that fit: `train.recompute_layers`, found by bisection.
-Gathered weights are kept if that plan fits and its step is shorter; where times are unknown, if it sends less and recomputes no
-more.
+Activation checkpointing is chosen for each layer (recomputation.py): of each pipeline stage, what fits its rank at the least
+time. Gathered weights are kept if that plan fits and its step is shorter; where times are unknown, if it computes and sends less.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from modeling.models.build import partition_layers
-from modeling.planning.planner import Plan, plan
-from modeling.planning.stage_costs import CostCache
-from parallel.activation_checkpointing import MODES
+from modeling.planning import memory
+from modeling.planning.planner import Plan, device_bytes, host_bytes, plan, reserved_share
+from modeling.planning.recomputation import choose_modes
+from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts
+from modeling.planning.step_time import layer_seconds
 from profiles.check import passes, with_value
+from profiles.recompute import AUTO, MODES, from_layer_modes
 from profiles.schema import Profile
 
-AUTO = "auto"
+ANY = 2**60  # bytes, more than a device has
 
 
 def resolve_auto(profile: Profile, cache: CostCache | None = None) -> Profile:
@@ -39,28 +38,39 @@ def resolve_auto(profile: Profile, cache: CostCache | None = None) -> Profile:
     without, plan_kept = plan(released, cache), plan(kept, cache)
     if not plan_kept.fits:
         return released
-    return kept if _cost(kept, plan_kept) < _cost(released, without) else released
+    return kept if _cost(plan_kept) < _cost(without) else released
 
 
-def _cost(profile: Profile, planned: Plan) -> tuple[float, ...]:
+def _cost(planned: Plan) -> tuple[float, ...]:
     if planned.step_seconds is not None:
         return (planned.step_seconds,)
-    return MODES.index(profile.train.recompute), sum(planned.sent.values())
+    return max(stage.flops for stage in planned.stages), sum(planned.sent.values())
 
 
 def _choose_recompute(profile: Profile, cache: CostCache) -> Profile:
     if profile.train.recompute != AUTO:
         return profile
+    without = with_value(profile, "train.recompute", MODES[0])
+    if plan(without, cache).fits:
+        return without
+    costs, partition, ranks = StageCosts(profile, cache), partition_layers(profile), profile.parallel.pipeline
+    chosen: list[list[str]] = [[]] * len(partition)
+    for rank in range(ranks):
+        chosen[rank::ranks] = _choose_on_rank(profile, costs, partition[rank::ranks], rank)
+    return with_value(profile, "train.recompute", from_layer_modes(chosen))
 
-    def with_layers(mode: str, layers: int | None) -> Profile:
-        return with_value(with_value(profile, "train.recompute", mode), "train.recompute_layers", layers)
 
-    def fits(candidate: Profile) -> bool:
-        return plan(candidate, cache).fits
+def _choose_on_rank(
+    profile: Profile, costs: StageCosts, partition: list[range], rank: int
+) -> list[list[str]]:
+    """The modes of the layers of a pipeline rank's stages."""
+    room = (1 - reserved_share(profile)) * device_bytes(profile) - host_bytes(profile)
+    buckets = memory.plan_buckets(profile, [costs.module(layers) for layers in partition])
+    # The working memory of layers may be what exceeds nothing of the rest, which is so beside a large one.
+    rest = sum(memory.rank_bytes(profile, rank, ANY, costs.hidden_bytes, buckets).values()) - ANY
 
-    mode = next((mode for mode in MODES if fits(with_layers(mode, None))), MODES[-1])
-    if mode == MODES[0]:
-        return with_layers(mode, None)
-    most = max(map(len, partition_layers(profile)))
-    layers = 1 + bisect_left(range(1, most), True, key=lambda count: fits(with_layers(mode, count)))
-    return with_layers(mode, layers if layers < most else None)
+    def cost(layer: LayerCosts) -> tuple[float, float]:
+        return layer_seconds(profile, layer), layer.moved
+
+    stages = [[{mode: costs.layer(i, mode) for mode in MODES} for i in layers] for layers in partition]
+    return choose_modes(stages, memory.microbatches_in_flight(profile, rank), room - rest, cost)

@@ -140,6 +140,15 @@ def microbatches_in_flight(profile: Profile, rank: int) -> float:
     )
 
 
+def rank_bytes(
+    profile: Profile, rank: int, working: int, hidden_bytes: int, buckets: Sequence[PlannedBucket]
+) -> dict[str, int]:
+    """Bytes of a pipeline rank by kind; arguments as of `activation_bytes`."""
+    microbatches = microbatches_in_flight(profile, rank)
+    activations = activation_bytes(profile, working, microbatches, hidden_bytes, buckets)
+    return state_bytes(profile, buckets) | {"activations": activations}
+
+
 def eager_working_bytes(stages: Sequence[Sequence[LayerCosts]], microbatches: float) -> int:
     """Peak bytes of eager layers: activations saved by microbatches in flight, and the working memory of one layer.
 

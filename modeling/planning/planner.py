@@ -31,10 +31,10 @@ from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts
 from modeling.planning.step_time import estimate, layer_rate
 from parallel import device as devices
 from parallel import parameter_count
-from parallel.activation_checkpointing import MODES
 from parallel.constraints import valid_tensor_degrees
 from profiles.check import ACCELERATORS, passes, with_value
 from profiles.errors import ProfileError
+from profiles.recompute import MODES, modes_of
 from profiles.schema import Profile
 
 HOST_BYTES = 350 << 20  # of a process: interpreter and libraries
@@ -191,7 +191,8 @@ def _savings(profile: Profile) -> Iterator[tuple[str, Sequence[Any]]]:
     size = train.micro_batch_size
     yield "train.micro_batch_size", [n for n in range(size - 1, 0, -1) if size % n == 0]
     yield "parallel.data_sharding", ["fsdp"] if parallel.data_sharding != "fsdp" else []
-    yield "train.recompute", MODES[MODES.index(train.recompute) + 1 :]
+    lightest = min(map(MODES.index, modes_of(train.recompute)))
+    yield "train.recompute", MODES[lightest + 1 :]
     degrees = valid_tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
     node = profile.cluster.devices_per_node
     yield "parallel.tensor", [t for t in degrees if parallel.tensor < t <= node]
@@ -232,13 +233,8 @@ def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
         modules = [costs.module(stage) for stage in layers]
         stages = [costs.layers(stage) for stage in layers]
         buckets = memory.plan_buckets(profile, modules)
-        microbatches = memory.microbatches_in_flight(profile, rank)
-        working = memory.eager_working_bytes(stages, microbatches)
-        held = memory.state_bytes(profile, buckets) | {
-            "activations": memory.activation_bytes(
-                profile, working, microbatches, costs.hidden_bytes, buckets
-            )
-        }
+        working = memory.eager_working_bytes(stages, memory.microbatches_in_flight(profile, rank))
+        held = memory.rank_bytes(profile, rank, working, costs.hidden_bytes, buckets)
         return StagePlan(
             layers=tuple((stage.start, stage.stop) for stage in layers),
             parameters=_parameters(profile, modules, rank),

@@ -21,9 +21,10 @@ from modeling.planning.stage_costs import CostCache
 from parallel.constraints import valid_tensor_degrees
 from profiles.check import check, get_value, with_value
 from profiles.errors import ProfileError
+from profiles.recompute import MODES, modes_of
 from profiles.schema import Profile
 
-DERIVED = ("parallel.kv_replication", "parallel.pipeline_cuts", "train.recompute_layers")
+DERIVED = ("parallel.kv_replication", "parallel.pipeline_cuts")
 LONG = 8192  # minimum tokens per context rank
 
 
@@ -133,8 +134,6 @@ def _best(
         if planned.fits:
             overrides["train.recompute"] = candidate.train.recompute
             overrides["parallel.keep_gathered"] = candidate.parallel.keep_gathered
-            if candidate.train.recompute_layers:
-                overrides["train.recompute_layers"] = candidate.train.recompute_layers
             return Topology(overrides, planned)
         needs = planned.needs
     return Rejected(degrees, rule if needs is None else "memory", needs)
@@ -163,9 +162,8 @@ def explain(found: Sequence[Topology], rejected: Sequence[Rejected]) -> list[str
             recompute = other.overrides["train.recompute"]
             because = ""
             if recompute != best.overrides["train.recompute"]:
-                because = (
-                    ", without recomputation" if recompute == "none" else f", with {recompute} recomputation"
-                )
+                modes = " and ".join(mode for mode in MODES[1:] if mode in modes_of(recompute))
+                because = f", with {modes} recomputation" if modes else ", without recomputation"
             reasons.append(f"tensor {other.plan.mesh['tensor']} is {_slower(other, best)}{because}")
         elif smaller and mesh["tensor"] > 1 and any(r.reason == "memory" for r in rejected):
             reasons.append("smaller tensor degrees do not fit")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modeling.models.build import DTYPES, build_mesh, build_model
+from modeling.models.build import DTYPES, build_mesh, build_model, layer_modes
 from modeling.planning.meter import Meter
 from modeling.planning.operator_costs import Shape, axis_sizes
 from parallel import Mesh
@@ -78,12 +78,8 @@ class StageCosts:
 
     def layers(self, layers: range) -> list[LayerCosts]:
         """Costs of a stage's layers, in order."""
-        train, end = self.profile.train, self.profile.model.num_hidden_layers - 1
-        recomputed = len(layers) if train.recompute_layers is None else train.recompute_layers
-        return [
-            self._layer(layer, layer == end, train.recompute if i < recomputed else "none")
-            for i, layer in enumerate(layers)
-        ]
+        modes = layer_modes(self.profile)
+        return [self.layer(layer, modes[layer]) for layer in layers]
 
     def module(self, layers: range) -> nn.Module:
         """A stage on the meta device with the same parameters as the one that holds `layers`."""
@@ -106,8 +102,10 @@ class StageCosts:
             parallel.pipeline > 1,
         )
 
-    def _layer(self, layer: int, last: bool, mode: str) -> LayerCosts:
+    def layer(self, layer: int, mode: str) -> LayerCosts:
+        """Costs of a layer with a mode of activation checkpointing; equal layers share an object."""
         train, model = self.profile.train, self.profile.model
+        last = layer == model.num_hidden_layers - 1
         kind = model.window(layer), model.has_experts(layer)
         shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
         key = (*self._degrees, *shape, layer == 0, last, *kind, mode)

@@ -70,6 +70,15 @@ def layer_rate(profile: Profile, layers: Sequence[LayerCosts]) -> float | None:
     return flops / seconds
 
 
+def layer_seconds(profile: Profile, layer: LayerCosts) -> float:
+    """Seconds of a microbatch in a layer, as a step's are estimated; in an arbitrary unit if the device's speed is unknown."""
+    seconds = layer.flops / (layer_rate(profile, [layer]) or 1.0)
+    for kind, sent in layer.sent.items():
+        speed = bandwidth(profile, "tensor" if kind == "kv_replica" else kind)
+        seconds += sent / speed if speed else 0.0
+    return seconds
+
+
 def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int) -> Estimate:
     """Times of a step and of the run.
 

@@ -32,13 +32,20 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from modeling.compilation import compilers
-from modeling.compilation.graph_cache import Backend, compile_regions, function_compiler, program_name
+from modeling.compilation.graph_cache import (
+    BLOCKS,
+    Backend,
+    compile_regions,
+    function_compiler,
+    program_name,
+)
 from modeling.models.build import (
     DTYPES,
     build_mesh,
     build_optimizer,
     build_stage,
     expert_layers,
+    layer_modes,
     partition_layers,
 )
 from modeling.planning.operator_costs import axis_sizes
@@ -92,7 +99,7 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
     """
     recorder = Recorder()
     distinct: dict[tuple[str, str], TracedProgram] = {}
-    stages = []
+    stages, modes = [], layer_modes(profile)
     freed: dict[str, int] = {}  # bytes by program that autograd frees after its backward
     sizes = axis_sizes(build_mesh(profile, rank=0))
     # A program on Neuron holds its inputs until it ends.
@@ -111,10 +118,12 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
             distinct.setdefault((name, program.digest), program)
             size = sum(consumed.values())
             freed[name] = min(freed.get(name, size), size)
-        # Recomputed layers are a stage's first: before their backward, all others have had theirs.
-        recomputed = profile.train.recompute_layers
-        others = 0 if recomputed is None else max(0, len(layers) - recomputed)
-        room = {"recomputed block, training": others * freed.get("block, training", 0)}
+        # Before the last backward of a program, all layers behind it have had theirs.
+        names = [f"{BLOCKS[modes[layer]]}, training" for layer in layers]
+        room = {
+            name: sum(freed.get(behind, 0) for behind in names[len(names) - names[::-1].index(name) :])
+            for name in set(names)
+        }
         peaks = [
             graph.peak - room.get(program.name, 0)
             for program in distinct.values()
@@ -167,7 +176,7 @@ def run_stage(
     with fake_world(profile, number, rank) as mesh, fake:
         device = trace_device(profile)
         model = build_stage(profile, mesh, partition_layers(profile)[number], device)
-        compile_regions(model, settings, profile.cluster.device, backend)
+        compile_regions(model, profile.cluster.device, backend)
         if profile.parallel.data_sharding == "fsdp":
             build_optimizer(profile, [model], mesh)
         axis, b = mesh.context, profile.micro_batch_rows

@@ -8,11 +8,18 @@ flops          of a step, in matrix products and attention, recomputation includ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from modeling.models.build import defers_weight_gradients, gathers_in_graph, partition_layers
+from modeling.compilation.graph_cache import BLOCKS
+from modeling.models.build import (
+    defers_weight_gradients,
+    gathers_in_graph,
+    layer_modes,
+    partition_layers,
+)
 from modeling.models.language_model import LanguageModel
 from modeling.planning.memory import activation_bytes, microbatches_in_flight, plan_buckets
 from modeling.planning.planner import Plan, fits
@@ -40,6 +47,7 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
         for region in {name.partition(",")[0] for name in of_program}
     }
     ranks, partition, costs = profile.parallel.pipeline, partition_layers(profile), StageCosts(profile)
+    modes = layer_modes(profile)
     result = []
     for rank in range(ranks):
         stages, layers = traced["stages"][rank::ranks], partition[rank::ranks]
@@ -51,7 +59,10 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
         if gathers_in_graph(profile):  # the graphs' own results have the blocks' weights and gradients
             buckets = [bucket for bucket in buckets if bucket.resident or not bucket.block]
         activations = activation_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
-        calls = [_calls(profile, module) for module in modules]
+        calls = [
+            _calls(profile, module, modes[held.start : held.stop])
+            for module, held in zip(modules, layers, strict=True)
+        ]
         work = sum(times * flops.get(region, 0) for stage in calls for region, times in stage.items())
         result.append(TracedRank(activations, profile.accumulation_steps * work))
     return result
@@ -76,11 +87,8 @@ def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> P
     )
 
 
-def _calls(profile: Profile, stage: LanguageModel) -> dict[str, int]:
-    """Calls of each region per microbatch on a stage."""
-    train, layers = profile.train, len(stage.layers)
-    limit = train.recompute_layers
-    recomputed = 0 if limit is None else min(limit, layers)
-    tokens = profile.micro_batch_rows * train.sequence_length // profile.parallel.context
+def _calls(profile: Profile, stage: LanguageModel, modes: Sequence[str]) -> dict[str, int]:
+    """Calls of each region per microbatch on a stage whose layers have these modes of activation checkpointing."""
+    tokens = profile.micro_batch_rows * profile.train.sequence_length // profile.parallel.context
     chunks = math.ceil(tokens / stage.loss_chunk(tokens)) if stage.last else 0
-    return {"block": layers - recomputed, "recomputed block": recomputed, "loss": chunks}
+    return {**Counter(BLOCKS[mode] for mode in modes), "loss": chunks}

@@ -136,7 +136,7 @@ class Trainer:
             model = build_stage(self.profile, self.mesh, layers, self.torch_device)
         if isinstance(self.compile_statistics, CompileStatistics):
             statistics = self.compile_statistics
-            graph_cache.compile_regions(model, self.profile.train, self.device.type, statistics.backend)
+            graph_cache.compile_regions(model, self.device.type, statistics.backend)
         return model
 
     def _pipeline(self, stages: dict[int, LanguageModel], count: int) -> Pipeline | None:

@@ -24,6 +24,7 @@ from parallel import device as devices
 from parallel.checkpoint import checkpoint
 from parallel.mesh import Axis
 from parallel.optimizer.buckets import ShardBox
+from profiles.recompute import Recompute
 from profiles.schema import Profile
 from tests.pool import Pool
 
@@ -93,8 +94,7 @@ class Case:
     shard_degree: int | None = None
     keep_gathered: bool = False
     schedule: str = "1f1b"
-    recompute: str = "none"
-    recompute_layers: int | None = None
+    recompute: Recompute = "none"
     precision: str = "float32"
     fp8_recipe: str = "rowwise"
     balance: str = "sequence"
@@ -163,8 +163,7 @@ class Case:
                 "train": {
                     "steps": STEPS, "global_batch_size": size, "micro_batch_size": micro_batch, "sequence_length": SEQUENCE,
                     "learning_rate": RATE, "precision": self.precision, "fp8_recipe": self.fp8_recipe,
-                    "recompute": self.recompute,
-                    "recompute_layers": self.recompute_layers, "document_masks": self.documents,
+                    "recompute": self.recompute, "document_masks": self.documents,
                     "balance": self.balance, "balance_coefficient": 0.1, "router_z_coefficient": 0.01,
                     "capacity_factor": self.capacity,
                 },

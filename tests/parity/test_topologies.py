@@ -116,9 +116,13 @@ CASES = {
     "selective activation checkpointing, overlapped in chunks": Case(
         tensor=2, recompute="selective", overlap_chunks=4
     ),
-    "full activation checkpointing of one layer": Case(tensor=2, recompute="full", recompute_layers=1),
+    "full activation checkpointing of one layer, selective of another": Case(
+        tensor=2, recompute="full 1 + selective"
+    ),
     "full activation checkpointing": Case(tensor=2, data=2, recompute="full"),
-    "full activation checkpointing, pipeline 2": Case(pipeline=2, recompute="full"),
+    "full activation checkpointing, of the first stage of pipeline 2": Case(
+        pipeline=2, recompute=["full", "none"]
+    ),
     "full activation checkpointing, context 2, gpt": Case("gpt", context=2, recompute="full"),
     "selective activation checkpointing, context 2": Case(context=2, recompute="selective"),
     "expert 2, as many data ranks": Case("mixtral", data=2, expert=2),

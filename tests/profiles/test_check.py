@@ -193,7 +193,10 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             ["cluster.devices_per_node=6", "train.micro_batch_size=1"],
             *("train.global_batch_size", 8, "data-parallel degree 3", (6, 9)),
         ),
-        (["train.recompute_layers=2"], "train.recompute_layers", 2, "train.recompute is none", ("null",)),
+        (
+            ["train.recompute=[full, none]"],
+            *("train.recompute", ["full", "none"], "has 2 entries; the pipeline has 1 stages", ("auto",)),
+        ),
         (["train.warmup_steps=301"], "train.warmup_steps", 301, "train.steps 300", (300,)),
         (["train.constant_steps=290"], "train.constant_steps", 290, "train.steps 300", (270,)),
         (["train.minimum_steps=290"], "train.minimum_steps", 290, "train.steps 300", (270,)),

@@ -341,7 +341,7 @@ def test_hardware_plans_a_new_layout_and_keeps_the_mathematics(tmp_path, capsys)
     )
     assert after.parallel.tensor < before.parallel.tensor
     assert after.model == before.model
-    layout = {"recompute", "recompute_layers"}
+    layout = {"recompute"}
     assert after.train.model_dump(exclude=layout) == before.train.model_dump(exclude=layout)
 
 

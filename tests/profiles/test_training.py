@@ -11,6 +11,7 @@ from modeling.training.learning_rate import learning_rate
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from profiles import resolve
+from profiles.recompute import MODES, modes_of
 from profiles.schema import Profile
 
 STEPS, SEQUENCE, VOCABULARY = 3, 32, 301  # a vocabulary that no degree divides, as GPT-2's
@@ -57,7 +58,7 @@ def small(name: str) -> Profile:
         "parallel.tensor": tensor,
         "parallel.shard_degree": "null",
         "parallel.pipeline_cuts": "null",
-        "train.recompute_layers": "null",
+        "train.recompute": max(modes_of(full.train.recompute), key=MODES.index),
         "parallel.pipeline": pipeline,
         "parallel.kv_replication": max(1, tensor // (heads if groups == 1 else kv_heads)),
         "train.steps": STEPS,

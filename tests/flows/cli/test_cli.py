@@ -157,7 +157,7 @@ MINE = """
 extends: llama3-8b-h200
 model: {num_hidden_layers: 4}
 parallel: {tensor: 4, pipeline: 2, kv_replication: 1, pipeline_cuts: [3]}
-train: {recompute: full, recompute_layers: 1}
+train: {recompute: full 1}
 """
 
 

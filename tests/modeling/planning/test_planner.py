@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from benchmarks.memory import CASES, case, measure
+from modeling.models.build import layer_modes
 from modeling.planning import calibration
 from modeling.planning.auto import resolve_auto
 from modeling.planning.calibration import Calibration
 from modeling.planning.levels import bandwidth
 from modeling.planning.measure import CALLS, FP8, calibrate
 from modeling.planning.planner import fits, plan, require_fit
+from modeling.planning.recomputation import TOLERANCE
 from modeling.planning.search import explain, search
 from modeling.planning.stage_costs import StageCosts
 from parallel import device as devices
@@ -20,6 +22,7 @@ from parallel.layers.products import Float8
 from profiles import resolve
 from profiles.check import with_value
 from profiles.errors import ProfileError
+from profiles.recompute import MODES
 
 ZERO1 = ("parallel.data_sharding=zero1",)
 
@@ -126,16 +129,35 @@ def test_recomputation_trades_memory_for_time():
 
 
 @pytest.mark.parametrize("tensor", [8, 16, 32])
-def test_auto_recomputation_is_the_least_that_fits(tensor):
+def test_auto_recomputation_differs_by_stage_and_is_faster_than_one_mode(tensor):
     pipelined = [*ZERO1, "parallel.pipeline=4", f"parallel.tensor={tensor}"]
-    profile = resolve.load("llama3-70b", [*pipelined, "train.recompute=auto", "train.recompute_layers=null"])
-    chosen = resolve_auto(profile)
-    mode, layers = chosen.train.recompute, chosen.train.recompute_layers
-    assert mode == {8: "full", 16: "selective", 32: "none"}[tensor]
-    assert plan(chosen).fits
-    assert (layers is None) == (mode == "none")
-    if layers:
-        assert not plan(with_value(chosen, "train.recompute_layers", layers - 1)).fits
+    profile = resolve.load("llama3-70b", [*pipelined, "train.recompute=auto"])
+    cache = {}
+    chosen = resolve_auto(profile, cache)
+    planned = plan(chosen, cache)
+    assert planned.fits
+    value = chosen.train.recompute
+    assert value == "none" if tensor == 32 else isinstance(value, list)
+    modes, stages = (
+        layer_modes(chosen),
+        [range(*layers) for stage in planned.stages for layers in stage.layers],
+    )
+    weights = [sum(MODES.index(modes[layer]) for layer in layers) for layers in stages]
+    assert weights == sorted(weights, reverse=True)  # the first stage has the most microbatches in flight
+    for mode in MODES:
+        other = plan(with_value(profile, "train.recompute", mode), cache)
+        assert not other.fits or planned.step_seconds <= other.step_seconds * (1 + TOLERANCE[0])
+
+
+def test_auto_recomputation_of_layers_of_two_kinds_mixes_the_modes():
+    """Of GPT-OSS, whose layers have a window and none in turn, and of DeepSeek, whose first are dense."""
+    for name, modes in (("gpt-oss-20b", {"full", "selective"}), ("deepseek-v3", {"full", "none"})):
+        cache = {}
+        chosen = resolve_auto(resolve.load(name, ["train.recompute=auto"]), cache)
+        assert set(layer_modes(chosen)) == modes
+        planned = plan(chosen, cache)
+        assert planned.fits
+        assert planned.step_seconds < plan(with_value(chosen, "train.recompute", "full"), cache).step_seconds
 
 
 def test_plan_that_does_not_fit_is_rejected_with_its_bytes():

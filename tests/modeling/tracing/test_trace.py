@@ -96,7 +96,7 @@ def test_fsdp_gathers_in_both_graphs_of_a_block_and_saves_no_weights(tmp_path):
             )
             for sharding in ("fsdp", "zero1")
         )
-        (block,) = (program for program in sharded.programs if program.name == "block, training")
+        (block,) = (program for program in sharded.programs if program.name.endswith("block, training"))
         forward, backward = (graph.operators for graph in block.graphs)
         gather, scatter = (
             f"_c10d_functional.{name}_tensor" for name in ("all_gather_into", "reduce_scatter")
@@ -132,12 +132,21 @@ def test_number_of_graphs_is_independent_of_layers_and_ranks(tmp_path, more):
     assert len(large.stages) == 2
 
 
-def test_partly_recomputed_layers_have_two_block_programs(tmp_path):
-    partly = ("model.num_hidden_layers=3", "train.recompute=full", "train.recompute_layers=2")
-    found = trace(profile(tmp_path, *partly))
+def test_each_mode_of_recomputation_has_its_block_programs_whatever_the_stage(tmp_path):
+    layers, alone = "model.num_hidden_layers=3", ("parallel.tensor=1", "cluster.devices_per_node=1")
+    mixed = profile(tmp_path / "mixed", layers, *alone, "train.recompute=full 1 + selective 1")
+    found = trace(mixed)
     assert {program.name for program in found.programs if "block" in program.name} == {
-        f"{kind}, {mode}" for kind in ("block", "recomputed block") for mode in ("training", "evaluation")
+        f"{kind}, {mode}"
+        for kind in ("block", "selective block", "recomputed block")
+        for mode in ("training", "evaluation")
     }
+    staged = "train.recompute=[full 1 + selective, none]", "parallel.pipeline_cuts=[2]", "parallel.pipeline=2"
+    pipelined = profile(tmp_path / "staged", layers, *staged, "parallel.tensor=1")
+    assert digests(trace(pipelined)) == digests(found)
+    after = apply_trace(mixed, plan(mixed), found.to_json())
+    assert after.stages[0].flops == pytest.approx(plan(mixed).stages[0].flops, rel=0.1)
+    assert after.needs <= plan(mixed).needs
 
 
 def test_traced_costs_agree_with_analytic_flops_and_eager_memory(tmp_path):

@@ -1,0 +1,157 @@
+"""Choose the activation checkpointing of each layer of a pipeline rank: what fits its memory at least cost.
+
+Layers of equal costs are a group. Of a group only numbers are chosen, and of its layers the first are `full`, then come
+`selective` ones: whose backward needs the most memory on top of what is saved then runs last, when the least is saved. So the
+mixes of a stage of n equal layers are (n + 1)(n + 2) / 2, which are all computed, as arrays; of several stages on a rank, those
+that no other mix beats in cost and in memory are combined.
+
+A cost is time, and what it leaves out: the bytes that operators besides the products move, which is most of what `selective`
+costs. Each change of the mode from one layer to the next makes a plan harder to read, and each mode has graphs of its own to
+compile. So of the mixes within TOLERANCE of the least time, and of these of the least bytes, the choice has the fewest
+changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from modeling.planning.stage_costs import LayerCosts
+from profiles.recompute import MODES
+
+TOLERANCE = (0.002, 0.01)  # of the time and of the bytes without checkpointing
+NONE, SELECTIVE, FULL = MODES
+Layer = Mapping[str, LayerCosts]  # costs by mode
+Cost = tuple[float, float]  # seconds, and bytes moved
+
+
+@dataclass(frozen=True)
+class _Mixes:
+    """Ways to checkpoint the stages of a rank, an array entry each."""
+
+    cost: np.ndarray  # (2, mixes), beyond that without checkpointing
+    saved: np.ndarray  # bytes that a microbatch saves in all stages
+    largest: np.ndarray  # of them in one stage
+    peak: np.ndarray  # maximum bytes while a microbatch goes through one stage and back
+    changes: np.ndarray  # of the mode from one layer to the next
+    counts: np.ndarray  # (groups, 2, mixes): number of full and of selective layers of each group
+
+    def take(self, chosen: np.ndarray) -> _Mixes:
+        return _Mixes(*(array[..., chosen] for array in vars(self).values()))
+
+
+def choose_modes(
+    stages: Sequence[Sequence[Layer]],
+    microbatches: float,
+    limit: float,
+    cost: Callable[[LayerCosts], Cost],
+    tolerance: Cost = TOLERANCE,
+) -> list[list[str]]:
+    """The modes of the layers of a rank's stages: the least cost of those within the limit, else the least memory.
+
+    Exact if a mode that saves fewer bytes than another one needs no fewer on top of them.
+
+    Args:
+        stages: the layers of each.
+        microbatches: in flight, at least 1.
+        limit: of `memory.eager_working_bytes`.
+        cost: of a microbatch in a layer.
+    """
+    costs = {
+        id(layer[mode]): np.array(cost(layer[mode]))
+        for layers in stages
+        for layer in layers
+        for mode in MODES
+    }
+    grouped = [_groups(layers) for layers in stages]
+    mixes = _of_stage(stages[0], grouped[0], costs)
+    for layers, groups in zip(stages[1:], grouped[1:], strict=True):
+        mixes = _combine(_undominated(mixes), _undominated(_of_stage(layers, groups, costs)))
+    working = np.ceil(microbatches * mixes.saved) - mixes.largest + mixes.peak
+    if (candidates := np.flatnonzero(working <= limit)).size:
+        room = np.array(tolerance) * sum(costs[id(layer[NONE])] for layers in stages for layer in layers)
+        for each, slack in zip(mixes.cost, room, strict=True):
+            candidates = candidates[each[candidates] <= each[candidates].min() + slack]
+        order = mixes.changes, *mixes.cost, working
+    else:
+        candidates, order = np.arange(len(working)), (working, *mixes.cost)
+    best = candidates[np.lexsort([key[candidates] for key in reversed(order)])[0]]
+    counts = iter(mixes.counts[..., best].tolist())
+    return [_modes(len(layers), groups, counts) for layers, groups in zip(stages, grouped, strict=True)]
+
+
+def _groups(layers: Sequence[Layer]) -> list[list[int]]:
+    """Numbers of the layers of equal costs."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, layer in enumerate(layers):
+        groups.setdefault(tuple(id(layer[mode]) for mode in MODES), []).append(number)
+    return [*groups.values()]
+
+
+def _of_stage(
+    layers: Sequence[Layer], groups: Sequence[Sequence[int]], costs: Mapping[int, np.ndarray]
+) -> _Mixes:
+    """All mixes of a stage; `costs` by the identity of a layer's costs."""
+    options = [
+        np.array([(full, other) for full in range(n + 1) for other in range(n + 1 - full)])
+        for n in map(len, groups)
+    ]
+    picked = np.meshgrid(*(np.arange(len(option)) for option in options), indexing="ij")
+    counts = np.stack([option[pick.ravel()].T for option, pick in zip(options, picked, strict=True)])
+    extra = np.zeros((2, counts.shape[-1]))
+    for group, chosen in zip(groups, counts, strict=True):
+        layer = layers[group[0]]
+        for mode, count in zip((FULL, SELECTIVE), chosen, strict=True):
+            extra += np.outer(costs[id(layer[mode])] - costs[id(layer[NONE])], count)
+    position = {number: (g, i) for g, group in enumerate(groups) for i, number in enumerate(group)}
+    saved, peak, changes = (np.zeros(counts.shape[-1], dtype=np.int64) for _ in range(3))
+    before = None
+    for number, layer in enumerate(layers):
+        group, index = position[number]
+        full, selective = counts[group]
+        mode = np.where(index < full, 2, np.where(index < full + selective, 1, 0))  # index in MODES
+        tops = np.array([max(layer[name].forward_peak, layer[name].backward_peak) for name in MODES])
+        peak = np.maximum(peak, saved + tops[mode])
+        saved = saved + np.array([layer[name].saved for name in MODES])[mode]
+        changes += 0 if before is None else mode != before
+        before = mode
+    return _Mixes(extra, saved, saved, peak, changes, counts)
+
+
+def _combine(left: _Mixes, right: _Mixes) -> _Mixes:
+    """Every mix of some stages with every mix of another."""
+    i, j = (index.ravel() for index in np.indices((len(left.saved), len(right.saved))))
+    left, right = left.take(i), right.take(j)
+    return _Mixes(
+        left.cost + right.cost,
+        left.saved + right.saved,
+        np.maximum(left.largest, right.largest),
+        np.maximum(left.peak, right.peak),
+        left.changes + right.changes,
+        np.concatenate((left.counts, right.counts)),
+    )
+
+
+def _undominated(mixes: _Mixes) -> _Mixes:
+    """The mixes for which no other one has no more of anything, and no smaller largest stage, which is counted once less."""
+    rows = np.stack((*mixes.cost, mixes.saved, mixes.peak, mixes.changes, -mixes.largest), 1)
+    kept: list[int] = []
+    front = np.empty((0, rows.shape[1]))
+    for index in np.lexsort(rows.T[::-1]):
+        if not (front <= rows[index]).all(1).any():
+            kept.append(index)
+            front = np.concatenate((front, rows[index : index + 1]))
+    return mixes.take(np.array(kept))
+
+
+def _modes(layers: int, groups: Sequence[Sequence[int]], counts: Iterator[Sequence[int]]) -> list[str]:
+    """The modes of a stage's layers from the numbers of full and of selective ones of each group."""
+    modes = [NONE] * layers
+    for group in groups:
+        full, selective = next(counts)
+        for mode, numbers in ((FULL, group[:full]), (SELECTIVE, group[full : full + selective])):
+            for number in numbers:
+                modes[number] = mode
+    return modes
