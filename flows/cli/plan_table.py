@@ -112,7 +112,7 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
         ("sharding", _sharding(profile)),
         ("step", f"{train.global_batch_size:,} × {train.sequence_length:,} = {format_count(step_tokens)} tokens, "
                  f"{profile.accumulation_steps:,} microbatch{'es' * (profile.accumulation_steps != 1)}"),
-        ("recompute", describe(train.recompute)),
+        ("recompute", ("by stage: " if isinstance(train.recompute, list) else "") + describe(train.recompute)),
         ("run", length),
     ]  # fmt: skip
 

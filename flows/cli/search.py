@@ -20,7 +20,6 @@ from modeling.planning.planner import device_bytes, reserved_share
 from modeling.planning.search import Rejected, Topology, explain, search
 from profiles.check import get_value
 from profiles.errors import format_value
-from profiles.recompute import describe
 from profiles.schema import Profile
 from tasks.reporting.format import format_bytes, format_step_time
 
@@ -112,8 +111,13 @@ def _row(profile: Profile, topology: Topology) -> tuple[str, ...]:
         speed = (format_step_time(planned.step_seconds), rate, mfu)
     degrees = (str(planned.mesh.get(axis, 1)) for axis in _axes(profile))
     memory = f"{planned.needs / planned.device_bytes:.0%}"
-    recompute = describe(topology.overrides["train.recompute"])
-    return (*degrees, _sharding(topology), recompute, *speed, memory)
+    return (*degrees, _sharding(topology), _recompute(topology), *speed, memory)
+
+
+def _recompute(topology: Topology) -> str:
+    """The activation checkpointing, of the first stage if it differs by stage."""
+    value = topology.overrides["train.recompute"]
+    return value if isinstance(value, str) else f"{value[0]} …"
 
 
 def _sharding(topology: Topology) -> str:

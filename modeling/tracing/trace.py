@@ -34,6 +34,8 @@ from torch.fx import GraphModule
 from modeling.compilation import compilers
 from modeling.compilation.graph_cache import (
     BLOCKS,
+    REGIONS,
+    STEP,
     Backend,
     compile_regions,
     function_compiler,
@@ -120,6 +122,8 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
             freed[name] = min(freed.get(name, size), size)
         # Before the last backward of a program, all layers behind it have had theirs.
         names = [f"{BLOCKS[modes[layer]]}, training" for layer in layers]
+        others = set(REGIONS) - {*BLOCKS.values()} - (set() if last else {"norm", "loss"})
+        regions = others | {BLOCKS[modes[layer]] for layer in layers} | {STEP}
         room = {
             name: sum(freed.get(behind, 0) for behind in names[len(names) - names[::-1].index(name) :])
             for name in set(names)
@@ -127,7 +131,7 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
         peaks = [
             graph.peak - room.get(program.name, 0)
             for program in distinct.values()
-            if last or not program.name.startswith(("norm", "loss"))
+            if program.name.partition(",")[0] in regions
             for graph in program.graphs
         ]
         stages.append(StageStats((layers.start, layers.stop), saved, max(peaks)))
