@@ -20,6 +20,7 @@ from modeling.planning.planner import device_bytes, reserved_share
 from modeling.planning.search import Rejected, Topology, explain, search
 from profiles.check import get_value
 from profiles.errors import format_value
+from profiles.recompute import modes_of
 from profiles.schema import Profile
 from tasks.reporting.format import format_bytes, format_step_time
 
@@ -115,9 +116,11 @@ def _row(profile: Profile, topology: Topology) -> tuple[str, ...]:
 
 
 def _recompute(topology: Topology) -> str:
-    """The activation checkpointing, of the first stage if it differs by stage."""
+    """The activation checkpointing; of a mix of several modes only these, as the printed command has it all."""
     value = topology.overrides["train.recompute"]
-    return value if isinstance(value, str) else f"{value[0]} …"
+    if isinstance(value, list):
+        return "by stage"
+    return value if " + " not in value else ", ".join(sorted(modes_of(value)))
 
 
 def _sharding(topology: Topology) -> str:
