@@ -27,7 +27,6 @@ TYPE = "neuron"
 CPU = torch.device("cpu")
 CPU_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 aten = torch.ops.aten
-DYNAMIC = ("nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim", "bincount")
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 _libraries: list[torch.library.Library] = []  # registrations last as long as these
 _copies: list[tuple[Tensor, Tensor]] = []  # to the host and not complete: (copied, destination)
@@ -112,7 +111,7 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on CPU aliases of its tensors."""
     flat, spec = tree_flatten((args, kwargs))
     name = op._schema.name.removeprefix("aten::")
-    if name == "_local_scalar_dense":
+    if torch.Tag.data_dependent_output in op.tags:
         record(usage.HOST_READ, name)
         synchronize()
     else:
@@ -125,9 +124,11 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
             )
         if isinstance(x, torch.Generator) and x.device.type != TYPE:
             raise Rejected(f"{op}: a generator on {x.device}")
-    if name in DYNAMIC or (
-        name in INDEXING and any(x.dtype == torch.bool for x in tree_flatten(args[1])[0] if on_device(x))
-    ):
+    if name in INDEXING:
+        dynamic = any(x.dtype == torch.bool for x in tree_flatten(args[1])[0] if on_device(x))
+    else:
+        dynamic = torch.Tag.dynamic_output_shape in op.tags and kwargs.get("output_size") is None
+    if dynamic:
         record(usage.DYNAMIC, name)
     aliases = [_host_argument(x) for x in flat]
     resizable = [
@@ -296,6 +297,7 @@ class Event:
 
     def synchronize(self) -> None:
         record(usage.HOST_READ, "event")
+        usage.order.append("wait")
         synchronize()
 
     def query(self) -> bool:

@@ -35,6 +35,7 @@ from tests.emulation.device import host_alias, install, queue_work
 from tests.modeling import micro
 from tests.parallel.attention.reference import Bounds
 
+FORWARD_BACKWARD = Trainer.forward_backward
 SLOW_SECONDS = 1000.0
 # With kernels that the check's own profile lacks: experts of static shapes, and products in FP8.
 KERNEL_PROFILES = {
@@ -148,12 +149,22 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+def queue(trainer: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+    loss = FORWARD_BACKWARD(trainer, *args, **kwargs)
+    usage.order.append("queue")
+    return loss
+
+
 def call(name: str, run: Path, dataset: Path, fault: str | None) -> dict[str, Any]:
     usage.take()
     usage.settings.clear()
+    usage.order.clear()
     process_group.groups.clear()
     try:
-        with FAULTS[fault]() if fault else mock.MagicMock():
+        with (
+            FAULTS[fault]() if fault else mock.MagicMock(),
+            mock.patch.object(Trainer, "forward_backward", queue),
+        ):
             returned, error = CALLS[name](run, dataset), None
     except Exception:
         if not fault:
@@ -161,6 +172,7 @@ def call(name: str, run: Path, dataset: Path, fault: str | None) -> dict[str, An
         returned, error = None, traceback.format_exc()
     return {
         "name": name, "returned": returned, "error": error, "settings": dict(usage.settings), "usage": usage.take(),
+        "order": [*usage.order],
         "groups": [(group.getGroupName(), group.used, group.timeout.total_seconds()) for group in process_group.groups],
     }  # fmt: skip
 

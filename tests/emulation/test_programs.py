@@ -47,7 +47,18 @@ COMPILED = {
     ),  # parameters of more shapes than torch recompiles for by default
 }
 # Functions that copy to the device before the first step: constants, and initial or loaded weights.
-SETUP = {"__init__", "_first_row", "fill", "_norm_weights", "_weights", "constants", "copy"}
+SETUP = {
+    "modeling/models/families/llama.py:Llama.__init__",
+    "modeling/models/language_model.py:LanguageModel.__init__",
+    "modeling/training/anomalies.py:AnomalyGuard.__init__",
+    "modeling/training/trainer.py:Trainer.__init__",
+    "parallel/checkpoint/reader.py:Reader.load.<locals>.copy",
+    "parallel/initialization.py:Normal.fill",
+    "parallel/layers/linear.py:_first_row",
+    "parallel/optimizer/adamw.py:AdamW.constants",
+    "parallel/optimizer/buckets.py:Bucket._norm_weights",
+    "parallel/optimizer/replicas.py:_weights",
+}
 FOUR_RANKS = {
     "tensor 4": ("parallel.tensor=4",),  # with replicated KV heads
     "tensor 2, pipeline 2": (*PIPELINE, "parallel.tensor=2"),
@@ -149,7 +160,10 @@ def test_compiled_step_runs_no_operator_outside_compiled_programs(name, compiled
     assert micro.losses(run) == pytest.approx(expected[mathematics(COMPILED[name])], rel=1e-5)
     for rank in range(2):
         outside = training(run, rank).get(usage.EAGER, {})
-        copies = {f"parallel/collectives.py:{function} copy_" for function in ("__init__", "all_reduce_max")}
+        copies = {
+            f"parallel/collectives.py:{function} copy_"
+            for function in ("PendingAllReduce.__init__", "all_reduce_max")
+        }
         assert set(outside) <= copies
         assert usage.BLOCKING_UPLOAD not in training(run, rank)
         (call,) = calls(run, rank)
@@ -170,10 +184,10 @@ def test_step_waits_for_the_device_once(name, runs):
     used = training(runs[name])
     waits = used[usage.HOST_READ]
     expected = {
-        "parallel/device.py:wait event": STEPS + PASSES,
+        "parallel/device.py:Download.wait event": STEPS + PASSES,
     }
     if "parallel.pipeline=2" in TWO_RANKS[name]:
-        expected["parallel/pipeline/pipeline.py:_run _local_scalar_dense"] = 1
+        expected["parallel/pipeline/pipeline.py:Pipeline._run _local_scalar_dense"] = 1
     saves = (
         "parallel/checkpoint",
         "modeling/training/checkpoints",
@@ -181,6 +195,14 @@ def test_step_waits_for_the_device_once(name, runs):
     )
     assert {site: count for site, count in waits.items() if not site.startswith(saves)} == expected
     assert usage.DYNAMIC not in used
+
+
+@pytest.mark.parametrize("name", [*TWO_RANKS, *COMPILED])
+def test_next_step_is_queued_before_a_step_is_waited_for(name, runs, compiled_runs):
+    run = runs[name] if name in TWO_RANKS else compiled_runs[name]
+    for rank in range(2):
+        order = next(call["order"] for call in calls(run, rank) if call["name"] in ("train", "steps", "slow"))
+        assert order[:3] == ["queue", "queue", "wait"]
 
 
 def test_copies_of_weights_that_are_equal_are_not_reported(runs, larger_runs):
@@ -194,7 +216,7 @@ def test_copies_to_the_device_are_asynchronous_and_of_page_locked_memory(name, r
     """In steps and evaluations, besides the pipelines' agreement. Keys of dropout are computed for models that have it only."""
     used = training(runs[name])
     agreements = used[usage.BLOCKING_UPLOAD].pop(
-        "parallel/pipeline/runtime.py:_warmup_forward_vote torch.int32", 0
+        "parallel/pipeline/runtime.py:LowMemoryStage._warmup_forward_vote torch.int32", 0
     )
     assert agreements == (1 if "parallel.pipeline=2" in TWO_RANKS[name] else 0)
     assert blocking_functions(used) <= SETUP
@@ -204,8 +226,8 @@ def test_copies_to_the_device_are_asynchronous_and_of_page_locked_memory(name, r
 
 
 def blocking_functions(used: dict[str, dict[str, int]]) -> set[str]:
-    """Functions whose copies to the device make the host wait."""
-    return {site.split()[0].partition(":")[2] for site in used[usage.BLOCKING_UPLOAD]}
+    """Functions, with their files, whose copies to the device make the host wait."""
+    return {site.split()[0] for site in used[usage.BLOCKING_UPLOAD]}
 
 
 def test_every_process_group_is_used_and_has_the_timeout_of_the_run(runs, larger_runs):
@@ -233,7 +255,7 @@ def test_threads_that_use_the_device_choose_it_first(runs):
 def test_save_copies_each_shard_once(runs):
     """A copy of each state of each bucket, and one wait for all of them."""
     waits = training(runs["data"])[usage.HOST_READ]
-    assert waits["parallel/checkpoint/saver.py:_copy device"] == 2
+    assert waits["parallel/checkpoint/saver.py:Saver._copy device"] == 2
     assert not any("writer" in site and "copy" in site for site in waits)
 
 

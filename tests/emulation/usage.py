@@ -22,6 +22,7 @@ EAGER = "operator outside compiled programs"
 PROGRAM = "compiled program"
 THREAD = "thread that chose its device"
 counts: dict[str, Counter[str]] = defaultdict(Counter)
+order: list[str] = []  # of "queue", a step's forward and backward, and "wait", for an event
 settings: dict[str, str | None] = {}  # those of the environment that the device read at its first use
 _compiled = False  # whether a compiled program is running
 _threads = threading.local()  # whether this thread chose its device
@@ -70,12 +71,12 @@ def take() -> dict[str, Counter[str]]:
 
 
 def call_site() -> str:
-    """`folder/file.py:function` of the innermost frame in parallel/ or modeling/; "elsewhere" without one."""
+    """`folder/file.py:Class.function` of the innermost frame in parallel/ or modeling/; "elsewhere" without one."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith(OURS):
-            return f"{code.co_filename.removeprefix(ROOT + os.sep)}:{code.co_name}"
+            return f"{code.co_filename.removeprefix(ROOT + os.sep)}:{code.co_qualname}"
         frame = frame.f_back
     return "elsewhere"
 
