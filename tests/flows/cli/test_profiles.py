@@ -42,7 +42,10 @@ FAMILIES = {
         *("parallel.tensor=1", "parallel.pipeline=1", "parallel.context=2", "parallel.shard_degree=null"),
         *("model.num_attention_heads=8", "model.num_key_value_heads=1"),
     ),
-    "gpt3-175b": ("parallel.tensor=1", "parallel.pipeline=2", "model.num_attention_heads=4"),
+    "gpt3-175b": (
+        *("parallel.tensor=1", "parallel.pipeline=2", "model.num_attention_heads=4"),
+        "train.recompute=[selective 1, none]",  # its own list has an entry for each of four stages
+    ),
     "deepseek-coder-1.3b": (
         *("parallel.tensor=1", "parallel.data_sharding=fsdp"),
         *("model.num_attention_heads=4", "model.num_key_value_heads=4"),
