@@ -211,12 +211,13 @@ class Train(Section):
         if not (isinstance(values, dict) and "recompute_layers" in values):
             return values
         values = dict(values)
-        layers = values.pop("recompute_layers")
-        return (
-            values
-            if layers is None
-            else values | {"recompute": f"{values.get('recompute', 'none')} {layers}"}
-        )
+        layers, mode = values.pop("recompute_layers"), values.get("recompute", "none")
+        if layers is None:
+            return values
+        if mode not in recompute.MODES:
+            reason = f"is part of train.recompute now, which is {mode!r} here; set that instead"
+            raise ProfileError("recompute_layers", layers, reason, [f"recompute: full {layers}"])
+        return values | {"recompute": f"{mode} {layers}"}
 
     @model_validator(mode="after")
     def _check_recompute(self) -> Self:

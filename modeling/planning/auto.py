@@ -66,7 +66,7 @@ def _choose_on_rank(
     """The modes of the layers of a pipeline rank's stages."""
     room = (1 - reserved_share(profile)) * device_bytes(profile) - host_bytes(profile)
     buckets = memory.plan_buckets(profile, [costs.module(layers) for layers in partition])
-    # The working memory of layers may be what exceeds nothing of the rest, which is so beside a large one.
+    # Beside working memory this large, memory that is used at other times (of the loss) does not count: the rest adds to it.
     rest = sum(memory.rank_bytes(profile, rank, ANY, costs.hidden_bytes, buckets).values()) - ANY
 
     def cost(layer: LayerCosts) -> tuple[float, float]:

@@ -48,7 +48,9 @@ GPT_OSS_ROPE = {
 def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
     """`Model` fields from a Hugging Face config.json. Raises ProfileError for an unsupported architecture or feature."""
     kind = config.get("model_type")
-    architectures = {families.find(name).model_type or name: name for name in families.names()}
+    architectures = {family.model_type or name: name for name, family in families.OWN.items()}
+    if kind not in architectures:  # packages are imported only if they are needed
+        architectures |= {families.find(name).model_type or name: name for name in families.names()}
     if kind not in architectures:
         raise ProfileError("model_type", kind, "is not a supported architecture", architectures)
     architecture = architectures[kind]
@@ -63,7 +65,10 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
             config = {**config, "rope_scaling": GPT_OSS_ROPE}
         config = {**family.defaults, **_canonical_experts(config)}
         values |= {name: config[name] for name in LLAMA_FIELDS if config.get(name) is not None}
-        values |= {name: config[name] for name in family.fields.keys() - WINDOWS}
+        for ours, theirs in family.fields.items():
+            name = theirs if theirs in config else ours
+            if ours not in WINDOWS and name in config:
+                values[ours] = config[name]
         if architecture == "deepseek_v3":
             values.pop("head_dim", None)  # of the rotated elements alone
         values["norm_eps"] = config["rms_norm_eps"]
@@ -90,7 +95,7 @@ def _canonical_experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _windows(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """sliding_window and full_attention_every from the types of the layers."""
-    window, types = config["sliding_window"], config.get("layer_types")
+    window, types = config.get("sliding_window"), config.get("layer_types")
     full = {"full_attention_every": None}
     if architecture == "gpt_oss":
         types = types or ["sliding_attention", "full_attention"] * config["num_hidden_layers"]

@@ -56,7 +56,7 @@ class Family:
         model_type: in config.json; by default the family's own name.
         fields: fields of `Model` that it has besides Llama's, and their names in config.json.
         values: supported values where they are not Llama's, the default first.
-        defaults: transformers' values of what a config.json leaves out.
+        defaults: transformers' values of what a config.json leaves out, under the names of `Model`'s fields and `rms_norm_eps`.
         fixed: what config.json says of parts that have one supported form.
         rotary: whether positions are rotations, and config.json has Llama's names.
         parametrized: whether the scales of μP and CompleteP are known.
@@ -266,6 +266,12 @@ def find(name: str) -> Family:
     if len(found) > 1:
         raise ProfileError("architecture", name, f"is in several packages: {', '.join(sorted(found))}")
     for point in found.values():
-        return point.load()
+        try:
+            family = point.load()
+        except (ImportError, AttributeError) as error:
+            raise ProfileError("architecture", name, f"{point.value} cannot be imported: {error}") from error
+        if not isinstance(family, Family):
+            raise ProfileError("architecture", name, f"{point.value} is no Family of {__name__}")
+        return family
     reason = f"is not one of the choices: neither Trainshed's nor an entry point of the group {GROUP}"
     raise ProfileError("architecture", name, reason, closest(str(name), names()))

@@ -58,7 +58,7 @@ REJECTED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: ones(2).uniform_(generator=torch.Generator()),
         "a generator on cpu",
     ),
-    "a host tensor in a collective": (lambda: dist.all_reduce(torch.ones(2)), "cpu"),
+    "a host tensor in a collective": (lambda: dist.all_reduce(torch.ones(2)), "a tensor on cpu"),
     "a collective of strided memory": (lambda: dist.all_reduce(ones(4, 4).t()), "not contiguous"),
     "an uneven collective": (
         lambda: dist.all_to_all_single(ones(3), ones(3), [1, 2], [1, 2]),

@@ -108,10 +108,7 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
         (["parallel.keep_gathered=true"], "parallel.keep_gathered", True, "has no effect", (False,)),
         (
             ["compile.async_tensor=true"],
-            "compile.async_tensor",
-            True,
-            "needs compiled graphs on cuda",
-            (False,),
+            *("compile.async_tensor", True, "needs compiled graphs on cuda", (False,)),
         ),
         (
             ["parallel.tensor=1", "parallel.overlap_chunks=2"],

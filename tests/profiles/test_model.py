@@ -230,6 +230,19 @@ def test_unsupported_config_json_is_rejected(config, message):
     assert message in str(caught.value)
 
 
+def test_package_whose_family_is_broken_is_named_and_disturbs_no_other(tmp_path, monkeypatch):
+    folder = tmp_path / "broken-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(
+        "[trainshed.models]\nlost = no_such_module:FAMILY\nnumber = math:pi\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "no_such_module:FAMILY cannot be imported" in rejection(LLAMA, architecture="lost")
+    assert "math:pi is no Family" in rejection(LLAMA, architecture="number")
+    assert Model(**from_config_json(to_config_json(Model(**LLAMA)))) == Model(**LLAMA)
+
+
 def test_profile_overrides_its_config_json(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_config_json(Model(**LLAMA))))
     profile = resolve.load("tiny").model_dump(mode="json")
