@@ -6,7 +6,7 @@
                 attention or ring communication runs twice
     full        saves a block's input only and recomputes its forward pass: a third more compute
 
-Operators of which `selective` saves the outputs are marked where they are defined or called, by `save_outputs`.
+Operators of which `selective` saves the outputs are marked where they are defined (`save_outputs`) or called (`saved_results`).
 
 In compiled blocks the recomputation is part of the block's graph, and dead code elimination removes what backward does not
 need, such as collectives that feed only a saved projection.
@@ -32,6 +32,7 @@ from parallel.torch_internals import WRAP_LOGGER, all_reduce, reduce_scatter_ten
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ONEDNN_PRODUCTS)
 _saved: set[Any] = {*_PRODUCTS, all_reduce.default, reduce_scatter_tensor.default}
 _RECOMPUTE_PRODUCTS = "recompute_products"
+_SAVED_RESULTS = "saved_results"
 
 
 def apply_activation_checkpointing(blocks: Iterable[nn.Module], modes: str | Sequence[str]) -> None:
@@ -67,6 +68,14 @@ def recompute_products() -> AbstractContextManager[None]:
     return traceback.annotate({_RECOMPUTE_PRODUCTS: True})
 
 
+def saved_results() -> AbstractContextManager[None]:
+    """Annotation: `selective` saves the outputs of the operators run inside, as what they depend on is costly to recompute.
+
+    In compiled blocks only those that the block's own output depends on: torch's partitioner recomputes the others all the same.
+    """
+    return traceback.annotate({_SAVED_RESULTS: True})
+
+
 def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
     @wraps(forward)
     def checkpointed(*inputs: Any) -> Any:
@@ -81,4 +90,5 @@ def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Call
 def _policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
     annotations = traceback.current_meta.get("custom", {})
     saved = operator in _saved and not (operator in _PRODUCTS and _RECOMPUTE_PRODUCTS in annotations)
+    saved |= _SAVED_RESULTS in annotations
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

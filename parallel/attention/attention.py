@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from parallel import collectives
 from parallel.activation_checkpointing import save_outputs
 from parallel.attention import kernels, tiles
-from parallel.attention.gathered import gathered_attention
+from parallel.attention.gathered import gathered_attention, join
 from parallel.attention.ring import ring_attention
 from parallel.attention.sinks import merge_sinks, sink_gradient
 from parallel.mesh import Axis
@@ -73,8 +74,9 @@ def attention(
     plain = documents is None and window is None and sinks is None
     uses_flex = not plain and found.uses_flex
     masks = {"causal": causal, "scale": scale, "documents": documents, "window": window, "sinks": sinks}
+    graph_kernel = axis.graph_kernel if axis is not None and kernel is None else None
     if axis is not None and axis.size > 1 and not uses_flex:
-        if kernel is None and axis.graph_kernel is not None:
+        if graph_kernel is not None:
             return gathered_attention(q, k, v, axis, **masks)
         return ring_attention(q, k, v, axis, **masks, kernel=kernel)
     tiles.check_inputs("attention", q, k, v, causal, documents, window, sinks)
@@ -83,10 +85,11 @@ def attention(
         from parallel.attention.flex import masked_attention  # imports slowly
 
         return masked_attention(q, k, v, axis, **masks)
-    if kernel is None and not found.supports_tiling:
-        if plain:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
-        return _InGraph.apply(q, k, v, documents, sinks, causal, scale, window, name)
+    opaque = kernel is not None or found.supports_tiling
+    if plain and not opaque:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+    if not plain and (graph_kernel is not None or not opaque):
+        return _InGraph.apply(q, k, v, documents, sinks, causal, scale, window, graph_kernel or name)
     return _attention(q, k, v, documents, sinks, causal, scale, window, name)[0]
 
 
@@ -107,14 +110,22 @@ class _InGraph(Function):
         kernel: str,
     ) -> Tensor:
         ctx.settings = causal, scale, window, kernel
-        out, lse = _forward(q, k, v, documents, sinks, *ctx.settings)
+        pair = None if documents is None else (documents, documents)
+        tile_outs, tile_lses = [], []
+        for _, out, lse in tiles.forward(kernels.get_kernel(kernel), q, k, v, causal, scale, pair, window):
+            merge_sinks(out, lse, sinks)
+            tile_outs.append(out.to(q.dtype))
+            tile_lses.append(lse)
+        out, lse = join(tile_outs, tile_lses)
         ctx.save_for_backward(q, k, v, out, lse, documents, sinks)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse, documents, sinks = ctx.saved_tensors
-        gradients = _gradients(grad, *inputs, out, lse, documents, *ctx.settings)
+        q, k, v, out, lse, documents, sinks = ctx.saved_tensors
+        # Else a compiler would compute the scores of backward in forward, and save them.
+        q, k = (collectives.depend_on_gradient(x.flatten(1), grad.flatten(1)).view(x.shape) for x in (q, k))
+        gradients = _gradients(grad, q, k, v, out, lse, documents, *ctx.settings)
         return *gradients, None, sink_gradient(grad, out, lse, sinks), *(None,) * 4
 
 

@@ -19,7 +19,7 @@ and a chunk of keys (tiles.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from parallel import collectives
+from parallel.activation_checkpointing import saved_results
 from parallel.attention import kernels, tiles
 from parallel.attention.kernels import Kernel
 from parallel.attention.ring import check_sequence, merge
@@ -103,9 +104,9 @@ class _Gathered(Function):
             for counts, total in zip(block[:2], merged, strict=True):
                 if counts is not None:
                     merge(*total, out, lse.where(counts, -torch.inf))
-        out, lse = (torch.cat(parts, 2) for parts in zip(*merged, strict=True))
-        merge_sinks(out, lse, sinks)
-        out = out.to(q.dtype)
+        for total in merged:
+            merge_sinks(*total, sinks)
+        out, lse = join([out.to(q.dtype) for out, _ in merged], [lse for _, lse in merged])
         ctx.save_for_backward(q, k, v, out, lse, documents, every, rank, sinks)
         return out
 
@@ -225,6 +226,22 @@ def _differentiate(
         dkv[0, :, :, keys] += tile_dk
         dkv[1, :, :, keys] += tile_dv
     return dq, dkv
+
+
+def join(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """out (b, n, s, d) and lse (b, n, s) of parts of the sequence, which selective activation checkpointing saves.
+
+    lse is above -inf, since a query sees at least its own key. The comparison makes out depend on it, so that it is saved too.
+    """
+    out = torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(
+        1, 2
+    )  # stored as the output projection reads it
+    with saved_results():
+        lse = torch.cat([*lses], 2)
+    seen = lse[..., None] > -torch.inf
+    with saved_results():
+        out = out.where(seen, 0)
+    return out, lse
 
 
 def _sum_shares(shares: Tensor, blocks: list[_Block], size: int) -> Tensor:

@@ -5,12 +5,15 @@ from functools import cache
 
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modeling.models.families import model_class
 from parallel import Mesh, RowParallelLinear, initialize
 from parallel.activation_checkpointing import MODES, apply_activation_checkpointing
+from parallel.attention.ring import zigzag_positions
 from parallel.host_products import ONEDNN_PRODUCTS
 from parallel.random import sample_keys
 from profiles.sections.model import Model
@@ -127,6 +130,44 @@ def test_only_full_repeats_products_and_attention():
     assert calls["none"] == calls["selective"] == (24, 0)  # two products of four projections in three layers
     # The last projection of a block, whose output only the block's output needs, is not repeated.
     assert calls["full"] == (24 + 9, 3)
+
+
+def attention_in_backward(mode: str, context: int, graph_kernel: str | None) -> int:
+    """Number of rings that backward runs; or, of attention in the graph, of batched products in the backward graphs."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=keep, partition_fn=partition)
+    with mesh(context=context, graph_kernel=graph_kernel) as m:
+        model = model_class("llama")(DESCRIPTIONS["llama"], m)
+        initialize(model, m.tensor, 1)
+        apply_activation_checkpointing(model.layers.values(), mode)
+        if graph_kernel:
+            for layer in model.layers.values():
+                layer.compile(backend=backend, fullgraph=True, dynamic=False)
+        tokens = TOKENS[:, : 128 // context]
+        documents = torch.zeros_like(tokens)
+        x = model(tokens, zigzag_positions(128, context, m.context.rank), documents)
+        loss = model.loss(x, tokens)
+        with CallCount() as count:
+            loss.backward()
+    if graph_kernel is None:
+        return count.calls[torch.ops.trainshed.ring_attention.default]
+    products = torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default
+    return sum(node.target in products for graph in graphs for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize(("context", "graph_kernel"), [(2, None), (2, "math"), (1, "math")])
+def test_only_full_repeats_attention_over_a_context_axis_or_in_the_graph(pool, context, graph_kernel):
+    none, selective, full = (
+        pool.run(attention_in_backward, context, mode=mode, context=context, graph_kernel=graph_kernel)[0]
+        for mode in MODES
+    )
+    assert none == selective < full
 
 
 def backward_products(native: bool) -> int:
