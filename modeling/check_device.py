@@ -121,8 +121,9 @@ def check_collectives(kind: str) -> Result:
     """Results and bandwidth of collectives over all devices."""
     device, local = _device(kind)
     device.start_process_group(local)
-    axis = Mesh(data=dist.get_world_size(), supports_reduction=device.supports_reduction).world
-    n, count = axis.size, (1 << 20) if kind == "cpu" else (1 << 26)
+    mesh = Mesh(data=dist.get_world_size(), supports_reduction=device.supports_reduction)
+    axis = mesh.world
+    n, count = axis.size, _elements(kind)
     x = torch.full((n * count,), axis.rank + 1.0, device=local)
     total = n * (n + 1) / 2
     calls: dict[str, tuple[Callable[[], Tensor], float]] = {
@@ -137,6 +138,7 @@ def check_collectives(kind: str) -> Result:
         correct &= bool(equal)
         rate = share * x.nbytes / fastest(device, call)
         measured.append(f"{name} {rate / 1e9:.3g} GB/s")
+    mesh.close()
     return Result(", ".join(measured), correct)
 
 
@@ -172,11 +174,12 @@ def measure_links(kind: str) -> Result:
     links = {}
     for level, axis in (("chip", mesh.tensor), ("node", mesh.dp_shard)):
         if axis.size > 1:
-            x = torch.ones(axis.size * ((1 << 20) if kind == "cpu" else (1 << 26)), device=local)
+            x = torch.ones(axis.size * _elements(kind), device=local)
             shard = x[: x.numel() // axis.size].clone()
             seconds = fastest(device, lambda x=x, axis=axis: collectives.reduce_scatter(x, axis))
             seconds += fastest(device, lambda shard=shard, axis=axis: collectives.all_gather(shard, axis))
             links[level] = 2 * x.nbytes * (axis.size - 1) / axis.size / seconds
+    mesh.close()
     return Result(json.dumps(links))
 
 
@@ -208,6 +211,11 @@ def _device(kind: str) -> tuple[devices.Device, torch.device]:
     """The kind of device, and this process's device."""
     device = devices.resolve(kind)
     return device, device.set_current(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _elements(kind: str) -> int:
+    """Float32 elements of a rank in collectives that are timed."""
+    return (1 << 20) if kind == "cpu" else (1 << 26)
 
 
 def _error(actual: list[float], expected: list[float]) -> float:

@@ -14,7 +14,7 @@ On a CPU, tokens without a target (prompts and padding of fine-tuning) are left 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -239,27 +239,44 @@ def token_cross_entropy(
     vocabulary: int,
     sequence_parallel: bool = False,
     chunk: int,
+    programs: LossPrograms | None = None,
 ) -> Tensor:
     """Cross-entropy (b·s) of each token of the output projection X Wᵀ, float32, without gradient; 0 for an ignored target.
 
     Arguments as for `linear_cross_entropy`, and as there a chunk's logits are all that exists of them.
     """
     x = collectives.all_gather(x, axis) if sequence_parallel else x  # (b·s, h)
-    kept = _with_target(targets, 1)
+    programs = programs or LossPrograms()
+    weight = weight.detach()
+    kept = _with_target(targets, 1 if programs.tokens is chunk_token_losses else chunk)
     if kept is not None:
         x, targets = x[kept.rows], targets[kept.rows]  # (kept, h), (kept)
-    losses = [
-        _logits_loss(multiply(part, weight.t()), each, axis, first, vocabulary, train=False)[0]
-        for part, each in zip(x.split(chunk), targets.split(chunk), strict=True)
-    ]
-    found = torch.cat(losses)
+        targets[kept.count :] = IGNORE_INDEX
+    parts = zip(x.split(chunk), targets.split(chunk), strict=True)
+    found = programs.join(
+        [programs.tokens(part, weight, each, axis, first, vocabulary) for part, each in parts]
+    )
     return found if kept is None else kept.restore(found)  # (b·s)
 
 
+def chunk_token_losses(
+    x: Tensor, weight: Tensor, targets: Tensor, axis: Axis, first: Tensor, vocabulary: int
+) -> Tensor:
+    """Cross-entropy (c) of each token of a chunk x (c, h), 0 for an ignored target."""
+    return _logits_loss(multiply(x, weight.t()), targets, axis, first, vocabulary, train=False)[0]
+
+
+def join(losses: Sequence[Tensor]) -> Tensor:
+    """Losses of tokens of all chunks."""
+    return torch.cat([*losses])
+
+
 class LossPrograms(NamedTuple):
-    """What `linear_cross_entropy` computes with: the functions of this module, or compiled versions of them."""
+    """What losses are computed with: the functions of this module, or compiled versions of them."""
 
     chunk: ChunkLoss = chunk_loss
+    tokens: Callable[..., Tensor] = chunk_token_losses
+    join: Callable[[Sequence[Tensor]], Tensor] = join
     begin: Callable[[Tensor, bool], tuple[Tensor, Tensor | None]] = begin_sums
     convert: Callable[[Tensor, torch.dtype], Tensor] = convert
     scale: Callable[[Tensor, Tensor], Tensor] = scale

@@ -31,9 +31,10 @@ from torch.fx import GraphModule
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled, Compiler
 from parallel import device as devices
+from parallel.experts.layer import MixtureOfExperts
 from parallel.layers.deferred import DeferrableLinear, weight_gradient
 from parallel.layers.tied import TiedWeight, add
-from parallel.loss import LossPrograms, chunk_loss
+from parallel.loss import LossPrograms, chunk_loss, chunk_token_losses
 from parallel.optimizer.arithmetic import Compile
 from profiles.schema import Profile
 
@@ -82,13 +83,18 @@ def compile_regions(model: nn.Module, kind: str, backend: Callable[[str], Backen
         for module in model.modules():
             if isinstance(module, DeferrableLinear):
                 module.weight_gradient = compiled
+            if isinstance(module, MixtureOfExperts):
+                module.add = torch.compile(add, backend=backend(STEP), **OPTIONS)
         for name, region in METHODS.items():
             if hasattr(model, name):
                 setattr(model, name, torch.compile(getattr(model, name), backend=backend(region), **OPTIONS))
     if model.last:
-        programs = LossPrograms(torch.compile(chunk_loss, backend=backend("loss"), **OPTIONS))
+        given = {"backend": backend("loss"), **OPTIONS}
+        programs = LossPrograms(
+            torch.compile(chunk_loss, **given), torch.compile(chunk_token_losses, **given)
+        )
         if compile := function_compiler(kind, backend):
-            programs = LossPrograms(programs.chunk, *map(compile, programs[1:]))
+            programs = LossPrograms(*programs[:2], *map(compile, programs[2:]))
             if model.first and model.model.tie_word_embeddings and model.embedding.weight.requires_grad:
                 model.tied = TiedWeight(model.embedding.weight, compile(add))
         model.loss_programs = programs

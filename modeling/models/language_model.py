@@ -125,9 +125,8 @@ class LanguageModel(nn.Module):
         Args:
             weights: (b, s/c), of each token in the sum; None: 1.
         """
-        programs = self.loss_programs if weights is None else LossPrograms()  # compiled without weights
         given = None if weights is None else weights.flatten()
-        return linear_cross_entropy(**self._loss_arguments(x, targets), programs=programs, weights=given)
+        return linear_cross_entropy(**self._loss_arguments(x, targets), weights=given)
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy (b, s/c) of each token, without gradient; arguments as for `loss`."""
@@ -144,6 +143,7 @@ class LanguageModel(nn.Module):
             "vocabulary": self.model.vocab_size,
             "sequence_parallel": self.sequence_parallel,
             "chunk": self.loss_chunk(targets.numel()),
+            "programs": self.loss_programs,
         }
 
     def loss_chunk(self, tokens: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from modeling.compilation import compilers
 from modeling.models.build import DTYPES, build_mesh, build_stage
 from modeling.planning.calibration import Calibration
 from modeling.planning.stage_costs import StageCosts
@@ -117,7 +118,7 @@ def _others(
         for parameter in stage.parameters():
             parameter.normal_(std=0.02)
     if compiled:
-        stage.compile()
+        stage.compile(backend=compilers.backend_name(profile), fullgraph=True, dynamic=False)
     tokens, width = profile.train.sequence_length, profile.model.hidden_size
     x = torch.randn(tokens, width, device=local).to(DTYPES[profile.train.precision]).requires_grad_()
     positions = torch.arange(tokens, device=local)

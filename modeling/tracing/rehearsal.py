@@ -16,7 +16,7 @@ from modeling.models.language_model import LanguageModel
 from modeling.training import generate
 from modeling.training.anomalies import WINDOW
 from modeling.training.step_functions import StepFunctions
-from modeling.training.trainer import kind_of_samples
+from modeling.training.trainer import kind_of_samples, preference_form
 from parallel import Mesh
 from parallel.attention.ring import zigzag_positions
 from parallel.experts.balance import EXTRA
@@ -68,6 +68,26 @@ def _rehearse_samples(profile: Profile, functions: StepFunctions, mesh: Mesh, de
             _, count = functions.count_targets(targets, number.int(), kind)
             if count is not None and not profile.evaluate.metrics:
                 functions.result(count, number)
+            if kind == "pairs":
+                _rehearse_pairs(profile, functions, mesh, targets)
+
+
+def _rehearse_pairs(profile: Profile, functions: StepFunctions, mesh: Mesh, targets: Tensor) -> None:
+    """The loss of a microbatch of preference pairs, and what the reference model says of it."""
+    form, b, device = preference_form(profile), profile.micro_batch_rows, targets.device
+    length = profile.train.sequence_length // mesh.context.size
+    wanted, answer, numbers, rows = functions.split_targets(targets[:b], length, form.kind == "orpo")
+    width = profile.answers_per_row
+    losses = torch.zeros(wanted.shape, device=device)
+    reference = torch.zeros(len(targets), width, device=device) if form.kind == "dpo" else None
+    pairs = answer, numbers, rows, reference, width, mesh.context, torch.zeros((), device=device)
+    for training in (True, False):
+        sums, _ = functions.rate(form, losses, *pairs, training)
+    with torch.enable_grad():
+        functions.with_value(torch.zeros((), device=device, requires_grad=True), sums)
+    if profile.rates_in_step:
+        answers = functions.log_probabilities(losses, numbers, width)
+        functions.concatenate([torch.zeros_like(answers) for _ in range(profile.accumulation_steps)])
 
 
 def _rehearse_statistics(
@@ -78,22 +98,28 @@ def _rehearse_statistics(
     device: torch.device,
 ) -> None:
     """What ranks exchange after backward, and what follows from it."""
-    number = torch.zeros((), device=device)
-    functions.multiply(functions.add(number, number), number)
+
+    def number() -> Tensor:
+        """A tensor of its own: one that is passed twice would be one input of the graph."""
+        return torch.zeros((), device=device)
+
+    functions.multiply(functions.add(number(), number()), number())
     found, layers = experts_by_layer(stages), profile.model.num_hidden_layers
     model = profile.model
     width = 0 if model.num_experts is None else layers * (model.num_experts + EXTRA)
-    load = number.new_zeros(width)
+    load = torch.zeros(width, device=device)
     if found:
+        tally = torch.zeros(model.num_experts + EXTRA, device=device)
+        functions.add(tally, torch.zeros_like(tally))
         load = functions.place([experts.tally.detach() for experts in found.values()], tuple(found), layers)
-    counts = number.new_zeros(2 + 3 * len(PROGRAMS) + mesh.size)
-    statistics = functions.pack(number, mesh.tensor.size, counts, load, number.new_zeros(1))
-    functions.join(statistics, number, number, number)
-    factor, window = profile.train.spike_factor, number.new_zeros(WINDOW)
-    functions.decide(number, window, number, factor)
+    counts = torch.zeros(2 + 3 * len(PROGRAMS) + mesh.size, device=device)
+    statistics = functions.pack(number(), mesh.tensor.size, counts, load, torch.zeros(1, device=device))
+    functions.join(statistics, number(), number(), number())
+    factor, window = profile.train.spike_factor, torch.zeros(WINDOW, device=device)
+    functions.decide(statistics[0], window, number(), factor)
     if factor is not None:
         slots = torch.arange(WINDOW, device=device)
-        functions.record(number, number, window, number.clone(), slots)
+        functions.record(statistics[0], number(), window, number(), slots)
     if found and profile.train.balance == "global":
         loads = [experts.load for experts in found.values()]
         functions.clear(loads)

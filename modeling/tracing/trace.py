@@ -194,14 +194,16 @@ def run_stage(
             x = torch.empty(shape, dtype=DTYPES[settings.precision], device=device, requires_grad=True)
         documents = torch.zeros_like(tokens) if profile.document_masks else None
         y = model(x, positions, documents, samples=keys)
-        # A user's loss and that of preference pairs run eager.
-        compiles_loss = model.last and settings.loss is None and profile.rows_per_sample == 1
-        output = model.loss(y, tokens) if compiles_loss else y
+        compiles_loss = model.last and settings.loss is None  # a user's runs eager
+        # A step of preference pairs computes the losses of tokens, and then their weighted sum.
+        pairs = profile.rows_per_sample > 1
+        weights = torch.zeros(tokens.shape, device=device) if pairs else None
+        output = model.loss(y, tokens, weights) if compiles_loss else y
         saved = graph_stats.saved_bytes(output, [*model.parameters(), *model.buffers()])
         with torch.no_grad():
             y = model(x.detach(), positions, documents)
             if compiles_loss:
-                model.loss(y, tokens)
+                (model.token_losses if pairs else model.loss)(y, tokens)
             if settings.balance == "global":
                 with counting_choices(expert_layers(model)):
                     model(x.detach(), positions, documents)

@@ -54,8 +54,8 @@ def take(trainer: Trainer) -> Tensor:
         return torch.empty(0, device=trainer.torch_device)
     counts = {}
     for layer, experts in trainer.experts.items():
-        if experts.tally.grad is not None:
-            counts[layer], experts.tally.grad = experts.tally.grad, None
+        if experts.counted is not None:
+            counts[layer], experts.counted = experts.counted, None
     if not counts:
         return upload(torch.zeros(numbers(trainer)), trainer.torch_device)
     given = [*counts.values()], tuple(counts), trainer.profile.model.num_hidden_layers

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from modeling.data.records import PADDING
 from modeling.training.anomalies import decide, record
+from modeling.training.preference import loss as preference
 from parallel.loss import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StepFunctions:
-    """The functions of this module and those of the anomaly guard, compiled if `compile` is given."""
+    """The functions of this module, of preference pairs and of the anomaly guard, compiled if `compile` is given."""
 
     shard: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
     count_targets: Callable[..., tuple[Tensor, Tensor | None]]
@@ -33,6 +34,11 @@ class StepFunctions:
     clear: Callable[[Sequence[Tensor]], None]
     set_shares: Callable[[Sequence[Tensor], Tensor, tuple[int, ...]], None]
     next_logits: Callable[..., Tensor]
+    split_targets: Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor]]
+    log_probabilities: Callable[..., Tensor]
+    rate: Callable[..., tuple[Tensor, Tensor | None]]
+    with_value: Callable[[Tensor, Tensor], Tensor]
+    concatenate: Callable[[Sequence[Tensor]], Tensor]
     decide: Callable[..., Tensor]
     record: Callable[..., None]
 
@@ -136,5 +142,7 @@ def next_logits(hidden: Sequence[Tensor], weight: Tensor, shape: tuple[int, int]
 
 FUNCTIONS = (
     *(shard, count_targets, result, add, multiply, pack, join, place, clear, set_shares, next_logits),
+    *(preference.split_targets, preference.log_probabilities, preference.rate),
+    *(preference.with_value, preference.concatenate),
     *(decide, record),
 )

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from modeling.compilation import compilers, graph_cache
 from modeling.compilation.graph_cache import CompileStatistics, EagerStatistics
 from modeling.data import shard_cache
-from modeling.data.records import PADDING
 from modeling.models.build import (
     DTYPES,
     build_mesh,
@@ -44,7 +43,6 @@ from parallel.attention.ring import zigzag_positions
 from parallel.collectives import all_reduce
 from parallel.experts.layer import counting_choices
 from parallel.layout import deferred_parameters
-from parallel.loss import IGNORE_INDEX
 from parallel.random import sample_keys
 from profiles.schema import Profile
 
@@ -116,13 +114,13 @@ class Trainer:
         self.experts = experts_by_layer(self.stages.values())
         # preference pairs: what the loss of a step needs besides its tokens, and where to collect answers' log-probabilities
         self._reference: Tensor | None = None
-        self._pairs_per_token = 0.0
         self._answers: list[Tensor] | None = None
+        self._form = preference_form(profile)
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
         s, context = profile.train.sequence_length, self.mesh.context
         self.functions = StepFunctions(self.compile)
         self._scales: dict[float, Tensor] = {}  # factors of losses on the device
-        self._nothing = torch.zeros((), device=self.torch_device)
+        self._nothing = self._pairs_per_token = torch.zeros((), device=self.torch_device)
         self.positions = zigzag_positions(s, context.size, context.rank).to(self.torch_device)  # (s/c)
         self.pipeline = self._pipeline(self.stages, len(layers))
         self.reference_model: ReferenceModel | None = None
@@ -184,36 +182,20 @@ class Trainer:
         return torch.stack([loss.float(), *metrics])
 
     def _preference_loss(self, stage: LanguageModel, x: Tensor, targets: Tensor) -> Tensor:
-        """Loss of the pairs of a microbatch; in evaluation their number, loss and the sums of the metrics.
-
-        Args:
-            targets: (2b, s/c + 1) or (2b, 2·s/c + 1) from `shard`: the tokens that follow, if pairs are packed the numbers of
-                their answers, and the row's number in the step.
-        """
-        objective, context = self.profile.objective, self.mesh.context
-        (following, *numbers), rows = targets[:, :-1].split(len(self.positions), 1), targets[:, -1]
-        numbers = numbers[0] if numbers else None
+        """Loss of the pairs of a microbatch; in evaluation their number, loss and the sums of the metrics."""
+        form, functions = self._form, self.functions
+        split = functions.split_targets(targets, len(self.positions), form.kind == "orpo")
+        wanted, answer, numbers, rows = split
         width = 1 if numbers is None else self.profile.answers_per_row
-        answer = following >= 0
-        counted = answer
-        if objective.kind == "orpo":
-            counted = following != PADDING if numbers is None else numbers >= 0
-        wanted = following.where(answer, ~following).where(counted, IGNORE_INDEX)
-        logs = -stage.token_losses(x.detach(), wanted)  # (2b, s/c)
+        losses = stage.token_losses(x.detach(), wanted)  # (2b, s/c)
         if self._answers is not None:
-            self._answers.append(preference.answer_sums(logs, numbers, width))
-            return logs.new_zeros(())
-        reference = logs.new_zeros(len(rows), width) if self._reference is None else self._reference[rows]
-        training = not self._evaluating
-        with torch.set_grad_enabled(training):
-            answers = preference.Answers(logs.requires_grad_(training), answer, reference, numbers)
-            sums = preference.pair_losses(objective, answers, context, self._pairs_per_token)
-        if self._evaluating:
-            return sums / context.size  # every context rank has all of it
-        loss = sums[1]
-        (gradient,) = torch.autograd.grad(loss, logs)
-        weighted = stage.loss(x, wanted, -gradient)
-        return weighted + (loss / context.size - weighted).detach()
+            self._answers.append(functions.log_probabilities(losses, numbers, width))
+            return self._nothing
+        pairs = answer, numbers, rows, self._reference, width, self.mesh.context, self._pairs_per_token
+        sums, weights = functions.rate(form, losses, *pairs, not self._evaluating)
+        if weights is None:
+            return sums
+        return functions.with_value(stage.loss(x, wanted, weights), sums)
 
     @property
     def metrics(self) -> list[str]:
@@ -287,7 +269,7 @@ class Trainer:
         settings = self.profile.train
         tokens, targets, masks = self._shard(samples, documents, answers)
         self._prepare_pairs((tokens, targets, masks), reference, pairs_per_token)
-        if self.experts and settings.balance == "global":
+        if settings.balance == "global" and self.profile.model.num_experts is not None:
             self._count_choices(tokens, targets, masks)
         extra = masks
         if self.profile.has_dropout:
@@ -313,18 +295,32 @@ class Trainer:
 
     @torch.no_grad()
     def _count_choices(self, tokens: Tensor | None, targets: Tensor | None, masks: dict[str, Tensor]) -> None:
-        """Set each layer's shares of the step's choices by expert, for a balance loss over the whole step."""
-        self.functions.clear([layer.load for layer in self.experts.values()])
+        """Set each layer's shares of the step's choices by expert, for a balance loss over the whole step.
+
+        Every rank takes part: the sum is over all, also over those of a pipeline's stages without experts.
+        """
+        loads, numbers, model = (
+            [layer.load for layer in self.experts.values()],
+            tuple(self.experts),
+            self.profile.model,
+        )
+        if loads:
+            self.functions.clear(loads)
         with counting_choices(self.experts.values()):
             if self.pipeline:
                 self.pipeline.evaluate(tokens, targets, **masks)
             else:
                 for x, _, inputs in self._microbatches(tokens, targets, masks):
                     self.stages[0](x, self.positions, **inputs)
-        loads, numbers = [layer.load for layer in self.experts.values()], tuple(self.experts)
-        table = loads, numbers, self.profile.model.num_hidden_layers
-        counts = all_reduce(self.functions.place(*table, self.mesh.tensor.size), self.mesh.world)
-        self.functions.set_shares(loads, counts, numbers)
+        if loads:
+            counts = self.functions.place(loads, numbers, model.num_hidden_layers, self.mesh.tensor.size)
+        else:
+            counts = devices.upload(
+                torch.zeros(model.num_hidden_layers * model.num_experts), self.torch_device
+            )
+        counts = all_reduce(counts, self.mesh.world)
+        if loads:
+            self.functions.set_shares(loads, counts, numbers)
 
     def _prepare_pairs(self, local: Local, reference: Tensor | None, pairs_per_token: float) -> None:
         if self.profile.rates_in_step and self.collected is None:
@@ -332,7 +328,9 @@ class Trainer:
                 reference = all_reduce(self._answer_log_probabilities(*local), self.mesh.context)
         if reference is not None:
             reference = reference.to(self.torch_device, non_blocking=True).view(len(reference), -1)
-        self._reference, self._pairs_per_token = reference, pairs_per_token
+        self._reference = reference
+        if pairs_per_token:
+            self._pairs_per_token = devices.upload(torch.tensor(pairs_per_token), self.torch_device)
 
     def _microbatches(
         self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]
@@ -402,7 +400,9 @@ class Trainer:
                 self.profile.micro_batch_rows * self.profile.accumulation_steps,
                 self.profile.answers_per_row,
             )
-            return torch.cat(self._answers) if self.last else torch.zeros(shape, device=self.torch_device)
+            if not self.last:
+                return torch.zeros(shape, device=self.torch_device)
+            return self.functions.concatenate(self._answers)
         finally:
             self._answers = None
 
@@ -431,6 +431,12 @@ class Trainer:
         self.mesh.close()
         if self._started and failure[0] is None:
             dist.destroy_process_group()
+
+
+def preference_form(profile: Profile) -> preference.Form:
+    """What a profile's loss of preference pairs depends on."""
+    objective = profile.objective
+    return preference.Form(objective.kind, objective.loss, objective.beta, objective.label_smoothing)
 
 
 def kind_of_samples(profile: Profile) -> str:

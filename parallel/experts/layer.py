@@ -11,7 +11,7 @@ Global tensors are single experts ("mlp.gate_up.3.gate.weight"), so checkpoints 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from parallel.experts.router import Router, Routing
 from parallel.experts.slots import assign_slots, capacity, slotted_experts
 from parallel.initialization import Constant, Normal
 from parallel.layers.linear import check_divisible
+from parallel.layers.tied import add
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Mesh
 
@@ -148,10 +149,18 @@ class MixtureOfExperts(nn.Module):
             tuple(Section(str(expert), (hidden,), None) for expert in local if bias),
             *(mesh, output_initializer or initializer, True, placed),
         )
-        # Its gradient is what a step counts (balance.py); `load` is for balance over the whole step.
+        # Its gradient is what a backward pass counts (balance.py), which is added to `counted`; `load` is for balance over the
+        # whole step.
         tally = torch.zeros(routing.experts + EXTRA, device=device, requires_grad=True)
+        tally.register_post_accumulate_grad_hook(self._count)
+        self.counted: Tensor | None = None  # since it was last taken
+        self.add: Callable[[Tensor, Tensor], Tensor] = add
         self.register_buffer("tally", tally, persistent=False)
         self.register_buffer("load", torch.zeros(routing.experts, device=device), persistent=False)
+
+    def _count(self, tally: Tensor) -> None:
+        found, tally.grad = tally.grad, None
+        self.counted = found if self.counted is None else self.add(self.counted, found)
 
     def forward(self, x: Tensor, length: int) -> Tensor:
         """x (b·s/c, h), or (b·s/(c·t), h) with sequence parallelism, to the same shape.

@@ -321,7 +321,9 @@ class ZeRO1:
         square = self.arithmetic.square_norm([bucket.gradient_shard for bucket in adamw_buckets], weights)
         weights = [bucket.norm_weights for bucket in self.buckets]
         self.arithmetic.root(self.arithmetic.square_norm([b.master for b in self.buckets], weights))
-        _, skipped, divisor = self.arithmetic.clip(square, torch.zeros_like(square), self.steps, self.clip)
+        _, skipped, divisor = self.arithmetic.clip(
+            square, torch.zeros_like(square, dtype=torch.bool), self.steps, self.clip
+        )
         for bucket in self.buckets:
             self._update(bucket, torch.zeros_like(square), divisor, skipped)
 

@@ -8,20 +8,31 @@ installed for the device, unless `kernel` is "bounds": then one that takes bound
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import shutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import functorch.compile
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from modeling import check_device
+from modeling.compilation.graph_cache import CompileStatistics
+from modeling.planning import measure
 from modeling.supervision import stragglers
+from modeling.tracing import trace as tracing
+from modeling.tracing.graph_stats import digest
+from modeling.tracing.trace import Recorder
 from modeling.training import evaluate, train
 from modeling.training.trainer import Trainer
 from parallel import collectives, device
@@ -45,17 +56,20 @@ KERNEL_PROFILES = {
 
 
 def run_training(run: Path, dataset: Path) -> object:
-    return train.main(["--run-folder", str(run), "--dataset", str(dataset)])
+    reference = ["--reference", str(dataset)] if (dataset / "reference.npz").exists() else []
+    return train.main(["--run-folder", str(run), "--dataset", str(dataset), *reference])
 
 
-def run_steps(run: Path, dataset: Path) -> object:
+def run_steps(run: Path, dataset: Path, recorded: bool = False) -> object:
     """Train with the emulated compiler; counts from the second step on, when everything has been compiled.
 
     Returns:
-        number of the optimizer's buckets.
+        number of the optimizer's buckets; if `recorded`, names and digests of the programs that were compiled.
     """
     register_compiler()
     torch.compiler.reset()  # programs of other runs count towards torch's limit of recompilations
+    recorder, joints = Recorder(), []
+    compile_graph = CompileStatistics._compile
     queue_step = train.TrainingRun._queue_step
 
     def queue(training: train.TrainingRun) -> None:
@@ -67,13 +81,47 @@ def run_steps(run: Path, dataset: Path) -> object:
 
             buckets.append(len(training.optimizer.buckets))
 
+    def record(statistics: CompileStatistics, region: str, graph: Any, inputs: Any) -> Any:
+        if recorded:
+            with joint_graphs() as found:
+                recorder.backend(region)(copy.deepcopy(graph), inputs)
+            joints.extend(found)
+        return compile_graph(statistics, region, graph, inputs)
+
     used: dict[str, Any] = {}
     buckets: list[int] = []
-    with mock.patch.object(train.TrainingRun, "_queue_step", queue):
+    with (
+        mock.patch.object(train.TrainingRun, "_queue_step", queue),
+        mock.patch.object(CompileStatistics, "_compile", record),
+    ):
         run_training(run, dataset)
     usage.take()
     usage.counts.update(used)
-    return buckets[0]
+    programs = [(name, digest(graphs)) for name, graphs in recorder.programs if len(graphs) == 1]
+    return {"buckets": buckets[0], "programs": programs + joints}
+
+
+def trace_ahead(run: Path, dataset: Path) -> object:
+    """Names and digests of the programs that are compiled ahead for a run; before a process group exists."""
+    register_compiler()
+    local = device.NEURON.set_current()
+    with mock.patch.object(tracing, "trace_device", return_value=local), joint_graphs() as joints:
+        programs = tracing.trace(load(str(run / "profile.yaml"))).programs
+    return [(program.name, program.digest) for program in programs if len(program.graphs) == 1] + joints
+
+
+@contextmanager
+def joint_graphs() -> Iterator[list[tuple[str, str]]]:
+    """The digests of joint graphs of forward and backward; their partition depends on which weights stay in memory."""
+    found: list[tuple[str, str]] = []
+    partition = functorch.compile.min_cut_rematerialization_partition
+
+    def keep(joint: torch.fx.GraphModule, *arguments: Any, **options: Any) -> Any:
+        found.append(("forward and backward", digest([joint])))
+        return partition(joint, *arguments, **options)
+
+    with mock.patch.object(functorch.compile, "min_cut_rematerialization_partition", keep):
+        yield found
 
 
 def run_with_slow_device(run: Path, dataset: Path) -> object:
@@ -103,17 +151,38 @@ def resume_training(run: Path, dataset: Path) -> object:
 
 
 def check_devices(run: Path, dataset: Path) -> object:
-    """The checks of check_device that do not measure speed; before a process group exists, which they start."""
+    """The checks of check_device, and a calibration, at small sizes; before a process group exists, which they start."""
     register_compiler()
     words = {}
-    for check in (
-        check_device.check_kernels,
-        check_device.check_compilation,
-        check_device.check_parallel_training,
+    kind = type(device.NEURON)
+    start = kind.start_process_group
+
+    def start_once(
+        self: device.Device, *arguments: Any, **options: Any
+    ) -> None:  # each check has processes of its own
+        if not dist.is_initialized():
+            start(self, *arguments, **options)
+
+    with (
+        mock.patch.object(kind, "start_process_group", start_once),
+        mock.patch.object(check_device, "_elements", return_value=1 << 10),
     ):
-        result = check("neuron")
-        assert result.passed, result.measured
-        words[check.__name__] = result.measured
+        for check in (
+            check_device.check_kernels,
+            check_device.check_training,
+            check_device.check_compilation,
+            check_device.check_parallel_training,  # the first that starts the group, after the CPU's losses
+            check_device.check_collectives,
+            check_device.measure_links,
+        ):
+            result = check("neuron")
+            assert result.passed, result.measured
+            words[check.__name__] = result.measured
+    local = device.NEURON.set_current()
+    table = measure.calibrate(
+        device.NEURON, local, "trn2", ((32,), (32, 64), (32,), (128, 32)), compiled=True
+    )
+    words["calibrate"] = sorted(table.products)
     for name, settings in KERNEL_PROFILES.items():
         result = check_device.check_kernels("neuron", load(name, settings))
         assert result.passed, result.measured
@@ -125,9 +194,11 @@ CALLS: dict[str, Callable[[Path, Path], object]] = {
     "train": run_training,
     "slow": run_with_slow_device,
     "steps": run_steps,
+    "recorded steps": partial(run_steps, recorded=True),
     "evaluate": run_evaluation,
     "resume": resume_training,
     "check_device": check_devices,
+    "trace": trace_ahead,
 }
 
 
@@ -177,10 +248,15 @@ def call(name: str, run: Path, dataset: Path, fault: str | None) -> dict[str, An
     }  # fmt: skip
 
 
+def resize_storage(flat: torch.Tensor, size: int) -> None:
+    if size == 0 and not isinstance(flat, FakeTensor):
+        host_alias(flat).fill_(torch.nan)
+
+
 def main(arguments: list[str]) -> int:
     install()
     # Backends in Python cannot resize a storage; memory that would be freed becomes NaN.
-    buckets.resize_storage = lambda flat, size: None if size else host_alias(flat).fill_(torch.nan)
+    buckets.resize_storage = resize_storage
     torch.set_num_threads(1)
     for entry in json.loads(Path(arguments[0]).read_text()):
         run, dataset = Path(entry["run"]), Path(entry["dataset"])
@@ -189,9 +265,9 @@ def main(arguments: list[str]) -> int:
             kernels.register("nki", Bounds())
         made = []
         for name in entry["calls"]:
-            if name != "check_device" and not dist.is_initialized():
+            if name not in ("check_device", "trace") and not dist.is_initialized():
                 device.NEURON.start_process_group(device.NEURON.set_current())
             made.append(call(name, run, dataset, entry.get("fault")))
-        (run / f"calls_{dist.get_rank()}.json").write_text(json.dumps(made))
+        (run / f"calls_{os.environ['RANK']}.json").write_text(json.dumps(made))
     dist.destroy_process_group()
     return 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
+from modeling.data.records import RECORD_DTYPE, pack_rows, rows_path, write_rows
 from profiles.resolve import dump, load
 from tests.forked_jobs import run_forked
 
@@ -60,6 +61,30 @@ def dataset(folder: Path, tokens: int = 6000) -> Path:
     target = folder / "artifacts" / "dataset" / "d"
     target.mkdir(parents=True, exist_ok=True)
     (target / "corpus.json").write_text(json.dumps(corpus))
+    return target
+
+
+def records(folder: Path, pairs: bool = False) -> Path:
+    """A dataset artifact's folder of records, prompts and answers; two in turn are a pair, with ratings, if `pairs`."""
+    generator = np.random.default_rng(7)
+    target, references = folder / "artifacts" / "dataset" / "d", {}
+    target.mkdir(parents=True)
+    corpus: dict = {"format": 1, "vocabulary_size": VOCABULARY, "eos": 0, "records": True}
+    for split, count in (("train", 120), ("validation", 16)):
+        prompts, answers = generator.integers(2, 6, count), generator.integers(4, 12, count)
+        prefix = folder / "artifacts" / "tokens" / "t" / split
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        with IndexedDatasetBuilder(prefix, RECORD_DTYPE) as builder:
+            for prompt, answer in zip(prompts, answers, strict=True):
+                ids = generator.integers(VOCABULARY, size=prompt + answer)
+                builder.add_document(np.where(np.arange(len(ids)) < prompt, ~ids, ids).astype(RECORD_DTYPE))
+        lengths = prompts + answers
+        write_rows(rows_path(target, split), lengths, answers, None if pairs else pack_rows(lengths, 32))
+        entry = {"path": f"tokens/t/{split}", "tokens": int(lengths.sum()), "documents": count}
+        corpus[split], references[split] = [entry], -generator.random(count, np.float32) * 60
+    (target / "corpus.json").write_text(json.dumps(corpus))
+    if pairs:
+        np.savez(target / "reference.npz", **references)
     return target
 
 

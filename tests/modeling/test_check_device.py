@@ -1,4 +1,4 @@
-"""`modeling.check_device`: checks pass on the CPU, in processes of their own; missing Neuron software is rejected by name."""
+"""`modeling.check_device`: checks pass on a CPU and find wrong kernels; missing Neuron software is rejected by name."""
 
 import json
 import re

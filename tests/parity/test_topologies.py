@@ -137,6 +137,9 @@ CASES = {
     "expert 2, pipeline 2, full activation checkpointing": Case(
         "mixtral", data=2, pipeline=2, expert=2, balance="global", recompute="full"
     ),
+    "pipeline 3, whose first stage has no experts, deepseek_v3, balance over the step": Case(
+        "deepseek_v3", pipeline=3, balance="global"
+    ),
     "tensor 4, KV replicated, dbrx": Case("dbrx", tensor=4),
     "expert 2, tensor 2, context 2, documents, gpt_oss": Case(
         "gpt_oss", tensor=2, context=2, expert=2, documents=True

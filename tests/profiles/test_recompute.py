@@ -46,6 +46,6 @@ def test_profile_of_an_earlier_version_has_its_number_of_layers_beside_the_mode(
     ]
     assert joined == ["full 3", "full"]
     with pytest.raises(
-        ValueError, match="is part of train.recompute now, which is 'full 3 . selective' here"
+        ValueError, match=r"is part of train.recompute now, which is 'full 3 \+ selective' here"
     ):
         Train(**values | {"recompute": "full 3 + selective", "recompute_layers": 2})

@@ -15,16 +15,18 @@ them is known, as a cross-entropy in which each token has this weight. Cost: one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modeling.data.records import PADDING
 from parallel import collectives
+from parallel.loss import IGNORE_INDEX
 from parallel.mesh import Axis
 from profiles.objectives import PAIR_METRICS
-from profiles.schema import Objective
 
 METRICS = PAIR_METRICS
 
@@ -40,6 +42,88 @@ class Answers(NamedTuple):
     )
 
 
+class Form(NamedTuple):
+    """The fields of `objective` that a loss of pairs depends on, which are constants of a compiled one."""
+
+    kind: str
+    loss: str
+    beta: float
+    label_smoothing: float
+
+
+def split_targets(
+    targets: Tensor, length: int, prompts: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """What the targets of a microbatch say.
+
+    Args:
+        targets: (2b, s/c + 1) or (2b, 2·s/c + 1) from `step_functions.shard`: the tokens that follow, if pairs are packed the
+            numbers of their answers, and the row's number in the step.
+        length: s/c.
+        prompts: whether the loss counts the tokens of prompts too.
+
+    Returns:
+        (2b, s/c) ids of counted tokens, else IGNORE_INDEX; (2b, s/c) whether they are of an answer; (2b, s/c) numbers of answers
+        or None; (2b) numbers of rows.
+    """
+    (following, *numbers), rows = targets[:, :-1].split(length, 1), targets[:, -1]
+    answer = counted = following >= 0
+    if prompts:
+        counted = numbers[0] >= 0 if numbers else following != PADDING
+    wanted = following.where(answer, ~following).where(counted, IGNORE_INDEX)
+    return wanted, answer, numbers[0] if numbers else None, rows
+
+
+def log_probabilities(losses: Tensor, numbers: Tensor | None, width: int) -> Tensor:
+    """log π (rows, a) of this rank's tokens of each answer, of their losses (rows, s/c)."""
+    return answer_sums(-losses, numbers, width)
+
+
+def rate(
+    form: Form,
+    losses: Tensor,
+    answer: Tensor,
+    numbers: Tensor | None,
+    rows: Tensor,
+    reference: Tensor | None,
+    width: int,
+    context: Axis,
+    nll_weight: Tensor,
+    training: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """This context rank's part of the sums of `pair_losses`, all ranks having the same; and the weights of tokens in training.
+
+    Args:
+        losses: (2b, s/c) of tokens.
+        answer, numbers, rows: from `split_targets`.
+        reference: log ρ of all of a step's rows and their answers; None: 0.
+        width: answers of a row.
+
+    Returns:
+        sums (2 + metrics), and (2b, s/c) weights: the sum of losses by them has the gradient of the pairs' loss.
+    """
+    reference = losses.new_zeros(len(rows), width) if reference is None else reference[rows]
+
+    def sums(losses: Tensor) -> tuple[Tensor, Tensor]:
+        found = pair_losses(form, Answers(-losses, answer, reference, numbers), context, nll_weight)
+        return found[1], found
+
+    if not training:
+        return sums(losses)[1] / context.size, None
+    weights, found = torch.func.grad(sums, has_aux=True)(losses)
+    return found / context.size, weights
+
+
+def with_value(weighted: Tensor, sums: Tensor) -> Tensor:
+    """The weighted sum of tokens' losses, for its gradient, with the value of the pairs' loss."""
+    return weighted + (sums[1] - weighted).detach()
+
+
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of all microbatches."""
+    return torch.cat([*parts])
+
+
 def answer_sums(values: Tensor, numbers: Tensor | None, width: int) -> Tensor:
     """Sums (rows, a) of values (rows, s/c) over this rank's tokens of each answer; `width` is a."""
     if numbers is None:
@@ -50,11 +134,11 @@ def answer_sums(values: Tensor, numbers: Tensor | None, width: int) -> Tensor:
     return values.new_zeros(len(rows) * width).index_add(0, places, values).view(-1, width)
 
 
-def pair_losses(objective: Objective, answers: Answers, context: Axis, nll_weight: float = 0.0) -> Tensor:
+def pair_losses(form: Form, answers: Answers, context: Axis, nll_weight: Tensor) -> Tensor:
     """Number of pairs, their loss and the METRICS: sums (2 + metrics) over the pairs that have answers.
 
     Args:
-        nll_weight: orpo: weight of a token in the sum of NLLs, in pairs per token.
+        nll_weight: 0-dim, weight of a token in the sum of NLLs, in pairs per token; read for orpo only.
     """
 
     def sums(values: Tensor) -> Tensor:
@@ -69,19 +153,19 @@ def pair_losses(objective: Objective, answers: Answers, context: Axis, nll_weigh
     present = lengths[::2] > 0  # (m, a)
     lengths = lengths.clamp(min=1)
     delta = ratios[::2] - ratios[1::2]
-    beta = objective.beta
+    beta = form.beta
     reward = beta * delta
     nll = logs.new_zeros(())
-    if objective.kind == "orpo":
+    if form.kind == "orpo":
         mean = total / lengths
         odds = mean - torch.log1p(-mean.exp().clamp(max=1 - 1e-7))
         losses = -beta * F.logsigmoid(odds[::2] - odds[1::2])
         nll = -sums(logs)[::2].where(present, 0).sum() * nll_weight
         reward = beta * (mean[::2] - mean[1::2])
-    elif objective.loss == "sigmoid":
-        smoothing = objective.label_smoothing
+    elif form.loss == "sigmoid":
+        smoothing = form.label_smoothing
         losses = -(1 - smoothing) * F.logsigmoid(reward) - smoothing * F.logsigmoid(-reward)
-    elif objective.loss == "hinge":
+    elif form.loss == "hinge":
         losses = F.relu(1 - reward)
     else:
         means = ratios / lengths
