@@ -10,7 +10,7 @@ Exit codes: 0, or 1 if a plan does not fit its device, or promises less memory t
 import sys
 
 from flows.ui.summaries import cluster_summary
-from modeling.planning.planner import plan
+from modeling.planning.planner import Plan, plan
 from modeling.tracing.trace import trace
 from modeling.tracing.traced_plan import apply_trace
 from profiles import recompute, resolve
@@ -42,17 +42,20 @@ def describe(profile: Profile) -> tuple[str, str, str, str]:
     )
 
 
+def describe_plan(planned: Plan) -> tuple[str, str]:
+    """Memory and time of a step."""
+    step = planned.step_seconds
+    memory = f"{planned.needs / 2**30:.1f} of {planned.device_bytes / 2**30:.1f}"
+    return memory, format_step_time(step) if step else "-"
+
+
 def row(profile: Profile) -> tuple[tuple[str, ...], bool]:
     """A profile's row, and whether its plan fits and needs no less memory than its trace."""
     planned, traced = plan(profile), trace(profile)
-    needs, step = apply_trace(profile, planned, traced.to_json()).needs, planned.step_seconds
-    return (
-        *describe(profile),
-        f"{planned.needs / 2**30:.1f} of {planned.device_bytes / 2**30:.1f}",
-        f"{needs / 2**30:.1f}",
-        str(traced.graphs),
-        format_step_time(step) if step else "-",
-    ), planned.fits and needs <= planned.needs
+    needs = apply_trace(profile, planned, traced.to_json()).needs
+    memory, step = describe_plan(planned)
+    cells = *describe(profile), memory, f"{needs / 2**30:.1f}", str(traced.graphs), step
+    return cells, planned.fits and needs <= planned.needs
 
 
 def startable() -> list[Profile]:
