@@ -26,7 +26,7 @@ def find_parent(store: Store, text: str) -> Parent:
     run = store.run_folder(name)
     identity = run.stored_identity
     if identity is None:
-        raise ProfileError("fork", text, f"there is no run {name} in {store.uri}")
+        raise runs.unknown_run(store, "fork", name)
     steps = run.checkpoint_steps()
     if not steps:
         raise ProfileError("fork", text, f"run {name} has no complete checkpoint to start from")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from profiles.errors import OVERRIDE_SYNTAX
+from profiles.errors import OVERRIDE_SYNTAX, closest
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -52,9 +52,8 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         valid = [str(choice) for choice in action.choices]
-        close = difflib.get_close_matches(str(value), valid) or valid
         name = "command" if isinstance(action, argparse._SubParsersAction) else "value"
-        reason = f"{value} is not a valid {name}; nearest valid: {', '.join(close)}"
+        reason = f"{value} is not a valid {name}; nearest valid: {', '.join(closest(str(value), valid))}"
         raise argparse.ArgumentError(None if name == "command" else action, reason)
 
     def _unknown(self, arguments: Sequence[str]) -> str:

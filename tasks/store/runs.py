@@ -11,7 +11,7 @@ from typing import Any
 
 from modeling.training.learning_rate import same_until
 from profiles import resolve
-from profiles.errors import ProfileError, format_value
+from profiles.errors import ProfileError, closest, format_value
 from profiles.schema import Profile, Train
 from profiles.state_files import retried
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
@@ -236,12 +236,18 @@ def fetch(store: Store, name: str) -> Path:
     run = store.run_folder(name)
     identity = run.stored_identity
     if identity is None:
-        raise ProfileError("run", name, f"there is no such run in {store.uri}")
+        raise unknown_run(store, "run", name)
     folder = run.prepare(identity)
     if missing := [file for file in ("profile.yaml", INPUTS) if not (folder / file).exists()]:
         reason = f"{missing[0]} is neither in {folder} nor in {store.uri}; set the work_dir in which the run was started"
         raise ProfileError("work_dir", str(store.work_dir), reason)
     return folder
+
+
+def unknown_run(store: Store, key: str, name: str) -> ProfileError:
+    """The error of a run that the store does not have, with the nearest ones that it has."""
+    names = [entry for entry in store.backend.entries("runs") if not entry.startswith(".")]
+    return ProfileError(key, name, f"there is no such run in {store.uri}", closest(name, names, 3))
 
 
 def read_inputs(folder: Path) -> dict[str, str]:

@@ -155,7 +155,11 @@ def wait(condition):
 
 def test_what_cannot_be_evaluated_is_rejected(trained, tasks, monkeypatch):
     store, _ = trained
-    for run, message in (("run@3", "run@2"), ("run@x", "neither RUN nor RUN@STEP"), ("other", "no such run")):
+    for run, message in (
+        ("run@3", "run@2"),
+        ("run@x", "neither RUN nor RUN@STEP"),
+        ("rum", "no such run in .*; nearest valid: run"),
+    ):
         with pytest.raises(ProfileError, match=message):
             evaluate(store, run)
     with pytest.raises(ProfileError, match="not a folder"):

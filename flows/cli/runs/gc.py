@@ -37,7 +37,10 @@ def run(options: argparse.Namespace) -> int:
         console.print(f"note: {note}", markup=False)
     total = format_bytes(sum(each.bytes for each in found))
     if not found:
-        console.print("nothing to remove: a run refers to everything")
+        empty = not store.backend.entries("runs")
+        console.print(
+            f"no runs in {options.store}" if empty else "nothing to remove: a run refers to everything"
+        )
     elif options.yes:
         console.print(f"removed {total}")
     else:
