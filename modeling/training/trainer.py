@@ -329,7 +329,7 @@ class Trainer:
         if reference is not None:
             reference = reference.to(self.torch_device, non_blocking=True).view(len(reference), -1)
         self._reference = reference
-        if pairs_per_token:
+        if self._form.kind == "orpo":
             self._pairs_per_token = devices.upload(torch.tensor(pairs_per_token), self.torch_device)
 
     def _microbatches(
