@@ -299,11 +299,8 @@ class Trainer:
 
         Every rank takes part: the sum is over all, also over those of a pipeline's stages without experts.
         """
-        loads, numbers, model = (
-            [layer.load for layer in self.experts.values()],
-            tuple(self.experts),
-            self.profile.model,
-        )
+        loads, numbers = [layer.load for layer in self.experts.values()], tuple(self.experts)
+        model = self.profile.model
         if loads:
             self.functions.clear(loads)
         with counting_choices(self.experts.values()):
@@ -315,9 +312,8 @@ class Trainer:
         if loads:
             counts = self.functions.place(loads, numbers, model.num_hidden_layers, self.mesh.tensor.size)
         else:
-            counts = devices.upload(
-                torch.zeros(model.num_hidden_layers * model.num_experts), self.torch_device
-            )
+            zeros = torch.zeros(model.num_hidden_layers * model.num_experts)
+            counts = devices.upload(zeros, self.torch_device)
         counts = all_reduce(counts, self.mesh.world)
         if loads:
             self.functions.set_shares(loads, counts, numbers)
