@@ -51,6 +51,8 @@ class Device:
     nondeterministic: bool = False
     # whether it compiles each operator at its first use, so that a step must run compiled programs only
     compiles_operators: bool = False
+    # whether compiled code names the device that runs it, so that each of a node needs its own
+    code_names_device: bool = False
     # whether process groups connect at their creation, given the device
     binds_process_groups: bool = False
     # whether copies to and from the host wait for the device unless the host's memory is page-locked
@@ -93,6 +95,10 @@ class Device:
         torch_neuronx_version()
         accelerator = torch.accelerator.current_accelerator()
         return torch.accelerator.device_count() if accelerator and accelerator.type == self.type else 0
+
+    def compiled_for(self, count: int) -> int:
+        """For how many devices of this machine, the first ones, code for `count` devices of a node is compiled here."""
+        return max(1, min(count, self.available())) if self.code_names_device else 1
 
     def peak(self, precision: str) -> float | None:
         """Peak dense FLOP/s of one device in "float32", "bf16" or "fp8"; None if unknown."""
@@ -148,6 +154,7 @@ CUDA = Device(
     attention_kernel="cuda-flash",
     monitor="nvml",
     nondeterministic=True,
+    code_names_device=True,
     binds_process_groups=True,
     page_locks=True,
     environment=(
@@ -293,6 +300,13 @@ def set_current_device(device: torch.device) -> None:
     """Make a device the current one of this thread; no effect for the CPU."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
+
+
+def current(kind: str) -> torch.device:
+    """The current device of this type and thread."""
+    return (
+        torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    )
 
 
 def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:

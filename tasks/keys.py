@@ -132,8 +132,12 @@ def graphs(profile: Profile) -> str:
     from parallel import device as devices
 
     parallel, train, cluster = profile.parallel, profile.train, profile.cluster
+    device = devices.resolve(cluster.device, cluster.accelerator)
+    loss: Any = train.loss
+    if device.compiles_operators:  # those of user functions too
+        loss = [_function(name) for name in (train.loss, *profile.evaluate.metrics) if name]
     # On such devices, blocks gather their shards and the update of a shard is a program.
-    sharded = devices.resolve(cluster.device, cluster.accelerator).gathers_in_graph
+    sharded = device.gathers_in_graph
     return digest(
         {
             "step": "graphs",
@@ -146,7 +150,7 @@ def graphs(profile: Profile) -> str:
             "precision": [train.precision, train.fp8_recipe, train.gradient_dtype],
             "recompute": train.recompute,
             "experts": _experts(profile) if profile.model.num_experts else None,
-            "loss": train.loss,
+            "loss": loss,
             "document_masks": profile.document_masks,
             "lora": profile.lora.model_dump(mode="json", exclude={"alpha"}) if profile.lora.rank else None,
             "rates": profile.rates_in_step,
@@ -175,6 +179,7 @@ def _compiler(profile: Profile) -> dict[str, Any]:
         "async_tensor": profile.compile.async_tensor,
         "lacks": missing_requirement(profile),
         "platform": [devices.platform_tag(cluster.device), cluster.accelerator],
+        "devices": devices.KINDS[cluster.device].compiled_for(cluster.devices_per_node),
         "threads": threads(profile),
         "versions": compiler_versions(),
     }

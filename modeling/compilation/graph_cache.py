@@ -6,7 +6,7 @@ one that computes gradients too) and evaluation (one graph). A device that compi
 more: the embedding lookups, the tables of rotary positions and the final norm, and the arithmetic between them and of the
 optimizer, small functions with one graph for each combination of shapes. Elsewhere these stay eager: compiled, the
 lookup's backward would accumulate in no fixed order on several threads, and a resumed run must be bit-identical. A
-user-defined loss runs eager.
+user-defined loss or metric is compiled only there, with the logits that it takes.
 
 `CompileStatistics` counts cache misses and hits per program, and logs by name the programs that missed a precompiled
 artifact.

@@ -14,7 +14,6 @@ from parallel import LayerNorm, Mesh, RMSNorm, VocabParallelEmbedding, linear_cr
 from parallel.device import CPU, Device
 from parallel.layers.products import EXACT, Products
 from parallel.layers.tied import TiedWeight
-from parallel.logits import full_logits
 from parallel.loss import LossPrograms, chunk_tokens, token_cross_entropy
 from parallel.optimizer.fsdp import Unit
 from parallel.random import Keys, local_keys, token_keys
@@ -133,15 +132,10 @@ class LanguageModel(nn.Module):
         return token_cross_entropy(**self._loss_arguments(x, targets)).view(targets.shape)
 
     def _loss_arguments(self, x: Tensor, targets: Tensor) -> dict[str, Any]:
-        head = self.output_embedding()
         return {
-            "x": x,
-            "weight": self.tied.use() if self.tied else head.weight,
+            **self.logits_arguments(x),
             "targets": targets.flatten(),
-            "axis": self.axis,
-            "first": head.first,
-            "vocabulary": self.model.vocab_size,
-            "sequence_parallel": self.sequence_parallel,
+            "first": self.output_embedding().first,
             "chunk": self.loss_chunk(targets.numel()),
             "programs": self.loss_programs,
         }
@@ -150,15 +144,15 @@ class LanguageModel(nn.Module):
         """Tokens of one chunk of the loss over this many, b·s/c."""
         return chunk_tokens(tokens, self.output_embedding().weight.shape[0], self.device)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Logits (b·s/c, v), float32, of the last stage's hidden states; complete on every tensor rank."""
-        return full_logits(
-            x,
-            self.output_embedding().weight,
-            self.axis,
-            vocabulary=self.model.vocab_size,
-            sequence_parallel=self.sequence_parallel,
-        )
+    def logits_arguments(self, x: Tensor) -> dict[str, Any]:
+        """What the loss and `full_logits` take of the last stage's hidden states x."""
+        return {
+            "x": x,
+            "weight": self.tied.use() if self.tied else self.output_embedding().weight,
+            "axis": self.axis,
+            "vocabulary": self.model.vocab_size,
+            "sequence_parallel": self.sequence_parallel,
+        }
 
     @classmethod
     def huggingface_tensors(cls, model: Model) -> Mapping[str, HuggingFaceTensor]:

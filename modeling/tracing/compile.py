@@ -29,6 +29,7 @@ from modeling.compilation.graph_cache import Backend
 from modeling.tracing import graph_stats
 from modeling.tracing.trace import Recorder, run_stage
 from modeling.training.trainer import threads
+from parallel import device as devices
 from parallel.torch_internals import FakeTensorMode, unset_fake_temporarily
 from profiles.resolve import load
 from profiles.schema import Profile
@@ -69,22 +70,27 @@ class ProgramCompiler:
 def compile_program(
     profile: Profile, stage: int, name: str, digest: str, compiler: Compiler
 ) -> dict[str, Any]:
-    """Compile a traced program into the compiler's cache folder.
+    """Compile a traced program into the compiler's cache folder, for each device of this machine that needs its own code.
 
     Returns:
         graphs, seconds, peak_bytes (of this process and its largest child), error (None on success).
     """
     target, error = ProgramCompiler(name, digest, compiler), None
-    torch.compiler.reset()
+    kind = profile.cluster.device
+    count = devices.resolve(kind).compiled_for(profile.cluster.devices_per_node)
     try:
-        run_stage(profile, stage, target.backend, FakeTensorMode())
+        for index in range(count):
+            devices.set_current_device(torch.device(kind, index))
+            torch.compiler.reset()  # an earlier capture would be reused
+            target.found = False
+            run_stage(profile, stage, target.backend, FakeTensorMode())
+            if not target.found:
+                error = "its graphs differ from the traced ones"
     except Exception as failure:
         log.exception(f"{name}: failed")
         error = describe(failure)
     else:
-        if not target.found:
-            error = "its graphs differ from the traced ones"
-        elif target.graphs == 0:
+        if not error and target.graphs == 0:
             error = "its compiler made no graph of it"
     peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return {"graphs": target.graphs, "seconds": target.seconds, "peak_bytes": peak * 1024, "error": error}

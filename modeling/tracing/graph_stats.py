@@ -44,15 +44,20 @@ class StageStats:
 
 
 def digest(graphs: Sequence[GraphModule]) -> str:
-    """Digest of graphs, 32 hex digits: operators, arguments, shapes, dtypes and strides, in order."""
+    """Digest of graphs, 32 hex digits: operators, arguments, shapes, dtypes and strides, in order; not a device's number."""
     total = hashlib.sha256()
     for graph in graphs:
         for node in graph.graph.nodes:
             values = [_describe(value) for value in tensors_in(node.meta.get("val"))]
-            line = f"{node.name} {node.op} {node.target} {node.args} {dict(node.kwargs)} {values}\n"
+            arguments = tree_map(_without_index, [list(node.args), dict(node.kwargs)])
+            line = f"{node.name} {node.op} {node.target} {arguments} {values}\n"
             total.update(line.encode())
         total.update(b"\0")
     return total.hexdigest()[:32]
+
+
+def _without_index(argument: Any) -> Any:
+    return argument.type if isinstance(argument, torch.device) else argument
 
 
 def measure(graph: GraphModule, sizes: Mapping[str, int], consumed: Collection[str] = ()) -> GraphStats:

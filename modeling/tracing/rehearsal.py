@@ -5,6 +5,7 @@ For devices that compile each operator at its first use: so all of it is traced 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 from modeling.compilation.graph_cache import PROGRAMS
 from modeling.models.build import build_optimizer, experts_by_layer
 from modeling.models.language_model import LanguageModel
-from modeling.training import generate
+from modeling.training import generate, user_functions
 from modeling.training.anomalies import WINDOW
 from modeling.training.step_functions import StepFunctions
 from modeling.training.trainer import kind_of_samples, preference_form
+from modeling.training.user_functions import UserFunction
 from parallel import Mesh
 from parallel.attention.ring import zigzag_positions
 from parallel.experts.balance import EXTRA
@@ -66,7 +68,7 @@ def _rehearse_samples(profile: Profile, functions: StepFunctions, mesh: Mesh, de
         _, targets, _ = functions.shard(samples, positions, documents, answers, kind)
         if rows == profile.micro_batch_rows * profile.accumulation_steps:
             _, count = functions.count_targets(targets, number.int(), kind)
-            if count is not None and not profile.evaluate.metrics:
+            if count is not None and not (profile.train.loss or profile.evaluate.metrics):
                 functions.result(count, number)
             if kind == "pairs":
                 _rehearse_pairs(profile, functions, mesh, targets)
@@ -127,17 +129,52 @@ def _rehearse_statistics(
         functions.set_shares(loads, shares, tuple(found))
 
 
+def _rehearse_user_functions(
+    profile: Profile, functions: StepFunctions, model: LanguageModel, mesh: Mesh, hidden: Tensor
+) -> None:
+    """The user's loss and metrics. Raises ValueError: they cannot be captured as one graph."""
+    loss = [user_functions.load(profile.train.loss)] if profile.train.loss else []
+    metrics = [user_functions.load(name) for name in profile.evaluate.metrics]
+    shape = profile.micro_batch_rows, profile.train.sequence_length // mesh.context.size
+    targets = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
+    for training in (True, False) if loss else (False,) if metrics else ():
+        x = hidden.detach().requires_grad_(training)
+        called = loss if training else loss + metrics
+        with torch.set_grad_enabled(training):
+            try:
+                sums = functions.user_sums(called, **model.logits_arguments(x), targets=targets)
+            except (
+                Exception
+            ) as error:  # of the function itself, or of a capture that has many kinds of errors
+                raise ValueError(_uncaptured(called, str(error))) from error
+        if not training:
+            count, cross_entropy = (torch.zeros((), device=hidden.device) for _ in range(2))
+            total = functions.stack(sums if loss else [cross_entropy, *sums])
+            functions.result(count, functions.add(total, total.clone()))
+
+
+def _uncaptured(functions: Sequence[UserFunction], error: str) -> str:
+    """What cannot be captured, where and why, from Dynamo's error."""
+    names = ", ".join(f"{function.__module__}:{function.__name__}" for function in functions)
+    found = re.search(r"Developer debug context: (.*)", error)
+    reason = found[1] if found else error.strip().partition("\n")[0]
+    *_, (file, line) = [("", ""), *re.findall(r'File "([^"]+)", line (\d+)', error)]
+    where = f"{file}:{line}" if file else "the function"
+    return f"{names}: this device runs compiled programs only, and {where} cannot be captured: {reason}"
+
+
 def _rehearse_last_stage(
     profile: Profile, functions: StepFunctions, model: LanguageModel, mesh: Mesh, hidden: Tensor
 ) -> None:
     """The gradients of the loss, and the logits that sampling draws from."""
     weight = model.output_embedding().weight
+    _rehearse_user_functions(profile, functions, model, mesh, hidden)
+    if model.tied:
+        model.tied.add(weight, weight)
     if profile.train.loss is None:
         factor = torch.zeros((), device=hidden.device)
         for gradient in (hidden, weight):
             model.loss_programs.scale(gradient, factor)
-        if model.tied:
-            model.tied.add(weight, weight)
     ranks = mesh.tensor.size if model.sequence_parallel else 1
     gathered = hidden.new_empty(len(hidden) * ranks, hidden.shape[1])  # (b·s/c, h)
     rows = generate.rows_of_pass(profile)

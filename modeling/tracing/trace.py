@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
+from modeling import exit_codes
 from modeling.compilation import compilers
 from modeling.compilation.graph_cache import (
     BLOCKS,
@@ -237,13 +238,13 @@ def fake_world(profile: Profile, number: int, rank: int) -> Iterator[Mesh]:
 
 
 def trace_device(profile: Profile) -> torch.device:
-    """The profile's device, or the CPU on a machine without one."""
+    """The current device of the profile's type, or the CPU on a machine without one."""
     kind = profile.cluster.device
     try:
         available = devices.resolve(kind).available()
     except RuntimeError:  # its software is missing
         available = 0
-    return torch.device(kind if available else "cpu")
+    return devices.current(kind) if available else torch.device("cpu")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -274,4 +275,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_codes.code_of(main))

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from modeling.data.records import PADDING
+from modeling.training import user_functions
 from modeling.training.anomalies import decide, record
 from modeling.training.preference import loss as preference
+from parallel.logits import full_logits
 from parallel.loss import IGNORE_INDEX
 
 if TYPE_CHECKING:
+    from modeling.training.user_functions import UserFunction
+    from parallel.mesh import Axis
     from parallel.optimizer.arithmetic import Compile
 
 
@@ -34,6 +38,8 @@ class StepFunctions:
     clear: Callable[[Sequence[Tensor]], None]
     set_shares: Callable[[Sequence[Tensor], Tensor, tuple[int, ...]], None]
     next_logits: Callable[..., Tensor]
+    user_sums: Callable[..., list[Tensor]]
+    stack: Callable[[Sequence[Tensor]], Tensor]
     split_targets: Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor]]
     log_probabilities: Callable[..., Tensor]
     rate: Callable[..., tuple[Tensor, Tensor | None]]
@@ -140,8 +146,28 @@ def next_logits(hidden: Sequence[Tensor], weight: Tensor, shape: tuple[int, int]
     return weight @ x.index_select(1, position[None])[:, 0].t()
 
 
+def user_sums(
+    functions: Sequence[UserFunction],
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    axis: Axis,
+    vocabulary: int,
+    sequence_parallel: bool,
+) -> list[Tensor]:
+    """What user functions return for the logits and targets (b, s/c) of a microbatch, 0-dim; others as for `full_logits`."""
+    logits = full_logits(x, weight, axis, vocabulary=vocabulary, sequence_parallel=sequence_parallel)
+    return [user_functions.call(function, logits, targets.flatten()) for function in functions]
+
+
+def stack(sums: Sequence[Tensor]) -> Tensor:
+    """0-dim sums, flat, float32."""
+    return torch.stack([each.float() for each in sums])
+
+
 FUNCTIONS = (
     *(shard, count_targets, result, add, multiply, pack, join, place, clear, set_shares, next_logits),
+    *(user_sums, stack),
     *(preference.split_targets, preference.log_probabilities, preference.rate),
     *(preference.with_value, preference.concatenate),
     *(decide, record),

@@ -173,13 +173,12 @@ class Trainer:
             return self._preference_loss(stage, x, targets)
         if self.user_loss is None and not (self._evaluating and self._metrics):
             return stage.loss(x, targets)
-        logits, targets_flat = stage.logits(x), targets.flatten()
-        user_loss = self.user_loss
-        loss = user_functions.call(user_loss, logits, targets_flat) if user_loss else stage.loss(x, targets)
-        if not self._evaluating:
-            return loss
-        metrics = [user_functions.call(f, logits, targets_flat).float() for f in self._metrics.values()]
-        return torch.stack([loss.float(), *metrics])
+        losses = [] if self.user_loss else [stage.loss(x, targets)]
+        functions = [self.user_loss] if self.user_loss else []
+        if self._evaluating:
+            functions += self._metrics.values()
+        sums = self.functions.user_sums(functions, **stage.logits_arguments(x), targets=targets)
+        return self.functions.stack(losses + sums) if self._evaluating else sums[0]
 
     def _preference_loss(self, stage: LanguageModel, x: Tensor, targets: Tensor) -> Tensor:
         """Loss of the pairs of a microbatch; in evaluation their number, loss and the sums of the metrics."""

@@ -39,6 +39,7 @@ EXPERTS = ("model.architecture=mixtral", "model.num_experts=4", "model.num_exper
 BF16 = ("train.precision=bf16",)
 SFT = ("objective.kind=sft", "objective.packing=true")
 DPO = ("objective.kind=dpo", "objective.packing=false")
+USERS = "compiled, user functions"
 COMPILED = {
     "compiled, tensor": ("parallel.tensor=2",),
     "compiled, context": ("parallel.tensor=1", "parallel.context=2", MASKED),
@@ -46,6 +47,11 @@ COMPILED = {
     "compiled, interleaved": (*DEEP, *PIPELINE, "parallel.schedule=interleaved"),
     "compiled, zero bubble": (*PIPELINE, "parallel.schedule=zero_bubble"),
     "compiled, fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp"),
+    # with tied embeddings, whose gradient the user's loss adds to
+    USERS: (
+        *(*GPT, "parallel.tensor=2", "train.loss=tests.emulation.user_functions:cross_entropy"),
+        "evaluate.metrics=[tests.emulation.user_functions:accuracy]",
+    ),
     # with parameters of more shapes than torch recompiles for by default
     "compiled, dropout": (*GPT, "parallel.tensor=1"),
     # in microbatches, with room for every row
@@ -58,7 +64,7 @@ COMPILED = {
     "compiled, bf16": (*BF16, "parallel.tensor=2", "train.micro_batch_size=1", "train.recompute=full 1"),
 }
 TRACED = (
-    *("compiled, tensor", "compiled, bounds", "compiled, zero bubble", "compiled, fsdp"),
+    *(USERS, "compiled, tensor", "compiled, bounds", "compiled, zero bubble", "compiled, fsdp"),
     *("compiled, experts", "compiled, dpo"),
 )
 # Functions that copy to the device before the first step: constants, and initial or loaded weights.
@@ -166,8 +172,9 @@ def compiled_runs(tmp_path_factory, datasets) -> dict[str, Path]:
         name: {"settings": (*settings, *COMPILE), "calls": ["recorded steps" if name in TRACED else "steps"]}
         for name, settings in COMPILED.items()
     }
-    entries["compiled, tensor"]["settings"] += (f"checkpoint.every={STEPS}",)
-    entries["compiled, tensor"]["calls"].append("evaluate")
+    for name in ("compiled, tensor", USERS):
+        entries[name]["settings"] += (f"checkpoint.every={STEPS}",)
+        entries[name]["calls"].append("evaluate")
     entries = traced | entries
     return start_runs(tmp_path_factory.mktemp("compiled"), datasets, entries, 2)
 
@@ -228,9 +235,12 @@ def test_run_compiles_programs_that_were_traced_ahead_only(name, compiled_runs):
         assert {*map(tuple, compiled)} <= {*map(tuple, traced["returned"])}
 
 
-def test_compiled_evaluation_and_sampling_run_no_operator_outside_compiled_programs(compiled_runs):
-    used = calls(compiled_runs["compiled, tensor"])[1]["usage"]
+@pytest.mark.parametrize("name", ["compiled, tensor", USERS])
+def test_compiled_evaluation_and_sampling_run_no_operator_outside_compiled_programs(name, compiled_runs):
+    used = calls(compiled_runs[name])[1]["usage"]
     assert {site.split()[0] for site in used[usage.EAGER]} <= SETUP | {
+        "modeling/models/families/gpt.py:Attention.__init__",
+        "modeling/models/families/gpt.py:MLP.__init__",
         "parallel/initialization.py:Constant.fill",
         "parallel/initialization.py:initialize_parameter",
         "parallel/optimizer/buckets.py:Bucket.__init__",

@@ -34,6 +34,7 @@ from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import initialize
 from parallel.checkpoint import checkpoint
+from parallel.logits import full_logits
 from profiles.huggingface.config import from_config_json
 from profiles.schema import Profile
 from profiles.sections.model import Model
@@ -474,7 +475,7 @@ def test_lora_of_shared_experts_and_latent_attention_is_exported_merged_only(the
                 elif box.name in weights:
                     box.view(parameter).copy_(weights[box.name])
             tokens = torch.arange(20)[None]
-            logits = model.logits(model(tokens, torch.arange(20)))
+            logits = full_logits(**model.logits_arguments(model(tokens, torch.arange(20))))
         about = {"profile": wanted.model_dump(mode="json")}
         checkpoint.save(tmp_path / "saved", make_optimizer(trainer), about)
     convert(tmp_path / "base", tmp_path / "merged", Options("hf", adapters=tmp_path / "saved"))

@@ -1,5 +1,7 @@
 """Tracing: the same few graphs for every layer, stage and rank; statistics that agree with real runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from modeling.tracing import compile, graph_stats
 from modeling.tracing.trace import trace
 from modeling.tracing.traced_plan import apply_trace, traced_ranks
 from modeling.training.trainer import Trainer
-from parallel import initialize
+from parallel import device, initialize
 from profiles.resolve import load
 from tests.modeling import micro
 
@@ -215,6 +217,49 @@ def test_compile_error_names_module_and_source_line(tmp_path, monkeypatch):
     assert result["error"].startswith("MLP.forward (modeling/models/families/llama.py:")
     assert "F.silu(gate) * up" in result["error"]
     assert "trainshed_tests.unknown" in result["error"]
+
+
+class MockCompiler:
+    """Compiles nothing; counts what it is given."""
+
+    compiled = 0
+
+    def cache_counts(self) -> tuple[int, int]:
+        return self.compiled, 0
+
+    def compile(self, graph, inputs) -> None:
+        self.compiled += 1
+
+
+def test_program_whose_code_names_its_device_is_compiled_for_each_device_of_a_node(tmp_path, monkeypatch):
+    """No GPU is involved: the CPU stands for two devices."""
+    settings = profile(tmp_path, "parallel.tensor=1", "cluster.devices_per_node=2")
+    program = trace(settings).programs[0]
+    monkeypatch.setitem(device.KINDS, "cpu", replace(device.CPU, code_names_device=True))
+    compiler = MockCompiler()
+    result = compile.compile_program(settings, 0, program.name, program.digest, compiler)
+    assert (result["error"], compiler.compiled) == (None, 2)
+
+
+def test_digest_is_the_same_on_every_device():
+    found = set()
+    for index in range(2):
+        graph = torch.fx.Graph()
+        zeros = graph.call_function(
+            torch.ops.aten.zeros.default, ([2],), {"device": torch.device("cuda", index)}
+        )
+        graph.output(zeros)
+        found.add(graph_stats.digest([torch.fx.GraphModule({}, graph)]))
+    assert len(found) == 1
+
+
+def test_user_function_that_reads_a_value_is_rejected_where_all_is_compiled(tmp_path, monkeypatch):
+    (tmp_path / "reads.py").write_text(
+        "def loss(logits, targets):\n    return logits.sum() if targets.max().item() else 0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"reads:loss: .*reads.py:2 cannot be captured"):
+        trace(profile(tmp_path, "cluster.device=neuron", "train.loss=reads:loss"))
 
 
 def test_peak_excludes_views_and_freed_results():
