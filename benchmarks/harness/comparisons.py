@@ -15,7 +15,7 @@ from benchmarks.operators import ring_attention
 THREADS = 2  # of all processes of a side together
 TOLERANCES = {"float32": 1e-5, "bf16": 2e-2}  # relative, of each step's loss
 # Of experts: a token with two nearly equal router scores goes to the other expert after another rounding.
-EXPERT_TOLERANCE = 1e-4
+EXPERT_TOLERANCE = 5e-4
 
 
 @dataclass(frozen=True)
