@@ -80,7 +80,8 @@ def compile_program(
     count = devices.resolve(kind).compiled_for(profile.cluster.devices_per_node)
     try:
         for index in range(count):
-            devices.set_current_device(torch.device(kind, index))
+            if count > 1:  # otherwise this machine may have none
+                devices.set_current_device(torch.device(kind, index))
             torch.compiler.reset()  # an earlier capture would be reused
             target.found = False
             run_stage(profile, stage, target.backend, FakeTensorMode())
