@@ -143,9 +143,7 @@ def _rehearse_user_functions(
         with torch.set_grad_enabled(training):
             try:
                 sums = functions.user_sums(called, **model.logits_arguments(x), targets=targets)
-            except (
-                Exception
-            ) as error:  # of the function itself, or of a capture that has many kinds of errors
+            except Exception as error:  # of the function, or of capturing it: those have no common class
                 raise ValueError(_uncaptured(called, str(error))) from error
         if not training:
             count, cross_entropy = (torch.zeros((), device=hidden.device) for _ in range(2))
