@@ -238,7 +238,7 @@ def join(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor
     )  # stored as the output projection reads it
     with saved_results():
         lse = torch.cat([*lses], 2)
-    seen = lse[..., None] > -torch.inf
+    seen = lse[..., None] != -torch.inf  # true of NaN, which must stay
     with saved_results():
         out = out.where(seen, 0)
     return out, lse
