@@ -250,6 +250,8 @@ def token_cross_entropy(
     weight = weight.detach()
     kept = _with_target(targets, 1 if programs.tokens is chunk_token_losses else chunk)
     if kept is not None:
+        if not kept.count:  # no tensor rank has a target
+            return x.new_zeros(kept.tokens, dtype=torch.promote_types(x.dtype, torch.float32))
         x, targets = x[kept.rows], targets[kept.rows]  # (kept, h), (kept)
         targets[kept.count :] = IGNORE_INDEX
     parts = zip(x.split(chunk), targets.split(chunk), strict=True)
