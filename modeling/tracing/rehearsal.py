@@ -61,12 +61,15 @@ def _rehearse_samples(profile: Profile, functions: StepFunctions, mesh: Mesh, de
     s, kind = profile.train.sequence_length, kind_of_samples(profile)
     positions = zigzag_positions(s, mesh.context.size, mesh.context.rank).to(device)
     number = torch.zeros((), device=device)
-    for rows in {profile.micro_batch_rows * profile.accumulation_steps, generate.rows_of_pass(profile)}:
+    step = profile.micro_batch_rows * profile.accumulation_steps
+    sampling = generate.rows_of_pass(profile)
+    # Sampling names no answers.
+    for rows, answered in {(step, profile.answers_per_row > 1), (sampling, False)}:
         samples = torch.zeros(rows, s + 1, dtype=torch.int64, device=device)
         documents = torch.zeros_like(samples[:, 1:]) if profile.document_masks else None
-        answers = torch.zeros_like(documents) if profile.answers_per_row > 1 else None
+        answers = torch.zeros_like(samples[:, 1:]) if answered else None
         _, targets, _ = functions.shard(samples, positions, documents, answers, kind)
-        if rows == profile.micro_batch_rows * profile.accumulation_steps:
+        if (rows, answered) == (step, profile.answers_per_row > 1):
             _, count = functions.count_targets(targets, number.int(), kind)
             if count is not None and not (profile.train.loss or profile.evaluate.metrics):
                 functions.result(count, number)
@@ -85,6 +88,7 @@ def _rehearse_pairs(profile: Profile, functions: StepFunctions, mesh: Mesh, targ
     pairs = answer, numbers, rows, reference, width, mesh.context, torch.zeros((), device=device)
     for training in (True, False):
         sums, _ = functions.rate(form, losses, *pairs, training)
+    functions.add(sums, sums.clone())  # of microbatches that are evaluated
     with torch.enable_grad():
         functions.with_value(torch.zeros((), device=device, requires_grad=True), sums)
     if profile.rates_in_step:
@@ -143,6 +147,8 @@ def _rehearse_user_functions(
         with torch.set_grad_enabled(training):
             try:
                 sums = functions.user_sums(called, **model.logits_arguments(x), targets=targets)
+            except (MemoryError, OSError):
+                raise
             except Exception as error:  # of the function, or of capturing it: those have no common class
                 raise ValueError(_uncaptured(called, str(error))) from error
         if not training:

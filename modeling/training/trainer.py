@@ -109,7 +109,7 @@ class Trainer:
         self.user_loss = user_functions.load(profile.train.loss) if profile.train.loss else None
         metrics = profile.evaluate.metrics
         self._metrics = {name.partition(":")[2]: user_functions.load(name) for name in metrics}
-        self._evaluating = False
+        self._evaluating = self._counting = False
         self.collected: list[Tensor] | None = None
         self.experts = experts_by_layer(self.stages.values())
         # preference pairs: what the loss of a step needs besides its tokens, and where to collect answers' log-probabilities
@@ -165,6 +165,8 @@ class Trainer:
 
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Summed loss of the last stage's hidden states; in evaluation followed by the summed user metrics."""
+        if self._counting:
+            return self._nothing
         if self.collected is not None:
             self.collected.append(x.detach())
             return self._nothing
@@ -304,7 +306,11 @@ class Trainer:
             self.functions.clear(loads)
         with counting_choices(self.experts.values()):
             if self.pipeline:
-                self.pipeline.evaluate(tokens, targets, **masks)
+                self._counting = True
+                try:
+                    self.pipeline.evaluate(tokens, targets, **masks)
+                finally:
+                    self._counting = False
             else:
                 for x, _, inputs in self._microbatches(tokens, targets, masks):
                     self.stages[0](x, self.positions, **inputs)
