@@ -17,7 +17,7 @@ from torch import Tensor
 LEAST = 1 << 22  # multiplications below which a call saves less than 0.05 ms
 ROWS = 4096  # of a sum that are added to at once
 _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
-_FASTER = _AVAILABLE and "Intel" not in torch.cpu.get_capabilities().get("cpu_name", "")
+ONEDNN_IS_FASTER = _AVAILABLE and "Intel" not in torch.cpu.get_capabilities().get("cpu_name", "")
 if _AVAILABLE:  # builds of torch without oneDNN lack the operator
     from parallel.torch_internals import linear_pointwise
 ONEDNN_PRODUCTS = (linear_pointwise,) if _AVAILABLE else ()  # operators
@@ -52,7 +52,12 @@ def uses_onednn(a: Tensor, columns: int) -> bool:
 
 def suits_onednn(a: Tensor, columns: int) -> bool:
     """Whether oneDNN multiplies a (m, k) by a b of this number of columns faster than MKL; a may be a fake tensor."""
-    return _FASTER and a.dtype == torch.float32 and a.device.type == "cpu" and a.numel() * columns >= LEAST
+    return (
+        ONEDNN_IS_FASTER
+        and a.dtype == torch.float32
+        and a.device.type == "cpu"
+        and a.numel() * columns >= LEAST
+    )
 
 
 torch.library.custom_op("trainshed::add_product", add_product, mutates_args=("total",))

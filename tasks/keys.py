@@ -133,9 +133,16 @@ def graphs(profile: Profile) -> str:
 
     parallel, train, cluster = profile.parallel, profile.train, profile.cluster
     device = devices.resolve(cluster.device, cluster.accelerator)
-    loss: Any = train.loss
-    if device.compiles_operators:  # those of user functions too
-        loss = [_function(name) for name in (train.loss, *profile.evaluate.metrics) if name]
+    step = None
+    if (
+        device.compiles_operators
+    ):  # those of a step too, whatever shapes them: equal programs are compiled once
+        functions = [
+            [_function(name) for name in names if name] for names in ([train.loss], profile.evaluate.metrics)
+        ]
+        settings = _without(SCHEDULE | {"seed"}, train_values(train))
+        objective = profile.objective.model_dump(mode="json")
+        step = [functions, settings, objective, profile.packs, profile.world_size]
     # On such devices, blocks gather their shards and the update of a shard is a program.
     sharded = device.gathers_in_graph
     return digest(
@@ -150,7 +157,8 @@ def graphs(profile: Profile) -> str:
             "precision": [train.precision, train.fp8_recipe, train.gradient_dtype],
             "recompute": train.recompute,
             "experts": _experts(profile) if profile.model.num_experts else None,
-            "loss": loss,
+            "loss": [train.loss, profile.rows_per_sample > 1],
+            "step_programs": step,
             "document_masks": profile.document_masks,
             "lora": profile.lora.model_dump(mode="json", exclude={"alpha"}) if profile.lora.rank else None,
             "rates": profile.rates_in_step,
@@ -170,6 +178,7 @@ def _compiler(profile: Profile) -> dict[str, Any]:
     from modeling.compilation.compilers import backend_name, missing_requirement
     from modeling.training.trainer import threads
     from parallel import device as devices
+    from parallel.host_products import ONEDNN_IS_FASTER
 
     cluster, backend = profile.cluster, backend_name(profile)
     return {
@@ -179,6 +188,7 @@ def _compiler(profile: Profile) -> dict[str, Any]:
         "async_tensor": profile.compile.async_tensor,
         "lacks": missing_requirement(profile),
         "platform": [devices.platform_tag(cluster.device), cluster.accelerator],
+        "onednn": ONEDNN_IS_FASTER and cluster.device == "cpu",
         "devices": devices.KINDS[cluster.device].compiled_for(cluster.devices_per_node),
         "threads": threads(profile),
         "versions": compiler_versions(),

@@ -32,8 +32,10 @@ class OneDNNProducts(CustomGraphPass):
                     _replace(node, _ours.add_product.default, (total, a, b))
 
     def uuid(self) -> str:
-        """What the compiler's cache identifies this pass by: its code."""
-        return "".join(Path(file).read_text() for file in (__file__, host_products.__file__))
+        """What the compiler's cache identifies this pass by: its code, and whether it replaces products on this processor."""
+        return f"{host_products.ONEDNN_IS_FASTER}" + "".join(
+            Path(file).read_text() for file in (__file__, host_products.__file__)
+        )
 
 
 def _is_large(a: Node, b: Node) -> bool:

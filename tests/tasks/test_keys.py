@@ -158,6 +158,36 @@ def test_settings_of_graphs_change_their_key(override):
     assert keys.graphs(resolve.load("tiny", [*fixed, override])) != keys.graphs(resolve.load("tiny", fixed))
 
 
+NEURON = ["cluster.threads=1", "cluster.device=neuron", "compile.enabled=false"]
+SFT = ["objective.kind=sft", "objective.packing=true"]
+PAIRS = ["objective.kind=orpo", "objective.packing=true"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "others"),
+    [
+        ([], ["train.spike_factor=3.0"]),
+        ([], ["train.global_batch_size=16"]),
+        (
+            ["train.loss=tests.emulation.user_functions:accuracy"],
+            ["evaluate.metrics=[tests.emulation.user_functions:accuracy]"],
+        ),
+        ([*PAIRS, "objective.beta=0.1"], [*PAIRS, "objective.beta=0.2"]),
+    ],
+)
+def test_what_shapes_the_programs_of_a_step_changes_the_graphs_key_where_they_are_compiled(settings, others):
+    found = {keys.graphs(resolve.load("tiny", [*NEURON, *each])) for each in (settings, others)}
+    assert len(found) == 2
+
+
+def test_pairs_have_other_graphs_than_records_of_as_many_rows():
+    found = {
+        keys.graphs(resolve.load("tiny", ["cluster.threads=1", *each]))
+        for each in ([*SFT, "train.micro_batch_size=2"], [*PAIRS, "train.micro_batch_size=1"])
+    }
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize(
     "override",
     [
