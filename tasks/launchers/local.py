@@ -34,6 +34,7 @@ from tasks.launchers.base import (
 
 MARKER = "TRAINSHED_JOB"
 REPLACED_GRACE = 30.0  # seconds that a job has to save before another one replaces it
+KILLED_WAIT = 5.0  # seconds that killed processes have to end before a cancellation returns
 
 
 class LocalLauncher:
@@ -116,6 +117,9 @@ class LocalLauncher:
             _signal_all(handle.identifier, signal.SIGKILL)
             if child is not None:
                 child.wait()
+            deadline = time.monotonic() + KILLED_WAIT  # a killed process may take a moment to end
+            while _processes(handle.identifier) and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     def failure(self, handle: Handle, status: Status) -> JobFailed:
         return causes.job_failure(handle, status)
