@@ -1,4 +1,4 @@
-"""Activations of gated experts, and their gradients: the grouped operator differentiates by hand.
+"""Activations of gated experts and their gradients, for operators with a manual backward.
 
 Input is [gate, up] (rows, 2·f), output (rows, f) = a(gate) · b(up).
 """
@@ -16,49 +16,39 @@ CLAMP, ALPHA = 7.0, 1.702  # of GPT-OSS
 
 
 class Activation(NamedTuple):
-    """`forward(gate_up)` returns the output. `backward(grad, gate_up, scale)`, for rows that are multiplied by `scale` (rows, 1)
-    further on and `grad`, which it overwrites, the gradient of the output times scale, returns
+    """`forward(gate_up)` returns the output.
+
+    `backward(grad, gate_up, scale)` is for outputs that are multiplied by `scale` (rows, 1) afterwards. It overwrites `grad`, the
+    gradient of the scaled output, and returns
 
         output        (rows, f), as `forward`
         product       (rows) float32, <grad, output>: the gradient of the scale
-        gradient      (rows, 2·f), of [gate, up], scaled
+        gradient      (rows, 2·f), of [gate, up]
     """
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def _silu(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+def _gated(function: Callable[[Tensor], Tensor], derivative: Callable[..., Tensor]) -> Activation:
+    """function(gate) · up; `derivative` is the out variant of the function's backward operator."""
 
+    def forward(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return function(gate) * up
 
-def _silu_backward(grad: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    gate, up = gate_up.chunk(2, -1)
-    active = F.silu(gate)
-    out = active * up
-    product = _scale(grad, out, scale)
-    result = torch.empty_like(gate_up)
-    grad_gate, grad_up = result.chunk(2, -1)
-    torch.mul(grad, active, out=grad_up)
-    torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
-    return out, product, result
+    def backward(grad: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up = gate_up.chunk(2, -1)
+        active = function(gate)
+        out = active * up
+        product = _scale(grad, out, scale)
+        result = torch.empty_like(gate_up)
+        grad_gate, grad_up = result.chunk(2, -1)
+        torch.mul(grad, active, out=grad_up)
+        derivative(grad.mul_(up), gate, grad_input=grad_gate)
+        return out, product, result
 
-
-def _gelu(gate_up: Tensor) -> Tensor:
-    """gelu(gate) · up."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.gelu(gate) * up
-
-
-def _gelu_backward(grad: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    gate, up = gate_up.chunk(2, -1)
-    active = F.gelu(gate)
-    out = active * up
-    product = _scale(grad, out, scale)
-    grad_up = grad * active
-    return out, product, torch.cat((torch.ops.aten.gelu_backward(grad.mul_(up), gate), grad_up), -1)
+    return Activation(forward, backward)
 
 
 def _clamped(gate_up: Tensor) -> Tensor:
@@ -81,14 +71,14 @@ def _clamped_backward(grad: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Ten
 
 
 def _scale(grad: Tensor, out: Tensor, scale: Tensor) -> Tensor:
-    """<grad, out> of each row (rows), float32; then multiplies grad by the scale in place."""
+    """Return <grad, out> of each row (rows), float32, and multiply grad by the scale in place."""
     product = (grad * out).sum(1, dtype=torch.float32)
     grad.mul_(scale)
     return product
 
 
 ACTIVATIONS = {
-    "silu": Activation(_silu, _silu_backward),
-    "gelu": Activation(_gelu, _gelu_backward),
+    "silu": _gated(F.silu, torch.ops.aten.silu_backward.grad_input),
+    "gelu": _gated(F.gelu, torch.ops.aten.gelu_backward.grad_input),
     "clamped_silu": Activation(_clamped, _clamped_backward),
 }
