@@ -15,7 +15,7 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.chained_runs import ChainedRun, chained_runs
+from flows.chained_runs import load_chain
 from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import NamePrefix, ProfileNames
@@ -23,7 +23,6 @@ from flows.pretrain import profile_name, train_profile
 from flows.runner import THREADS
 from flows.steps import RunCommand
 from modeling.planning.auto import resolve_auto
-from profiles import resolve
 from tasks.gate import check_gate
 
 log = logging.getLogger(__name__)
@@ -32,15 +31,6 @@ log = logging.getLogger(__name__)
 def run_name() -> str:
     """Name of the flow run in Prefect's UI: the profiles, in order."""
     return " > ".join(map(profile_name, flow_run.parameters["profiles"]))
-
-
-def load_chain(profiles: Sequence[str], overrides: Sequence[str], name: str) -> list[ChainedRun]:
-    """The runs of a chain. Raises ProfileError if one is invalid or cannot start here, before any work."""
-    runs = chained_runs(profiles, overrides, name)
-    for each in runs:
-        resolve.check(each.run)
-        resolve.check_start(each.run)
-    return runs
 
 
 @flow(name="finetune", flow_run_name=run_name, task_runner=THREADS, **HOOKS)

@@ -57,6 +57,15 @@ def chained_runs(profiles: Sequence[str], overrides: Sequence[str] = (), name: s
     return found
 
 
+def load_chain(profiles: Sequence[str], overrides: Sequence[str] = (), name: str = "") -> list[ChainedRun]:
+    """`chained_runs` that can start on this machine. Raises ProfileError otherwise, before any work."""
+    runs = chained_runs(profiles, overrides, name)
+    for each in runs:
+        resolve.check(each.run)
+        resolve.check_start(each.run)
+    return runs
+
+
 def _overrides_of(profile: str, profiles: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """The overrides that apply to a profile of the chain."""
     found = []

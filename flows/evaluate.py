@@ -7,7 +7,6 @@ in Prefect's UI.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -42,7 +41,6 @@ from tasks.steps.reference import ReferenceStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
-from tasks.store.inventory import ARTIFACTS
 from tasks.store.store import Store
 from tasks.tracking.process import catch_up
 
@@ -50,11 +48,6 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 15.0  # of the run's checkpoints
 PROFILE = "evaluate.yaml"  # in the run's logs: the profile with the overrides of the evaluation
-
-
-def run_name() -> str:
-    """Name of the flow run in Prefect's UI: the run's, and the step's if one is given."""
-    return str(flow_run.parameters["run"])
 
 
 @dataclass(frozen=True)
@@ -120,7 +113,7 @@ class Evaluator:
         return self.store.artifacts.expect(kind, self.inputs[kind])
 
 
-@flow(name="evaluate", flow_run_name=run_name, task_runner=THREADS, **SHOW_FAILURE)
+@flow(name="evaluate", flow_run_name="{run}", task_runner=THREADS, **SHOW_FAILURE)
 @final_states
 def evaluate(
     run: str,
@@ -154,7 +147,7 @@ def evaluate(
     with opened.lock(f"evaluate-{name}"), Runner(context) as runner:
         files = Path(include).absolute() if include else None
         inputs = runs.read_inputs(folder)
-        runner.keep(json.loads(opened.run_folder(name).read(ARTIFACTS) or b"{}"))
+        runner.keep()
         evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed)
         done: set[int] = set()
         while True:

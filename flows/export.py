@@ -19,12 +19,7 @@ from tasks.store import runs
 from tasks.store.store import Store
 
 
-def run_name() -> str:
-    """Name of the flow run in Prefect's UI: the run's."""
-    return str(flow_run.parameters["run"])
-
-
-@flow(name="export", flow_run_name=run_name, **SHOW_FAILURE)
+@flow(name="export", flow_run_name="{run}", **SHOW_FAILURE)
 @final_states
 def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
     """Write a run's latest checkpoint as a Hugging Face model; returns its folder.

@@ -19,7 +19,7 @@ from flows.ui.artifacts import PrefectArtifact
 from flows.ui.overview import KEY, Overview, failure_markdown, stop_markdown
 from profiles import resolve
 from profiles.schema import Profile
-from tasks.launchers import create, latest_jobs
+from tasks.launchers import Launcher, create, latest_jobs
 from tasks.store import runs
 from tasks.store.store import Store
 
@@ -29,20 +29,12 @@ log = logging.getLogger(__name__)
 def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     """Cancel the running jobs of this flow run; idempotent."""
     located = _locate_runs(flow_run.parameters)
-    for folder in (
-        folder
-        for store, name in located
-        for folder in runs.folders_of_flow_run(store, name, str(flow_run.id))
-    ):
-        cluster = resolve.load(str(folder / "profile.yaml")).cluster
-        launcher = create(cluster.launcher, cluster)
-        for handle in latest_jobs(folder / "logs"):
-            launcher.cancel(handle, cluster.grace)
-    # of compiles, which run on this machine
+    for store, name in located:
+        for folder in runs.folders_of_flow_run(store, name, str(flow_run.id)):
+            cluster = _profile(folder).cluster
+            _cancel(create(cluster.launcher, cluster), folder, cluster.grace)
     for folder in runs.scratch_folders_of_flow_run(located[0][0], str(flow_run.id)):
-        launcher = create("local")
-        for handle in latest_jobs(folder / "logs"):
-            launcher.cancel(handle, grace=0)
+        _cancel(create("local"), folder, grace=0)  # compilation jobs
 
 
 def show_failure(flow: Any, flow_run: Any, state: Any) -> None:
@@ -78,6 +70,11 @@ def show_stop(flow_run: str, parameters: Mapping[str, Any]) -> str:
 
 SHOW_FAILURE = {"on_failure": [show_failure], "on_crashed": [show_failure]}
 HOOKS = {"on_cancellation": [cancel_jobs], **SHOW_FAILURE}
+
+
+def _cancel(launcher: Launcher, folder: Path, grace: float) -> None:
+    for handle in latest_jobs(folder / "logs"):
+        launcher.cancel(handle, grace)
 
 
 def _profile(folder: Path) -> Profile:

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -141,9 +141,9 @@ class Runner:
             record_event(folder, **failure)
         self._unrecorded.clear()
 
-    def keep(self, used: Mapping[str, Sequence[str]]) -> None:
-        """Keep what the run refers to already, for flows that add to it: keys of artifacts by kind."""
-        self._used = {kind: list(found) for kind, found in used.items()}
+    def keep(self) -> None:
+        """Keep the references of the run folder to artifacts, for flows that only add to them."""
+        self._used = self._recorded_use()
 
     def check(
         self, name: str, function: Callable[[], T], describe: Callable[[T], str], retries: int = 0
@@ -246,10 +246,15 @@ class Runner:
         if artifact.key and artifact.key not in self._used.get(artifact.kind, ()):
             self._used.setdefault(artifact.kind, []).append(artifact.key)
         if self.context.folder is not None:
-            run = self.context.store.run_folder(self.context.folder.name)
-            known = json.loads(run.read(ARTIFACTS) or b"{}")
+            known = self._recorded_use()
             if known != (used := known | self._used):
+                run = self.context.store.run_folder(self.context.folder.name)
                 run.write(ARTIFACTS, json.dumps(used, indent=1).encode())
+
+    def _recorded_use(self) -> dict[str, list[str]]:
+        """Keys of the artifacts that the run folder refers to, by kind."""
+        run = self.context.store.run_folder(self.context.folder.name)
+        return json.loads(run.read(ARTIFACTS) or b"{}")
 
     def _record(self, name: str, how: str, state: State) -> None:
         """Record a failed attempt in events.jsonl, with the step that training had reached.

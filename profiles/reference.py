@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from profiles.errors import format_value
 from profiles.schema import Profile
-from profiles.sections.base import Section
+from profiles.sections.base import Section, sections_in
 
 HEAD = """# Profiles
 
@@ -69,7 +69,7 @@ def _section(title: str, section: type[Section], path: str) -> Iterator[str]:
     yield "| key | type | default | description |\n|---|---|---|---|"
     for name, field in section.model_fields.items():
         key = f"{path}{field.alias or name}"
-        sections = list(_sections(field.annotation))
+        sections = sections_in(field.annotation)
         is_list = typing.get_origin(field.annotation) is list
         subsections += [(f"{key}.0" if is_list else key, subsection) for subsection in sections]
         kind = "list of sections" if sections and is_list else "section" if sections else _type(field)
@@ -79,14 +79,6 @@ def _section(title: str, section: type[Section], path: str) -> Iterator[str]:
         variants = sum(key == other for other, _ in subsections)
         title = f"`{key}`: {subsection.__name__}" if variants > 1 else f"`{key}`"
         yield from _section(title, subsection, f"{key}.")
-
-
-def _sections(annotation: typing.Any) -> Iterator[type[Section]]:
-    """The section classes in a key's type."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        yield annotation
-    for part in typing.get_args(annotation):
-        yield from _sections(part)
 
 
 def _type(field: FieldInfo) -> str:

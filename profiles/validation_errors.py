@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from profiles.errors import ProfileError
-from profiles.sections.base import FUNCTION
+from profiles.sections.base import FUNCTION, sections_in
 from profiles.sections.cluster import LABEL, LINE, OPTION, PATH, QUANTITY, TIME, WORD
 from profiles.sections.model import NORM_EPS_ALIASES, Model
 from profiles.sections.tracking import TAG, TRACKER
@@ -155,15 +155,8 @@ def _keys(path: list[str], root: type[BaseModel]) -> set[str]:
             if part == (field.alias or name)
         ]
         if fields:  # an index into a list is not a field
-            sections = [section for field in fields for section in _sections(field.annotation)]
+            sections = [section for field in fields for section in sections_in(field.annotation)]
     names = {field.alias or name for section in sections for name, field in section.model_fields.items()}
     if root in sections:
         names |= {"extends"}
     return names | {"config", *NORM_EPS_ALIASES} if Model in sections else names
-
-
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes in a type: itself, a list's entries, a union's members."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for member in get_args(annotation) for section in _sections(member)]

@@ -31,7 +31,7 @@ def register_alerts(block: str | None = None) -> None:
     """
     document = _block_document(block) if block else None
     for name, (kind, about) in zip(ALERTS, ALERT_KINDS.items(), strict=True):
-        trigger, subject, body = _trigger(kind), *_message(kind)
+        trigger, subject, body = trigger_for(kind), *_message(kind)
         action = (
             SendNotification(block_document_id=document, subject=subject, body=body)
             if document
@@ -56,7 +56,7 @@ def register_alerts(block: str | None = None) -> None:
         existing.update()
 
 
-def _trigger(kind: str) -> EventTrigger:
+def trigger_for(kind: str) -> EventTrigger:
     """A trigger that fires once for every event of a kind."""
     reactive = {"posture": Posture.Reactive, "threshold": 1}
     if kind == FAILED:

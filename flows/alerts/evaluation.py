@@ -13,10 +13,8 @@ from typing import Any
 from prefect.automations import Automation
 from prefect.client.orchestration import get_client
 from prefect.events.actions import RunDeployment
-from prefect.events.schemas.automations import EventTrigger, Posture
-from prefect.events.schemas.events import ResourceSpecification
 
-from flows.alerts.events import EVENT, RESOURCE
+from flows.alerts.automations import trigger_for
 
 NAME = "Evaluate completed checkpoints"
 DEPLOYMENT = "evaluate/evaluate"
@@ -26,12 +24,7 @@ def register_evaluation(tasks: Sequence[str] = ()) -> None:
     """Create the automation, or update its tasks. Raises ObjectNotFound without the deployment."""
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name(DEPLOYMENT)
-    trigger = EventTrigger(
-        expect={f"{EVENT}checkpoint"},
-        match=ResourceSpecification({"prefect.resource.id": f"{RESOURCE}*"}),
-        posture=Posture.Reactive,
-        threshold=1,
-    )
+    trigger = trigger_for("checkpoint")
     store = _template("{{ event.payload.folder.rpartition('/runs/')[0] }}")
     parameters = {
         "run": _template("{{ event.payload.run }}"),

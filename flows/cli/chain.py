@@ -7,17 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
-from flows.chained_runs import chained_runs
+from flows.chained_runs import load_chain
 from flows.cli.run import print_results, run_flow
-from profiles import resolve
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the flow and print the results; returns the exit code. Raises ProfileError for an invalid profile or store."""
-    runs = chained_runs(options.profiles, options.overrides, options.name or "")
-    for each in runs:
-        resolve.check(each.run)
-        resolve.check_start(each.run)
+    runs = load_chain(options.profiles, options.overrides, options.name or "")
 
     def start() -> list[dict[str, Any]]:
         from flows.chain import chain

@@ -10,7 +10,6 @@ resume, and with one branch more that branch alone is trained: and a longer trun
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from prefect import flow
@@ -26,7 +25,6 @@ from modeling.planning.planner import Plan
 from modeling.scaling.rungs import Rung
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.sections import branches as files
 from profiles.sections.branches import Branches
 from tasks.branches import branches_of, members_of, resolve_member, trunk_of
 from tasks.evaluation.average import MODEL, AverageStep, identity_of
@@ -35,13 +33,12 @@ from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import runs
-from tasks.store.inventory import ARTIFACTS
 from tasks.store.store import Store
 
 
 def load(file: str, store: Store | None = None) -> tuple[Branches, Rung, list[Rung], list[Plan]]:
     """Load a branches file, its trunk, branches, and the plans of all. Raises ProfileError if one of them cannot run."""
-    described = files.load(file)
+    described = Branches.load(file)
     trunk = trunk_of(described, store)
     branches = branches_of(described, trunk)
     if trunk.profile.lora.rank and described.averages:
@@ -62,7 +59,7 @@ def branches(file: str, store: str = "./store") -> dict[str, Any]:
         file: The branches file.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
     """
-    first = files.load(file)
+    first = Branches.load(file)
     work_dir = resolve.load(first.target, first.overrides).cluster.work_dir
     opened = Store(store, work_dir or "store")
     described, trunk, found, _ = load(file, opened)
@@ -99,7 +96,7 @@ def _average(described: Branches, trunk: Rung, found: list[Rung], store: Store) 
     context = Context(profile, store, folder, token=hub_token(profile), flow_run=str(flow_run.id))
     rows = []
     with store.lock(f"average-{trunk.name}"), Runner(context) as runner:
-        runner.keep(json.loads(store.run_folder(trunk.name).read(ARTIFACTS) or b"{}"))
+        runner.keep()
         for average in described.averages:
             members = members_of(described, average, trunk, found, store)
             identity = identity_of(store, members)

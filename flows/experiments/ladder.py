@@ -23,7 +23,6 @@ from flows.hooks import SHOW_FAILURE
 from flows.pretrain import pretrain
 from modeling.planning.planner import Plan
 from modeling.scaling.rungs import Rung, rungs_of, target_of, warnings_of
-from profiles.sections import ladder as ladders
 from profiles.sections.ladder import Ladder
 from tasks import documents
 from tasks import ladder as forecasts
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 
 def load(file: str) -> tuple[Ladder, Rung, list[Rung], list[Plan]]:
     """Load a ladder, its target, rungs and plans. Raises ProfileError if a rung cannot run, or they exceed the budget."""
-    ladder = ladders.load(file)
+    ladder = Ladder.load(file)
     target = target_of(ladder)
     rungs = rungs_of(ladder, target)
     return ladder, target, rungs, plan_within(ladder, rungs)

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from profiles.sections.base import NAME, Count, Section
 from profiles.sections.experiment import Experiment
 
-SHIPPED = Path(__file__).parents[1] / "branches"
 TRUNK = "trunk"  # names the trunk among the members of an average
 
 
@@ -43,14 +42,11 @@ class Average(Section):
 class Branches(Experiment):
     """A branches file."""
 
+    shipped: ClassVar[Path | None] = Path(__file__).parents[1] / "branches"
+
     every: Count = Field(description="steps between the trunk's checkpoints, all of which are kept")
     decay: Annotated[float, Field(gt=0, le=1)] = Field(
         0.2, description="default decay of branches, as a share of the steps before them"
     )
     branches: list[Branch] = Field(min_length=1, description="the branches")
     averages: list[Average] = Field([], description="averages of checkpoints")
-
-
-def load(file: str | Path) -> Branches:
-    """Read a branches file, or a shipped one by its name. Raises ProfileError for one that is invalid."""
-    return Branches.load(file, SHIPPED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, ValidationError
 
@@ -34,12 +34,11 @@ class Experiment(Section):
         None, description="budget of all runs in the currency of cluster.node_price; more is rejected"
     )
 
-    @classmethod
-    def load(cls, file: str | Path, shipped: Path | None = None) -> Self:
-        """Read a file, or a shipped one by its name; a target that is a path becomes relative to the working folder.
+    shipped: ClassVar[Path | None] = None  # folder of shipped files: .yml, because profiles are .yaml
 
-        Args:
-            shipped: the folder of those that come with Trainshed, as .yml, for profiles end in .yaml.
+    @classmethod
+    def load(cls, file: str | Path) -> Self:
+        """Read a file, or a shipped one by its name; a target that is a path becomes relative to the working folder.
 
         Raises:
             ProfileError: there is no such file, an unknown key, or a value of the wrong type.
@@ -47,7 +46,7 @@ class Experiment(Section):
         kind = cls.__name__.lower()
         path = Path(file).expanduser()
         if "/" not in str(file) and path.suffix not in (".yaml", ".yml"):
-            found = sorted(shipped.glob("*.yml")) if shipped else []
+            found = sorted(cls.shipped.glob("*.yml")) if cls.shipped else []
             known = {each.stem: each for each in found}
             if str(file) not in known:
                 reason = f"there is no such {kind}; a file ends in .yaml"
@@ -61,7 +60,7 @@ class Experiment(Section):
             raise ProfileError(kind, str(file), str(error)) from error
         if not isinstance(values, dict):
             raise ProfileError(kind, str(file), "is not a mapping of keys")
-        values.setdefault("name", f"{path.stem}-{kind}" if path.parent == shipped else path.stem)
+        values.setdefault("name", f"{path.stem}-{kind}" if path.parent == cls.shipped else path.stem)
         try:
             experiment = cls.model_validate(values)
         except ValidationError as error:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from profiles.sections.base import Count, Section, Size
 from profiles.sections.experiment import SmallRuns
-
-SHIPPED = Path(__file__).parents[1] / "ladders"
 
 
 class RungSize(Section):
@@ -27,12 +25,9 @@ class RungSize(Section):
 class Ladder(SmallRuns):
     """A ladder file."""
 
+    shipped: ClassVar[Path | None] = Path(__file__).parents[1] / "ladders"
+
     rung_overrides: list[str] = Field(
         [], description="KEY=VALUE of the rungs alone, such as fewer devices; no mathematics"
     )
     rungs: list[RungSize] = Field(min_length=1, description="sizes of the rungs, each with its lengths")
-
-
-def load(file: str | Path) -> Ladder:
-    """Read a ladder file, or a shipped ladder by its name. Raises ProfileError for one that is invalid."""
-    return Ladder.load(file, SHIPPED)

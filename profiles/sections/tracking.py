@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 TRACKER = r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$"
 TAG = r"^[^\x00-\x1f\x7f]{1,64}$"
-# tracker: package, and extra that has it
-PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+TRACKERS = ("wandb", "mlflow", "trackio")  # also the names of their packages and of our extras
 
 
 class Tracking(Section):
@@ -43,9 +42,9 @@ def check_names(profile: Profile) -> None:
     trackers = profile.tracking.trackers
     for number, name in enumerate(trackers):
         key = f"tracking.trackers.{number}"
-        if ":" not in name and name not in PACKAGES:
-            close = difflib.get_close_matches(name, PACKAGES) or [*PACKAGES, "module:Class"]
-            raise ProfileError(key, name, "is no tracker", close)
+        if ":" not in name and name not in TRACKERS:
+            close = difflib.get_close_matches(name, TRACKERS) or [*TRACKERS, "module:Class"]
+            raise ProfileError(key, name, "is not a tracker", close)
         if name in trackers[:number]:
             raise ProfileError(key, name, "is named twice")
 
@@ -53,6 +52,6 @@ def check_names(profile: Profile) -> None:
 def check_installed(profile: Profile) -> None:
     """Check that the packages of the trackers are installed, without importing them. Raises ProfileError."""
     for number, name in enumerate(profile.tracking.trackers):
-        if name in PACKAGES and find_spec(PACKAGES[name]) is None:
+        if name in TRACKERS and find_spec(name) is None:
             reason = f"is not installed; install it with: pip install -c constraints.txt -e '.[{name}]'"
             raise ProfileError(f"tracking.trackers.{number}", name, reason)

@@ -11,7 +11,7 @@ from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
 from flows.cli.experiments.table import print_plan, row_of, total_of
 from flows.ui.console import relative
-from profiles.sections import branches as files
+from profiles.sections.branches import Branches
 from tasks.branches import trunk_of
 
 EQUAL = ("parameters", "batch", "learning_rate")  # of all runs, so that a table needs no columns for them
@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan or run the branches; returns the exit code. Raises ProfileError for an invalid file."""
     if options.action == "plan":
         return _plan(options)
-    described = files.load(options.file)
+    described = Branches.load(options.file)
     profile = trunk_of(described).profile
 
     def start() -> dict[str, Any]:

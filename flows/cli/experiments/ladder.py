@@ -13,14 +13,14 @@ from flows.cli.experiments.table import print_plan, row_of, total_of
 from flows.ui.console import print_facts, relative
 from modeling.planning.planner import plan
 from modeling.scaling.rungs import target_of, warnings_of
-from profiles.sections import ladder as ladders
+from profiles.sections.ladder import Ladder
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan or run a ladder; returns the exit code. Raises ProfileError for an invalid ladder."""
     if options.action == "plan":
         return _plan(options)
-    ladder = ladders.load(options.file)
+    ladder = Ladder.load(options.file)
     profile = target_of(ladder).profile
 
     def start() -> dict[str, Any]:

@@ -229,7 +229,7 @@ def require_valid(tracker: str) -> None:
 
 def test_invalid_trackers_are_rejected_with_choices(own, monkeypatch):
     for value, reason in {
-        "wandbb": "tracking.trackers.0 = wandbb: is no tracker; nearest valid: wandb",
+        "wandbb": "tracking.trackers.0 = wandbb: is not a tracker; nearest valid: wandb",
         "my_trackers:Recordin": "my_trackers.py has no Recordin; nearest valid: my_trackers:Recording",
         "no_such:Tracker": "there is no module no_such",
         "a b": "neither wandb, mlflow, trackio nor of the form module:Class",
