@@ -1,6 +1,6 @@
 """The runs of a branches file: a trunk of constant rate, and branches that decay from its checkpoints.
 
-A longer trunk or a further branch leaves finished runs cached: the length of the trunk's constant schedule is not part of its
+Extending the trunk or adding a branch keeps finished runs cached: the length of the trunk's constant schedule is not part of its
 identity, and a branch depends on the trunk only up to its own first step.
 """
 
@@ -14,20 +14,20 @@ from tasks.fork import decay_settings
 from tasks.store.store import Store
 
 
-def trunk_of(described: Branches, store: Store | None = None) -> Rung:
+def trunk_of(spec: Branches, store: Store | None = None) -> Rung:
     """The trunk, up to the last branch's step, or further if the store's trunk is longer.
 
     Raises:
         ProfileError: its profile is invalid, or a branch does not start from one of its checkpoints.
     """
-    name, every = f"{described.name}-{TRUNK}", described.every
-    for number, branch in enumerate(described.branches):
+    name, every = f"{spec.name}-{TRUNK}", spec.every
+    for number, branch in enumerate(spec.branches):
         if branch.step % every:
             below = branch.step // every * every
-            reason = f"is no multiple of every, {every}, so the trunk has no checkpoint there"
+            reason = f"is not a multiple of every = {every}, so the trunk has no checkpoint there"
             nearest = [step for step in (below, below + every) if step]
             raise ProfileError(f"branches.{number}.step", branch.step, reason, nearest)
-    steps = max(branch.step for branch in described.branches)
+    steps = max(branch.step for branch in spec.branches)
     if store is not None and (store.run_folder(name).path / "profile.yaml").exists():
         reached = store.run_folder(name).checkpoint_steps()
         steps = max([steps, *reached])
@@ -40,21 +40,21 @@ def trunk_of(described: Branches, store: Store | None = None) -> Rung:
         "checkpoint.every": every,
         "checkpoint.keep_every": every,
     }
-    overrides = (*described.overrides, *(f"{key}={value}" for key, value in settings.items()))
-    profile = resolve.load(described.target, overrides, name)
+    overrides = (*spec.overrides, *(f"{key}={value}" for key, value in settings.items()))
+    profile = resolve.load(spec.target, overrides, name)
     resolve.check(profile)
     return Rung(profile, overrides)
 
 
-def branches_of(described: Branches, trunk: Rung) -> list[Rung]:
-    """The branches by their first step. Raises ProfileError with the branch's key for one that is impossible."""
+def branches_of(spec: Branches, trunk: Rung) -> list[Rung]:
+    """The branches, ordered by first step. Raises ProfileError, with the branch's key, for an impossible one."""
     found: dict[str, Rung] = {}
-    for number, branch in enumerate(described.branches):
-        name = name_of(described, branch)
+    for number, branch in enumerate(spec.branches):
+        name = name_of(spec, branch)
         try:
-            decay = decay_settings(trunk.profile.train, trunk.name, branch.step, decay_of(described, branch))
+            decay = decay_settings(trunk.profile.train, trunk.name, branch.step, decay_of(spec, branch))
             overrides = (*trunk.overrides, *decay, *branch.overrides)
-            profile = resolve.load(described.target, overrides, name)
+            profile = resolve.load(spec.target, overrides, name)
             resolve.check(profile)
         except ProfileError as error:
             raise error.within(f"branches.{number}") from None
@@ -64,23 +64,23 @@ def branches_of(described: Branches, trunk: Rung) -> list[Rung]:
     return sorted(found.values(), key=lambda run: (run.first_step, run.profile.train.steps))
 
 
-def decay_of(described: Branches, branch: Branch) -> int:
+def decay_of(spec: Branches, branch: Branch) -> int:
     """Steps of a branch's decay."""
-    return branch.decay or max(1, round(described.decay * branch.step))
+    return branch.decay or max(1, round(spec.decay * branch.step))
 
 
-def name_of(described: Branches, branch: Branch) -> str:
+def name_of(spec: Branches, branch: Branch) -> str:
     """Name of a branch's run."""
-    return f"{described.name}-{branch.name or f'{branch.step}-{decay_of(described, branch)}'}"
+    return f"{spec.name}-{branch.name or f'{branch.step}-{decay_of(spec, branch)}'}"
 
 
 def members_of(
-    described: Branches, average: Average, trunk: Rung, branches: list[Rung], store: Store
+    spec: Branches, average: Average, trunk: Rung, branches: list[Rung], store: Store
 ) -> list[tuple[str, int]]:
-    """Run and step of each checkpoint of an average. Raises ProfileError if a run or a checkpoint does not exist."""
+    """Run and step of each checkpoint in an average. Raises ProfileError if a run or checkpoint does not exist."""
     found = []
     for text in average.of:
-        run, end = resolve_member(described, average, text, trunk, branches)
+        run, end = resolve_member(spec, average, text, trunk, branches)
         steps = [step for step in store.run_folder(run.name).checkpoint_steps() if step <= end]
         if len(steps) < average.last or end not in steps:
             reason = f"{run.name} has the checkpoints {', '.join(map(str, steps)) or 'none'} up to step {end}"
@@ -88,24 +88,25 @@ def members_of(
         found += [(run.name, step) for step in steps[-average.last :]]
     if len(found) < 2:
         raise ProfileError(
-            f"averages.{average.name}", None, "has one checkpoint; set last, or name more runs"
+            f"averages.{average.name}", None, "contains only one checkpoint; set last, or name more runs"
         )
     return found
 
 
 def resolve_member(
-    described: Branches, average: Average, text: str, trunk: Rung, branches: list[Rung]
+    spec: Branches, average: Average, text: str, trunk: Rung, branches: list[Rung]
 ) -> tuple[Rung, int]:
-    """Run and last step that a member of an average names. Raises ProfileError for an unknown one."""
+    """Run and last step of a member of an average. Raises ProfileError for an unknown member."""
     name, at, step = text.partition("@")
     key = f"averages.{average.name}.of"
     if name == TRUNK:
         if not at:
             return trunk, trunk.profile.train.steps
-        if step.isdecimal() and not int(step) % described.every and int(step) <= trunk.profile.train.steps:
+        if step.isdecimal() and not int(step) % spec.every and int(step) <= trunk.profile.train.steps:
             return trunk, int(step)
-        raise ProfileError(key, text, f"is no checkpoint of the trunk, which has one every {described.every}")
-    prefix = f"{described.name}-"
+        reason = f"is not a checkpoint of the trunk, which saves one every {spec.every} steps"
+        raise ProfileError(key, text, reason)
+    prefix = f"{spec.name}-"
     known = {run.name.removeprefix(prefix): run for run in branches}
     if name not in known or at:
         raise ProfileError(key, text, "is neither trunk, trunk@STEP nor a branch", [TRUNK, *known])

@@ -1,6 +1,6 @@
 """Continual pretraining: the promoted model of a series, the data that is new to it, and promotion of its successor.
 
-A series has the name of the run that began it. `runs/<name>/standing.json` in the store names the model that was promoted last
+A series is named after the run that started it. `runs/<name>/standing.json` in the store names the model that was promoted last
 and the dataset whose held-out text all models are evaluated on. It is written atomically and last, so a failed round changes
 nothing. The data ledger (store/ledger.py) records what that model and its ancestors were trained on.
 """
@@ -24,7 +24,7 @@ from tasks.store.artifacts import Artifact
 from tasks.store.inventory import STANDING
 from tasks.store.store import Store
 
-# of the learning rate's schedule, in order of priority
+# Phases of the learning-rate schedule, in order of priority.
 PHASES = ("warmup_steps", "constant_steps", "minimum_steps")
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Promoted:
 
 
 def promoted_model(store: Store, name: str) -> Promoted | None:
-    """The promoted model of a series; None until its first run has finished training and is exported."""
+    """The promoted model of a series; None until its first run has been trained and exported."""
     recorded = store.backend.read(_name(name, STANDING))
     if recorded is not None:  # if it is corrupted, raise: ignoring it would restart the series from round 0
         return Promoted(**state_files.require_json(recorded, store.backend.location(_name(name, STANDING))))
@@ -102,7 +102,7 @@ def new_data(store: Store, promoted: Promoted, corpus: Artifact, sequence_length
 
 
 def with_steps(profile: Profile, new: Artifact) -> Profile:
-    """Resolve `train.epochs` to steps over the new data; longer phases of the schedule are shortened to them."""
+    """Resolve `train.epochs` to steps over the new data, and shorten phases of the schedule that do not fit in them."""
     train = profile.train
     if train.epochs is None:
         return profile
@@ -115,13 +115,8 @@ def with_steps(profile: Profile, new: Artifact) -> Profile:
         fitting[name] = min(wanted, left)
         left -= fitting[name]
         if fitting[name] < wanted:
-            log.info(
-                "train.%s: reduced from %d to %d: the new data has %d steps",
-                name,
-                wanted,
-                fitting[name],
-                steps,
-            )
+            message = "train.%s: reduced from %d to %d: the new data has %d steps"
+            log.info(message, name, wanted, fitting[name], steps)
     return profile.model_copy(update={"train": train.model_copy(update=fitting)})
 
 

@@ -1,4 +1,4 @@
-"""Documents in the store: what a ladder or a mixture computes for its target, one JSON file in an immutable artifact."""
+"""JSON documents as immutable artifacts: a ladder's forecast, a mixture's proposal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def register(
     compute: Callable[[], dict[str, Any]],
     summary: Iterable[str],
 ) -> Artifact:
-    """The artifact of a document, which is computed unless the store has it; the document begins with its time and target.
+    """The artifact of a document, computed and published unless the store has it. The document starts with its time and target.
 
     Args:
-        target: with `settings`, which the artifact's summary has too.
-        summary: names in the document that the artifact's summary has.
+        target: facts about the target run; `settings` is copied to the artifact's summary.
+        summary: names of the document's values to copy to the artifact's summary.
     """
     with store.artifacts.lock(kind, key):
         if found := store.artifacts.find(kind, key):

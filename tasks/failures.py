@@ -22,8 +22,8 @@ REASON = re.compile(
     r"^\[rank \d+\] (?:\w+\.)*(\w*(?:Error|StaleAttempt|CorruptCheckpoint|LoadFailed|SaveGivenUp)|rejected): (.*)$",
     re.MULTILINE,
 )
-HUNG = "a rank hung"  # begins the cause of a hang
-STORAGE_FAILURES = ("LoadFailed", "SaveGivenUp", "StaleAttempt")  # retried; their reason is the cause
+HUNG = "a rank hung"  # start of a hang's cause
+STORAGE_FAILURES = ("LoadFailed", "SaveGivenUp", "StaleAttempt")  # retried, with their reason as the cause
 
 
 class FatalError(JobFailed):
@@ -39,18 +39,18 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
         cause = "the loss diverged and no rollbacks are left; fork the run from an earlier step with a lower train.learning_rate"
         return _as(FatalError, failure, cause)
     if code == exit_codes.HUNG or exit_codes.HANG_MESSAGE in failure.detail:
-        cause = f"{HUNG}; the stacks of all ranks are in the folder stacks beside the log"
+        cause = f"{HUNG}; the stacks of all ranks are in the folder stacks next to the log"
         return _as(JobFailed, failure, cause)
     if reasons and reasons[-1][0] in STORAGE_FAILURES:
         return _as(JobFailed, failure, reasons[-1][1])
-    # Messages of the system about memory count only if no rank reported another cause.
+    # The system's out-of-memory messages count only if no rank reported another cause.
     if code == exit_codes.OUT_OF_MEMORY or OUT_OF_MEMORY.search(failure.detail):
         return _as(FatalError, failure, f"out of memory; {_advice(profile)}")
     return failure
 
 
 def explain(profile: Profile, failure: JobFailed) -> JobFailed:
-    """`classify` a failure and log its last lines; a fatal one's message suffices, so they go to log files alone."""
+    """`classify` a failure and log its last lines, at DEBUG if it is fatal: then the message alone says what to change."""
     explained = classify(profile, failure)
     level = logging.DEBUG if isinstance(explained, FatalError) else logging.WARNING
     log.log(level, "%s\n%s", failure, failure.detail)
@@ -62,7 +62,7 @@ def _as(kind: type[JobFailed], failure: JobFailed, cause: str) -> JobFailed:
 
 
 def _advice(profile: Profile) -> str:
-    """Changes of the profile that need less memory, by the planner."""
+    """Profile changes that need less memory, according to the planner."""
     current = planner.plan(profile).needs
     changes = [
         f"{change} (planned {planned.needs / 2**30:.1f} GiB a device instead of {current / 2**30:.1f})"

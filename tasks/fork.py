@@ -57,9 +57,9 @@ def decay_settings(train: Train, run: str, step: int, steps: int, key: str = "de
     count as the branch's own, so its result equals that of a run with this schedule from the start.
 
     Args:
-        train: of the parent.
-        run: its name.
-        key: that an error names.
+        train: the parent's section `train`.
+        run: the parent's name.
+        key: key that an error names.
 
     Raises:
         ProfileError: the parent's learning rate is not constant at that step.
@@ -70,7 +70,7 @@ def decay_settings(train: Train, run: str, step: int, steps: int, key: str = "de
     if learning_rate(train, step) != train.learning_rate:
         reason = f"the learning rate of {run} has begun to decay before step {step:,}"
         raise ProfileError(
-            key, steps, f"{reason}; a trunk needs train.schedule constant, or constant_steps up to there"
+            key, steps, f"{reason}; the parent needs train.schedule = constant, or constant_steps up to there"
         )
     settings = {
         "steps": step + steps,
@@ -100,7 +100,7 @@ def require_forkable(store: Store, parent: Parent, profile: Profile) -> None:
 
 
 def copy_checkpoint(store: Store, parent: Parent, name: str) -> None:
-    """Give a new run its parent's checkpoint and metrics; no effect once it has a checkpoint. Safe to interrupt and repeat."""
+    """Copy the parent's checkpoint and metrics into a new run, unless it has a checkpoint. Safe to interrupt and repeat."""
     source, run = store.run_folder(parent.run), store.run_folder(name)
     if run.checkpoint_steps():
         return

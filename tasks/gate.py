@@ -1,4 +1,4 @@
-"""Gate of a chain: whether the evaluation of a finished run lets the next one start."""
+"""Gate of a chain: decides from a finished run's evaluation whether the next run starts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ CONDITION = re.compile(r"(\w+) *(<=|>=) *(.+)")
 
 
 class GateMissed(Exception):
-    """A run of a chain ended with a worse evaluation than its gate asks for."""
+    """A run of a chain ended with a worse evaluation than its gate requires."""
 
 
 def check_gate(
     run: str, settings: Evaluate, evaluation: Mapping[str, Any], before: Mapping[str, Any] | None
 ) -> None:
-    """Check the evaluation of a run against `evaluate.gate`, and log what it was and what it had to be.
+    """Check a run's evaluation against `evaluate.gate`, and log each value with its bound.
 
     Args:
         evaluation: `validation_loss`, `perplexity` and `metrics`.
-        before: the evaluation of the weights that it started from; None if there were none.
+        before: the evaluation of the initial weights; None if the run started from scratch.
 
     Raises:
-        GateMissed: with every condition that does not hold.
+        GateMissed: names every condition that does not hold.
     """
     values = {name: evaluation[name] for name in ("validation_loss", "perplexity")} | evaluation["metrics"]
     met, missed = [], []

@@ -36,7 +36,7 @@ NOT_MATHEMATICS = {
     "bad_steps",
     "rollbacks",
 }
-# Keys of `train` that make the learning rate's schedule, which may change for steps that are not trained yet.
+# Keys of `train` that define the learning-rate schedule, which may change for steps not trained yet.
 SCHEDULE = {
     "steps",
     "epochs",
@@ -47,7 +47,7 @@ SCHEDULE = {
     "minimum_steps",
     "schedule",
 }
-# Keys of `model` that came with DeepSeek-V3.
+# Keys of `model` introduced with DeepSeek-V3.
 DEEPSEEK = {
     "q_lora_rank",
     "kv_lora_rank",
@@ -63,9 +63,8 @@ DEEPSEEK = {
 # Keys of `train` that a position in the data depends on.
 POSITION = ("global_batch_size", "sequence_length")
 COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
-PASSES = {
-    "inductor": ("modeling.compilation.product_pass", "parallel.host_products")
-}  # modules that change graphs, by compiler
+# Modules that rewrite graphs, by compiler backend.
+PASSES = {"inductor": ("modeling.compilation.product_pass", "parallel.host_products")}
 
 
 def digest(value: Any) -> str:
@@ -134,16 +133,14 @@ def graphs(profile: Profile) -> str:
     parallel, train, cluster = profile.parallel, profile.train, profile.cluster
     device = devices.resolve(cluster.device, cluster.accelerator)
     step = None
-    if (
-        device.compiles_operators
-    ):  # those of a step too, whatever shapes them: equal programs are compiled once
+    if device.compiles_operators:  # everything else in a step is compiled too
         functions = [
             [_function(name) for name in names if name] for names in ([train.loss], profile.evaluate.metrics)
         ]
         settings = _without(SCHEDULE | {"seed"}, train_values(train))
         objective = profile.objective.model_dump(mode="json")
         step = [functions, settings, objective, profile.packs, profile.world_size]
-    # On such devices, blocks gather their shards and the update of a shard is a program.
+    # Then blocks gather their shards inside the graph, and the optimizer's update of a shard is a program too.
     sharded = device.gathers_in_graph
     return digest(
         {
@@ -247,7 +244,7 @@ def training(run: str, identity: str, train: Train) -> str:
 
 
 def average(members: str, dataset: str, metrics: Sequence[str] = (), *, by_source: bool = False) -> str:
-    """Key of an average, from a digest of its checkpoints, and the data and the metric functions that it is evaluated with."""
+    """Key of an average, from the digest of its checkpoints and the data and metric functions that it is evaluated with."""
     functions: dict[str, Any] = {"metrics": [_function(name) for name in metrics], "by_source": by_source}
     return digest({"step": "average", "members": members, "dataset": dataset, **functions})
 
@@ -255,7 +252,7 @@ def average(members: str, dataset: str, metrics: Sequence[str] = (), *, by_sourc
 def evaluation(
     run: str, identity: str, train: Train, metrics: Sequence[str] = (), *, by_source: bool = False
 ) -> str:
-    """Key of an evaluation of a run, with the user's metric functions, and perhaps the losses of data sources."""
+    """Key of a run's evaluation, with the user's metric functions and, if `by_source`, the loss of each data source."""
     functions: dict[str, Any] = {"metrics": [_function(name) for name in metrics]} if metrics else {}
     functions |= {"by_source": True} if by_source else {}
     return _of_run("evaluation", run, identity, train, **functions)
@@ -272,12 +269,12 @@ def _of_run(step: str, run: str, identity: str, train: Train, **more: Any) -> st
 
 
 def compiler_versions() -> Mapping[str, str]:
-    """Versions of Python, the compiler packages and the C++ compiler, as far as they are installed."""
+    """Versions of Python and of the installed compiler packages and C++ compiler."""
     found = {"python": platform.python_version()}
     for package in COMPILERS:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
-    # The search order of torch's inductor.
+    # The same search order as torch's inductor.
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), None)
     if compiler:
         answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
@@ -302,9 +299,9 @@ def _function(name: str) -> list[str | None]:
 
 
 def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
-    """The model section; `trained`: with its parametrization, which only training uses, unless that is standard."""
+    """The model section; `trained` includes a parametrization other than standard, which only training uses."""
     found, family = profile.model.model_dump(mode="json"), profile.model.family
-    if not family.selection_bias:  # identities are those from before there were these keys
+    if not family.selection_bias:  # keeps the identities of runs made before these keys existed
         found = _without(DEEPSEEK, found)
         scaling = found["rope_scaling"] or {}
         found["rope_scaling"] = {name: scaling[name] for name in scaling if "mscale" not in name} or None
@@ -315,7 +312,7 @@ def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
 
 
 def train_values(train: Train) -> dict[str, Any]:
-    """The train section, with the balance of experts as it is in effect."""
+    """The train section, with the effective settings of expert balancing."""
     found = train.model_dump(mode="json", exclude={"balance_bias_rate"})
     found["balance_coefficient"] = train.expert_loss_coefficient
     step = train.expert_bias_step
@@ -327,8 +324,8 @@ def _without(names: Set[str], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(profile: Profile) -> list[Any]:
-    """What graphs of blocks with experts depend on: their places, capacity, and the losses' factors."""
+    """What graphs of blocks with experts depend on: placement, capacity and the coefficients of their losses."""
     train = profile.train
     factors = [train.expert_loss_coefficient, train.router_z_coefficient, train.expert_bias_step]
-    places = [profile.parallel.expert, train.capacity_factor, train.global_batch_size]
-    return [train.balance, *factors, *places]
+    placement = [profile.parallel.expert, train.capacity_factor, train.global_batch_size]
+    return [train.balance, *factors, *placement]

@@ -1,8 +1,8 @@
 """Forecasts in the store: written before the target starts, immutable, and compared with its outcome in the target's report.
 
-A forecast is an artifact whose key covers the target's settings and the rungs' results; its manifest and forecast.json have the
-time of writing. A run that starts copies the latest forecast of its settings into its folder; later forecasts are never compared
-with its outcome.
+A forecast is an artifact whose key covers the target's settings and the rungs' results; its manifest and forecast.json record
+when it was written. A run that starts copies the latest forecast of its settings into its folder; later forecasts are never
+compared with its outcome.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILE = "forecast.json"  # in the artifact, and in the folder of a run that was f
 
 
 def metrics_of(folder: Path, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-    """Metrics of the run in this folder at its last step: of its evaluation, and of tasks that it was evaluated on since."""
+    """Metrics of the run in this folder at its last step, from its evaluation and from tasks evaluated since."""
     later = results.read(folder).get(step, {})
     return {name: value for name, value in {**later, **metrics}.items() if name != "validation_loss"}
 
@@ -46,7 +46,7 @@ def register(
     """Fit the rungs' losses and write the target's forecast, unless the store has it.
 
     Args:
-        metrics: of each rung, by name; forecast as far as a fit supports it.
+        metrics: each rung's metrics by name; only those that a fit supports are forecast.
 
     Raises:
         ProfileError: the law cannot be fitted to these rungs.
@@ -83,13 +83,13 @@ def latest(store: Store, profile: Profile) -> Artifact | None:
 
 
 def read_recorded(run: RunFolder) -> dict[str, Any] | None:
-    """The forecast that a run took with it when it started; None without one."""
+    """The forecast that was copied into a run's folder when the run started; None if there was none."""
     known = run.read(FILE)
     return json.loads(known) if known else None
 
 
 def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | None:
-    """Copy the latest forecast into the folder of a run that has not trained yet; returns it, or the one that is there."""
+    """Copy the latest forecast into the folder of a run that has not trained yet; returns the recorded forecast, if any."""
     if known := read_recorded(run):
         return known
     if run.checkpoint_steps() or retried((run.path / "metrics.jsonl").exists):
@@ -105,7 +105,7 @@ def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | N
 def outcome(
     forecast: Mapping[str, Any], loss: float, metrics: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """A forecast against the loss, and the metrics, that the run reached."""
+    """Compare a forecast with the loss and metrics that the run reached."""
     low, high = forecast["interval"]
     kept = ("key", "written", "loss", "interval", "share", "extrapolation")
     return {
@@ -119,7 +119,7 @@ def outcome(
                 "outcome": metrics[name],
                 "within": row["interval"][0] <= metrics[name] <= row["interval"][1],
             }
-            for name, row in forecast.get("metrics", {}).items()  # absent in those of earlier versions
+            for name, row in forecast.get("metrics", {}).items()  # absent from forecasts of earlier versions
             if metrics and name in metrics
         },
     }

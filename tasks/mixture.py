@@ -27,8 +27,7 @@ from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
 KIND = "mixture"
-OF_SOURCE = "validation_loss/"  # in the names of metrics
-SHARE = 0.9  # of the intervals
+SHARE = 0.9  # probability of the intervals
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ class Measured:
 
 
 def source_tokens(store: Store, dataset: str, profile: Profile) -> dict[str, int]:
-    """Training tokens of each training source, in order, from the key of a data set of a profile's sources.
+    """Training tokens of each training source of a profile, in order, from the key of the dataset made of its sources.
 
-    Raises ProfileError for a source without any.
+    Raises ProfileError for a source without training tokens.
     """
     folder = store.artifacts.path(store.artifacts.expect(DatasetStep.kind, dataset), with_required=False)
     corpus = json.loads(retried((folder / CORPUS).read_text))
@@ -135,7 +134,7 @@ def _proposal(
     lowest: np.ndarray,
     highest: np.ndarray,
 ) -> dict[str, Any]:
-    """The weights within the bounds that the laws expect the least mean loss of, and their losses beside the natural ones."""
+    """The weights within the bounds with the lowest mean loss by the laws, and their losses beside those of the natural ones."""
     chosen, drawn = laws_of.propose(laws, aim, lowest, highest)
     best = _rounded(dict(zip(natural, chosen.tolist(), strict=True)))
     return {
@@ -195,7 +194,7 @@ def _compare(
 
 
 def _left_out(weights: np.ndarray, losses: np.ndarray, held_out: Sequence[str]) -> dict[str, float] | None:
-    """Median relative error by source of proxies that the others forecast; None with too few proxies."""
+    """Leave-one-out error: each proxy forecast from the others, median relative error by source; None with too few proxies."""
     errors = laws_of.left_out_errors(weights, losses)
     if np.isnan(errors).any():
         return None
@@ -208,5 +207,5 @@ def _interval(values: np.ndarray) -> list[list[float]]:
 
 
 def _rounded(weights: Mapping[str, float]) -> dict[str, float]:
-    """The weights as overrides write them."""
+    """The weights, with as many digits as overrides have."""
     return {name: float(f"{weight:.{DIGITS}g}") for name, weight in weights.items()}

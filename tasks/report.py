@@ -58,8 +58,8 @@ class ReportStep(Step):
     def make(self, context: Context, key: str) -> Artifact:
         folder, store = context.run_folder, context.store
         plan, evaluation = self.plan.to_json(), self.evaluation.summary
-        over = [outcome for outcome in self.outcomes if outcome.how != "running"]  # all but this step
-        path = write_report(context.profile, folder, plan, evaluation, over)
+        ended = [outcome for outcome in self.outcomes if outcome.how != "running"]  # all but this step
+        path = write_report(context.profile, folder, plan, evaluation, ended)
         store.run_folder(folder.name).sync().upload()
         return Artifact(self.kind, key, str(path), {})
 
@@ -71,7 +71,7 @@ def write_report(
     evaluation: Mapping[str, Any],
     outcomes: Sequence[Outcome],
 ) -> Path:
-    """Write report.json and report.html, whose path it returns, into the run folder, each atomically."""
+    """Write report.json and report.html into the run folder, each atomically; returns the path of report.html."""
     history, tokenizer = History.read(folder), _tokenizer_file(folder)
     before = state_files.read_json(folder / BEFORE) or {}
     facts = {
@@ -98,7 +98,7 @@ def write_report(
 
 
 def update_evaluations(folder: Path) -> Path | None:
-    """Write the report of a run again, with the evaluations of checkpoints that came since; None if it has none yet."""
+    """Rewrite a run's report with the checkpoint evaluations made since; None if it has no report yet."""
     facts = state_files.read_json(folder / REPORT_JSON)
     if facts is None:
         return None
@@ -141,7 +141,7 @@ def _traced(profile: Profile, outcomes: Sequence[Outcome]) -> list[dict[str, Any
 
 
 def _experts(folder: Path, history: History) -> dict[str, Any] | None:
-    """The last metrics of the experts, and the load of each by layer at a step; None for a model without experts."""
+    """The experts' last metrics, and the load of each by layer at one step; None for a model without experts."""
     row = history.last or {}
     if "expert_load_max" not in row:
         return None
@@ -153,7 +153,7 @@ def _experts(folder: Path, history: History) -> dict[str, Any] | None:
 
 
 def _forecast(folder: Path, evaluation: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The forecast that was written before the run started against its held-out loss; None without one."""
+    """The run's held-out loss compared with the forecast made before it started; None without a forecast."""
     file = folder / ladder.FILE
     if not file.exists():
         return None

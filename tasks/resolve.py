@@ -25,7 +25,7 @@ from tasks.store.store import Store
 from tasks.tokenization.tokenizer_fetch import folder_digest, is_folder
 
 FORMAT = 1
-EXPORT = "export"  # the part of a run that `run:NAME` means
+EXPORT = "export"  # the part of a run that `run:NAME` refers to
 Question = Mapping[str, Any]
 Ask = Callable[[Question, Callable[[], Any]], Any]
 Progress = Callable[[str, float | None], None]
@@ -112,9 +112,9 @@ def resolve(
 
 
 def locate_runs(profile: Profile, store: Store) -> Profile:
-    """A profile in which `run:NAME`, of init.from and tokenizer.source, is the export of that run of the store.
+    """Replace `run:NAME` in init.from and tokenizer.source by the location of that run's export in the store.
 
-    Raises ProfileError for a run without one.
+    Raises ProfileError for a run without an export.
     """
 
     def export(key: str, source: str) -> str:

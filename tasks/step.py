@@ -37,7 +37,7 @@ class Context:
     """What a flow provides to its steps."""
 
     profile: Profile
-    store: Store  # where artifacts and runs are kept
+    store: Store
     folder: Path | None = None  # the run folder; None until the run is open
     # What the profile's references resolve to; None: resolved on first use.
     resolved: Inputs | None = None

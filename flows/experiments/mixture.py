@@ -32,8 +32,9 @@ from profiles.sections.mixture import Mixture
 from tasks import documents, keys
 from tasks import mixture as mixtures
 from tasks.evaluation.held_out import EvaluationStep
-from tasks.mixture import OF_SOURCE, Measured
+from tasks.mixture import Measured
 from tasks.reporting import mixture_page
+from tasks.reporting.history import OF_SOURCE
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
 from tasks.store import runs

@@ -1,12 +1,11 @@
-"""Averages of checkpoints, of one run or of several: their weights' mean, its held-out loss, and its export.
+"""Averages of checkpoints, of one run or several: the mean of their weights, its held-out loss and its export.
 
-Averaging the last checkpoints of a constant rate has a part of the effect of decay (LAWA, arXiv 2209.14981), and averaging
-branches a part of that of an ensemble (model soups, arXiv 2203.05482).
+Averaging the last checkpoints of a constant learning rate gives part of the gain of a decay (LAWA, arXiv 2209.14981); averaging
+branches gives part of the gain of an ensemble (model soups, arXiv 2203.05482).
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ def identity_of(store: Store, members: list[tuple[str, int]]) -> str:
     for run, step in members:
         checkpoint = CheckpointId.of(store.run_folder(run), step)
         if checkpoint is None:
-            raise ProfileError("average", f"{run}@{step}", "is no complete checkpoint")
+            raise ProfileError("average", f"{run}@{step}", "is not a complete checkpoint")
         found.append(checkpoint.digest)
     return keys.digest(found)
 
@@ -43,7 +42,7 @@ def identity_of(store: Store, members: list[tuple[str, int]]) -> str:
 class AverageStep(EvaluationStep):
     """Averages checkpoints, evaluates the mean on the whole validation split, and exports it.
 
-    `identity` is of the checkpoints (`identity_of`). The artifact's summary is that of an evaluation, with the members.
+    `identity` is that of the checkpoints (`identity_of`). The artifact's summary: that of an evaluation, and members.
     """
 
     tokenizer: Artifact | None = None
@@ -73,14 +72,13 @@ class AverageStep(EvaluationStep):
         finally:
             store.remove_scratch_folder(scratch)
             for run, part in zip(runs, parts, strict=True):
-                if run.is_remote(part):
-                    shutil.rmtree(run.path / part, ignore_errors=True)  # a downloaded copy
+                run.evict(part)
 
-    def adapted(self, job: Job, context: Context, key: str) -> Job:
+    def adapt_job(self, job: Job, context: Context, key: str) -> Job:
         folder = context.store.scratch_folder(f"average-{key[:16]}")
         return replace(job, name="evaluate-average").with_arguments("--checkpoints", str(folder))
 
-    def add(self, context: Context, staging: Path, summary: dict[str, Any]) -> None:
+    def extend_artifact(self, context: Context, staging: Path, summary: dict[str, Any]) -> None:
         self._convert("hf", staging / MODEL)
         (staging / MODEL / RECORD).unlink()
         copy_tokenizer(context.store, self.tokenizer, staging / MODEL)

@@ -1,4 +1,4 @@
-"""Evaluation of single checkpoints by language-model tasks, also of a run that still trains.
+"""Evaluation of single checkpoints by language-model tasks, also while their run is still training.
 
 The checkpoint is exported to a scratch folder once, and each task runs on the export as a separate job on the profile's cluster.
 A result is cached by checkpoint, task, task files and version of lm-eval, so only missing results are computed.
@@ -16,13 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from modeling.training.metrics import OF_TASKS
 from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.harness import PACKAGE
 from tasks.evaluation.held_out import EvaluationStep, run_job
-from tasks.evaluation.results import OF_TASKS
 from tasks.failures import FatalError
 from tasks.launchers import Job
 from tasks.reporting.format import format_value
@@ -70,7 +70,7 @@ class CheckpointEvaluationStep(EvaluationStep):
     def title(self, profile: Profile) -> str:
         return f"evaluate {profile.name} at step {self.step}"
 
-    def adapted(self, job: Job, context: Context, key: str) -> Job:
+    def adapt_job(self, job: Job, context: Context, key: str) -> Job:
         job = replace(job, name="evaluate-checkpoint").with_arguments("--step", str(self.step))
         return job.with_arguments("--profile", str(self.profile_file)) if self.profile_file else job
 
@@ -82,7 +82,7 @@ class TaskStep(Step):
     task: str
     checkpoint: CheckpointId
     tokenizer: Artifact
-    weights: Artifact | None = None  # that LoRA updates
+    weights: Artifact | None = None  # base weights of LoRA
     include: Path | None = None  # folder with task files
     limit: int | None = None
 
@@ -105,10 +105,10 @@ class TaskStep(Step):
         )
 
     def make(self, context: Context, key: str) -> Artifact:
-        """Export the checkpoint unless that is done, and run the task.
+        """Export the checkpoint, unless an earlier task did, and run the task.
 
         Raises:
-            JobFailed, FatalError, TimeoutError: as the held-out loss; a task that lm-eval does not have is fatal.
+            JobFailed, FatalError, TimeoutError: as `EvaluationStep.make`; a task that lm-eval does not have is fatal.
         """
         model = self._export(context)
         output = context.run_folder / "logs" / f"task-{key[:16]}.json"
@@ -126,7 +126,7 @@ class TaskStep(Step):
             key=key,
             secrets=secrets,
         )
-        result = state_files.read_json(output)  # there already if it ended while no orchestrator watched
+        result = state_files.read_json(output)  # exists if the job ended while no flow followed it
         if result is None:
             run_job(context.profile, job, output)
             result = state_files.require_json(output.read_bytes(), output)
@@ -155,7 +155,7 @@ class TaskStep(Step):
 
 
 def metrics_of(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics of a task's summary by the names that they have by step: lm_eval/<task>/<metric>."""
+    """Metrics of a task's summary by their names in evaluations.jsonl: lm_eval/<task>/<metric>."""
     results = summary["results"]
     return {
         f"{OF_TASKS}{task}/{name}": value for task, found in results.items() for name, value in found.items()
@@ -163,13 +163,13 @@ def metrics_of(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def digest_of_tasks(folder: Path) -> str:
-    """Digest of the task files of a folder and of their data."""
+    """Digest of a folder's task files and their data."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in TASK_FILES and path.is_file())
     return keys.digest([[str(path.relative_to(folder)), keys.file_digest(path)] for path in files])
 
 
 def require_harness(tasks: list[str], include: str) -> None:
-    """Raise ProfileError if tasks are asked for and lm-eval is not installed, or their folder does not exist."""
+    """Raise ProfileError if there are tasks but no lm-eval, or the folder `include` does not exist."""
     if tasks and importlib.util.find_spec(PACKAGE) is None:
         reason = "needs lm-evaluation-harness: pip install -c constraints.txt -e '.[lm-eval]'"
         raise ProfileError("task", tasks[0], reason)

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
     parser.add_argument("--task", action="append", required=True, help="name of a task or group; repeatable")
     parser.add_argument("--include", help="folder with task files, beside those of lm-eval")
-    parser.add_argument("--limit", type=int, help="examples of each task at most")
+    parser.add_argument("--limit", type=int, help="maximum number of examples per task")
     parser.add_argument("--batch-size", default="8")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")

@@ -1,7 +1,7 @@
 """Evaluation step: held-out loss and perplexity of a finished run, by `modeling.training.evaluate` on the run's cluster.
 
-The result is a file in the run folder until it is published, so an orchestrator that is started again after a crash re-attaches
-to the job or picks up what it left.
+The result is a file in the run folder until it is published, so a flow that is restarted after a crash re-attaches to the job or
+uses the result that it left.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class EvaluationStep(Step):
 
     dataset: Artifact  # whose validation split is used
     identity: str  # of the run, and of the held-out data if it is another run's
-    graphs: Artifact | None = None  # the compiled graphs; None compiles as evaluation meets them
-    weights: Artifact | None = None  # that LoRA updates, or a reference model has
+    graphs: Artifact | None = None  # the compiled graphs; None compiles on first use
+    weights: Artifact | None = None  # base weights of LoRA, or weights of the reference model
     reference: Artifact | None = None  # log-probabilities of the reference model
 
     kind = "evaluation"
@@ -59,37 +59,37 @@ class EvaluationStep(Step):
 
         Raises:
             JobFailed: the attempt failed; another one starts over.
-            FatalError: it failed for a reason that another attempt would meet again, or a result is not finite.
+            FatalError: another attempt would fail for the same reason, or a result is not finite.
             TimeoutError: it took longer than `TIMEOUT`.
         """
         profile, folder = context.profile, context.run_folder
-        # Per key: runs are also evaluated on the data of others.
+        # One file per key: a run may also be evaluated on another run's data.
         output = folder / "logs" / f"evaluation-{key[:16]}.json"
         job = cluster_job("evaluate", context, key, self.dataset, self.graphs, "--output", str(output))
-        job = self.adapted(job, context, key)
+        job = self.adapt_job(job, context, key)
         if self.reference:
             job = job.with_arguments("--reference", str(context.store.artifacts.path(self.reference)))
         if profile.uses_initial_weights and self.weights:
             job = job.with_arguments("--weights", str(context.store.artifacts.path(self.weights)))
         summary: dict[str, Any] = {}
         with context.store.artifacts.publish(self.kind, key, summary) as staging:
-            result = state_files.read_json(output)  # there already if it ended while no orchestrator watched
+            result = state_files.read_json(output)  # exists if the job ended while no flow followed it
             if result is None:
                 run_job(profile, job, output)
                 result = state_files.require_json(output.read_bytes(), output)
             _require_finite(folder.name, result, output)
             summary.update({name: result[name] for name in SUMMARY})
             shutil.copyfile(output, staging / FILE)
-            self.add(context, staging, summary)
+            self.extend_artifact(context, staging, summary)
         output.unlink()
         return context.store.artifacts.expect(self.kind, key)
 
-    def adapted(self, job: Job, context: Context, key: str) -> Job:
-        """The job, with what a subclass changes of it."""
+    def adapt_job(self, job: Job, context: Context, key: str) -> Job:
+        """The job to run; subclasses override this to change it."""
         return job
 
-    def add(self, context: Context, staging: Path, summary: dict[str, Any]) -> None:
-        """Add what a subclass has to the artifact."""
+    def extend_artifact(self, context: Context, staging: Path, summary: dict[str, Any]) -> None:
+        """Add files and summary entries to the artifact; for subclasses."""
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         loss, perplexity = summary["validation_loss"], summary["perplexity"]
@@ -98,13 +98,13 @@ class EvaluationStep(Step):
 
 
 def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:
-    """Reject a loss or metric that is not finite; the file is removed, so the next attempt measures again."""
+    """Reject a loss or metric that is not finite; the file is removed, so the next attempt evaluates again."""
     for name, value in {"held-out loss": result["validation_loss"], **result["metrics"]}.items():
         if not math.isfinite(value):
             output.unlink()
             raise failures.FatalError(
                 f"the {name} of run {run} at step {result['step']} is {value}: the run diverged, or a metric function "
-                "returned it; look at the run's last losses"
+                "returned it; check the run's last losses"
             )
 
 

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from modeling.training.metrics import tag
 from tasks.launchers.log_follower import LogFollower, is_metrics
 from tasks.store.store import Store
 
 FILE = "evaluations.jsonl"
-TENSORBOARD = "tensorboard/evaluations"  # a folder of its own: training owns its files
-OF_TASKS = "lm_eval/"
+TENSORBOARD = "tensorboard/evaluations"  # a separate folder: training owns the files of its own
 
 
 def record(store: Store, run: str, step: int, metrics: Mapping[str, float]) -> bool:
@@ -57,9 +57,7 @@ def _rows(data: bytes) -> list[dict[str, Any]]:
 def _write_tensorboard(folder: Path, step: int, metrics: Mapping[str, float]) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
-    from modeling.training.metrics import tag
-
     writer = SummaryWriter(str(folder / TENSORBOARD))
     for name, value in metrics.items():
-        writer.add_scalar(name if name.startswith(OF_TASKS) else tag(name), value, step)
+        writer.add_scalar(tag(name), value, step)
     writer.close()

@@ -15,7 +15,7 @@ from tasks.store.store import Store
 
 def write(
     path: Path,
-    described: Branches,
+    spec: Branches,
     store: Store,
     runs: Sequence[Mapping[str, Any]],
     averages: Sequence[Mapping[str, Any]],
@@ -38,8 +38,8 @@ def write(
         means = [(each["average"], ", ".join(each["members"]), _loss(each)) for each in averages]
         table = html.table(("average", "of", "validation loss"), means)
         sections.append(html.section("Averages of checkpoints", table))
-    about = described.description or f"{len(branches)} branches of one trunk, {trunk['run']}"
-    return compare.write_page(loaded, histories, path, (described.name, about), sections)
+    about = spec.description or f"{len(branches)} branches of one trunk, {trunk['run']}"
+    return compare.write_page(loaded, histories, path, (spec.name, about), sections)
 
 
 def _chart(trunk: Mapping[str, Any], branches: Sequence[Mapping[str, Any]]) -> str:

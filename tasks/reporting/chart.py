@@ -53,7 +53,7 @@ def sparkline(points: Points, *, label: str) -> str:
     if len(shown) < 2:
         return ""
     frame = Frame(*(_ends([point[axis] for point in shown]) for axis in (0, 1)))
-    path = frame.line(shown, "{:.0f},{:.0f}")
+    path = f"M{'L'.join(frame.positions(shown, digits=0))}"
     view = f'viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none"'
     return f'<svg class="spark" {view} role="img" aria-label="{escape(label)}"><path class="smooth" d="{path}"/></svg>'
 
@@ -126,21 +126,21 @@ class Frame:
             for index in range(len(self.y_ticks))
         ]
         for line in series:
-            positions = [self._position(x, y) for x, y in line.points]
+            positions = self.positions(line.points)
             parts.append(f'<path class="line {line.style}" d="M{"L".join(positions)}"/>')
             if line.dots:  # lines of length 0 with round caps stay round when the plot is stretched
                 dots = "".join(f"M{position}h0" for position in positions)
                 parts.append(f'<path class="dots {line.style}" d="{dots}"/>')
         return "".join(parts)
 
-    def line(self, points: Points, form: str) -> str:
-        """Path of a line, its positions written by a format of x and y."""
-        return "M" + "L".join(form.format(*map(float, self._position(*point).split(","))) for point in points)
-
-    def _position(self, x: float, y: float) -> str:
-        across = (x - self.x_ticks[0]) / (self.x_ticks[-1] - self.x_ticks[0])
-        up = (y - self.y_ticks[0]) / (self.y_ticks[-1] - self.y_ticks[0])
-        return f"{across * WIDTH:.1f},{(1 - up) * HEIGHT:.1f}"
+    def positions(self, points: Points, digits: int = 1) -> list[str]:
+        """`x,y` of each point in SVG units, with this number of decimal places."""
+        left, bottom = self.x_ticks[0], self.y_ticks[0]
+        width, height = self.x_ticks[-1] - left, self.y_ticks[-1] - bottom
+        return [
+            f"{(x - left) / width * WIDTH:.{digits}f},{(1 - (y - bottom) / height) * HEIGHT:.{digits}f}"
+            for x, y in points
+        ]
 
 
 def _ends(values: Sequence[float]) -> Sequence[float]:

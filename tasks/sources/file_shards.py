@@ -38,7 +38,7 @@ def split_files(
         if kind == "parquet":
             return _split_by_groups(shard, file, _row_group_sizes(shard, digests, token))
         if kind == "arrow" and file.size > 2 * SHARD_BYTES and local_path(file.path):
-            sizes = [batch.nbytes for batch in columnar.arrow_batches(shard, token)]
+            sizes = [batch.nbytes for batch in columnar.all_arrow_batches(shard, token)]
             return _split_by_groups(shard, file, sizes)
         return [_whole_file(shard, file)]
 

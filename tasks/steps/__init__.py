@@ -1,5 +1,5 @@
-"""The steps of a run: one file each, one artifact each; evaluation, which is more than a step, has a folder of its own beside.
+"""The steps of a run, one file and one artifact each; the evaluation step is in tasks/evaluation.
 
-Start with `tokenizer.py`, the smallest, after the protocol that all follow (`tasks/step.py`); `flows/pretrain.py` says which
-needs which. A step imports what makes its artifact, from `tasks` and `modeling`.
+Start with `tokenizer.py`, the smallest, after the protocol that all follow (`tasks/step.py`); `flows/pretrain.py` states which
+needs which. A step imports what makes its artifact from `tasks` and `modeling`.
 """

@@ -1,6 +1,6 @@
 """Checkpoint step: pretrained weights from the hub, a folder or S3, as a Trainshed checkpoint that training starts from.
 
-Skipped for a run from scratch. The weights are split as the profile's topology needs them, so each rank reads its own file; any
+Skipped for a run from scratch. The weights are split for the profile's topology, so each rank reads its own file; any
 other topology can start from them too.
 """
 
@@ -27,7 +27,7 @@ from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 
 # Settings of a model that cannot be inferred from its weights.
-INVISIBLE = ("hidden_act", "norm_eps", "rope_theta", "rope_scaling")
+NOT_IN_WEIGHTS = ("hidden_act", "norm_eps", "rope_theta", "rope_scaling")
 log = logging.getLogger(__name__)
 
 
@@ -51,7 +51,7 @@ class CheckpointStep(Step):
         """Fetch and convert the weights.
 
         Raises:
-            ProfileError: they are not of the profile's model.
+            ProfileError: they do not fit the profile's model.
             SourceChanged: they have changed since they were resolved.
         """
         from modeling.conversion.convert import Options, convert
@@ -87,12 +87,12 @@ class CheckpointStep(Step):
 
 
 def _warn_of_differences(source: Path, model: Model) -> None:
-    """Warn if a Hugging Face config differs from the profile in the settings INVISIBLE."""
+    """Warn if a Hugging Face config differs from the profile in NOT_IN_WEIGHTS."""
     path = source / "config.json"
     if not path.is_file():
         return
     theirs = formats.read_config(path)
-    for name in INVISIBLE:
+    for name in NOT_IN_WEIGHTS:
         ours, other = getattr(model, name), getattr(theirs, name)
         if ours != other:
             log.warning("model.%s is %s here, %s in the weights' config.json", name, ours, other)

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -34,7 +35,7 @@ from tasks.tokenization.tokenize_shard import Counts, tokenize
 from tasks.tokenization.worker_pool import WorkerPool
 
 CORPUS, SHARDS = "corpus.json", "shards.json"
-LOCATION = {"path", "anonymous"}  # keys of an entry of corpus.json with the location of a shard
+LOCATION = {"path", "anonymous"}  # keys of an entry in corpus.json that locate a shard
 # Shuffle spans a node caches per stream: the current one, the next, and shards that reach beyond them.
 SPANS = 3
 log = logging.getLogger(__name__)
@@ -193,12 +194,12 @@ class ShardJob:
     def _make(self, context: Context, missing: Sequence[int], count: int) -> None:
         cores, store = os.cpu_count() or 1, context.store
 
-        def share(done: int) -> float:
+        def fraction(done: int) -> float:
             return (count - len(missing) + done) / count
 
         def report(k: int, tokens: int, done: int) -> None:
             counted = f": {tokens:,} tokens" if tokens else ""
-            context.progress(f"{self.verb} {self.plan.shards[k].name}{counted}", share(done))
+            context.progress(f"{self.verb} {self.plan.shards[k].name}{counted}", fraction(done))
 
         if len(missing) == 1:  # starting a process can take longer than the shard
             (k,) = missing
@@ -216,7 +217,7 @@ class ShardJob:
             results = context.map(lambda k: pool.run(self.operation, k), missing, names)
             context.progress(f"{self.verb} {len(missing):,} shards", None)
             for done, _ in enumerate(results, 1):
-                context.progress(f"{self.verb} {len(missing):,} shards: {done:,} done", share(done))
+                context.progress(f"{self.verb} {len(missing):,} shards: {done:,} done", fraction(done))
 
 
 def _shard_keys(plan: DatasetPlan) -> list[str]:
@@ -250,28 +251,39 @@ def _entry(shard: Shard, tokens: Artifact, split: str, prefix: str) -> dict[str,
     return {"path": f"{TOKENS}/{tokens.key}/{split}", "start": 0, **counts}
 
 
+def _shard_counts(profile: Profile, plan: DatasetPlan) -> list[int]:
+    """Number of shards of each source."""
+    counts = Counter(shard.source for shard in plan.shards)
+    return [counts[i] for i in range(len(profile.data.sources))]
+
+
+def _by_source(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> list[list[Artifact]]:
+    """The tokenized shards of each source."""
+    found: list[list[Artifact]] = [[] for _ in profile.data.sources]
+    for shard, artifact in zip(plan.shards, tokens, strict=True):
+        found[shard.source].append(artifact)
+    return found
+
+
 def _blend(profile: Profile, plan: DatasetPlan) -> list[dict[str, Any]] | None:
     """Weight and number of shards of each source; None if the sources form one unweighted stream."""
-    counts = [sum(shard.source == i for shard in plan.shards) for i in range(len(profile.data.sources))]
     blend = [
         {"weight": source.weight if count else None, "shards": count}
-        for source, count in zip(profile.data.sources, counts, strict=True)
+        for source, count in zip(profile.data.sources, _shard_counts(profile, plan), strict=True)
     ]
     return blend if any(part["weight"] for part in blend) else None
 
 
 def _sources(profile: Profile, plan: DatasetPlan) -> list[dict[str, Any]]:
     """Name and number of shards of each source, in order."""
-    counts = [sum(shard.source == i for shard in plan.shards) for i in range(len(profile.data.sources))]
-    names = data_sources.names(profile.data)
-    return [{"name": name, "shards": shards} for name, shards in zip(names, counts, strict=True)]
+    pairs = zip(data_sources.names(profile.data), _shard_counts(profile, plan), strict=True)
+    return [{"name": name, "shards": count} for name, count in pairs]
 
 
 def _report(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> list[dict[str, Any]]:
-    """Counts of each source, as report.json has them."""
+    """Counts of each source, for report.json."""
     rows = []
-    for i, source in enumerate(profile.data.sources):
-        found = [artifact for shard, artifact in zip(plan.shards, tokens, strict=True) if shard.source == i]
+    for source, found in zip(profile.data.sources, _by_source(profile, plan, tokens), strict=True):
         counts = _sum(found)
         made = counts["tokens"] + counts["validation_tokens"]
         where = source.repository or source.path or source.kind
@@ -288,21 +300,18 @@ def _sum(tokens: Sequence[Artifact]) -> dict[str, int]:
 
 
 def _require_text(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> None:
-    """Reject sources in which too many records have no text."""
+    """Reject sources in which too many records have no text, or cannot be used by the objective."""
     limit = profile.data.maximum_missing
-    lacking = f"that objective.kind {profile.objective.kind} cannot use" if plan.records else "without text"
-    for i, row in enumerate(_report(profile, plan, tokens)):
+    problem = f"are unusable for objective.kind {profile.objective.kind}" if plan.records else "have no text"
+    shards = _by_source(profile, plan, tokens)
+    for row, found in zip(_report(profile, plan, tokens), shards, strict=True):
         missing = row["missing"]
         count = missing + row["documents"] + row["validation_documents"] + row["short"] + row["duplicates"]
         count += row["too_long"]
         share = missing / max(1, count)
         if share > limit:
-            reason = f"{row['source']} has {missing:,} records {lacking} of {count:,}"
-            causes = [
-                shard.summary.get("unusable")
-                for part, shard in zip(plan.shards, tokens, strict=True)
-                if part.source == i
-            ]
+            reason = f"{missing:,} of {count:,} records in {row['source']} {problem}"
+            causes = (shard.summary.get("unusable") for shard in found)
             reason += next((f"; the first: {cause}" for cause in causes if cause), "")
             raise ProfileError("data.maximum_missing", limit, reason, [round(share + 5e-4, 3)])
 
@@ -357,10 +366,10 @@ def _require_windows(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artif
     total = _sum(tokens)
     length, fraction = profile.train.sequence_length, profile.data.validation_fraction
     streams = [("the sources hold", total["tokens"])]
+    shards = _by_source(profile, plan, tokens)
     for i, part in enumerate(_blend(profile, plan) or ()):
-        found = [artifact for shard, artifact in zip(plan.shards, tokens, strict=True) if shard.source == i]
         if part["weight"]:
-            streams.append((f"data.sources.{i} has a weight and holds", _sum(found)["tokens"]))
+            streams.append((f"data.sources.{i} has a weight and holds", _sum(shards[i])["tokens"]))
     for holds, count in streams:
         if count <= length:
             reason = f"{holds} {count} tokens to train on, fewer than one window of {length} + 1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,10 +76,7 @@ def write_model(
             TrainedAdapters(local).write(folder / ADAPTER)
     else:
         convert(local, folder, Options("hf"), replace=True)
-    if run.is_remote(checkpoint):
-        shutil.rmtree(local)  # a downloaded copy
-        with contextlib.suppress(OSError):  # another one is in use
-            local.parent.rmdir()
+    run.evict(checkpoint)
     copy_tokenizer(store, tokenizer, folder)
     (folder / RECORD).unlink()
 

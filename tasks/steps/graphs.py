@@ -3,7 +3,7 @@
     modeling.tracing.trace    profile -> the distinct programs, by digest                 one process
     modeling.tracing.compile  program -> its part of the compiler's cache                 a process each, several at a time
 
-Needs the profile alone, so it runs beside the tokenizer and dataset steps. Each program is an artifact of its own, keyed by its
+Needs only the profile, so it runs beside the tokenizer and dataset steps. Each program is an artifact of its own, keyed by its
 graphs and its compiler: runs that differ elsewhere share it, concurrent flows compile it once, and a retry compiles only what
 failed. The run's artifact packs the caches of all its programs into one file.
 """
@@ -59,7 +59,7 @@ class GraphsStep(Step):
     """Compiles the profile's graphs, once for all runs that share them.
 
     The artifact's summary: total, successful, failed and from_cache, in graphs; seconds; programs, each with its graphs, status,
-    seconds and peak_bytes; traced, the figures of the trace; note, if nothing could be compiled.
+    seconds and peak_bytes; traced, the trace's statistics; note, if nothing could be compiled.
     """
 
     kind = "graphs"
@@ -83,7 +83,7 @@ class GraphsStep(Step):
         """
         store, profile = context.store, context.profile
         if lacks := compilers.missing_requirement(profile):
-            # On other devices than the CPU, training runs on another machine, which may have the compiler.
+            # On devices other than the CPU, training runs on another machine, which may have the compiler.
             here = profile.cluster.device == "cpu"
             note = f"{lacks} on this machine: training {'runs eager' if here else 'compiles as it goes'}"
             log.warning("%s", note)
@@ -152,8 +152,9 @@ def _compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, A
 
 
 def job_name(program: Mapping[str, Any]) -> str:
-    """Name of a program's compile job. A job ends an earlier one of its name, and in models with layers of several kinds programs
-    share theirs.
+    """Name of a program's compile job, with the digest: programs of layers of different kinds may share a name.
+
+    Two jobs of one name would replace each other.
     """
     return f"compile-{re.sub('[^a-z]+', '-', program['name'])}-{program['digest'][:8]}"
 
@@ -201,7 +202,7 @@ def _cost(result: Path) -> dict[str, Any]:
 
 
 def _pack(cache: Path, target: Path) -> None:
-    """Move a cache folder into one file, without what is useless on other machines."""
+    """Pack a cache folder into one file, without what is useless on other machines, and remove the folder."""
     with tarfile.open(target, "w") as tar:
         for path in sorted(cache.rglob("*")):
             name = path.relative_to(cache)
@@ -238,7 +239,7 @@ def summarize(entries: Sequence[Mapping[str, Any]], seconds: float) -> dict[str,
 
 
 def _show(context: Context, summary: Mapping[str, Any]) -> None:
-    """Log a line per program and one for all, and show them as a table."""
+    """Log a line per program and a summary line, and show the programs as a table."""
     for entry in summary["programs"]:
         log.info("%s", format_program(entry))
         if entry["error"]:

@@ -1,6 +1,6 @@
 """Reference step: log-probabilities of a DPO run's pairs under the model that it starts from.
 
-Computed once, and keyed by these weights and the data: runs with other hyperparameters reuse them.
+Keyed by these weights and the data, so runs with other hyperparameters reuse them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ReferenceStep(Step):
         arguments = ("--weights", str(store.artifacts.path(self.weights)), "--output", str(output))
         job = cluster_job("preference.reference", context, key, self.dataset, self.graphs, *arguments)
         with store.artifacts.publish(self.kind, key, {"source": profile.init.from_}) as staging:
-            if not output.exists():  # the job may have ended while no flow followed it
+            if not output.exists():  # else the job ended while no flow followed it
                 run_job(profile, job, output)
             shutil.copyfile(output, staging / REFERENCE)
         output.unlink()

@@ -18,7 +18,7 @@ from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_d
 from tasks.tokenization.tokenizer_files import convert, load, special_token_id
 from tasks.tokenization.tokenizer_training import train
 
-WITHOUT_TEXT = ("tokens", "megatron")  # formats of sources that are tokenized already
+WITHOUT_TEXT = ("tokens", "megatron")  # formats of tokenized sources
 
 
 @dataclass

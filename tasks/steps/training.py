@@ -90,7 +90,7 @@ class TrainingStep(Step):
         part = f"checkpoints/step_{steps}"
         marker = state_files.parse((run.read(f"{part}/{MARKER}") or b"").decode(errors="replace")) or {}
         tokens = steps * profile.train.global_batch_size * profile.train.sequence_length
-        # a marker of an earlier version has none
+        # Markers of earlier versions have no loss.
         last = marker if "loss" in marker else runs.last_training_row(folder)
         summary = {"steps": steps, "loss": last["loss"] if last else math.nan, "tokens": tokens}
         return run_artifacts.publish(store, self.kind, key, folder.name, part, summary)
@@ -129,7 +129,7 @@ class RetryBudget:
         return True
 
     def _latest_checkpoint(self) -> int | None:
-        """0 if there is none; None if a failed store does not say, which is no reason to give training up."""
+        """0 if there is none; None if the store cannot be read, which must not end training."""
         try:
             return max(self._run.checkpoint_steps(), default=0)
         except OSError as error:
@@ -162,9 +162,9 @@ def cluster_job(
 
 
 class LogForwarder:
-    """Forwards rank 0's log lines to the flow's log, apart from step lines, which the progress line replaces."""
+    """Forwards rank 0's log lines to the flow's log, except step lines, which the progress line replaces."""
 
-    BURST = 10  # lines at once; then one per second, the others are in the job's log only
+    BURST = 10  # lines at once; then one per second, and the others stay in the job's log only
 
     def __init__(self, log_file: Path) -> None:
         self._follower = LogFollower(log_file, start=size_of(log_file))

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 HASH_LIMIT = 4 << 30  # bytes hashed by one `find`, about 2 s; the rest is verified by size
 PARALLEL_REQUESTS = 16  # to a remote store
-# artifacts of a kind; from this number on, one listing of the kind is faster than one each
+# From this number of artifacts of a kind on, one listing of the kind is faster than one listing each.
 LIST_WHOLE_KIND = 100
 T = TypeVar("T")
 R = TypeVar("R")
@@ -42,7 +42,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Artifact:
-    """Reference to an artifact, passed between steps."""
+    """Reference to an artifact; steps pass it on."""
 
     kind: str  # which step made it
     key: str  # hash of everything that determines its contents
@@ -257,7 +257,7 @@ class ArtifactStore:
     def _list_large_kinds(
         self, artifacts: Sequence[tuple[str, str]]
     ) -> dict[tuple[str, str], dict[str, int]]:
-        """Files of those artifacts whose kind is frequent enough to list as a whole; empty if the store is local."""
+        """Files of the artifacts whose kinds are listed as a whole (LIST_WHOLE_KIND); empty if the store is local."""
         listed: dict[tuple[str, str], dict[str, int]] = {}
         for kind, count in Counter(kind for kind, _ in artifacts).items():
             if self._remote and count >= LIST_WHOLE_KIND:

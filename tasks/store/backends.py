@@ -27,7 +27,7 @@ from profiles.state_files import retried
 
 PARALLEL_DOWNLOADS = 8
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-MODIFIED = ("LastModified", "mtime", "created", "updated")  # in listings of fsspec's file systems
+MODIFIED = ("LastModified", "mtime", "created", "updated")  # modification time in fsspec's listings
 T = TypeVar("T")
 NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
@@ -49,7 +49,7 @@ def checked_path(name: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A file or folder, as its listing shows it."""
+    """A file or folder in a listing."""
 
     size: int
     stamp: str  # differs after a change of the contents; "" of a folder

@@ -24,10 +24,8 @@ from tasks.store.store import Store
 
 ARTIFACTS = "artifacts.json"  # in a run folder: keys of the artifacts that its steps used, by kind
 STANDING = "standing.json"  # in a run folder: the promoted model of a series, its tokenizer and dataset
-PARTS = {
-    "dataset": ("tokens", "hashes", "duplicates"),
-    "graphs": ("graph",),
-}  # kinds of intermediate artifacts, by the step that makes them
+# Kinds of intermediate artifacts, by the step that makes them.
+PARTS = {"dataset": ("tokens", "hashes", "duplicates"), "graphs": ("graph",)}
 CHECKPOINT = re.compile(rf"checkpoints/step_(\d+)/{re.escape(MARKER)}")
 
 
@@ -60,7 +58,7 @@ def list_runs(store: Store) -> list[Run]:
 
 
 def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
-    """What no run refers to, and notes about what is kept although no run refers to it."""
+    """Garbage that no run refers to, and notes about unreferenced artifacts that are kept."""
     runs = _files_by_run(store)
     found = [
         Garbage("replaced run", f"runs/{name}", sum(files.values()))
@@ -74,12 +72,12 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
         Garbage("staging", f"staging/{folder.name}", sum(store.files(f"staging/{folder.name}").values()))
         for folder in abandoned_folders(store.work_dir / "staging")
     ]
-    places = {"quarantine": "quarantine"} | ({} if notes else {"work": "scratch"})
-    for place, what in places.items():
+    folders = {"quarantine": "quarantine"} | ({} if notes else {"work": "scratch"})
+    for folder, what in folders.items():
         sizes: dict[str, int] = defaultdict(int)
-        for file, size in store.files(place).items():
+        for file, size in store.files(folder).items():
             sizes[file.partition("/")[0]] += size
-        found += [Garbage(what, f"{place}/{name}", size) for name, size in sorted(sizes.items())]
+        found += [Garbage(what, f"{folder}/{name}", size) for name, size in sorted(sizes.items())]
     return found, notes
 
 
@@ -89,9 +87,8 @@ def remove(store: Store, garbage: Iterable[Garbage]) -> None:
         # By their locks: a run that has just started has no folder yet.
         for name in sorted({file.partition("/")[0] for file in store.backend.files("locks")}):
             if name.startswith(("run-", "continual-", "evaluate-")) and (holder := store.lock_holder(name)):
-                reason = (
-                    f"run {name.partition('-')[2]} is active in {holder}; remove garbage once it has ended"
-                )
+                run = name.partition("-")[2]
+                reason = f"run {run} is active in {holder}; remove garbage once it has ended"
                 raise ProfileError("--yes", None, reason)
         still = set(find_garbage(store)[0])
         for each in garbage:
@@ -119,7 +116,7 @@ def _describe(store: Store, name: str, files: Mapping[str, int]) -> Run:
 
 
 def _unused_artifacts(store: Store, runs: Mapping[str, Mapping[str, int]]) -> tuple[list[Garbage], list[str]]:
-    """Artifacts that no run refers to, and notes about those that are kept for a run that still makes them."""
+    """Artifacts that no run refers to, and notes about those that are kept for a run that is still making them."""
     used: set[tuple[str, str]] = set()
     kept: set[str] = {"forecast", "mixture"}  # records of predictions, a few kilobytes each
     notes = []
@@ -147,7 +144,7 @@ def _unused_artifacts(store: Store, runs: Mapping[str, Mapping[str, int]]) -> tu
 def _add_required(
     store: Store, used: set[tuple[str, str]], listed: Mapping[tuple[str, str], Mapping[str, int]]
 ) -> None:
-    """Add everything that these artifacts require, directly or through others."""
+    """Add everything that these artifacts require, directly or indirectly."""
     waiting = list(used)
     while waiting:
         kind, key = waiting.pop()
@@ -157,9 +154,8 @@ def _add_required(
         try:
             required = Manifest.from_bytes(data or b"", kind, key).requires
         except Corrupted as error:
-            raise ValueError(
-                f"artifacts/{kind}/{key}: {error}; what it requires is unknown, so nothing is removed"
-            ) from error
+            reason = "what it requires is unknown, so nothing is removed"
+            raise ValueError(f"artifacts/{kind}/{key}: {error}; {reason}") from error
         waiting += [other for other in required if other not in used]
         used |= {*required}
 

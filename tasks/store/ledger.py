@@ -2,8 +2,8 @@
 
     <store>/ledger/<identity>.json    {run, identity, parent, dataset, shards: [key, ...]}
 
-A run is known by its identity; its parent is the run whose weights it started from. Every run is recorded, promoted or not.
-Data is new to a run's successor if it is in no entry of the run or its ancestors.
+A run is identified by its identity hash; its parent is the run whose weights it started from. Every run is recorded, promoted or
+not. Data is new to a run's successor if it is in no entry of the run or its ancestors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def lineage(store: Store, identity: str | None) -> Iterator[Entry]:
     while identity is not None:
         entry = find(store, identity)
         if entry is None:
-            raise ValueError(f"{store.uri}: the ledger has no entry of run {identity}")
+            raise ValueError(f"{store.uri}: the ledger has no entry for run {identity}")
         if identity in visited:
             raise ValueError(f"{store.uri}: the ledger's parents form a cycle at run {identity}")
         visited.add(identity)

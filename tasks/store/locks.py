@@ -55,7 +55,7 @@ class Lock:
         """Verify that no other process has taken the lock over, and renew it.
 
         Raises:
-            LockLost: another process has.
+            LockLost: another process has taken it over.
             OSError: it cannot be verified.
         """
         with self._renewing:
@@ -83,9 +83,8 @@ class Lock:
         try:
             _write_ticket(self._backend, self._name, self.ticket, self._expiry, released=True)
         except OSError as error:
-            log.warning(
-                "%s: cannot release the lock: %s; it expires in %g s", self._name, error, self._expiry
-            )
+            message = "%s: cannot release the lock: %s; it expires in %g s"
+            log.warning(message, self._name, error, self._expiry)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Artifacts in one backend: the only place that verifies them, and moves corrupted ones to quarantine.
+"""Artifacts in one backend: the only code that verifies them and moves corrupted ones to quarantine.
 
 Quarantine is `<store>/quarantine/<kind>-<key>-<n>/`, with the reason in reason.txt. Only `trainshed gc` deletes them, and a
 process that has mapped them keeps its mapping.

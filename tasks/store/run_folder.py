@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -148,6 +149,13 @@ class RunFolder:
             self._fetch(self._remote, part, self.files(part))
         return folder
 
+    def evict(self, part: str) -> None:
+        """Remove this machine's copy of a part that belongs in the remote store only; no effect on other parts."""
+        if self.is_remote(part):
+            shutil.rmtree(self.path / part, ignore_errors=True)
+            with suppress(OSError):  # other copies are in use
+                (self.path / part).parent.rmdir()
+
     def copy_checkpoint(self, step: int, target: RunFolder) -> None:
         """Copy a complete checkpoint into another run of the store, its marker last."""
         part = f"checkpoints/step_{step}"
@@ -157,7 +165,7 @@ class RunFolder:
             _link_files(self.path / part, target.path / part)
 
     def quarantine_checkpoint(self, part: str, reason: str) -> None:
-        """Move a corrupted checkpoint to the folder that training uses for those too; then it never starts over by itself.
+        """Move a corrupted checkpoint to training's quarantine; while it is there, training does not silently start from scratch.
 
         The caller holds the lock of the checkpoint's artifact.
         """
@@ -169,7 +177,7 @@ class RunFolder:
         return RunSync(self.path / part, self._remote, f"{self._prefix}/{part}".rstrip("/"))
 
     def _backend(self, part: str) -> Backend:
-        """Where a part of the run is; in a remote store, the local folder has all but checkpoints first."""
+        """The backend that a part of the run is written to: the remote store for checkpoints, else the local folder."""
         return self._primary if self.is_remote(part) else self._local
 
     def _identity_in(self, backend: Backend) -> str | None:

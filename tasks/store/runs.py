@@ -105,9 +105,8 @@ def check_name(store: Store, profile: Profile) -> None:
     if not retried((run.path / "profile.yaml").exists) or run.stored_identity != run.identity:
         return  # not on this machine; `open_run` compares it later
     existing = _stored_profile(run.path)
-    differences = _setting_differences(existing, profile) + _schedule_differences(
-        existing, profile, _latest(run)
-    )
+    differences = _setting_differences(existing, profile)
+    differences += _schedule_differences(existing, profile, _latest(run))
     if differences:
         _require_nothing_trained(run, existing, profile, differences)
 
@@ -146,7 +145,7 @@ def _require_nothing_trained(
 def _differences(
     existing: Profile | None, profile: Profile, folder: Path, inputs: Mapping[str, str | None]
 ) -> list[str]:
-    """What makes the mathematics of two runs differ."""
+    """Descriptions of what makes the mathematics of two runs differ."""
     known = read_inputs(folder) if (folder / INPUTS).exists() else {}
     others = [f"another {kind}" for kind, key in inputs.items() if known.get(kind) != key]
     found = _setting_differences(existing, profile) + others
@@ -219,7 +218,7 @@ def _names(record: Path, flow_run: str) -> bool:
 
 
 def _require_no_active_job(profile: Profile, existing: Profile | None, folder: Path) -> None:
-    """Raise ProfileError if a job of the existing run in this folder is active."""
+    """Raise ProfileError if the existing run in this folder has an active job."""
     cluster = (existing or profile).cluster
     launcher = create(cluster.launcher, cluster)
     for handle in latest_jobs(folder / "logs"):
@@ -245,7 +244,7 @@ def fetch(store: Store, name: str) -> Path:
 
 
 def unknown_run(store: Store, key: str, name: str) -> ProfileError:
-    """The error of a run that the store does not have, with the nearest ones that it has."""
+    """The error for a run that the store does not have, with the nearest names that it has."""
     names = [entry for entry in store.backend.entries("runs") if not entry.startswith(".")]
     return ProfileError(key, name, f"there is no such run in {store.uri}", closest(name, names, 3))
 

@@ -1,4 +1,4 @@
-"""Staging folders: work in progress, removed at the end of the block or, if the process was killed, by the next one."""
+"""Staging folders: work in progress, removed at the end of the block or, after a kill, by the next process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def abandoned_folders(root: Path) -> Iterator[Path]:
     """The staging folders below `root` whose processes are gone."""
     try:
         folders = list(root.iterdir())
-    except OSError:  # there is none yet, or it cannot be listed now: a later call cleans up
+    except OSError:  # does not exist yet, or cannot be listed now: a later call cleans up
         return
     for outer in folders:
         try:

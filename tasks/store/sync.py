@@ -38,7 +38,7 @@ def is_excluded(name: str) -> bool:
 
 
 class RunSync:
-    """Context manager that uploads a folder in the background during the block, and at its end; without `remote`, nothing.
+    """Context manager that uploads a folder in the background during the block, and at its end; does nothing without `remote`.
 
     Args:
         name: the folder's name in the remote store.
@@ -55,17 +55,14 @@ class RunSync:
         self._thread = threading.Thread(target=self._run, name="run-sync", daemon=True)
 
     def upload(self, *, postpone_large: bool = False) -> None:
-        """Upload the files that changed since the last call; large ones every LARGE_INTERVAL if they may be postponed."""
+        """Upload files changed since the last call; with `postpone_large`, large ones at most every LARGE_INTERVAL."""
         if self._remote is None:
             return
-        here, stored = (
-            self._attempt(FolderBackend(self._folder), ""),
-            self._attempt(self._remote, f"{self._name}/"),
-        )
+        here = self._attempt(FolderBackend(self._folder), "")
+        stored = self._attempt(self._remote, f"{self._name}/")
         if stored > here:
-            log.warning(
-                "%s: not uploaded: the store has attempt %d, this folder attempt %d", self._name, stored, here
-            )
+            message = "%s: not uploaded: the store has attempt %d, this folder attempt %d"
+            log.warning(message, self._name, stored, here)
             return
         if stored < here:
             self._stored = {}  # the store's files are of an earlier attempt: replace all
@@ -73,20 +70,13 @@ class RunSync:
             self._stored = self._remote.files(self._name)
         states = self._states()
         names = []
-        for name, (size, mtime) in states.items():
-            postponed = postpone_large and self._is_postponed(name, size)
-            if (
-                self._uploaded.get(name) != (size, mtime)
-                and not postponed
-                and not self._is_shorter(name, size)
-            ):
+        for name, state in states.items():
+            postponed = postpone_large and self._is_postponed(name, state[0])
+            if self._uploaded.get(name) != state and not postponed and not self._is_shorter(name, state[0]):
                 names.append(name)
         # The attempt's number is uploaded last, so that an interrupted upload still counts as the earlier attempt.
-        for batch in (
-            [name for name in names if name != ATTEMPT],
-            [name for name in names if name == ATTEMPT],
-        ):
-            if batch:
+        for is_attempt in (False, True):
+            if batch := [name for name in names if (name == ATTEMPT) is is_attempt]:
                 self._remote.upload(self._folder, batch, self._name)
                 self._uploaded |= {name: states[name] for name in batch}
                 self._times |= dict.fromkeys(batch, time.monotonic())
@@ -109,13 +99,8 @@ class RunSync:
         grows = name.endswith(APPENDED) or ".tfevents." in PurePosixPath(name).name
         if not grows or name in self._uploaded or size >= self._stored.get(name, 0):
             return False
-        log.warning(
-            "%s/%s: has %d bytes here, %d in the store; not replaced",
-            self._name,
-            name,
-            size,
-            self._stored[name],
-        )
+        message = "%s/%s: has %d bytes here, %d in the store; not replaced"
+        log.warning(message, self._name, name, size, self._stored[name])
         return True
 
     def _attempt(self, backend: FolderBackend | ObjectBackend, prefix: str) -> int:
@@ -125,9 +110,8 @@ class RunSync:
         try:
             return 0 if data is None else int(data)
         except ValueError:
-            raise ValueError(
-                f"{backend.location(name)}: corrupted (not a number); restore the file"
-            ) from None
+            reason = "corrupted (not a number); restore the file"
+            raise ValueError(f"{backend.location(name)}: {reason}") from None
 
     def _try_upload(self, *, postpone_large: bool) -> None:
         try:

@@ -26,6 +26,8 @@ LLAMA3 = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 MARKER = re.compile(r"<\|[^|<>{}\s]+\|>")
+# Marks answers for transformers; here they are located by rendering the turns before them.
+GENERATION_TAG = re.compile(r"\{%-? (?:end)?generation -?%\}")
 NAMED = {"chatml": CHATML, "llama3": LLAMA3}
 
 
@@ -117,13 +119,7 @@ def _compiled(source: str) -> Template:
         value, ensure_ascii=False, indent=indent
     )
     environment.globals["raise_exception"] = reject
-    # Marks answers for transformers; here they are located by rendering the turns before them.
-    for tag in ("generation", "endgeneration"):
-        for dash in ("-", ""):
-            source = source.replace("{%" + dash + f" {tag} " + "-%}", "").replace(
-                "{%" + dash + f" {tag} %}}", ""
-            )
     try:
-        return environment.from_string(source)
+        return environment.from_string(GENERATION_TAG.sub("", source))
     except TemplateSyntaxError as error:
         raise ProfileError("objective.template", None, f"is not a Jinja template: {error}") from error

@@ -48,6 +48,11 @@ class Counts:
     truncated: int = 0  # records that were cut to the sequence length
     too_long: int = 0  # records that were dropped because they, or their prompts, are longer
 
+    def set_splits(self, train: IndexedDatasetBuilder, validation: IndexedDatasetBuilder) -> None:
+        """Set the counts of documents and tokens from the files that were written."""
+        self.documents, self.tokens = len(train.lengths), train.tokens
+        self.validation_documents, self.validation_tokens = len(validation.lengths), validation.tokens
+
 
 def tokenize(
     plan: DatasetPlan,
@@ -59,8 +64,8 @@ def tokenize(
 ) -> Artifact:
     """Tokenize shard k, unless it is in the store, into train and validation `.bin`/`.idx` pairs.
 
-    Holds the artifact's lock, so concurrent callers tokenize a shard once. A Megatron pair is used where it is: it is
-    checked, and pair.json records the positions of its splits.
+    Holds the artifact's lock, so concurrent callers tokenize a shard once. A Megatron pair is used in place: it is checked,
+    and pair.json records the positions of its splits.
 
     Args:
         report: called about once a second with the number of tokens so far.
@@ -96,7 +101,7 @@ def tokenize(
 def _tokenize_records(
     plan: DatasetPlan, store: Store, k: int, folder: Path, report: Report, token: str | None
 ) -> tuple[Counts, str]:
-    """Write the pairs of a shard of records, each of whose sequences is a document; why the first one cannot be used."""
+    """Write a shard of records, one document per sequence; returns its counts, and why its first unusable record is unusable."""
     shard, summary, counts = plan.shards[k], plan.tokenizer.summary, Counts()
     bos, eos = (
         [summary[name]] if given else []
@@ -114,8 +119,7 @@ def _tokenize_records(
             except (UnusableRecord, TemplateFailed) as error:
                 counts.missing += 1
                 if not reason:
-                    reason = str(error)
-                    first = locate()
+                    reason, first = str(error), locate()
                 continue
             counts.truncated += example.truncated and bool(example.sequences)
             counts.too_long += not example.sequences
@@ -128,17 +132,12 @@ def _tokenize_records(
                 (validation if held_out else train).add_document(sequence)
             report(train.tokens + validation.tokens)
     if k == 0 and (unknown := examples.unknown_markers()):
-        message = (
-            "warning: the tokenizer has no token for %s of the chat template; each becomes several tokens"
-        )
+        message = "warning: the tokenizer has no token for the chat template's %s; each is split into several"
         log.warning(message, ", ".join(unknown))
     if counts.missing:
-        log.warning(
-            "warning: %s: %s records cannot be used; the first, %s: %s",
-            *(shard.name, f"{counts.missing:,}", first, reason),
-        )
-    counts.documents, counts.tokens = len(train.lengths), train.tokens
-    counts.validation_documents, counts.validation_tokens = len(validation.lengths), validation.tokens
+        unusable = f"{counts.missing:,} records cannot be used; the first, {first}: {reason}"
+        log.warning("warning: %s: %s", shard.name, unusable)
+    counts.set_splits(train, validation)
     return counts, reason
 
 
@@ -182,9 +181,7 @@ class _ShardTokenizer:
                 else:
                     self._add_texts(batch)
                 report(self.train.tokens + self.validation.tokens)
-        self.counts.documents, self.counts.tokens = len(self.train.lengths), self.train.tokens
-        self.counts.validation_documents = len(self.validation.lengths)
-        self.counts.validation_tokens = self.validation.tokens
+        self.counts.set_splits(self.train, self.validation)
         return self.counts
 
     def _batches(self) -> Iterator[list[str] | LongText | TokenIds]:
@@ -236,8 +233,8 @@ class _ShardTokenizer:
         builder = self.validation if self._is_held_out(digest.digest()) else self.train
         before = builder.tokens
         builder.extend(np.array(self.bos, np.int64))
-        for piece in TextSplitter(self.tokenizer).split(text):
-            builder.extend(self._encode([piece])[0])
+        for segment in TextSplitter(self.tokenizer).split(text):
+            builder.extend(self._encode([segment])[0])
         builder.extend(np.array(self.eos, np.int64))
         builder.end_document(builder.tokens - before)
 

@@ -40,6 +40,22 @@ Value = str | LongText | TokenIds | None
 
 def parquet(shard: Shard, token: str | None) -> Iterator[Value]:
     """Values of the shard's column, by row group. Raises SourceError, or ProfileError if there is no such column."""
+    for group, first, batch in parquet_batches(shard, token, [shard.column]):
+        yield from _values(batch.column(0), f"{shard.paths[0]}, row group {group}", first)
+
+
+def parquet_batches(
+    shard: Shard, token: str | None, columns: list[str] | None = None
+) -> Iterator[tuple[int, int, Any]]:
+    """Batches of the shard's row groups, each with the numbers of its row group and of its first record in that group.
+
+    Args:
+        columns: the shard's column; None reads all columns.
+
+    Raises:
+        SourceError: a corrupted file.
+        ProfileError: it has no such column.
+    """
     from pyarrow.parquet import ParquetFile
 
     path = shard.paths[0]
@@ -47,51 +63,38 @@ def parquet(shard: Shard, token: str | None) -> Iterator[Value]:
         with source_errors(f"{path}, footer", "parquet"):
             # The defaults (no buffer, pre_buffer) would hold the whole column of a row group in memory.
             table = ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
-        require_column(shard, table.schema_arrow.names)
+        if columns:
+            require_column(shard, table.schema_arrow.names)
         for group in range(shard.start, table.num_row_groups if shard.stop is None else shard.stop):
-            number = 0
-            position = f"{path}, row group {group}"
-            options = {"row_groups": [group], "columns": [shard.column]}
-            batches = table.iter_batches(batch_size=_batch_rows(table, group, shard.column), **options)
+            first, rows = 0, _batch_rows(table, group, shard.column) if columns else MAX_DICTIONARY_ROWS
+            batches = table.iter_batches(batch_size=rows, row_groups=[group], columns=columns)
             while True:
-                with source_errors(f"{position}, from record {number} on", "parquet"):
+                with source_errors(f"{path}, row group {group}, from record {first} on", "parquet"):
                     batch = next(batches, None)
                 if batch is None:
                     break
-                yield from _values(batch.column(0), position, number)
-                number += len(batch)
-
-
-def parquet_batches(shard: Shard, token: str | None) -> Iterator[tuple[int, Any]]:
-    """Batches of all columns of the shard's row groups, each with the number of its group. Raises SourceError."""
-    from pyarrow.parquet import ParquetFile
-
-    path = shard.paths[0]
-    with open_file(shard, path, token) as file:
-        with source_errors(f"{path}, footer", "parquet"):
-            table = ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
-        for group in range(shard.start, table.num_row_groups if shard.stop is None else shard.stop):
-            batches = table.iter_batches(batch_size=MAX_DICTIONARY_ROWS, row_groups=[group])
-            while True:
-                with source_errors(f"{path}, row group {group}", "parquet"):
-                    batch = next(batches, None)
-                if batch is None:
-                    break
-                yield group, batch
+                yield group, first, batch
+                first += len(batch)
 
 
 def arrow(shard: Shard, token: str | None) -> Iterator[Value]:
     """Values of the shard's column, by record batch. Raises SourceError, or ProfileError if there is no such column."""
-    for number, batch in enumerate(arrow_batches(shard, token)):
+    for number, batch in arrow_batches(shard, token):
+        require_column(shard, batch.schema.names)
+        yield from _values(batch.column(shard.column), f"{shard.paths[0]}, record batch {number}")
+
+
+def arrow_batches(shard: Shard, token: str | None) -> Iterator[tuple[int, Any]]:
+    """The shard's record batches, each with its number in the file. Raises SourceError as `all_arrow_batches`."""
+    for number, batch in enumerate(all_arrow_batches(shard, token)):
         if shard.stop is not None and number >= shard.stop:
             return
         if number >= shard.start:
-            require_column(shard, batch.schema.names)
-            yield from _values(batch.column(shard.column), f"{shard.paths[0]}, record batch {number}")
+            yield number, batch
 
 
-def arrow_batches(shard: Shard, token: str | None = None) -> Iterator[Any]:
-    """Record batches of an arrow file or stream. Raises SourceError, also for a stream without its end marker."""
+def all_arrow_batches(shard: Shard, token: str | None = None) -> Iterator[Any]:
+    """All record batches of an arrow file or stream. Raises SourceError, also for a stream without its end marker."""
     import pyarrow
 
     path = shard.paths[0]

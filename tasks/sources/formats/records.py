@@ -1,4 +1,4 @@
-"""Reads the records of a shard, with all their fields, for objectives that train on more than one text of each."""
+"""Reads the records of a shard, with all their fields, for objectives that train on several fields of a record."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ def records(shard: Shard, token: str | None = None) -> Iterator[Located]:
 
 
 def _parquet(shard: Shard, token: str | None) -> Iterator[Located]:
-    for group, batch in columnar.parquet_batches(shard, token):
+    for group, _, batch in columnar.parquet_batches(shard, token):
         position = f"{shard.paths[0]}, row group {group}"
         yield from ((record, lambda position=position: position) for record in batch.to_pylist())
 
 
 def _arrow(shard: Shard, token: str | None) -> Iterator[Located]:
-    for number, batch in enumerate(columnar.arrow_batches(shard, token)):
-        if shard.start <= number and (shard.stop is None or number < shard.stop):
-            position = f"{shard.paths[0]}, record batch {number}"
-            yield from ((record, lambda position=position: position) for record in batch.to_pylist())
+    for number, batch in columnar.arrow_batches(shard, token):
+        position = f"{shard.paths[0]}, record batch {number}"
+        yield from ((record, lambda position=position: position) for record in batch.to_pylist())
 
 
 COLUMNAR: dict[str, Callable[[Shard, str | None], Iterator[Located]]] = {"parquet": _parquet, "arrow": _arrow}

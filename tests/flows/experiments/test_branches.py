@@ -104,11 +104,11 @@ def test_branches_equal_runs_of_their_length_and_are_trained_once(pretrain, prof
     ("changes", "says"),
     [
         ({"branch": []}, "branch = []: there is no such key at the top level; nearest valid: branches"),
-        ({"branches": [{"step": 5}]}, "branches.0.step = 5: is no multiple of every, 2"),
+        ({"branches": [{"step": 5}]}, "branches.0.step = 5: is not a multiple of every = 2"),
         ({"every": 1, "branches": [{"step": 1}, LONG]}, "branches.0.decay = 1: is within the warm-up"),
         ({"branches": [LONG, LONG]}, "branches.1 = stable-6-4: is listed twice"),
         ({"averages": [{"name": "a", "of": ["short"], "last": 2}]}, "is neither trunk, trunk@STEP nor a branch"),
-        ({"averages": [{"name": "a", "of": ["trunk@7"], "last": 2}]}, "is no checkpoint of the trunk"),
+        ({"averages": [{"name": "a", "of": ["trunk@7"], "last": 2}]}, "is not a checkpoint of the trunk"),
         ({"overrides": ["cluster.devices_per_node=2", "parallel.tensor=2"], "devices": 1}, "is less than the 2 of one run"),
     ],
 )  # fmt: skip

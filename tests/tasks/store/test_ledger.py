@@ -50,7 +50,7 @@ def test_new_data_is_what_no_ancestor_was_trained_on(store, tmp_path, deduplicat
 
 
 def test_a_missing_or_invalid_entry_is_an_error(store):
-    with pytest.raises(ValueError, match="no entry of run 4444"):
+    with pytest.raises(ValueError, match="no entry for run 4444"):
         ledger.trained_on(store, "4444")
     assert ledger.trained_on(store, None) == frozenset()
     store.backend.write("ledger/5555.json", b"{}")
