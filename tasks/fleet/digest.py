@@ -26,15 +26,15 @@ from tasks.store.run_folder import IDENTITY
 METRICS, EVENTS, ATTEMPTS, PLAN = "metrics.jsonl", "events.jsonl", "attempts.jsonl", "plan.json"
 PROFILE, REPORT = "profile.yaml", "report.html"
 FILES = (METRICS, EVENTS, ATTEMPTS, PLAN, PROFILE, IDENTITY, REPORT)
-POINTS = 48  # of a loss curve
+POINTS = 48  # in a loss curve
 TAIL = 64 << 10  # bytes at the end of metrics.jsonl that are searched for the last evaluation
 WHOLE = 192 << 10  # metrics files up to this size are read in one request
 EVENT_BYTES = 1 << 20  # of events.jsonl, from its end
-ROWS = 2  # to read at each offset of a curve
-LATEST = 24  # rows, of which speed is the median
+ROWS = 2  # read at each offset of a curve
+LATEST = 24  # rows whose median is the speed
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-OF_LAST = ("step", "loss", "time")  # besides totals
-PLANNED = ("step_seconds", "tokens_per_second")  # in plan.json
+LAST_KEYS = ("step", "loss", "time")  # kept from the last row, besides totals
+PLANNED = ("step_seconds", "tokens_per_second")  # kept from plan.json
 Row = dict[str, Any]
 
 
@@ -112,10 +112,8 @@ def _add_metrics(digest: Digest, reader: _Reader) -> None:
         rows = list(_rows([line for chunk in chunks for line in _lines(chunk)] + lines[-ROWS:]))
     trained = [row for row in _rows(lines[-LATEST:]) if "loss" in row]
     if trained:
-        totals = {
-            key: value for key, value in trained[-1].items() if key in OF_LAST or key.endswith("_seconds")
-        }
-        digest.last = totals
+        last = trained[-1].items()
+        digest.last = {key: value for key, value in last if key in LAST_KEYS or key.endswith("_seconds")}
         digest.step_seconds = _median(trained, "step_seconds")
         digest.tokens_per_second = _median(trained, "tokens_per_second")
     evaluated = _rows(line for line in reversed(lines) if b'"validation_loss"' in line)
@@ -135,18 +133,18 @@ def curve(rows: Sequence[Row]) -> list[tuple[float, float]]:
 
 
 def _median(rows: Sequence[Row], key: str) -> float | None:
-    """Median of the values but the first, which may include warm-up, unless it is the only one; None without any."""
+    """Median without the first value, which may include warm-up, unless it is the only one; None without values."""
     values = [row[key] for row in rows if isinstance(row.get(key), int | float)]
     return median(values[1:] or values) if values else None
 
 
 def _lines(data: bytes) -> list[bytes]:
-    """The lines between the first and the last newline of a piece of a file."""
+    """The lines between the first and the last newline of a chunk of a file."""
     return data.split(b"\n")[1:-1]
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[Row]:
-    """The rows of JSON Lines; corrupted ones are left out."""
+    """Parse rows of JSON Lines; corrupted ones are skipped."""
     for line in lines:
         try:
             row = orjson.loads(line)

@@ -4,7 +4,7 @@ Computed from files that every run writes: attempts.jsonl and the totals in the 
 (modeling/supervision/time_account.py), and the failures in events.jsonl. Each second of a run, from its first submission to its
 end, is in one category:
 
-    trained      steps that the current state of the run contains
+    trained      steps that are part of the run's current state
     queue        a job waited for devices
     start        from the start of a job until its ranks are ready, except restore; also jobs that failed before they were ready
     restore      reading a checkpoint, at a start or in a rollback
@@ -31,7 +31,7 @@ CATEGORIES = (
 )
 SUBMITTED, STARTED, ROLLBACK, ENDED = "submitted", "started", "rollback", "ended"
 FAILURES = ("train tried again", "train failed")  # events of the flow (flows/runner.py)
-OF_TOTAL = dict(zip(TOTALS, ("trained", "repeated", "compile", "evaluation", "checkpoint"), strict=True))
+CATEGORY_OF = dict(zip(TOTALS, ("trained", "repeated", "compile", "evaluation", "checkpoint"), strict=True))
 Row = Mapping[str, Any]
 
 
@@ -68,9 +68,9 @@ def time_use(
 
     Args:
         attempts: rows of attempts.jsonl.
-        events: rows of events.jsonl, of which the failures of jobs count.
+        events: rows of events.jsonl; only failures of jobs count.
         last: the last training row of metrics.jsonl.
-        now: the present, if the run is active: up to it, the time without a running job counts as queue or idle.
+        now: the current time if the run is active: until then, time without a running job counts as queue or idle.
     """
     use, timeline = TimeUse(), _Timeline(attempts, events, last)
     running = 0.0  # seconds from a start to the end of what it recorded
@@ -112,12 +112,12 @@ def _add_phases(use: TimeUse, attempts: Sequence[Row], last: Row | None, running
     """Divide the seconds in which jobs trained, `running`, by the totals of the last row and those of discarded steps."""
     phases = dict.fromkeys(CATEGORIES, 0.0)
     for name, seconds in totals_of(last).items():
-        phases[OF_TOTAL[name]] += seconds
+        phases[CATEGORY_OF[name]] += seconds
     for row in attempts:
         for name, seconds in row.get("dropped", {}).items():
-            phases["repeated" if name == "trained_seconds" else OF_TOTAL[name]] += seconds
+            phases["repeated" if name == "trained_seconds" else CATEGORY_OF[name]] += seconds
         for name, seconds in row.get("after_last", {}).items():
-            phases[OF_TOTAL[name]] += seconds
+            phases[CATEGORY_OF[name]] += seconds
         if row["event"] == ROLLBACK:
             phases["restore"] += row.get("restore_seconds", 0.0)
     for category, seconds in phases.items():

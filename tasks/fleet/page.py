@@ -1,4 +1,4 @@
-"""The page of all runs: one HTML file that loads nothing, styled as a run's report."""
+"""The page of all runs: one self-contained HTML file, styled like a run's report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.reporting.chart import sparkline, stacked_bar
 from tasks.reporting.format import format_age, format_count, format_duration, format_number
 
 SLOW = 0.8  # share of the planned speed below which a run is in the warnings
-NODES = 50  # on the page at most
+NODES = 50  # maximum on the page
 NAMED = 5  # runs that a warning names
 COLUMNS = {  # heading: attributes; data-number: sorted by number, class=number: aligned to the right
     "run": "",
@@ -106,7 +106,7 @@ def warning_texts(fleet: Fleet) -> list[str]:
 
 
 def _first(names: Sequence[str]) -> str:
-    """The first names of runs, in words."""
+    """The first NAMED names, and the number of the others."""
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} others" if len(names) > NAMED else "")
 
 

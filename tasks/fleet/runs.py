@@ -1,4 +1,4 @@
-"""The runs of a store as the page shows them: reads runs that changed since the last read; computes time, speed and cost.
+"""All runs of a store: reads those that changed since the last read, and computes their time, speed and cost.
 
 Digests are cached in the store's local cache, each with the stamps of the files that it was read from. A run without a changed
 file costs one listing of its folder.
@@ -27,7 +27,7 @@ CACHE = "fleet.json"  # in the store's local cache
 VERSION = 1  # of its contents
 READERS = 16
 RANK = re.compile(r"\brank (\d+)(?: on ([^\s:;,]+))?")  # in reasons; some launchers name no node
-NODE_FAILURES = 3  # failures from which on a node is in the warnings
+NODE_FAILURES = 3  # failures at which a node appears in the warnings
 ACTIVE = ("running", "queued")
 
 
@@ -54,7 +54,7 @@ class RunView:
 
     @property
     def speed_of_plan(self) -> float | None:
-        """Tokens per second of the latest steps over those planned."""
+        """Tokens per second of the latest steps relative to the plan."""
         planned, measured = self.digest.planned.get("tokens_per_second"), self.digest.tokens_per_second
         return measured / planned if planned and measured else None
 
@@ -163,21 +163,13 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
     cached = _load(state_files.read(path))
     local = FolderBackend(store.work_dir)
     with ThreadPoolExecutor(READERS) as pool:
-        names = sorted(
-            {
-                name
-                for backend in {store.backend, local}
-                for name, entry in backend.entries("runs").items()
-                if entry.is_folder
-            }
-        )
-        found = dict(
-            zip(names, pool.map(lambda name: _read(store, local, name, cached.get(name)), names), strict=True)
-        )
+        entries = [*store.backend.entries("runs").items(), *local.entries("runs").items()]
+        names = sorted({name for name, entry in entries if entry.is_folder})
+        read = pool.map(lambda name: _read(store, local, name, cached.get(name)), names)
+        found = dict(zip(names, read, strict=True))
         states = list(pool.map(lambda name: _state(store, found[name][1], now), names))
-    if {name: entry[0] for name, entry in found.items()} != {
-        name: entry[0] for name, entry in cached.items()
-    }:
+    stamps_of = {name: stamps for name, (stamps, _) in found.items()}
+    if stamps_of != {name: stamps for name, (stamps, _) in cached.items()}:
         contents = {name: [stamps, vars(digest)] for name, (stamps, digest) in found.items()}
         state_files.write(path, orjson.dumps({"version": VERSION, "runs": contents}), durable=False)
     runs = [RunView(found[name][1], *state) for name, state in zip(names, states, strict=True)]

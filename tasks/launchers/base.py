@@ -32,7 +32,7 @@ WITHHELD_PREFIXES = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of env
 NODE_FAILED = "its node failed"  # in the note of a job that lost a node
 # Without it, `python -m` would import a user's tasks.py in the working folder instead of ours.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-START = "modeling.start"  # starts programs on torch faster
+START = "modeling.start"  # runs a program, with a faster start of torch
 TORCHRUN = "modeling.supervision.torchrun"
 
 
@@ -74,7 +74,7 @@ class Job:
 
     @property
     def signature(self) -> list[object]:
-        """JSON value that is equal for jobs that run the same command on as many ranks."""
+        """JSON value that is equal for jobs that run the same command on the same number of ranks."""
         return [self.program, list(self.arguments), self.nodes, self.processes, self.array]
 
 
@@ -95,7 +95,7 @@ class Status:
     running: bool  # queued jobs count as running
     # None while the job runs, or if its exit code is unknown.
     exit_code: int | None = None
-    # How the job ended if there is no exit code, e.g. "Slurm ended job 7 at its time limit"; makes the job failed.
+    # How the job ended if there is no exit code, e.g. "Slurm ended job 7 at its time limit"; a job with a note has failed.
     note: str = ""
 
 
@@ -109,7 +109,7 @@ class JobFailed(RuntimeError):
 
 
 def job_environment() -> dict[str, str]:
-    """This process's environment without the Prefect API's address and keys and hub tokens, and with SAFE_PATH."""
+    """This process's environment without Prefect's variables and hub tokens, and with SAFE_PATH."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(WITHHELD_PREFIXES)}
     return {**inherited, **SAFE_PATH}
 

@@ -1,4 +1,4 @@
-"""Conformance suite of launchers: what `base.Launcher` promises, for pytest. To test yours, subclass it in a test file:
+"""Conformance suite for launchers: tests the contract of `base.Launcher` with pytest. Subclass it in a test file:
 
     from tasks.launchers.conformance import LauncherConformance
 
@@ -26,7 +26,7 @@ SECRET = ("CONFORMANCE_SECRET", "kept in no file")
 
 
 class LauncherConformance:
-    """The tests. Attributes that a subclass may change: `seconds` for a job to start or end, `ranks` of a job, 0 for none."""
+    """The tests. A subclass may set `seconds`, the time that a job has to start or end, and `ranks` (0 skips their test)."""
 
     seconds = 120.0
     ranks = 2
@@ -36,7 +36,7 @@ class LauncherConformance:
         raise NotImplementedError
 
     def test_job_gets_folder_secrets_and_log_and_ends(self, tmp_path: Path) -> None:
-        os.environ["PREFECT_API_KEY"] = "of the flow alone"
+        os.environ["PREFECT_API_KEY"] = "only for the flow"
         job = self.job(tmp_path, secrets=(SECRET,))
         job.folder.mkdir()
         job.log_file.write_text("an earlier job\n")
@@ -65,7 +65,7 @@ class LauncherConformance:
         assert "rank 0 runs" in failure.detail
         assert str(job.log_file) in str(failure)
 
-    def test_another_process_finds_the_running_job_and_only_that(self, tmp_path: Path) -> None:
+    def test_another_process_finds_the_running_job_and_no_other(self, tmp_path: Path) -> None:
         launcher, job = self.create(), self.job(tmp_path)
         handle = launcher.submit(job)
         facts(tmp_path, self.seconds)
@@ -80,7 +80,7 @@ class LauncherConformance:
         self.wait(lambda: not other.poll(found).running and not launcher.poll(handle).running)
         self.wait(lambda: other.find(job) is None and not other.location(found))
 
-    def test_job_of_another_signature_replaces_the_running_one_after_it_saved(self, tmp_path: Path) -> None:
+    def test_job_with_another_signature_replaces_the_running_one_after_it_saved(self, tmp_path: Path) -> None:
         launcher = self.create()
         launcher.submit(self.saving_job(tmp_path))
         first = facts(tmp_path, self.seconds)
@@ -99,7 +99,7 @@ class LauncherConformance:
             facts(folder, self.seconds)
             self.cancel(launcher, handle, grace)
             assert (folder / "saved-0").exists() == (order == "obedient")
-            launcher.cancel(handle, grace)  # of a job that has ended: nothing
+            launcher.cancel(handle, grace)  # no effect on a job that has ended
 
     def test_every_start_has_the_next_attempt_number(self, tmp_path: Path) -> None:
         (tmp_path / "finish").touch()
@@ -135,7 +135,7 @@ class LauncherConformance:
             self.execute(job)
         except JobFailed as failure:
             return failure
-        raise AssertionError("a job that ended with an exit code other than 0 is no failure")
+        raise AssertionError("a job that ended with an exit code other than 0 did not raise JobFailed")
 
     def cancel(self, launcher: Launcher, handle: Handle, grace: float) -> None:
         launcher.cancel(handle, grace)
@@ -150,12 +150,12 @@ def wait(condition: Callable[[], bool], seconds: float) -> None:
     """Wait until a condition holds; raises AssertionError."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"nothing happened for {seconds:.0f} s"
+        assert time.monotonic() < deadline, f"the condition does not hold after {seconds:.0f} s"
         time.sleep(0.05)
 
 
 def facts(folder: Path, seconds: float = 5.0, rank: int = 0) -> dict[str, Any]:
-    """What a rank of the job found, as soon as it has written that."""
+    """What a rank of the job found, once it has written it."""
     path = folder / f"rank-{rank}.json"
     wait(path.exists, seconds)
     return json.loads(path.read_text())

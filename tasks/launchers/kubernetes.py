@@ -31,7 +31,7 @@ POLL_SECONDS = 3.0  # between requests to the API server
 REQUEST_SECONDS = 30.0
 KILL_SECONDS = 60.0  # for killed Pods to disappear
 NOT_FOUND = 404
-# reasons for which a node or the scheduler ends a Pod
+# Reasons of Pods that their node or the scheduler ended.
 LOST = ("Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting")
 
 
@@ -49,8 +49,8 @@ class KubernetesLauncher:
             reason = f"no Kubernetes cluster is configured here: {error}; set KUBECONFIG"
             raise ProfileError("cluster.launcher", "kubernetes", reason) from error
         self._jobs, self._core = client.BatchV1Api(api), client.CoreV1Api(api)
-        self._missing = client.ApiException
-        # time and status of the latest poll, by identifier
+        self._api_error = client.ApiException
+        # Time and status of the latest poll, by identifier.
         self._polled: dict[str, tuple[float, Status]] = {}
         self._nodes: dict[str, list[str]] = {}  # of a failed job's Pods, by index
 
@@ -65,13 +65,13 @@ class KubernetesLauncher:
         name = manifests.resource_name(job)
         body = manifests.manifest(name, job, self._cluster, log_start, attempt)
         created = self._call(self._jobs.create_namespaced_job, body, field_validation="Strict")
-        # They end with the Job.
+        # Makes Kubernetes delete them with the Job.
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": created.metadata.uid}
         try:
-            belongings = [(manifests.service(name, job), self._core.create_namespaced_service)]
+            dependents = [(manifests.service(name, job), self._core.create_namespaced_service)]
             if job.secrets:
-                belongings.append((manifests.secret(name, job), self._core.create_namespaced_secret))
-            for resource, create in belongings:
+                dependents.append((manifests.secret(name, job), self._core.create_namespaced_secret))
+            for resource, create in dependents:
                 resource["metadata"]["ownerReferences"] = [owner]
                 self._call(create, resource, field_validation="Strict")
             state_files.write(job.handle_file, json.dumps({"identifier": name, "log_start": log_start}))
@@ -109,7 +109,7 @@ class KubernetesLauncher:
             return
         for seconds, wait in ((int(grace), grace), (0, KILL_SECONDS)):
             for pod in self._pods(handle.identifier):
-                with contextlib.suppress(self._missing):
+                with contextlib.suppress(self._api_error):
                     arguments = {"grace_period_seconds": seconds}
                     self._call(self._core.delete_namespaced_pod, name=pod.metadata.name, **arguments)
             self._delete(handle.identifier, seconds)
@@ -160,13 +160,13 @@ class KubernetesLauncher:
     def _read(self, name: str) -> V1Job | None:
         try:
             return self._call(self._jobs.read_namespaced_job, name=name)
-        except self._missing as error:
+        except self._api_error as error:
             if error.status == NOT_FOUND:
                 return None
             raise
 
     def _delete(self, name: str, grace: int) -> None:
-        with contextlib.suppress(self._missing):
+        with contextlib.suppress(self._api_error):
             options = {"propagation_policy": "Background", "grace_period_seconds": grace}
             self._call(self._jobs.delete_namespaced_job, name=name, **options)
 

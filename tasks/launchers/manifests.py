@@ -22,7 +22,7 @@ from tasks.launchers.causes import RANK_PREFIX
 PORT = 29500  # of the rendezvous; every Pod has an address of its own
 JOB_LABEL, SIGNATURE, LOG_START = "trainshed/job", "trainshed/signature", "trainshed/log-start"
 KEPT_SECONDS = 86400  # that a Job is kept after its end
-# $1 is the log and $2 the index of an array, empty for others; the rest is the command.
+# $1 is the log, $2 the index in a job array (else empty), the rest the command.
 SHELL = 'log=$1; index=$2; shift 2; [ -z "$index" ] || set -- "$@" --index "$index"; exec "$@" >> "$log" 2>&1'
 
 
@@ -170,7 +170,7 @@ def _environment(name: str, job: Job, cluster: Cluster) -> dict[str, str]:
 
 
 def _resources(job: Job, cluster: Cluster) -> dict[str, str]:
-    """What a Pod requests."""
+    """Resource requests and limits of a Pod."""
     if cluster.kubernetes.resources:
         return _pairs(cluster.kubernetes.resources)
     return {"nvidia.com/gpu": str(job.processes or 1)} if cluster.device == "cuda" else {}

@@ -33,9 +33,7 @@ def create(kind: str, cluster: Cluster | None = None) -> Launcher:
         return KubernetesLauncher(cluster)
     found = entry_points()
     if kind not in found:
-        raise ValueError(
-            f"cluster.launcher = {kind}: unknown launcher; is the package that has it installed?"
-        )
+        raise ValueError(f"cluster.launcher = {kind}: unknown launcher; install the package that provides it")
     factory: Callable[[Cluster], Launcher] = found[kind].load()
     return factory(cluster)
 

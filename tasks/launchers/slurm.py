@@ -31,7 +31,7 @@ POLL_SECONDS = 15.0  # between queries of the controller; the record is read at 
 CHANGED_SECONDS = 2.0  # between the first queries after a change
 CANCEL_SECONDS = 5.0  # at most, between queries while a job is being cancelled
 KILL_SECONDS = 60.0  # for a killed job to leave the queue
-HELD_SECONDS = 5.0  # that a requeued job is left waiting, while its nodes clean up
+HELD_SECONDS = 5.0  # that a requeued job keeps waiting while its nodes clean up
 GONE_SECONDS = 10.0  # for a record to become visible on a shared file system after its job has left the queue
 STATE = re.compile(r"\bJobState=(\S+) Reason=(\S+)")
 
@@ -55,7 +55,7 @@ class _Watch:
 
     @property
     def interval(self) -> float:
-        """Seconds between queries of the queue: few after a change, then more and more."""
+        """Seconds between queries of the queue: short after a change, then increasing."""
         return min(POLL_SECONDS, max(CHANGED_SECONDS, (time.monotonic() - self.changed_at) / 3))
 
 
@@ -107,7 +107,7 @@ class SlurmLauncher:
         if now < watch.due_at:
             return Status(running=True)
         try:
-            # A reading by another job's poll serves too, unless it is older than the latest change.
+            # A query for another job is reused, unless it is older than the latest change.
             entry = self._entry(handle, max_age=min(watch.interval, now - watch.changed_at))
         except ControllerUnavailable as error:
             log.debug("%s", error)
@@ -226,7 +226,7 @@ class SlurmLauncher:
             run_command(["scontrol", "update", f"JobId={handle.identifier}", "StartTime=now"], check=False)
 
     def _end_without_exit_code(self, handle: Handle) -> str:
-        """Why a job ended whose record has no exit code."""
+        """Why a job without a recorded exit code ended."""
         output = run_command(["scontrol", "--oneliner", "show", "job", handle.identifier], check=False)
         state = STATE.search(output)
         if state and (state[1] == "TIMEOUT" or state[2] == "TimeLimit"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from tasks.launchers.base import JobFailed, job_environment
 
 COMMAND_TIMEOUT = 60.0  # seconds
-RETRY_SECONDS = 300.0  # that `Queue.require` retries a controller that does not answer
+RETRY_SECONDS = 300.0  # for which `Queue.require` retries a controller that does not answer
 FORMAT = "%F|%T|%M|%j|%k|%r"
 
 
@@ -24,7 +24,7 @@ class ControllerUnavailable(JobFailed):
 class QueueEntry:
     """A job, or one of a job array, as squeue shows it."""
 
-    identifier: str  # of the array, if it is one of an array
+    identifier: str  # that of the array, for a job of an array
     state: str
     time_used: str
     name: str

@@ -1,4 +1,4 @@
-"""Warnings about a run that its figures alone do not show: too little data, a small tokenizer, a validation loss that rises."""
+"""Warnings about a run that its metrics alone do not show: too little data, a small tokenizer, a rising validation loss."""
 
 from __future__ import annotations
 

@@ -80,7 +80,12 @@ def write_page(
     titles: tuple[str, str] | None = None,
     first: Sequence[str] = (),
 ) -> Path:
-    """Write the comparison as an HTML page: with titles of its own, and with sections that come first, if given."""
+    """Write the comparison as an HTML page; returns its path.
+
+    Args:
+        titles: title and subtitle; None names the runs.
+        first: sections before those of the comparison.
+    """
     training, validation = [], []
     for number, (run, history) in enumerate(zip(runs, histories, strict=True)):
         style = f"line-{number % LINE_STYLES + 1}"

@@ -17,9 +17,9 @@ from tasks.reporting.format import validation_name
 from tasks.store.runs import METRICS
 
 REPORT_JSON = "report.json"
-SMOOTHING = 10  # points before and after each that a smoothed value averages
+SMOOTHING = 10  # points on each side that a smoothed value averages
 RECENT = 10  # steps that the time left is estimated from
-OF_SOURCE = "validation_loss/"  # begins the metrics of data sources
+OF_SOURCE = "validation_loss/"  # prefix of the metrics of data sources
 CURVES = ("loss", "tokens_per_second", "memory_bytes")
 MEDIANS = (
     *("step_seconds", "tokens_per_second", "mfu"),
@@ -29,7 +29,7 @@ MAXIMA = ("memory_bytes", "cold_compiles")
 
 
 class History:
-    """What metrics.jsonl of a run folder says; `update` reads what is new.
+    """Contents of a run's metrics.jsonl; `update` reads the new rows.
 
     Attributes:
         steps: number of training steps.
@@ -50,7 +50,7 @@ class History:
         return history
 
     def update(self) -> None:
-        """Read the rows that were added; all of them if training has resumed, which drops rows."""
+        """Read the rows that were added; all rows if training has resumed, since that drops some."""
         for row in self._follower.rows(is_metrics):
             if "loss" in row:
                 self._add_step(row)
@@ -158,9 +158,9 @@ class History:
 
 
 def seconds_left(rows: Sequence[dict[str, Any]], steps: int) -> float | None:
-    """Time until the last step at the median pace of the latest rows; None if it is done, or from a single row.
+    """Time until the last step at the median pace of the latest rows; None after it, or with fewer than two rows.
 
-    The first step of a process includes warm-up.
+    A single row would not do: the first step of a process includes warm-up.
     """
     if len(rows) < 2 or rows[-1]["step"] >= steps:
         return None

@@ -41,7 +41,7 @@ def render(ladder: Ladder, forecast: Mapping[str, Any]) -> str:
             html.section("", html.key_figures(figures)),
             html.section("Loss by training compute", _chart(forecast)),
             html.section("Rungs", _rungs(forecast), *_warnings(forecast)),
-            html.section("Backtest: the largest rungs forecast by the others", _backtest(forecast)),
+            html.section("Backtest: the largest rungs forecast from the others", _backtest(forecast)),
             html.section("Metrics", _metrics(forecast)),
             html.section("Loss by length, each trained to the end of its schedule", _lengths(forecast)),
             html.section("Best size for a budget", *_budgets(forecast)),

@@ -83,19 +83,19 @@ def _losses(proposal: Mapping[str, Any]) -> str:
 
 
 def _chart(proposal: Mapping[str, Any]) -> str:
-    """Fitted losses along the straight way between both mixtures, and what proxies with them measured."""
+    """Fitted losses on the straight line between both mixtures, and the losses of a run with the proposed one."""
     floor, effects = (np.array(proposal["laws"][name]) for name in ("floor", "effects"))
     natural, best = (np.array(list(proposal[name].values())) for name in ("natural", "weights"))
     names = [row["source"] for row in proposal["losses"]]
     aim = np.array([proposal["objective"].get(name, 0.0) for name in names[:-1]])
-    way = np.linspace(0, 1, POINTS)
-    losses = np.array([floor + np.exp(effects @ (natural + share * (best - natural))) for share in way])
+    shares = np.linspace(0, 1, POINTS)
+    losses = np.array([floor + np.exp(effects @ (natural + share * (best - natural))) for share in shares])
     losses = np.column_stack([losses, losses @ aim / aim.sum()])
     measured = {row["source"]: row["outcome"] for row in proposal.get("outcome", ())}
     lines = []
     for number, (name, column) in enumerate(zip(names, losses.T, strict=True)):
         style = f"line-{number % LINE_STYLES + 1}"
-        lines.append(Series(named(name), style, list(zip(way.tolist(), column.tolist(), strict=True))))
+        lines.append(Series(named(name), style, list(zip(shares.tolist(), column.tolist(), strict=True))))
         if name in measured:
             lines.append(Series(f"{named(name)}, measured", style, [(1.0, measured[name])], dots=True))
     return line_chart(lines, x_label="0: natural, 1: proposed", y_label="held-out loss")

@@ -1,4 +1,4 @@
-"""Outcome of one step of a flow, as the console, the run's page and the report show it."""
+"""Outcome of one step of a flow, shown by the console, the run's page and the report."""
 
 from __future__ import annotations
 

@@ -102,13 +102,13 @@ def _step(outcome: Mapping[str, Any]) -> str:
 
 
 def _sources(history: History) -> list[str]:
-    """A chart of the losses in training; nothing if sources were not evaluated by themselves."""
+    """A chart of their losses during training; nothing if sources were not evaluated separately."""
     lines = history.source_series()
     return [line_chart(lines, x_label="step", y_label="validation loss")] if lines else []
 
 
 def _checkpoints(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Charts of what was measured on checkpoints beside the run, and a table by step."""
+    """Charts of the metrics of evaluated checkpoints, and a table by step."""
     names = dict.fromkeys(name for row in evaluations for name in row if name != "step")
     shown = [name for name in names if "_stderr" not in name]
     charts = []
@@ -147,21 +147,21 @@ def _throughput(history: History) -> list[str]:
 
 
 def _experts(experts: Mapping[str, Any] | None) -> list[str]:
-    """Balance at the last step, and a picture of the load by layer and expert."""
+    """Balance at the last step, and a heat map of the load by layer and expert."""
     if experts is None:
         return []
     shown = {
-        "heaviest expert over the mean, of the worst layer": f"{experts['expert_load_max']:.2f}",
+        "heaviest expert over the mean, in the worst layer": f"{experts['expert_load_max']:.2f}",
         "balance loss, sum over layers": format_value(experts["balance_loss"]),
         "router z-loss, sum over layers": format_value(experts["router_z_loss"]),
-        "dropped choices in the last step": f"{experts['dropped_tokens']:,.0f}",
+        "dropped expert choices in the last step": f"{experts['dropped_tokens']:,.0f}",
     }
     picture = heat_map(experts["loads"], row_label="layer", column_label="expert")
     return [html.properties(shown), picture]
 
 
 def forecast_against_outcome(forecast: Mapping[str, Any] | None) -> str:
-    """The forecast of a ladder, made before the run started, and the loss that the run reached."""
+    """The forecast that a ladder made before the run started, compared with the loss that the run reached."""
     if forecast is None:
         return ""
     low, high = forecast["interval"]
@@ -187,7 +187,7 @@ def forecast_against_outcome(forecast: Mapping[str, Any] | None) -> str:
 
 
 def _planned(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
-    """Mesh, parameters and what planned times are based on, and a table of planned against measured values."""
+    """Mesh, parameters and the basis of planned times, and a table of planned and measured values."""
     memory = "memory of the fullest rank"
     memory += ", with interpreter and libraries" if plan.get("host_bytes") else ""
     expected = {**plan, "memory_bytes": plan.get("needs_bytes")}
@@ -223,7 +223,7 @@ def _incidents(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _evaluation(evaluation: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """The evaluation; of fine-tuning, with that of the weights it started from."""
+    """The evaluation; for fine-tuning, beside that of the initial weights."""
     if before:
         one, other = (
             {name: each[name] for name in ("validation_loss", "perplexity")} | each["metrics"]
@@ -243,7 +243,7 @@ def _evaluation(evaluation: Mapping[str, Any], before: Mapping[str, Any]) -> str
 
 
 def _samples(facts: Mapping[str, Any]) -> list[str]:
-    """Generated samples; of fine-tuning, each beside that of the weights it started from."""
+    """Generated samples; for fine-tuning, each beside that of the initial weights."""
     after, before = facts["samples"], facts["samples_before"]
     if not before or [sample["prompt"] for sample in before] != [sample["prompt"] for sample in after]:
         return [_sample(sample) for sample in after]

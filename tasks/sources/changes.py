@@ -1,7 +1,7 @@
 """Detects source files that changed after they were hashed: a shard's key covers the contents at the time of listing.
 
 A file with the listed size, modification time and inode (a remote file: size and ETag, or modification time) counts as unchanged.
-One that differs in them, such as a copy restored from a backup, is hashed again before it is used.
+One that differs, such as a copy restored from a backup, is hashed again before it is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tasks.sources.shard import Shard, SourceChanged, local_path, states
 
 @contextmanager
 def unchanged(shard: Shard, token: str | None = None) -> Iterator[None]:
-    """Raises SourceChanged if a shard's files differ from those listed, at the beginning or at the end of the block.
+    """Raise SourceChanged if a shard's files differ from those listed, at the beginning or at the end of the block.
 
     Read the shard inside the block, and put the block inside the one that publishes the result.
     """
@@ -48,7 +48,7 @@ def pair_digest(index: SourceFile, tokens: SourceFile) -> str:
 
 
 def _has_digest(shard: Shard, token: str | None) -> bool:
-    """Whether a shard's files still have its digest; reads them."""
+    """Whether a shard's files still have its digest; reads the files."""
     digest, path = shard.digest.removeprefix("tokens:"), local_path(shard.paths[0])
     if shard.format in ("jsonl", "lines") and shard.stop is not None and path is not None:
         return digest.endswith(f":{range_digest(path, shard.start, shard.stop)}")  # not the whole file

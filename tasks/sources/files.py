@@ -45,8 +45,8 @@ class SourceFile:
 
     path: str  # path or URL
     size: int
-    state: str  # by which a later change shows, see `shard.unchanged`; taken before anything is read
-    compute_digest: Callable[[], str]  # gives the digest of its contents, or the ETag that stands for it
+    state: str  # shows later changes (`changes.unchanged`); taken before anything is read
+    compute_digest: Callable[[], str]  # returns the digest of its contents, or the ETag that stands for it
 
     @cached_property
     def digest(self) -> str:

@@ -1,7 +1,7 @@
 """Sources on the Hugging Face hub: the files of a data set's configuration and split, at one commit.
 
-`datasets` finds the files; they are read like any others, over the network or from its cache. No code of a repository is run: a
-data set with a loading script is rejected, naming the revision with its parquet files if the hub has converted it.
+`datasets` finds the files; they are read like any others, over the network or from the hub's cache. A repository's code never
+runs: a data set with a loading script is rejected, naming the revision with its parquet files if the hub has converted it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def list_files(source: Source, key: str) -> list[str]:
     A folder's README.md and hidden files are left out.
 
     Raises:
-        ProfileError: for the profile key `key` if no file matches, or one is no regular file or has a name that is not UTF-8.
+        ProfileError: for the profile key `key` if no file matches, or one is not a regular file or its name is not UTF-8.
         OSError: a folder cannot be read.
     """
     path = source.path if "://" in source.path else str(Path(source.path).expanduser())

@@ -1,6 +1,6 @@
 """Files on remote file systems (fsspec): calls and reads that are retried, then raised as ConnectionError.
 
-fsspec's own `isfile`, `isdir`, `walk` and `glob` take a failed request for absence, so this package uses `info`, `ls` and `find`.
+fsspec's `isfile`, `isdir`, `walk` and `glob` treat a failed request as absence, so this package uses `info`, `ls` and `find`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def call(filesystem: Any, path: str, function: Callable[[], T]) -> T:
-    """The result of a function that asks a file system about a path; a failed request is retried.
+    """The result of a function that queries a file system about a path; a failed request is retried.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -27,7 +27,7 @@ def call(filesystem: Any, path: str, function: Callable[[], T]) -> T:
 
 
 def info(filesystem: Any, path: str) -> dict[str, Any] | None:
-    """fsspec's description of a file or folder; None if it does not exist. Raises OSError if it cannot be known."""
+    """fsspec's description of a file or folder; None if it does not exist. Raises OSError if that is unknown."""
     try:
         return call(filesystem, path, lambda: filesystem.info(path))
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -42,7 +42,7 @@ def open_file(filesystem: Any, path: str) -> io.BufferedReader:
 
 
 class _RemoteFile(io.RawIOBase):
-    """A file each of whose reads is retried at its position."""
+    """A file whose reads are retried, each from its own position."""
 
     def __init__(self, filesystem: Any, path: str) -> None:
         self._filesystem, self._path, self._position = filesystem, path, 0

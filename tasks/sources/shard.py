@@ -19,7 +19,7 @@ from tasks.sources import remote
 
 HUB_PREFIX = "hf://datasets/"
 AT_COMMIT = re.compile("@[0-9a-f]{40}/")
-# What fsspec's file systems call the identity of a file's contents, or else the time of its last change.
+# Keys of fsspec's info that identify the contents of a file, or else hold the time of its last change.
 STATE_KEYS = (
     "blob_id",
     "ETag",
@@ -52,7 +52,7 @@ class SourceChanged(SourceError):
         )
 
 
-SOURCE_ERRORS = (SourceError, IndexedError)  # errors of the user's files: input errors, like a profile's
+SOURCE_ERRORS = (SourceError, IndexedError)  # errors in the user's files: input errors, like a profile's
 
 
 def is_corruption(error: Exception) -> bool:
@@ -132,7 +132,7 @@ def _download(url: str, token: str | None) -> str:
 
 
 def states(shard: Shard, token: str | None = None) -> tuple[str, ...]:
-    """The present states of a shard's files, in the order of `Shard.states`."""
+    """The current states of a shard's files, in the order of `Shard.states`."""
     return tuple(_state(shard, path, token) for path in shard.paths)
 
 
@@ -140,7 +140,7 @@ def _state(shard: Shard, path: str, token: str | None) -> str:
     if _never_changes(path):
         return ""
     if local := local_path(path):
-        # Opened, since NFS asks the server only then; not for long, if the file has become a pipe.
+        # Opened, since NFS asks the server only then; without blocking, since the file may have become a pipe.
         descriptor = os.open(local, os.O_RDONLY | os.O_NONBLOCK)
         try:
             return _describe(os.fstat(descriptor))
@@ -161,7 +161,7 @@ def _describe(stat: os.stat_result) -> str:
 
 
 def remote_state(path: str, info: Mapping[str, Any]) -> str:
-    """Size and ETag or modification time of a file, from fsspec's info; "" for one of a hub's commit, which never changes."""
+    """Size and ETag or modification time of a file, from fsspec's info; "" at a commit of the hub, which never changes."""
     if _never_changes(path):
         return ""
     found = next((str(info[key]) for key in STATE_KEYS if info.get(key)), "").strip('"')
@@ -169,5 +169,5 @@ def remote_state(path: str, info: Mapping[str, Any]) -> str:
 
 
 def _never_changes(path: str) -> bool:
-    """Whether a file is of a commit of the hub."""
+    """Whether a path is at a commit of the hub."""
     return path.startswith(HUB_PREFIX) and AT_COMMIT.search(path) is not None

@@ -29,7 +29,7 @@ PARALLEL_FILES = 4
 def fetch(
     source: str, revision: str | None, target: Path, token: str | None = None, key: str = "SOURCE"
 ) -> Iterator[Path]:
-    """Local path of a checkpoint for the block, downloaded if it is remote; of a run folder its latest complete checkpoint.
+    """Local path of a checkpoint for the block, downloaded if it is remote; for a run folder its latest complete checkpoint.
 
     A hub repository stays in the hub's cache. Files of an object store are kept in a hidden folder next to `target` until the
     block ends, so that an interrupted download resumes with the missing files.
@@ -67,9 +67,9 @@ def fetch(
 def pin(
     source: str, revision: str | None, token: str | None, key: str, digests: DigestCache
 ) -> dict[str, str | None]:
-    """`digest` of the weights at a source, from their contents, an object store's ETags or the hub, and the hub's `commit`.
+    """`digest` of the weights at a source, from their contents, an object store's ETags or the hub's commit, and that `commit`.
 
-    Raises ProfileError for the setting `key` if there is nothing.
+    Raises ProfileError for the setting `key` if the source does not exist.
     """
     path = Path(source).expanduser()
     if "://" in source:
@@ -83,7 +83,7 @@ def pin(
         commit = resolve_commit(source, revision, token, key)
         return {"digest": keys.digest([source, commit]), "commit": commit}
     path = formats.locate(path)
-    # The adapter in an export of LoRA is no part of the merged weights, and names the path of those that it updates.
+    # The adapter in a LoRA export is not part of the merged weights, and contains the path of its base weights.
     files = [file for file in _files(path, key) if file.parent != path / "adapter"]
     with ThreadPoolExecutor(PARALLEL_FILES) as pool:
         contents = [*pool.map(digests.sha256, files)]
@@ -105,7 +105,7 @@ def _files(path: Path, key: str) -> list[Path]:
 
 @contextmanager
 def _unchanged(path: Path, key: str) -> Iterator[None]:
-    """Raises SourceChanged unless the files at a path are the same after the block as before."""
+    """Raise SourceChanged unless the files at a path are the same after the block as before."""
 
     def states() -> dict[Path, str]:
         return {file: local_state(file) for file in _files(path, key)}
@@ -140,7 +140,7 @@ def _download_from_hub(repository: str, commit: str, token: str | None, key: str
 
 
 def _list_remote(source: str, key: str) -> tuple[Any, str, dict[str, tuple[int, str]]]:
-    """File system and root of a remote folder, and size and state of each of its files, by name.
+    """File system and root of a remote folder, and the size and state of each of its files, by name.
 
     Raises ProfileError if there is no such folder, or a name leads out of it.
     """
@@ -161,7 +161,7 @@ def _list_remote(source: str, key: str) -> tuple[Any, str, dict[str, tuple[int, 
 def _download_folder(
     source: str, filesystem: Any, root: str, found: dict[str, tuple[int, str]], folder: Path, key: str
 ) -> None:
-    """Download the files of a remote folder that are missing locally; of a Hugging Face folder only one format."""
+    """Download the files of a remote folder that are missing locally; from a Hugging Face folder only one format."""
     names = [*found]
     if any("/" not in name and name.endswith(EXTENSIONS[:2]) for name in names):
         names = select_files(names, key, source)
@@ -179,7 +179,7 @@ def _download_folder(
 
 
 def select_files(names: list[str], key: str, source: str) -> list[str]:
-    """Of a Hugging Face folder, the configuration, index and weights (safetensors if any). Raises ProfileError if none."""
+    """Configuration, index and weights (safetensors if any) in a Hugging Face folder. Raises ProfileError if there are none."""
     top = [name for name in names if PurePosixPath(name).name == name and name.endswith(EXTENSIONS)]
     for stem, extension in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         if files := [name for name in top if name.startswith(stem) and name.endswith(extension)]:

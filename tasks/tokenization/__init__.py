@@ -1,4 +1,4 @@
-"""Tokenization: documents of a dataset plan's shards to token ids, in this process, a pool of processes or a Slurm array.
+"""Tokenization of a dataset plan's shards, in this process, a pool of processes or a Slurm array.
 
 Start with `dataset_plan` (what is tokenized, and its cache keys) and `tokenize_shard` (one shard to an artifact). `engines` and
 `word_cache` turn text into ids, `worker_pool` and `slurm_array` run many shards through `worker`. `tokenizer_fetch`,

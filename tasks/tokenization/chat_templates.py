@@ -54,7 +54,7 @@ class ChatTemplate:
         source: of the template; None: the tokenizer's own.
 
     Attributes:
-        markers: tokens of the form <|...|> that it writes.
+        markers: the texts of the form <|...|> in its source.
 
     Raises:
         ProfileError: the tokenizer has none.

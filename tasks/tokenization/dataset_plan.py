@@ -1,4 +1,4 @@
-"""DatasetPlan: shards, tokenizer and options of a profile's data as one JSON value that any machine can work from."""
+"""DatasetPlan: shards, tokenizer and options of a profile's data, as one JSON value that any machine can work from."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class DatasetPlan:
     prepend_bos: bool
     minimum_length: int
     deduplicate: bool
-    # For each shard "", or the digest of the numbers of the documents to drop from it as duplicates.
+    # For each shard, the digest of the indices of the documents to drop from it as duplicates; "" if there are none.
     drops: tuple[str, ...] = ()
-    duplicates: str | None = None  # key of the artifact that lists those numbers
+    duplicates: str | None = None  # key of the artifact that lists those indices
     records: Mapping[str, Any] | None = None  # examples.Options as a mapping; None: texts, not records
 
     @classmethod

@@ -180,7 +180,7 @@ def _edge_cases(tokenizer: Tokenizer) -> list[str]:
 
 
 def _without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """A copy of the tokenizer that knows no special tokens."""
+    """A copy of the tokenizer without special tokens."""
     state = json.loads(tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
     state["post_processor"] = None

@@ -1,4 +1,4 @@
-"""Training examples from records: token ids, of which those that the loss counts are marked.
+"""Training examples from records: token ids, marked by whether the loss counts them.
 
 A token that the loss does not count is stored as its complement, ~id, which is negative: one array holds both. The first token of
 a sequence is never counted, since nothing predicts it.
@@ -55,7 +55,7 @@ class Example:
 
 @dataclass
 class Examples:
-    """Makes examples of records.
+    """Converts records to examples.
 
     Args:
         folder: of the tokenizer.
@@ -161,7 +161,7 @@ class Examples:
     def _fit(
         self, prompt: list[int], answers: list[list[int]]
     ) -> tuple[list[tuple[list[int], list[int]]], bool]:
-        """Prompt and answer of each sequence within the sequence length, and whether something was cut.
+        """Prompt and answer of each sequence, cut to the sequence length, and whether anything was cut.
 
         If the longer answer does not fit, the prompt is cut first, then the answers.
         """
@@ -179,7 +179,7 @@ class Examples:
             raise UnusableRecord("its text cannot be encoded") from error
 
     def _require_plain(self, messages: Sequence[Message]) -> None:
-        """Reject messages with a special token's text, with which their author could forge turns of others."""
+        """Reject messages that contain a special token's text, with which their author could forge other turns."""
         for message in messages:
             if any(token in message["content"] for token in self._special_texts):
                 raise UnusableRecord("a message has the text of a special token")
@@ -190,14 +190,14 @@ class Examples:
 
 
 def _marked(prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
-    """Ids of a prompt and its answer, int32, of which those of the answer count."""
+    """Ids of a prompt and its answer, int32; only those of the answer count."""
     ids = np.array([*prompt, *answer], np.int32)
     ids[: max(1, len(prompt))] = ~ids[: max(1, len(prompt))]
     return ids
 
 
 def _messages(value: Any, role: str = "user") -> list[Message]:
-    """Messages with role and content, from those of a record or a text. Raises UnusableRecord."""
+    """Messages with role and content, from a record's messages or a text. Raises UnusableRecord."""
     if isinstance(value, str):
         return [{"role": role, "content": value}] if value else []
     if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):

@@ -1,4 +1,4 @@
-"""The rows of a dataset of records: its sequences packed, or one a row, and how many of their tokens the loss counts."""
+"""The rows of a dataset of records: its sequences, packed or one per row, and how many of their tokens the loss counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasks.store.store import Store
 
 
 def write(profile: Profile, store: Store, shards: Sequence[Artifact], path: Path, split: str) -> int:
-    """Write the rows of a split of tokenized shards. Returns its number of samples."""
+    """Write the rows of one split of tokenized shards; returns the number of samples."""
     found = [_sequences(store.artifacts.path(shard) / split) for shard in shards]
     lengths, counted = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     rows = None
@@ -28,7 +28,7 @@ def write(profile: Profile, store: Store, shards: Sequence[Artifact], path: Path
 
 
 def _sequences(prefix: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, and tokens that the loss counts, of each sequence of a shard."""
+    """Number of tokens, and of those that the loss counts, of each sequence in a shard."""
     header = read_header(prefix)
     lengths = np.array(map_index(prefix, header).lengths, np.int64)
     if not len(lengths):

@@ -1,9 +1,9 @@
-"""Trains a byte-level BPE tokenizer on the text of shards: in this process if it is small, else in one that can be killed.
+"""Trains a byte-level BPE tokenizer on the text of shards: in this process if the text is small, else in one that can be killed.
 
     python -m tasks.tokenization.tokenizer_training JOB
 
 `tokenizers` trains without returning to Python, so a process that trains does not notice Ctrl-C or SIGTERM. JOB is a JSON file
-with the arguments of `train`; the answer is one line of JSON on stdout, as of `worker`. The process ends with its stdin.
+with the arguments of `train`; the answer is one line of JSON on stdout, as from `worker`. The process ends when its stdin closes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SMALL = 3_000_000  # characters: trained on within seconds; the source python-do
 # Characters. Training time grows with the square of a word's length, and no useful token is this long; longer words (a genome, a
 # line of dashes) are split.
 MAX_WORD = 1024
-# classes of characters; a word of GPT-2's pattern is a run of one
+# Character classes; a word in GPT-2's pattern is a run of one class.
 RUNS = (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")
 LONG_WORD = regex.compile("|".join(f"{run}{{{MAX_WORD},}}+" for run in RUNS))
 
@@ -43,7 +43,7 @@ def train(shards: list[Shard], held_out: float, size: int, folder: Path, token: 
     Deterministic: counts are exact, and ties are broken by the pairs themselves.
 
     Args:
-        held_out: fraction of the documents that is for validation, in shards of both splits.
+        held_out: fraction of the documents held out for validation, in shards that have both splits.
         folder: gets tokenizer.json and tokenizer_config.json.
 
     Raises:
@@ -87,7 +87,7 @@ def _texts(shards: list[Shard], held_out: float, token: str | None) -> Iterator[
 
 
 def cut_long_words(text: str) -> Iterator[str]:
-    """The text in parts, which end within words of more than MAX_WORD characters; almost every text is one part."""
+    """The text, cut within words of more than MAX_WORD characters; almost every text is one part."""
     start = 0
     if _may_have_long_words(text):
         for match in LONG_WORD.finditer(text):

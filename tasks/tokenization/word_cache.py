@@ -1,11 +1,11 @@
-"""Word caches: the ids of each word that a tokenizer's own pre-tokenizer cuts, so that `tokenizers` sees each word once.
+"""Word caches: the ids of each word that a tokenizer's pre-tokenizer splits off, so that `tokenizers` encodes each word once.
 
 A word's ids depend on the word alone and most words repeat, which makes this two to three times as fast as `tokenizers` on one
 core. The cache has two generations: when the newer is full it replaces the older, and words that repeat move from the older to
 the newer. Words that only one text repeats are soon evicted.
 
     regex   byte-level tokenizers (GPT-2, Llama 3, DeepSeek) split by regular expressions before they merge
-    space   tokenizers in the style of SentencePiece (Llama 2) replace spaces by a marker, with which a word begins; if they do
+    space   tokenizers in the style of SentencePiece (Llama 2) replace spaces with a marker that begins a word; if they do
             not split there, the vocabulary must show that no merge crosses the start of a marker
 
 `tokenizers` uses the Oniguruma regex engine, this module Python's `regex`, and their Unicode versions may differ. Before the
@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 MAX_WORD_LENGTH = 64  # characters of a cached word
 GENERATION_SIZE = 200_000  # words; two generations take 64 MB for words of nine letters
-MAX_DISTINCT = 0.5  # largest share of distinct words of a sample at which the cache pays off
+MAX_DISTINCT = 0.5  # largest share of distinct words in a sample at which the cache pays off
 PROBE = "a{0}a 1{0}1 {0} .{0}. '{0}'s{0}{0}\n{0}\n\n{0}\t"
 
 Splitter = Callable[[str], list[str]]
@@ -175,7 +175,7 @@ def _space_marker(state: dict[str, Any]) -> str | None:
 
 
 def _require_independent_words(model: dict[str, Any], marker: str) -> None:
-    """Raises UnsupportedTokenizer if the ids of an unsplit text may differ from those of its words."""
+    """Raise UnsupportedTokenizer if the ids of an unsplit text may differ from those of its words."""
     plain = model["type"] == "BPE" and marker in model["vocab"] and not model.get("ignore_merges")
     affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     if not plain or affixes or any(marker in token.lstrip(marker) for token in model["vocab"]):

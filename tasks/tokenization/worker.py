@@ -74,7 +74,7 @@ def _process(operation: str, plan: DatasetPlan, store: Store, k: int, threads: i
 
 
 def answer(work: Callable[[], Any]) -> dict[str, Any]:
-    """The result of a function as an answer, or what made it fail."""
+    """The result of a function as an answer, or why it failed."""
     try:
         return {"done": work()}
     except ProfileError as error:

@@ -27,7 +27,7 @@ from tasks.tokenization.dataset_plan import DatasetPlan
 
 log = logging.getLogger(__name__)
 
-EXIT_SECONDS = 5.0  # for a worker to exit by itself
+EXIT_SECONDS = 5.0  # allowed for a worker to exit by itself
 ERROR_LINES = 20
 
 
@@ -118,7 +118,7 @@ def worker_environment(token: str | None) -> dict[str, str]:
 class Worker:
     """A process that reads requests from stdin and answers in lines of JSON, as `worker.py --serve`.
 
-    As a context manager it ends with the block, at once if that fails: by Ctrl-C or a cancellation too.
+    As a context manager it ends with the block; if the block fails, even by Ctrl-C or a cancellation, at once.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class MlflowTracker:
         self._metrics += [Metric(name, float(value), now, step) for name, value in metrics.items()]
 
     def flush(self) -> None:
-        metrics, self._metrics = self._metrics, []  # what cannot be sent is logged again
+        metrics, self._metrics = self._metrics, []  # rows that cannot be sent are logged again
         for start in range(0, len(metrics), MAX_METRICS):
             self._client.log_batch(self._run, metrics=metrics[start : start + MAX_METRICS])
 

@@ -68,7 +68,7 @@ def catch_up(folder: Path) -> None:
 
 
 class TrackerProcess:
-    """The process of one tracker; an error in starting it is a warning."""
+    """The process of one tracker; failing to start it is only a warning."""
 
     def __init__(self, name: str, profile: Profile, folder: Path, labels: Mapping[str, str]) -> None:
         self.name = name
@@ -109,7 +109,7 @@ class TrackerProcess:
             self._send(json.dumps({"state": outcome.state, "files": files}))
 
     def wait(self, deadline: float) -> None:
-        """Wait for the process until a time.monotonic, and kill it then."""
+        """Wait for the process until `deadline` (time.monotonic), then kill it."""
         if self._child is None:
             return
         try:
@@ -132,7 +132,7 @@ class TrackerProcess:
             self._child.stdin.flush()
 
     def _listen(self) -> None:
-        """Log the first of the errors that the process reports."""
+        """Log the first error that the process reports."""
         assert self._child is not None
         for line in self._child.stdout or ():
             self._warn(line.strip())

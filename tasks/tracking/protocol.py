@@ -24,13 +24,13 @@ class TrackedRun:
     config: Mapping[str, Any]  # the resolved profile by key path, such as train.steps
     labels: Mapping[str, str]  # profile, parent (of a fork) and cluster
     tags: tuple[str, ...]  # the user's own
-    identifier: str  # the tracker's name for this run if `resumes`, else a new unique one that it may take
+    identifier: str  # what `start` returned if `resumes`, else a new unique one that the tracker may use
     resumes: bool  # whether an earlier process has opened this run
 
 
 class Tracker(Protocol):
     def start(self, run: TrackedRun) -> str:
-        """Open the run, or resume it; returns the identifier by which a later process resumes it."""
+        """Open the run, or resume it; returns the identifier with which a later process resumes it."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics of a step, by TensorBoard tag; steps ascend, except after a rollback or resume, when they are repeated."""

@@ -23,7 +23,7 @@ class TrackioTracker:
             resume="allow",
             space_id=os.environ.get("TRACKIO_SPACE_ID"),
             embed=False,
-            # This machine's load is not that of the ranks, whose readings are in the metrics.
+            # Off: the metrics have the load of the ranks' devices; this process's machine may be another.
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
@@ -33,7 +33,7 @@ class TrackioTracker:
         self._run.log(dict(metrics), step=step)
 
     def flush(self) -> None:
-        pass  # a thread of Trackio's sends
+        pass  # Trackio sends in a thread of its own
 
     def artifact(self, path: Path, kind: str) -> None:
         import trackio

@@ -18,7 +18,7 @@ class WandbTracker:
     def start(self, run: TrackedRun) -> str:
         import wandb
 
-        # This machine's load is not that of the ranks, whose readings are in the metrics.
+        # Off: the metrics have the load of the ranks' devices; this process's machine may be another.
         settings = wandb.Settings(x_disable_stats=True, console="off", silent=True)
         labels = [f"{name}:{value}"[:MAX_TAG] for name, value in run.labels.items()]
         self._run = wandb.init(
@@ -31,7 +31,7 @@ class WandbTracker:
             settings=settings,
         )
         self._run.config.update(dict(run.config), allow_val_change=True)
-        # A step of its own, since W&B's must not go back, which a rollback does.
+        # Its own x axis: W&B's built-in step cannot decrease, as it does after a rollback.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return run.identifier
@@ -40,7 +40,7 @@ class WandbTracker:
         self._run.log({"step": step, **metrics})
 
     def flush(self) -> None:
-        pass  # W&B's own process sends
+        pass  # W&B sends in a process of its own
 
     def artifact(self, path: Path, kind: str) -> None:
         import wandb

@@ -58,7 +58,7 @@ class EndMessage:
 
 
 class NewRows:
-    """Rows of metrics.jsonl that were not sent to a tracker yet.
+    """Rows of metrics.jsonl that have not been sent to a tracker yet.
 
     If the file is rewritten, after a resume or a rollback, it is read again without the rows that were sent before. Repeated
     steps are new rows.
@@ -76,7 +76,7 @@ class NewRows:
 
     @property
     def seen(self) -> int:
-        """Distinct rows that were read."""
+        """Number of distinct rows read."""
         return len(self._sent)
 
     def take(self) -> list[Row]:
@@ -103,7 +103,7 @@ class Sender:
 
     def start(self, run: TrackedRun) -> str | None:
         """Open the run; returns its identifier, None if the run ended before that was possible."""
-        return self._persist(lambda: self._tracker.start(run))
+        return self._retry(lambda: self._tracker.start(run))
 
     def send(self, rows: list[Row]) -> bool:
         """Log rows; returns whether the tracker has them."""
@@ -114,14 +114,14 @@ class Sender:
             self._tracker.flush()
             return True
 
-        return bool(self._persist(send))
+        return bool(self._retry(send))
 
     def finish(self) -> None:
         for path, kind in self._end.files:
-            self._persist(lambda path=path, kind=kind: self._tracker.artifact(Path(path), kind))
-        self._persist(lambda: self._tracker.finish(self._end.state))
+            self._retry(lambda path=path, kind=kind: self._tracker.artifact(Path(path), kind))
+        self._retry(lambda: self._tracker.finish(self._end.state))
 
-    def _persist(self, call: Callable[[], Any]) -> Any:
+    def _retry(self, call: Callable[[], Any]) -> Any:
         """Retry a call until it succeeds, at most once after the run has ended; returns its result, or None."""
         attempt, last = 0, False
         while True:
@@ -178,13 +178,11 @@ def follow(run: Path, given: dict[str, Any], sender: Sender, end: EndMessage) ->
         **{name: known.get(name, 0) for name in ("step", "evaluated", "evaluations")},
     }
     rows = NewRows(run / "metrics.jsonl", sent=(state["step"], state["evaluated"]))
-    # Of checkpoints, in any order: the steps sent do not say which rows were.
+    # Evaluations of checkpoints come in any order of steps, so sent rows are counted instead.
     evaluations = NewRows(run / "evaluations.jsonl", skip=state["evaluations"])
     state_files.write(path, json.dumps(state))
     while True:
-        ended = (
-            end.received.is_set()
-        )  # before the files are read, so that no row written before the end is missed
+        ended = end.received.is_set()  # asked before reading, so that no row written before the end is missed
         while taken := rows.take():
             if not sender.send(taken):
                 break

@@ -150,7 +150,7 @@ def row_group_sizes(shard: Shard, token: str | None) -> list[int]:
 
 @contextmanager
 def source_errors(position: str, kind: str) -> Iterator[None]:
-    """Convert errors about a file's contents into a SourceError with the position."""
+    """Convert errors in a file's contents to a SourceError with the position."""
     import pyarrow
 
     try:
@@ -162,7 +162,7 @@ def source_errors(position: str, kind: str) -> Iterator[None]:
 
 
 def require_column(shard: Shard, columns: list[str]) -> None:
-    """Raises ProfileError if a file lacks the shard's column."""
+    """Raise ProfileError if a file lacks the shard's column."""
     if shard.column not in columns:
         raise ProfileError("data.text", shard.column, f"{shard.paths[0]} has no such column", tuple(columns))
 

@@ -25,7 +25,7 @@ CHUNK = 1 << 24  # bytes per read
 
 
 def shards(source: Source, key: str, digests: DigestCache) -> list[Shard]:
-    """One shard for each pair: the pair of the path's prefix, or of every `.idx` file that the path matches.
+    """One shard per pair: the pair at the path as a prefix, or that of every `.idx` file that the path matches.
 
     Raises:
         ProfileError: no pair, or an .idx file without its .bin file.
@@ -36,7 +36,7 @@ def shards(source: Source, key: str, digests: DigestCache) -> list[Shard]:
         source = source.model_copy(update={"path": f"{prefix}.idx"})
     indices = [path for path in list_files(source, f"{key}.path") if path.endswith(".idx")]
     if not indices:
-        raise ProfileError(f"{key}.path", source.path, "no .idx file is there")
+        raise ProfileError(f"{key}.path", source.path, "matches no .idx file")
     data = [path.removesuffix(".idx") + ".bin" for path in indices]
     for path in data:
         filesystem, remote_path = resolve_filesystem(path, anonymous=source.anonymous)
@@ -61,7 +61,7 @@ def check(
 
     Raises:
         IndexedError: a corrupted pair, sequences that are not contiguous, or a token outside the vocabulary.
-        SourceChanged: not the pair that was listed.
+        SourceChanged: the pair has changed since it was listed.
     """
     with unchanged(shard):
         return _check(shard, vocabulary_size, validation_fraction, report)

@@ -189,12 +189,12 @@ def _extract_long_strings(line: bytes) -> tuple[bytes, dict[str, memoryview]]:
 
 def _python_docs(shard: Shard, _: str | None) -> Iterator[Document]:
     if shard.digest != python_docs.digest():
-        reason = "this machine's Python has other texts than the one that listed the data; use the same Python on all"
+        reason = "this machine's Python differs from the one that listed the data; use the same Python on all machines"
         raise SourceError(f"{shard.name}: {reason}")
     return python_docs.documents()
 
 
-# Lines of the formats that hold a JSON object in each.
+# Readers of lines, for the formats with one JSON object per line.
 LINES: dict[str, Callable[[Shard, str | None], Iterator[Line]]] = {
     "jsonl": _plain_lines,
     "jsonl.gz": _gzip_lines,
