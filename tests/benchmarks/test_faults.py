@@ -17,4 +17,4 @@ def test_clusters_page_has_the_effective_training_times_of_the_formula():
         times = (effective_training_time(recovery, 1.0, devices)[1] for recovery in recoveries)
         shares = " | ".join(f"{share:.1%}" for share in times)
         assert f"| {devices:,} | {interval:.1f} min | {shares} |" in text
-    assert "| " + " | ".join(f"each stop {recovery} s" for recovery in recoveries) + " |" in text
+    assert "| " + " | ".join(f"recovery in {recovery} s" for recovery in recoveries) + " |" in text
