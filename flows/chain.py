@@ -2,8 +2,8 @@
 
     profile 1 ─> train … export ─> gate ─> profile 2, from that export ─> train … export ─> gate ─> …
 
-Every run is one of `pretrain`, under its own name and with its steps: a run that is complete in the store is cached. A run starts
-only if the evaluation of the one before met its gate, `evaluate.gate`.
+Each run executes the steps of `pretrain` under its own name, so a run that is complete in the store is cached. The next run
+starts only if the evaluation meets the gate, `evaluate.gate`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def chain(
     store: str = "./store",
     replace: bool = False,
 ) -> list[dict[str, Any]]:
-    """Train profiles one after the other, each from the export of the one before; returns the result of each run.
+    """Train profiles in order, each from the previous export; returns the result of each run.
 
     Args:
         profiles: Shipped profiles, or paths of YAML files, in order. The first may start from anything.
         overrides: Keys to override: KEY=VALUE for all, PROFILE:KEY=VALUE for one.
-        name: Put before the names of the runs, as NAME-PROFILE; empty: the profiles' names.
+        name: Prefix of the runs' names, as in NAME-PROFILE; empty: the profiles' names.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
-        replace: If a run with other mathematics has a name, move it to NAME~N and start over.
+        replace: If a run of the same name has other mathematics, move it to NAME~N and start over.
     """
     results = []
     for number, each in enumerate(load_chain(profiles, overrides, name), 1):

@@ -29,7 +29,7 @@ def chained_runs(profiles: Sequence[str], overrides: Sequence[str] = (), name: s
 
     Args:
         overrides: `KEY=VALUE` for every run, or `PROFILE:KEY=VALUE` for the runs of one profile.
-        name: put before the names of the profiles, as NAME-PROFILE; empty: they are the runs' names.
+        name: prefix of the runs' names, as in NAME-PROFILE; empty: the profiles' names.
 
     Raises:
         ProfileError: a profile is invalid, or cannot start from the one before it.
@@ -51,7 +51,7 @@ def chained_runs(profiles: Sequence[str], overrides: Sequence[str] = (), name: s
             reason = "occurs twice in the chain, and two runs of a store cannot have the same name"
             raise ProfileError("profiles", profile, reason)
         if found and global_shapes(run.model) != global_shapes(found[-1].run.model):
-            reason = f"has another model than {found[-1].profile}, from whose weights it would start"
+            reason = f"has a different model from {found[-1].profile}, whose export it would start from"
             raise ProfileError("profiles", profile, reason)
         found.append(ChainedRun(profile, tuple(own), run))
     return found
@@ -67,7 +67,7 @@ def load_chain(profiles: Sequence[str], overrides: Sequence[str] = (), name: str
 
 
 def _overrides_of(profile: str, profiles: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """The overrides that apply to a profile of the chain."""
+    """The overrides that apply to one profile of the chain."""
     found = []
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -76,7 +76,7 @@ def _overrides_of(profile: str, profiles: Sequence[str], overrides: Sequence[str
         only, colon, own_key = key.rpartition(":")
         if colon and only not in profiles:
             choices = closest(only, profiles)
-            raise ProfileError("overrides", override, f"{only} is no profile of the chain", choices)
+            raise ProfileError("overrides", override, f"{only} is not a profile of the chain", choices)
         if not colon or only == profile:
             found.append(f"{own_key}={value}")
     return found

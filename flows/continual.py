@@ -52,7 +52,7 @@ def continual(
     Args:
         profile: A shipped profile's name, or the path of a YAML file.
         overrides: Keys to override, each as in train.steps=100.
-        name: Name in the store of the pretraining run to continue; empty: the profile's.
+        name: Name of the pretraining run to continue; empty: the profile's.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
     """
     run = load(profile, overrides, name or None)
@@ -81,7 +81,7 @@ def _round(context: Context) -> State[Any]:
         everything = runner.run(DatasetStep(tokenizer))
         dataset = series.new_data(store, current, everything, profile.train.sequence_length)
         if dataset is None:
-            return Completed(name="NothingNew", message=f"no data that {current.run} was not trained on")
+            return Completed(name="NothingNew", message=f"{current.run} was trained on all of the data")
 
         base = runs.fetch(store, current.run)
         weights = series.latest_checkpoint(store, current)
@@ -97,9 +97,11 @@ def _round(context: Context) -> State[Any]:
         lock.check()  # another process may have taken over the round while this one was suspended
         with open_run(runner, run, identity, inputs, planned, replace=over) as overview:
             held_out = store.artifacts.expect(DatasetStep.kind, current.dataset)
-            of_base = replace(runner.context, profile=resolve.load(str(base / "profile.yaml")), folder=base)
+            before_context = replace(
+                runner.context, profile=resolve.load(str(base / "profile.yaml")), folder=base
+            )
             what = keys.digest([current.identity, weights.name, held_out.key])
-            before = runner.run(EvaluationStep(held_out, what), of_base)
+            before = runner.run(EvaluationStep(held_out, what), before_context)
             graphs = compiling.result()
             runner.run(
                 TrainingStep(dataset, identity, graphs, weights), with_training_progress(runner.context)
@@ -116,7 +118,7 @@ def _round(context: Context) -> State[Any]:
 
             losses = f"held-out loss {old:.4f} before, {new:.4f} after"
             if not better:
-                return Completed(name="NotPromoted", message=f"{current.run} stands: {losses}")
+                return Completed(name="NotPromoted", message=f"{current.run} remains promoted: {losses}")
             series.promote(store, profile.name, current, run.name, identity)
             message = f"{run.name} replaces {current.run}: {losses}"
             emit("promoted", run.name, message)

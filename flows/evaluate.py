@@ -1,8 +1,7 @@
-"""Evaluation of checkpoints beside the run: held-out loss and language-model tasks of each checkpoint, by step.
+"""Evaluation of a run's checkpoints, finished or still training: held-out loss and language-model tasks, by step.
 
-Each result is cached by its checkpoint, so the flow can be restarted at any time, also while the run trains; with `follow` it
-waits for further checkpoints until the run has ended. Results go to evaluations.jsonl, TensorBoard, the run's report, and a table
-in Prefect's UI.
+Each result is cached by its checkpoint, so the flow can be restarted at any time; with `follow` it waits for further checkpoints
+until the run has ended. Results go to evaluations.jsonl, TensorBoard, the run's report, and a table in Prefect's UI.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Evaluator:
     profile_file: Path | None
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the checkpoint of a step; returns its metrics, none if the run has removed it meanwhile."""
+        """Evaluate the checkpoint of a step; returns its metrics, or none if the run has removed it in the meantime."""
         checkpoint = CheckpointId.of(self.store.run_folder(self.run), step)
         if checkpoint is None:
             return {}
@@ -125,17 +124,17 @@ def evaluate(
     store: str = "./store",
     work_dir: str = "./store",
 ) -> list[dict[str, float]]:
-    """Evaluate the checkpoints of a run; returns a row of metrics for each step ever evaluated, earlier calls included.
+    """Evaluate the checkpoints of a run; returns a row of metrics for each step, including those evaluated earlier.
 
     Args:
-        run: RUN: all of its complete checkpoints; RUN@STEP: the one of this step.
-        tasks: Tasks or groups of lm-evaluation-harness; empty: held-out loss alone.
-        include: Folder with task files of your own, beside those of lm-eval; empty: none.
-        limit: Examples of each task at most, for a quick estimate.
+        run: RUN for all of its complete checkpoints, RUN@STEP for the one of this step.
+        tasks: Tasks or groups of lm-evaluation-harness; empty: only the held-out loss.
+        include: Folder with your own task files, in addition to those of lm-eval; empty: none.
+        limit: Maximum number of examples per task, for a quick estimate.
         follow: Wait for further checkpoints until the run has ended.
         overrides: Keys to override for the evaluation, for instance cluster.nodes=1 or evaluate.by_source=true.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
-        work_dir: With a store on S3, the local folder of run folders, as the profile's cluster.work_dir.
+        work_dir: With a store on S3, the local folder of run folders, like cluster.work_dir of a profile.
     """
     name, step = _split(run)
     require_harness(list(tasks), include)
@@ -151,7 +150,7 @@ def evaluate(
         evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed)
         done: set[int] = set()
         while True:
-            # Queried before the checkpoints are listed, so that none which the run completes before its end is missed.
+            # Queried before listing checkpoints, so that one completed just before the run ends is not missed.
             active = follow and opened.lock_holder(f"run-{name}") is not None
             steps = opened.run_folder(name).checkpoint_steps() if step is None else [step]
             for each in [each for each in steps if each not in done]:
@@ -161,7 +160,7 @@ def evaluate(
             if not active:
                 break
             time.sleep(POLL_SECONDS)
-        if opened.lock_holder(f"run-{name}") is None:  # otherwise the run's own trackers send them
+        if opened.lock_holder(f"run-{name}") is None:  # otherwise the run's own trackers upload them
             catch_up(folder)
     return [{"step": step, **metrics} for step, metrics in results.read(folder).items()]
 

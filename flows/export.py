@@ -1,4 +1,4 @@
-"""Export alone: a run's latest checkpoint in Hugging Face format, also of an unfinished run."""
+"""Export of a run's latest checkpoint in Hugging Face format, even if the run is unfinished."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
 
     Args:
         run: Name of the run.
-        store: Where artifacts and runs are opened: a folder or an s3:// prefix.
-        work_dir: With a store on S3, the local folder of run folders, as the profile's cluster.work_dir; a run that is not there
-            is restored from the store.
+        store: Where artifacts and runs are kept: a folder or an s3:// prefix.
+        work_dir: With a store on S3, the local folder of run folders, like cluster.work_dir of a profile; a run missing there is
+            restored from the store.
     """
     opened = Store(store, work_dir)
     folder = runs.fetch(opened, run)

@@ -1,8 +1,8 @@
-"""Final states of flow runs beside Prefect's own, for what is neither a crash nor a bug.
+"""Final states of flow runs in addition to Prefect's own, for outcomes that are neither crashes nor bugs.
 
 Stopped (cancelled)   Ctrl-C or SIGTERM: in the terminal, by `trainshed up`, by Slurm; the message says what is saved
-Rejected (failed)     an invalid profile or source; the message is that of the terminal, without a traceback
-GateMissed (failed)   a run of a chain whose evaluation missed its gate
+Rejected (failed)     an invalid profile or source; the same message as in the terminal, without a traceback
+GateMissed (failed)   the evaluation of a run in a chain missed its gate
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ R = TypeVar("R")
 def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
     """Decorate a flow's function: it ends in one of our final states where Prefect would use Crashed or Failed.
 
-    The caller gets a rejection as it was raised, and `prefect.exceptions.CancelledRun` for a stop.
+    A rejection reaches the caller unchanged, a stop as `prefect.exceptions.CancelledRun`.
     """
 
     @functools.wraps(function)
@@ -49,7 +49,7 @@ def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
                 raise  # Prefect completes a cancellation
             return Cancelled(name=STOPPED, message=show_stop(flow_run.id, flow_run.parameters))
 
-    # Prefect would evaluate the annotations, which are text, in this module.
+    # Otherwise Prefect would evaluate the string annotations in this module's namespace.
     run.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
     return run
 

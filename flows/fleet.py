@@ -1,6 +1,6 @@
-"""All runs of a store at a glance: writes fleet.html into the store, and an artifact in Prefect's UI.
+"""Overview of all runs of a store: fleet.html in the store, and an artifact in Prefect's UI.
 
-Its deployment refreshes both on a schedule, which is inactive until it is switched on in Prefect's UI.
+Its deployment refreshes both on a schedule, which is inactive until you enable it in Prefect's UI.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ PAGE = "fleet.html"  # in the store
 @flow(name="fleet")
 @final_states
 def fleet(store: str = "./store", work_dir: str = "./store") -> str:
-    """Write the page of all runs; returns its location.
+    """Write a page of all runs; returns its location.
 
     Args:
         store: Where runs are kept: a folder or an s3:// prefix.
-        work_dir: With a store on S3, the local folder of run folders, as the profile's cluster.work_dir.
+        work_dir: With a store on S3, the local folder of run folders, like cluster.work_dir of a profile.
     """
     opened = Store(store, Path(work_dir))
     found = read_fleet(opened)

@@ -38,7 +38,7 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
 
 
 def show_failure(flow: Any, flow_run: Any, state: Any) -> None:
-    """Show the failure on the overview of the flow run, which may have failed before it had a profile or a run folder."""
+    """Show the failure on the flow run's overview; there may be no valid profile or run folder yet."""
     failure = _failure(state)
     try:
         store, name, folders = _latest(flow_run.parameters, str(flow_run.id))
@@ -54,7 +54,7 @@ def show_failure(flow: Any, flow_run: Any, state: Any) -> None:
 
 
 def show_stop(flow_run: str, parameters: Mapping[str, Any]) -> str:
-    """Show on the overview that the flow run was stopped, and what is saved; returns the latter in a line."""
+    """Show on the overview that the flow run was stopped and what is saved; returns the latter as one line."""
     try:
         store, _, folders = _latest(parameters, flow_run)
         if not folders:
@@ -82,7 +82,7 @@ def _profile(folder: Path) -> Profile:
 
 
 def _latest(parameters: Mapping[str, Any], flow_run: str) -> tuple[Store, str, list[Path]]:
-    """The store, name and folders of a flow run's run; of a chain, the run that it began last."""
+    """The store, name and folders of a flow run's run; for a chain, those of the run that it started last."""
     located = _locate_runs(parameters)
     for store, name in reversed(located):
         if folders := runs.folders_of_flow_run(store, name, flow_run):
@@ -91,7 +91,7 @@ def _latest(parameters: Mapping[str, Any], flow_run: str) -> tuple[Store, str, l
 
 
 def _locate_runs(parameters: Mapping[str, Any]) -> list[tuple[Store, str]]:
-    """The store and the name of each run of a flow run with these parameters; several of a chain."""
+    """Store and name of each run that a flow run with these parameters trains; a chain has several."""
     working_folder.enter()
     uri = parameters.get("store") or "./store"
     if "run" in parameters:  # the flow `export`

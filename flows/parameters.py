@@ -1,4 +1,4 @@
-"""Types of flow parameters, from which Prefect's UI makes its form: a choice of shipped profiles, or a path."""
+"""Types of flow parameters, from which Prefect's UI builds its form: a choice of shipped profiles, or a path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from profiles import resolve
 from profiles.check import PLANNED_ONLY
 
-# Profiles for hardware that nothing trains on cannot start. Recognised by name, as loading all profiles would slow each start.
+# Without plan-only profiles, which are recognised by name because loading all profiles would slow each start.
 STARTABLE = tuple(name for name in resolve.names() if name.rpartition("-")[2] not in PLANNED_ONLY)
 
 ProfileName = Annotated[
@@ -20,10 +20,10 @@ ProfileName = Annotated[
 
 ProfileNames = Annotated[list[ProfileName], Field(min_length=1, title="profiles, in order")]
 
-# One property without a choice of "None" in the form; Python callers may pass None.
+# The form offers no choice of "None"; Python callers may still pass None.
 _Optional = Annotated[str, BeforeValidator(lambda value: value or "")]
 
-# The form's own field "Run Name" names only Prefect's record. A title as `Field(title=...)` would be replaced by Prefect.
+# The form's own field "Run Name" names only Prefect's flow run. Prefect would replace a title set by `Field(title=...)`.
 RunName = Annotated[_Optional, Field(json_schema_extra={"title": "name in the store"})]
 
 NamePrefix = Annotated[_Optional, Field(json_schema_extra={"title": "prefix of the names in the store"})]

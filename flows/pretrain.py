@@ -1,11 +1,11 @@
-"""The main flow: from a tokenizer, a data set and perhaps a pretrained checkpoint to a trained Hugging Face model.
+"""The main flow: from a tokenizer, a data set and optionally pretrained weights to a trained Hugging Face model.
 
                    ┌─> tokenizer ─> dataset ─┐
     plan ─> resolve ─> checkpoint ───────────┼─> train ─> evaluate ─> export ─> report
        └─> graphs ───────────────────────────┘
 
-Each step is a Prefect task that publishes an artifact; a step whose artifact is complete is not run again. Graphs need the
-profile alone, so they compile while the data is tokenized.
+Each step is a Prefect task that publishes an artifact; a step whose artifact is complete is not run again. Graphs need only the
+profile, so they compile while the data is tokenized.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
 
-EVALUATION = ("validation_loss", "perplexity", "metrics")  # of an evaluation, in the result
+EVALUATION = ("validation_loss", "perplexity", "metrics")  # an evaluation's values in the flow's result
 
 
 def read_before(folder: Path) -> dict[str, Any] | None:
@@ -74,7 +74,7 @@ def run_name() -> str:
 
 
 def profile_name(profile: str) -> str:
-    """Name of a profile that is given by its name or path."""
+    """Name of a profile that is given by name or path."""
     path = Path(profile)
     return path.stem if path.suffix in (".yaml", ".yml") else path.name
 
@@ -105,7 +105,7 @@ def pretrain(
         overrides: Keys to override, each as in train.steps=100.
         name: Name of the run and of its folder, runs/NAME, in the store; empty: the profile's.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
-        update: Resolve hub revisions and source files again, instead of taking them from the run's lock.
+        update: Resolve hub revisions and source files again instead of reading them from the run's lock.
         replace: If a run with other mathematics has this name, move it to NAME~N and start over.
         fork: RUN or RUN@STEP: a new run starts from this run's checkpoint, with its optimizer and data position; empty: none.
     """
@@ -143,7 +143,7 @@ def train_profile(
         weights = runner.run(CheckpointStep())
         if run.train.epochs is not None:
             run = with_steps(run, dataset)
-            planned = plan(run)  # again: the data decides how long the run is
+            planned = plan(run)  # again: the number of steps follows from the data
         warnings = warn_about_data(run, tokenizer, dataset)
         origin = parent and keys.digest([parent.identity, parent.step])
         identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key, origin)
@@ -157,7 +157,7 @@ def train_profile(
                 copy_checkpoint(opened, parent, run.name)
             _take_forecast(opened, run)
             graphs = compiling.result()
-            # Not a skipped step, which would be shown, for runs that have no reference model.
+            # Only with a reference model: other runs should not list a skipped step.
             has_reference = run.objective.kind == "dpo" and run.objective.precompute_reference
             reference = runner.run(ReferenceStep(dataset, weights, graphs)) if has_reference else None
             training = TrainingStep(dataset, identity, graphs, weights, reference)
@@ -175,7 +175,7 @@ def train_profile(
 
 
 def _take_forecast(store: Store, run: Profile) -> None:
-    """Copy the latest forecast of a run into its folder, if there is one and it has not trained yet."""
+    """Copy the latest forecast of a run, if there is one, into its folder before it starts training."""
     if forecast := ladder.record(store, run, store.run_folder(run.name)):
         figures = (forecast["written"], forecast["loss"], *forecast["interval"])
         log.info("forecast of %s: loss %.4f, %.4f to %.4f", *figures)
@@ -197,4 +197,4 @@ def _results(folder: Path, evaluated: Artifact, exported: Artifact, report: Arti
     }
 
 
-finetune = pretrain.with_options(name="finetune")  # the same steps, listed apart in Prefect's UI
+finetune = pretrain.with_options(name="finetune")  # the same steps, listed separately in Prefect's UI

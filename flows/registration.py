@@ -1,7 +1,7 @@
 """Register Trainshed with the Prefect server of PREFECT_API_URL: `python -m flows.registration`; idempotent.
 
-Creates the work pool with its concurrency limit, the automations of alerts (flows/alerts), and an automation that marks flow runs
-without a heartbeat as crashed: else a run whose worker was killed would stay in state Running.
+Creates the work pool with its concurrency limit, the alert automations (flows/alerts), and an automation that marks flow runs
+without a heartbeat as crashed; otherwise a run whose worker was killed would stay in state Running.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flows.server.prefect_settings import AUTOMATION, GATE_MISSED, POOL, REJECTE
 from profiles.errors import ProfileError
 
 CONCURRENT_RUNS = 4
-# Events of final states have the states' names, of which some are our own (final_states.py, continual.py).
+# Prefect names the event of a final state after the state; some are our own (final_states.py, continual.py).
 FINAL_STATES = (
     "Completed",
     "Failed",

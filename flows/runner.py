@@ -51,16 +51,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-RETRIES = 2  # of a step that does not decide itself
-UNLIMITED = 1_000_000  # retries, for steps that decide themselves
+RETRIES = 2  # of steps without `may_retry`
+UNLIMITED = 1_000_000  # retries, for steps whose `may_retry` decides
 REJECTIONS = (ProfileError, *SOURCE_ERRORS)  # errors of the input
 PREFECT_PROGRESS_SECONDS = 15.0  # between progress lines in Prefect's log
 PREFECT_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 NOISE = ("Task run failed with %s: %r - Retry", "Running hook ", "Hook ")  # formats of Prefect's records
-# Seconds before each retry; the last applies to all further ones. With jitter, so that runs that a common cause stopped do not
-# all restart at once.
+# Seconds before each retry; the last applies to all further ones. Jitter keeps runs that were stopped by a common cause from
+# restarting all at once.
 DELAYS = {"retry_delay_seconds": [2.0, 4.0, 8.0, 16.0, 30.0], "retry_jitter_factor": 0.3}
-# Background steps and mapped parts share the flow's threads: two parts a core, and room for the steps that wait for them.
+# Background steps and mapped parts share the flow's threads: two parts per core, and room for the steps that wait for them.
 THREADS = ThreadPoolTaskRunner(max_workers=2 * (os.cpu_count() or 1) + 8)
 
 
@@ -78,7 +78,7 @@ class _Call:
     step: Step
     position: int  # index of its outcome
     task: Task[..., Any] | None = None
-    artifact: Artifact | None = None  # what it found or made
+    artifact: Artifact | None = None  # found in the store or made
     cached: bool = False  # whether the store had it
     retries: int = 0
     begun: float = field(default_factory=time.monotonic)
@@ -92,12 +92,12 @@ class Background:
     def __init__(self, call: _Call, finish: Callable[[_Call, State], Artifact | None]) -> None:
         self.call = call
         self._result: Future[Artifact | None] = Future()
-        context = copy_context()  # for log records that Prefect shows with the flow run
+        context = copy_context()  # so that Prefect assigns log records to the flow run
         self.future: PrefectFuture[Any] = call.task.submit()
 
         def conclude(future: PrefectFuture[Any]) -> None:
             try:
-                future.wait()  # takes the final state over from the thread
+                future.wait()  # copies the final state from the thread
                 self._result.set_result(context.run(finish, call, future.state))
             except BaseException as error:
                 self._result.set_exception(error)
@@ -105,7 +105,7 @@ class Background:
         self.future.add_done_callback(conclude)
 
     def result(self) -> Artifact | None:
-        """Wait for the step. Returns its artifact, None if skipped; raises what made it fail."""
+        """Wait for the step. Returns its artifact, None if skipped; raises the error that made it fail."""
         return self._result.result()
 
     def interrupt(self) -> None:
@@ -130,12 +130,12 @@ class Runner:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the background steps that still run, which happens only if the flow ends early."""
+        """Interrupt background steps, which are still running only if the flow ends early."""
         for background in self._background:
             background.interrupt()
 
     def open(self, profile: Profile, folder: Path) -> None:
-        """Use this profile and run folder from now on; failed attempts, also earlier ones, go into its events.jsonl."""
+        """Use this profile and run folder from now on; failed attempts, including earlier ones, go into its events.jsonl."""
         self.context = replace(self.context, profile=profile, folder=folder)
         for failure in self._unrecorded:
             record_event(folder, **failure)
@@ -148,7 +148,7 @@ class Runner:
     def check(
         self, name: str, function: Callable[[], T], describe: Callable[[T], str], retries: int = 0
     ) -> T:
-        """Run a function as a task that makes no artifact; the task is named after the profile."""
+        """Run a function that makes no artifact as a task, whose run is named after the profile."""
         begun, position = time.monotonic(), self._reserve(name)
         options = {**DELAYS, "retries": retries, "retry_condition_fn": worth_retrying} if retries else {}
         title = f"{name} {self.context.profile.name}"
@@ -161,7 +161,7 @@ class Runner:
         return state.result()
 
     def run(self, step: Step, context: Context | None = None) -> Artifact | None:
-        """Run a step, perhaps in another run's context. Returns its artifact, None if skipped; raises what made it fail."""
+        """Run a step, optionally in another run's context. Returns its artifact, None if skipped; raises its error."""
         # Called directly, not submitted, so that a cancellation reaches the step, which then ends its child processes.
         call = self._prepare(step, context or self.context)
         return self._finish(call, call.task(return_state=True))
@@ -210,7 +210,7 @@ class Runner:
                 return False
             call.retries += 1
             self._record(call.step.name, "tried again", state)
-            if decide is None:  # a step that decides logs its retries itself
+            if decide is None:  # `may_retry` logs its own decisions
                 log.warning("%s failed: %s", call.step.name, _reason(state))
                 log.warning("restarting %s, attempt %d of %d", call.step.name, call.retries + 1, RETRIES + 1)
             return True
@@ -222,7 +222,7 @@ class Runner:
         }
 
     def _finish(self, call: _Call, state: State) -> Artifact | None:
-        """Record the outcome of a step, and return its artifact or raise what made it fail."""
+        """Record the outcome of a step, and return its artifact or raise its error."""
         name, position, seconds = call.step.name, call.position, time.monotonic() - call.begun
         if call.stop is not None:
             self._conclude(position, Outcome(name, "stopped", seconds, retries=call.retries))
@@ -230,7 +230,7 @@ class Runner:
         if not state.is_completed():
             self._conclude(position, Outcome(name, "failed", seconds, retries=call.retries))
             self._record(name, "failed", state)
-        state.result()  # raises what made the step fail
+        state.result()  # raises the step's error
         artifact = call.artifact
         if artifact is None:
             self._conclude(position, Outcome(name, "skipped", None, state.message or ""))
@@ -257,7 +257,7 @@ class Runner:
         return json.loads(run.read(ARTIFACTS) or b"{}")
 
     def _record(self, name: str, how: str, state: State) -> None:
-        """Record a failed attempt in events.jsonl, with the step that training had reached.
+        """Record a failed attempt in events.jsonl, with the last training step.
 
         An OSError is logged and not raised, because it would keep Prefect from retrying the step.
         """
@@ -285,7 +285,7 @@ class Runner:
 
 
 def _reason(state: State) -> str | None:
-    """Why a task failed, in one line."""
+    """The error that made a task fail, in one line."""
     failure = state.result(raise_on_failure=False)
     return one_line(failure) if isinstance(failure, Exception) else state.message
 
@@ -317,13 +317,13 @@ def forward_logs() -> None:
                 handler.addFilter(_is_news)
 
 
-_throttle = ProgressFilter(PREFECT_PROGRESS_SECONDS)  # for all packages together
+_throttle = ProgressFilter(PREFECT_PROGRESS_SECONDS)  # shared by all packages
 
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a Prefect log record adds information to our lines and the final states.
 
-    Its retry line counts to UNLIMITED, and a rejection or a failed job needs no traceback beside its message.
+    Prefect's retry line would count up to UNLIMITED, and the message of a rejection or a failed job needs no traceback.
     """
     if isinstance(record.msg, str) and record.msg.startswith(NOISE):
         return False

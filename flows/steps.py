@@ -27,7 +27,7 @@ from tasks.tracking.process import labels_of, results, tracking
 
 log = logging.getLogger(__name__)
 
-RESOLVE_RETRIES = 5  # a minute in all: the hub's own limits are waited out within an attempt
+RESOLVE_RETRIES = 5  # a minute in total; an attempt itself waits out the hub's rate limits
 
 
 def check_plan(runner: Runner) -> planner.Plan:
@@ -51,10 +51,10 @@ class RunCommand:
     overrides: Sequence[str]
     name: str | None  # of the run, or the prefix of a chain's names
     store: str
-    chain: Sequence[str] = ()  # the profiles of the chain; empty: of `trainshed run`
+    chain: Sequence[str] = ()  # the profiles of the chain; empty for `trainshed run`
 
     def alternatives(self, conflict: runs.RunExists, name: str) -> list[tuple[str, str]]:
-        """Commands that avoid a conflict with an existing run of other mathematics: (what it does, command)."""
+        """Commands that avoid a conflict with an existing run of other mathematics: (description, command)."""
         settings = [part for override in self.overrides for part in ("--set", override)]
         settings += ["--store", self.store] if self.store != "./store" else []
         begin = ["chain", *self.chain] if self.chain else ["run", self.profile]
@@ -63,7 +63,7 @@ class RunCommand:
         if self.chain:
             other, does = f"{self.name}-2" if self.name else "second", "train under other names"
         found = [([*same, "--name", other], does)]
-        if conflict.forkable and not self.chain:  # no chain goes through a fork
+        if conflict.forkable and not self.chain:  # a chain cannot start from a fork
             command = ["trainshed", "fork", f"{name}@{conflict.step}", other, *settings]
             found.append((command, f"continue from its step {conflict.step:,}"))
         found.append(([*same, *named, "--replace"], f"move it to {name}~N and start over"))
@@ -72,7 +72,7 @@ class RunCommand:
 
 @contextmanager
 def suggest_commands(command: RunCommand | None, name: str) -> Iterator[None]:
-    """Add the commands that avoid the conflict to a RunExists that is raised in the block."""
+    """Add the commands that avoid the conflict to a RunExists raised in the block."""
     try:
         yield
     except runs.RunExists as conflict:
@@ -81,12 +81,12 @@ def suggest_commands(command: RunCommand | None, name: str) -> Iterator[None]:
 
 
 def read_lock(store: Store, name: str, parent: Parent | None = None) -> bytes | None:
-    """The lock of a run, or that of its parent for a run that is new; None if there is none."""
+    """The lock of a run, or of its parent if the run is new; None if there is none."""
     return store.run_folder(name).read(LOCK) or (parent and store.run_folder(parent.run).read(LOCK))
 
 
 def resolve_inputs(runner: Runner, lock: bytes | None) -> None:
-    """Resolve the run's inputs as a task, reusing the answers of a run lock; the next steps use the result."""
+    """Resolve the run's inputs as a task, reusing what a run lock pins; the following steps use the result."""
     context = runner.context
     progress = progress_reporter("inputs", "Progress of resolve")
 
@@ -128,7 +128,7 @@ def open_run(
 ) -> Iterator[Overview]:
     """Open the run folder for the steps in the block.
 
-    Yields its page in the UI, which shows the plan and the warnings. The other arguments and errors are those of `runs.open_run`.
+    Yields its overview in Prefect's UI, which shows the plan and the warnings. Other arguments and errors: see `runs.open_run`.
     """
     context = runner.context
     keys = {kind: artifact and artifact.key for kind, artifact in inputs.items()}

@@ -1,8 +1,8 @@
-"""Automations that send a notification for each kind of event, switched off until a notification block is named.
+"""Automations that send a notification for each kind of event, disabled until a notification block is named.
 
 A block is one of Prefect's own for Slack, e-mail, webhooks and others, created in Prefect's UI or by `prefect block`; it is named
-by type and name, as in slack-webhook/team. Automations are created once: changes in Prefect's UI, such as switching one kind off,
-stay.
+by type and name, as in slack-webhook/team. Automations are created once: changes in Prefect's UI, such as disabling one kind,
+persist.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOTIFY = "notify"  # capability of notification blocks
 
 
 def register_alerts(block: str | None = None) -> None:
-    """Create or update the automations; with a block, TYPE/NAME, switch on those that have no action yet.
+    """Create or update the automations; with a block, TYPE/NAME, enable those that have no action yet.
 
     Raises ProfileError if the server has no such block.
     """

@@ -1,8 +1,7 @@
 """Prefect events of a run, `trainshed.run.<kind>`, for automations such as alerts.
 
-The flow emits them, not the ranks, which know nothing of Prefect: it reads the run folder's events.jsonl, attempts.jsonl and
-checkpoints. RUN/alerts.json records what was emitted, so that a restarted flow emits what happened while no flow ran, and nothing
-twice.
+The flow emits them, as ranks do not use Prefect: it reads the run folder's events.jsonl, attempts.jsonl and checkpoints.
+RUN/alerts.json records what was emitted, so that a restarted flow emits what happened while no flow ran, and nothing twice.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from tasks.store.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-EVENT = "trainshed.run."  # begins the name of an event; the kind follows
-RESOURCE = "trainshed.run."  # begins the id of its resource; the run's name follows
-FROM_RANKS = ("rollback", "straggler", "resumed")  # events of events.jsonl that are kinds too
+EVENT = "trainshed.run."  # prefix of an event's name; the kind follows
+RESOURCE = "trainshed.run."  # prefix of its resource's id; the run's name follows
+FROM_RANKS = ("rollback", "straggler", "resumed")  # events.jsonl entries emitted as such
 STATE = "alerts.json"  # in the run folder
 POLL_SECONDS = 2.0  # of the run folder's files
 CHECKPOINT_POLL_SECONDS = 15.0  # of the store's checkpoints
-QUEUED_SECONDS = 1800.0  # after which a job that has not started is an event
+QUEUED_SECONDS = 1800.0  # until a job that has not started is reported
 
 
 def emit(kind: str, run: str, message: str, **facts: Any) -> None:
-    """Emit an event of a run; a server that rejects it or cannot be reached is no error."""
+    """Emit an event of a run; a server that rejects it or is unreachable is ignored."""
     resource = {"prefect.resource.id": f"{RESOURCE}{run}", "prefect.resource.name": run}
     with contextlib.suppress(Exception):
         emit_event(f"{EVENT}{kind}", resource, payload={"run": run, "message": message, **facts})
@@ -51,18 +50,18 @@ class RunAlerts:
         self._state: dict[str, Any] = state_files.read_json(self._path) or {}
         self._events = LogFollower(run.path / "events.jsonl")
         self._attempts = LogFollower(run.path / time_account.FILE)
-        self._seen = {"events": 0, "attempts": 0}  # rows that were read
+        self._seen = {"events": 0, "attempts": 0}  # rows read
         self._polled = self._listed = 0.0
         self._submitted: float | None = None  # when the job that has not started was submitted
 
     def begin(self) -> None:
         if "steps" not in self._state:
             self._state["steps"] = 0
-            self._emit("started", f"started, to train {self._profile.train.steps:,} steps")
+            self._emit("started", f"started: {self._profile.train.steps:,} steps to train")
             self._save()
 
     def finish(self) -> None:
-        """Emit what is left, and "finished" unless that was emitted before; a run never fails because of its alerts."""
+        """Emit the remaining events, and "finished" unless it was emitted before; alerts never fail a run."""
         self.update_last()
         steps = self._profile.train.steps
         if self._state["steps"] != steps:
@@ -71,7 +70,7 @@ class RunAlerts:
             self._save()
 
     def update(self, *, now: bool = False) -> None:
-        """Emit what is new; without `now`, poll the files every few seconds at most."""
+        """Emit new events; without `now`, poll the files at most every few seconds."""
         clock = time.monotonic()
         if not now and clock - self._polled < POLL_SECONDS:
             return
@@ -96,7 +95,7 @@ class RunAlerts:
             log.warning("alerts of %s: %s; some may be missing", self._run.name, error)
 
     def _new(self, name: str, follower: LogFollower) -> Iterator[Mapping[str, Any]]:
-        """New rows of a file, without those of which an earlier flow run has emitted events."""
+        """New rows of a file, except those whose events an earlier flow run has emitted."""
         for row in follower.rows(is_event):
             self._seen[name] += 1
             if self._seen[name] > self._state.get(name, 0):
@@ -104,14 +103,14 @@ class RunAlerts:
                 yield row
 
     def _event(self, row: Mapping[str, Any]) -> None:
-        """A row of events.jsonl: from ranks, or a failed attempt as the flow recorded it."""
+        """Handle a row of events.jsonl: from ranks, or a failed attempt recorded by the flow."""
         event, reason = row["event"], str(row.get("reason") or "")
         facts = {"step": row["step"]} if isinstance(row.get("step"), int) else {}
         if event in FROM_RANKS:
             self._emit(event, f"{event}: {reason}", **facts)
         elif event == "skipped":
             step = facts.get("step", 0)
-            if step != self._state.get("skipped", -1) + 1:  # one event for the steps of one spike
+            if step != self._state.get("skipped", -1) + 1:  # one event per spike
                 self._emit("spike", f"step {step:,} skipped: {reason}", **facts)
             self._state["skipped"] = step
         elif HUNG in reason:
@@ -120,7 +119,7 @@ class RunAlerts:
             self._emit("node-lost", reason, **facts)
 
     def _attempt(self, row: Mapping[str, Any]) -> None:
-        """A row of attempts.jsonl: a job was submitted, or its ranks have started."""
+        """Handle a row of attempts.jsonl: a job was submitted, or its ranks have started or ended."""
         if row["event"] == "submitted":
             self._submitted = float(row["time"])
         elif row["event"] in ("started", "ended"):

@@ -34,7 +34,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of the command line, or of a subcommand, which rejects unknown arguments itself, with its own usage."""
+    """Parser of the command line or a subcommand; rejects unknown arguments itself, with its own usage."""
 
     def parse_known_args(
         self, args: Any = None, namespace: Any = None
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message, and exit with code 2; a missing argument may be due to a misspelt option."""
+        """Print usage and message, and exit with code 2."""
         self.exit(2, f"{self.format_usage()}{self.prog}: {message}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(None if name == "command" else action, reason)
 
     def _unknown(self, arguments: Sequence[str]) -> str:
-        """Why the first of these arguments is rejected, and what may have been meant."""
+        """Why the first of these arguments is rejected, and what the user may have meant."""
         first = arguments[0]
         if not first.startswith("-"):
             is_override = re.match(r"[a-z_]+(\.[a-z_0-9]+)+=", first) and "--set" in self._options()
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         return f"there is no option {option}; nearest valid: {', '.join(self._nearest(option))}"
 
     def _nearest(self, option: str) -> list[str]:
-        """Options of a similar name, else those whose help has a similar word, else all."""
+        """Options with a similar name, else those with a similar word in their help, else all."""
         word, options = option.strip("-"), self._options()
         names = {name.strip("-"): name for name in options}
         if close := difflib.get_close_matches(word, names):
@@ -86,14 +86,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def override(text: str) -> str:
-    """An argument type: an override; checked here because `--set KEY VALUE` would leave VALUE as another argument."""
+    """Argument type of an override; checked here because `--set KEY VALUE` would leave VALUE as another argument."""
     if "=" not in text:
         raise argparse.ArgumentTypeError(f"{text} {OVERRIDE_SYNTAX}")
     return text
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """An argument type: integers within bounds."""
+    """Argument type: integers within bounds."""
 
     def read(text: str) -> int:
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"

@@ -1,4 +1,4 @@
-"""`trainshed chain`: several profiles in one flow run, each from the export of the one before."""
+"""`trainshed chain`: train several profiles in one flow run, each from the previous export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(console: Console, results: list[dict[str, Any]]) -> None:
-    """Print the validation loss of each run, and the outputs of the last."""
+    """Print the validation loss of each run, and the outputs of the last one."""
     console.print()
     width = max(len(result["run"]) for result in results)
     for result in results:

@@ -27,10 +27,10 @@ def run(options: argparse.Namespace) -> int:
         reason = "is missing; give the format to write, or --verify to compare two checkpoints"
         raise ProfileError("--to", None, reason, ["hf", "nxd", "trainshed", "peft"])
     if options.to == "peft" and (options.verify or options.adapters):
-        reason = "writes the adapters in SOURCE alone; --verify and --adapters do not go with it"
+        reason = "writes only the adapters in SOURCE; it cannot be combined with --verify or --adapters"
         raise ProfileError("--to", "peft", reason, ["hf"])
     if options.average and (options.verify or options.adapters or options.to == "peft"):
-        reason = "writes averaged weights; --verify, --adapters and --to peft do not go with it"
+        reason = "writes averaged weights; it cannot be combined with --verify, --adapters or --to peft"
         raise ProfileError("--average", None, reason)
     if "://" in options.destination:
         raise ProfileError("DESTINATION", options.destination, "is not a local folder")

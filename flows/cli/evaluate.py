@@ -1,4 +1,4 @@
-"""`trainshed evaluate RUN[@STEP]`: evaluate checkpoints of a run, also while it trains."""
+"""`trainshed evaluate RUN[@STEP]`: evaluate checkpoints of a run, finished or still training."""
 
 from __future__ import annotations
 

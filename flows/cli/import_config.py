@@ -18,13 +18,13 @@ from profiles.errors import ProfileError
 from profiles.nxdt.translation import Effect, Line
 from profiles.schema import Profile
 
-SHOWN = (Effect.DIFFERS, Effect.TO_DO)  # the others are counted
+SHOWN = (Effect.DIFFERS, Effect.TO_DO)  # others are only counted
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the profile, print how each key was translated, and the plan; returns the exit code.
 
-    Raises ProfileError if the config is invalid, or has a setting of the mathematics that no profile key can express.
+    Raises ProfileError if the config is invalid, or changes the mathematics in a way that no profile key can express.
     """
     path = Path(options.config).expanduser()
     model_config = None if options.model_config is None else Path(options.model_config).expanduser()
@@ -102,7 +102,7 @@ def _print(
 
     print_plan(console, profile, plan(profile))
     if profile.cluster.accelerator in PLANNED_ONLY:
-        hint = "\nthis is their layout; --hardware trn2 or h200 plans one for hardware that a run starts on"
+        hint = "\nthis is the original layout; --hardware trn2 or h200 plans one for hardware that can train"
         console.print(Text(hint, "yellow"))
 
 

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     except Exception as error:
         print_stderr(f"trainshed: {one_line(error)}")
-        if not isinstance(error, OSError):  # whose message suffices
+        if not isinstance(error, OSError):  # an OSError's message suffices
             print_stderr(f"traceback: {save_traceback()}")
         return FAILED
 
@@ -97,7 +97,7 @@ def _add_training(commands: Any) -> None:
     fork.add_argument("name", metavar="NEW", help="name of the new run")
     _overrides(fork)
     about = (
-        "decay the learning rate to zero over this many steps, then end: a branch of a trunk of constant rate"
+        "decay the learning rate to zero over this many steps, then end: a branch of a constant-rate trunk"
     )
     fork.add_argument("--decay", type=integer(1), metavar="STEPS", help=about)
     _store(fork)
@@ -107,26 +107,26 @@ def _add_training(commands: Any) -> None:
 
 
 def _add_experiments(commands: Any) -> None:
-    """Add ladder, mixture and branches, each of which plans or runs the runs of a file."""
-    about = "forecast a run's loss from those of smaller runs"
-    action = "plan: show the rungs and their cost; run: train those that are missing, and write the forecast"
+    """Add ladder, mixture and branches, which plan or train the runs that a file describes."""
+    about = "forecast a run's loss from smaller runs"
+    action = "plan: show the rungs and their cost; run: train the missing ones, and write the forecast"
     ladder = _experiment(commands, "ladder", "ladder.md", about, action)
     about = "run: also train the target, once its forecast is in the store"
     ladder.add_argument("--target", action="store_true", help=about)
 
-    about = "find the weights of a run's data sources by small runs"
-    action = "plan: show the proxies and their cost; run: train those that are missing, and propose weights"
+    about = "find weights for a run's data sources from small runs"
+    action = "plan: show the proxies and their cost; run: train the missing ones, and propose weights"
     mixture = _experiment(commands, "mixture", "mixtures.md", about, action)
     about = "run: also train a proxy with the proposed weights, and compare it with its forecast"
     mixture.add_argument("--check", action="store_true", help=about)
 
-    about = "train a trunk and its branches: the losses of all lengths"
-    action = "plan: show the runs and their cost; run: train those that are missing, and compare all"
+    about = "compare training lengths as branches of a single trunk"
+    action = "plan: show the runs and their cost; run: train the missing ones, and compare all"
     _experiment(commands, "branches", "ladder.md", about, action)
 
 
 def _experiment(commands: Any, name: str, page: str, about: str, action: str) -> argparse.ArgumentParser:
-    """Add a command that plans or runs a file, described on a page of docs/."""
+    """Add a command that plans or runs a file, whose format is described on a page of docs/."""
     example = f"trainshed {name} plan {name}.yaml"
     command = _command(commands, name, "plan|run FILE", about, example, folder="experiments")
     command.add_argument("action", choices=("plan", "run"), metavar="plan|run", help=action)
@@ -149,14 +149,10 @@ def _add_stores(commands: Any) -> None:
     evaluate.add_argument(
         "run", metavar="RUN[@STEP]", help="the run, and the step of one checkpoint (default: all)"
     )
-    about = (
-        "task or group of lm-evaluation-harness (extra lm-eval); repeatable; without it held-out loss alone"
-    )
+    about = "task or group of lm-evaluation-harness (extra lm-eval); repeatable; default: only held-out loss"
     evaluate.add_argument("--task", dest="tasks", action="append", default=[], metavar="NAME", help=about)
-    evaluate.add_argument(
-        "--include", default="", metavar="FOLDER", help="folder with task files of your own"
-    )
-    evaluate.add_argument("--limit", type=integer(1), metavar="N", help="examples of each task at most")
+    evaluate.add_argument("--include", default="", metavar="FOLDER", help="folder with your own task files")
+    evaluate.add_argument("--limit", type=integer(1), metavar="N", help="maximum examples per task")
     evaluate.add_argument(
         "--follow", action="store_true", help="wait for further checkpoints until the run has ended"
     )
@@ -183,16 +179,16 @@ def _add_planning(commands: Any) -> None:
     about = "plan a run: memory, communication, step time and cost"
     plan = _command(commands, "plan", "PROFILE", about, "trainshed plan tiny")
     _profile(plan)
-    about = "rank the topologies that fit the profile's cluster, and give reasons against the others"
+    about = "rank the topologies that fit the profile's cluster, and say why the others do not"
     plan.add_argument("--search", action="store_true", help=about)
     _json(plan)
 
     about = "start a Prefect server and a worker on this machine"
     up = _command(commands, "up", "", about, "trainshed up")
     _with_default(up, "--port", 4200, "port of the UI and the API", type=integer(1, 65535), metavar="PORT")
-    about = "switch alerts on: the Prefect block to notify, such as slack-webhook/team"
+    about = "send alerts to this Prefect notification block, such as slack-webhook/team"
     up.add_argument("--alerts", metavar="TYPE/NAME", help=about)
-    about = "evaluate each checkpoint when it is complete, also by these tasks of lm-evaluation-harness"
+    about = "evaluate each checkpoint when it is complete, and on these lm-evaluation-harness tasks"
     up.add_argument("--evaluate", nargs="*", metavar="TASK", help=about)
 
 
@@ -232,7 +228,7 @@ def _add_tools(commands: Any) -> None:
     importer.add_argument("out", metavar="OUT", nargs="?", help="profile to write (default: ./NAME.yaml)")
     about = "the model's config.json, if the one that CONFIG names is elsewhere"
     importer.add_argument("--config", dest="model_config", metavar="FILE", help=about)
-    about = "plan a new layout for this hardware; batch and schedule stay"
+    about = "plan a new layout for this hardware; keep batch and schedule"
     importer.add_argument("--hardware", choices=("trn2", "h200"), help=about)
     importer.add_argument("--verbose", action="store_true", help="list every key")
     _json(importer)
@@ -241,7 +237,7 @@ def _add_tools(commands: Any) -> None:
 def _command(
     commands: Any, name: str, operands: str, about: str, example: str, *, folder: str = ""
 ) -> argparse.ArgumentParser:
-    """Add a subcommand, which is the function `run` of the module of its name in `folder`."""
+    """Add a subcommand: the function `run` in the module of the same name in `folder`."""
     command = commands.add_parser(
         name,
         help=about,
@@ -269,7 +265,7 @@ def _overrides(command: argparse.ArgumentParser, more: str = "") -> None:
 
 
 def _update(command: argparse.ArgumentParser) -> None:
-    about = "resolve hub revisions and source files again, instead of taking them from the run's lock"
+    about = "resolve hub revisions and source files again instead of reading them from the run's lock"
     command.add_argument("--update", action="store_true", help=about)
 
 
@@ -281,7 +277,7 @@ def _conversion(command: argparse.ArgumentParser) -> None:
     kinds = ("hf", "nxd", "trainshed", "peft")
     about = f"format to write: {', '.join(kinds)}"
     command.add_argument("--to", choices=kinds, metavar="FORMAT", help=about)
-    about = "average a run's N latest, or with PATH; repeatable"
+    about = "average N latest checkpoints, or SOURCE and PATHs"
     command.add_argument("--average", metavar="N|PATH", action="append", default=[], help=about)
     about = "merge LoRA adapters: run, NxD or PEFT folder"
     command.add_argument("--adapters", metavar="PATH", help=about)
@@ -304,7 +300,7 @@ def _store(command: argparse.ArgumentParser) -> None:
 
 
 def _work_dir(command: argparse.ArgumentParser) -> None:
-    about = "local folder for run folders if the store is on S3, as cluster.work_dir"
+    about = "local folder for run folders if the store is on S3, like cluster.work_dir"
     _with_default(command, "--work-dir", "./store", about, metavar="FOLDER")
 
 

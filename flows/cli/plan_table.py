@@ -29,7 +29,7 @@ from tasks.reporting.format import (
 )
 from tasks.sources.files import text_bytes
 
-MAX_STAGES = 8  # all are shown; of more, the most informative
+MAX_STAGES = 8  # with more stages, only the most informative are shown
 BAR_WIDTH = 10  # characters
 GIB = 2**30
 BYTES_PER_TOKEN = 4  # of text, roughly
@@ -118,7 +118,7 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
 
 
 def _data_tokens(profile: Profile) -> float | None:
-    """Tokens of the training data, estimated from file sizes; None if unknown or if the files are not on this machine."""
+    """Tokens of the training data, estimated from file sizes; None if the files are not on this machine."""
     try:
         size = text_bytes(profile)
     except ProfileError:
@@ -136,7 +136,7 @@ def _sharding(profile: Profile) -> str:
 
 
 def _memory(planned: Plan) -> Table:
-    """The memory of each stage's fullest rank; on a narrow terminal the layers wrap, the numbers never do."""
+    """The memory of each stage's fullest rank; on a narrow terminal layers wrap, numbers never do."""
     unit, unit_bytes = ("MiB", 2**20) if planned.needs < GIB else ("GiB", GIB)
     kinds = {"weights": "parameters", **{kind: kind for kind in ("gradients", "optimizer", "activations")}}
     process = [planned.host_bytes] if planned.host_bytes else []
@@ -165,7 +165,7 @@ def _memory(planned: Plan) -> Table:
 
 
 def _selected_stages(planned: Plan) -> list[int]:
-    """The stages that are shown: all, or those at both ends, the fullest and the emptiest."""
+    """The stages to show: all, or those at both ends, the fullest and the emptiest."""
     count = len(planned.stages)
     if count <= MAX_STAGES:
         return list(range(count))
@@ -174,7 +174,7 @@ def _selected_stages(planned: Plan) -> list[int]:
 
 
 def _bar(fraction: float, reserve: float, width: int) -> Text:
-    """A fraction of the device's memory as a bar, coloured by what is left."""
+    """A fraction of the device's memory as a bar, coloured by the remaining memory."""
     full = min(width, round(fraction * width))
     colour = "red" if fraction > 1 - reserve else "yellow" if fraction > 0.85 else "green"
     return Text.assemble(("█" * full, colour), ("░" * (width - full), "dim"), f" {fraction:4.0%}")
@@ -191,7 +191,7 @@ def _verdict(planned: Plan) -> Text:
 def _parameters(profile: Profile, planned: Plan) -> str:
     text = f"{planned.parameters:,}"
     if planned.active_parameters != planned.parameters:
-        text += f", of which a token is multiplied with {planned.active_parameters:,}"
+        text += f", of which {planned.active_parameters:,} are active per token"
     if profile.lora.rank:
         text += f"; {planned.parameters - profile.model.parameters:,} of them are trained"
     return text
@@ -221,7 +221,7 @@ def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
 
 
 def _nearby(profile: Profile, seconds: float) -> str:
-    """How long a step takes with half and with twice the tensor degree: 'tensor 2: 6% slower, tensor 8: 8% faster; …'."""
+    """Step time with half and with twice the tensor degree: 'tensor 2: 6% slower, tensor 8: 8% faster; …'."""
     parts = []
     for other in neighbours(profile):
         change = other.plan.step_seconds / seconds - 1

@@ -30,7 +30,7 @@ EXAMPLE = "llama3-8b"  # in the legend, if it has the status
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the profiles, smallest model first; those that no supported hardware can start only with `--all`."""
+    """Print the profiles, smallest model first; plan-only ones only with `--all`."""
     profiles = sorted(map(resolve.load, resolve.names()), key=lambda profile: profile.model.parameters)
     hidden = [] if options.all else [profile for profile in profiles if _plan_only(profile)]
     profiles = [profile for profile in profiles if profile not in hidden]
@@ -39,14 +39,12 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print(profiles)
         if hidden:
-            print(
-                f"{len(hidden)} more with --all: published runs on hardware that nothing supported trains on"
-            )
+            print(f"{len(hidden)} more with --all: published runs for hardware that is no longer supported")
     return DONE
 
 
 def _print(profiles: list[Profile]) -> None:
-    """The table; descriptions are at the end of the lines if all fit there, else below them."""
+    """Print the table; descriptions go at the end of the lines if all fit, else below them."""
     statuses = list(map(_status, profiles))
     rows = [
         (profile.name, format_count(profile.model.parameters), cluster_summary(profile), status)

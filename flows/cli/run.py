@@ -111,7 +111,7 @@ def run_flow(
 
 def _report_failure(error: BaseException, log_file: Path) -> int:
     """Print why a flow ended and what to do next; returns the exit code."""
-    if isinstance(error, KeyboardInterrupt):  # its message, if any, says what is saved
+    if isinstance(error, KeyboardInterrupt):  # its message, if any, tells what is saved
         print_stderr(f"stopped{error}; run the same command again to resume")
         return FAILED
     if isinstance(error, GateMissed):
@@ -132,7 +132,7 @@ def _report_failure(error: BaseException, log_file: Path) -> int:
 
 @contextlib.contextmanager
 def prefect_api(work_dir: Path) -> Iterator[None]:
-    """Use the Prefect server that the user's settings name, else that of the commands on this store, for the block."""
+    """Use the Prefect server in the user's settings for the block, else the one shared by commands on this store."""
     home = configure(work_dir)
     with contextlib.ExitStack() as stack:
 

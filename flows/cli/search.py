@@ -24,8 +24,8 @@ from profiles.recompute import modes_of
 from profiles.schema import Profile
 from tasks.reporting.format import format_bytes, format_step_time
 
-MAX_ROWS = 8  # topologies that are shown
-AXES = {"tensor": "TP", "pipeline": "PP", "context": "CP", "data": "DP", "expert": "EP"}  # and their columns
+MAX_ROWS = 8  # topologies to show
+AXES = {"tensor": "TP", "pipeline": "PP", "context": "CP", "data": "DP", "expert": "EP"}  # axis: its column
 NUMBER = re.compile(r"\b\d+\b")
 
 
@@ -91,7 +91,7 @@ def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejec
 
 
 def _command(profile: Profile, typed: str, overrides: Sequence[str], topology: Topology) -> str:
-    """The command that plans a topology: the typed one with the overrides that the topology changes."""
+    """The command that plans a topology: the user's own with the overrides that the topology changes."""
     changes = {key: value for key, value in topology.overrides.items() if get_value(profile, key) != value}
     unchanged = [override for override in overrides if override.partition("=")[0].strip() not in changes]
     changed = (f"{key}={'null' if value is None else format_value(value)}" for key, value in changes.items())
@@ -100,7 +100,7 @@ def _command(profile: Profile, typed: str, overrides: Sequence[str], topology: T
 
 
 def _axes(profile: Profile) -> list[str]:
-    """The axes with a column: that of experts for models with experts."""
+    """The axes with a column: expert only for models with experts."""
     return [axis for axis in AXES if axis != "expert" or profile.model.num_experts]
 
 
@@ -116,7 +116,7 @@ def _row(profile: Profile, topology: Topology) -> tuple[str, ...]:
 
 
 def _recompute(topology: Topology) -> str:
-    """The activation checkpointing; of a mix of several modes only these, as the printed command has it all."""
+    """The activation checkpointing; for a mix only its modes, as the printed command has the full value."""
     value = topology.overrides["train.recompute"]
     if isinstance(value, list):
         return "by stage"

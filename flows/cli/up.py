@@ -2,7 +2,7 @@
 
 Everything listens on loopback. Each child runs in its own session, so that Ctrl-C reaches only this process, which stops
 them in order: flow runs (whose training saves a checkpoint), worker, server. A second Ctrl-C kills everything. If a
-Prefect server is running already, only what it lacks is added.
+Prefect server is already running, only what it lacks is added.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def run(options: argparse.Namespace) -> int:
             return code
         if WORKER in missing:
             worker = ["prefect", "worker", "start", "--pool", POOL]
-            of_worker = {**settings, "env": {**os.environ, **variables}}
-            children.append(start_module(worker, logs / "worker.log", **of_worker))
+            worker_settings = {**settings, "env": {**os.environ, **variables}}
+            children.append(start_module(worker, logs / "worker.log", **worker_settings))
         print_stderr(
             f"Prefect's UI: {address}\nstart `tiny` there: {_form(address)}\nor in another terminal:"
         )
@@ -127,7 +127,7 @@ def _deploy(options: argparse.Namespace, home: Path, log_file: Path, settings: M
 
 
 def _missing(api: str, home: Path) -> list[str] | None:
-    """What runs need and the Prefect server at this address lacks; None if no Prefect server answers there."""
+    """What runs need but the Prefect server at this address lacks; None if no Prefect server answers there."""
     try:
         deployments = _deployments(home)
         pool = _query(f"{api}/work_pools/filter", {"work_pools": _named(POOL)})
@@ -152,7 +152,7 @@ def _deployments(home: Path) -> list[dict[str, Any]]:
 
 
 def _deploy_progress(log_file: Path, total: int) -> Callable[[], str]:
-    """Describes how far `prefect deploy --all` is, by what it appends to its log."""
+    """A description of the progress of `prefect deploy --all`, read from its log."""
     before = log_file.stat().st_size if log_file.exists() else 0
 
     def describe() -> str:
@@ -191,7 +191,7 @@ def _query(address: str, body: dict[str, Any]) -> Any:
 
 
 def _form(address: str) -> str:
-    """Address of the form that starts `tiny`, which Prefect's list, sorted by name, has at its end; else of the list."""
+    """Address of the form that starts `tiny`, which is far down in Prefect's list; else of the list."""
     api = f"{address}/api/deployments/name/pretrain/tiny"
     with contextlib.suppress(OSError), urllib.request.urlopen(api, timeout=10) as answer:
         return f"{address}/deployments/deployment/{json.load(answer)['id']}/run"
@@ -199,11 +199,9 @@ def _form(address: str) -> str:
 
 
 def _stop(children: Sequence[subprocess.Popen[bytes]], is_used: Callable[[], bool]) -> None:
-    """Terminate the children, latest first, and each one's subprocesses before it, so that flow runs report their end.
+    """Terminate the children, latest first, each one after its subprocesses, so that flow runs report their end.
 
-    Before the first one, the server, waits for other commands that use it.
-
-    After GRACE, or at a second signal, what is left is killed.
+    The first child, the server, is stopped once no other command uses it. After GRACE, or at a second signal, the rest is killed.
     """
     processes = _process_trees(children)
     try:

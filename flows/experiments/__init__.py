@@ -1,6 +1,6 @@
-"""Flows of several runs that answer one question: which loss, which mixture, which length.
+"""Flows that train several runs to answer one question: which loss, which mixture, which length.
 
 `ladder.py` forecasts the loss of a large run from small ones, `mixture.py` proposes weights of data sources, `branches.py` decays
-one trunk at several lengths. Start reading at `side_by_side.py`, which plans their runs within a budget and trains several at a
-time; each run is one of `flows.pretrain`.
+one trunk at several lengths. Start reading at `side_by_side.py`, which plans the runs within a budget and trains several at a
+time; each is a run of `flows.pretrain`.
 """

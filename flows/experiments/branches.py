@@ -1,11 +1,11 @@
-"""Branches: a trunk of constant learning rate, branches that decay from its checkpoints, averages, and a page of all.
+"""Branches: a constant-rate trunk, branches that decay from its checkpoints, averages, and a page that compares them.
 
     plan ─> trunk ┬─> branch ┬─> average ┬─> comparison
                   ├─> branch ┤           │
                   └──────────┴─> average ┘
 
-Trunk and branches are ordinary runs of the pretraining flow, so those that are finished are cached, those that were interrupted
-resume, and with one branch more that branch alone is trained: and a longer trunk, if it starts beyond its end.
+Trunk and branches are ordinary runs of the pretraining flow, so finished ones are cached and interrupted ones resume. Adding
+a branch trains only that branch, and extends the trunk if the branch starts beyond its end.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from tasks.store.store import Store
 
 
 def load(file: str, store: Store | None = None) -> tuple[Branches, Rung, list[Rung], list[Plan]]:
-    """Load a branches file, its trunk, branches, and the plans of all. Raises ProfileError if one of them cannot run."""
+    """Load a branches file, its trunk, branches, and the plans of all. Raises ProfileError if one cannot run."""
     described = Branches.load(file)
     trunk = trunk_of(described, store)
     branches = branches_of(described, trunk)
     if trunk.profile.lora.rank and described.averages:
-        reason = "are of whole weights, and this profile trains adapters"
+        reason = "need full weights, but this profile trains LoRA adapters"
         raise ProfileError("averages", None, reason)
     for average in described.averages:
         for member in average.of:
@@ -53,7 +53,7 @@ def load(file: str, store: Store | None = None) -> tuple[Branches, Rung, list[Ru
 @flow(name="branches", flow_run_name=file_name, task_runner=THREADS, **SHOW_FAILURE)
 @final_states
 def branches(file: str, store: str = "./store") -> dict[str, Any]:
-    """Train a trunk and its branches, average checkpoints, and compare all of them; returns losses and the page's path.
+    """Train a trunk and its branches, average checkpoints, and compare them; returns losses and the page's path.
 
     Args:
         file: The branches file.
@@ -84,7 +84,7 @@ def branches(file: str, store: str = "./store") -> dict[str, Any]:
 
 
 def _average(described: Branches, trunk: Rung, found: list[Rung], store: Store) -> list[dict[str, Any]]:
-    """Make the averages that the store lacks; returns all of them."""
+    """Make the averages that the store lacks; returns all averages."""
     if not described.averages:
         return []
     folder = runs.fetch(store, trunk.name)

@@ -4,8 +4,8 @@
             rung ├─> forecast ─> target, if asked for
             rung ┘
 
-Each rung is an ordinary run of the pretraining flow, so one that is finished is cached, one that was interrupted resumes, and a
-ladder with one rung more trains that rung alone. The forecast is in the store before the target starts.
+Each rung is an ordinary run of the pretraining flow, so finished ones are cached and interrupted ones resume; adding a rung
+trains only that rung. The forecast is in the store before the target starts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def load(file: str) -> tuple[Ladder, Rung, list[Rung], list[Plan]]:
-    """Load a ladder, its target, rungs and plans. Raises ProfileError if a rung cannot run, or they exceed the budget."""
+    """Load a ladder, its target, rungs and plans. Raises ProfileError if a rung cannot run or all exceed the budget."""
     ladder = Ladder.load(file)
     target = target_of(ladder)
     rungs = rungs_of(ladder, target)
@@ -43,12 +43,12 @@ def load(file: str) -> tuple[Ladder, Rung, list[Rung], list[Plan]]:
 @flow(name="ladder", flow_run_name=file_name, **SHOW_FAILURE)
 @final_states
 def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str, Any]:
-    """Train the rungs of a ladder and forecast its target; returns the forecast and the paths of its page.
+    """Train the rungs of a ladder and forecast its target; returns the forecast and the path of its page.
 
     Args:
         file: The ladder file.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
-        target: Whether to train the target too, once the forecast is in the store.
+        target: Also train the target, once the forecast is in the store.
     """
     described, goal, rungs, _ = load(file)
     require_startable(rungs)
@@ -69,7 +69,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
         low,
         high,
     )
-    for warning in document.get("warnings", ()):  # absent in those of earlier versions
+    for warning in document.get("warnings", ()):  # absent in forecasts of earlier versions
         log.warning("warning: %s", warning)
     page = ladder_page.write(opened.work_dir / "ladders" / f"{described.name}.html", described, document)
     result = {"ladder": described.name, "key": artifact.key, "page": str(page), **document}
@@ -78,8 +78,8 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
         result["report"] = trained["report"]
         recorded = forecasts.read_recorded(opened.run_folder(trained["run"]))
         if recorded is None:
-            log.warning("warning: %s had started before it was forecast", trained["run"])
-        else:  # an earlier one, if the target had started since
+            log.warning("warning: %s was started before its forecast", trained["run"])
+        else:  # an earlier forecast, if the target has started since
             loss, reached = trained["validation_loss"], _metrics(goal, trained)
             result["outcome"] = forecasts.outcome(recorded, loss, reached)
     return result

@@ -4,8 +4,8 @@
             proxy ├─> proposed weights ─> proxy with these weights, if asked for
             proxy ┘
 
-Each proxy is an ordinary run of the pretraining flow, so one that is finished is cached. Proxies that were trained before a
-source was added are evaluated on the held-out text of all sources, and have weight 0 for that source in the fit.
+Each proxy is an ordinary run of the pretraining flow, so finished ones are cached. Proxies that were trained before a source was
+added are evaluated on the held-out text of all sources, and have weight 0 for the new source in the fit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def load(file: str) -> tuple[Mixture, Rung, list[Proxy], list[Plan]]:
-    """Load a mixture, its target, proxies and plans. Raises ProfileError if a proxy cannot run, or they exceed the budget."""
+    """Load a mixture, its target, proxies and plans. Raises ProfileError if a proxy cannot run or all exceed the budget."""
     mixture = Mixture.load(file)
     target = mixture_target(mixture)
     proxies = proxies_of(mixture, target)
@@ -61,7 +61,7 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
     Args:
         file: The mixture file.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
-        check: Whether to train a proxy with the proposed weights too, and compare it with its forecast.
+        check: Also train a proxy with the proposed weights, and compare it with its forecast.
     """
     described, target, proxies, _ = load(file)
     require_startable([proxy.run for proxy in proxies])
@@ -97,11 +97,11 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
 
 
 def _require_one_tokenizer(inputs: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise ProfileError if the proxies have different tokenizers, so that their losses per token cannot be compared."""
+    """Raise ProfileError if the proxies have different tokenizers, as their losses per token would not compare."""
     first = next(iter(inputs))
     for name, found in inputs.items():
         if found["tokenizer"] != inputs[first]["tokenizer"]:
-            reason = f"of {name} is not that of {first}, so their losses per token cannot be compared; name a fixed tokenizer"
+            reason = f"differs between {first} and {name}, so their losses per token cannot be compared; name a fixed tokenizer"
             raise ProfileError("tokenizer.source", None, reason)
 
 
@@ -131,7 +131,7 @@ def _losses(
 
 
 def _by_source(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """Held-out loss by the names of sources."""
+    """Held-out loss by source name."""
     metrics = evaluation["metrics"]
     return {
         name.removeprefix(OF_SOURCE): value for name, value in metrics.items() if name.startswith(OF_SOURCE)

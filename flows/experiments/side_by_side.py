@@ -1,6 +1,6 @@
 """Runs of a ladder, a mixture or branches: plans them within the budget, and trains several at a time on the devices.
 
-Each is an ordinary run of the pretraining flow, so one that is finished is cached and one that was interrupted resumes.
+Each is an ordinary run of the pretraining flow, so finished ones are cached and interrupted ones resume.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from tasks.reporting.format import format_duration
 
 log = logging.getLogger(__name__)
 
-_run: ContextVar[str] = ContextVar("run", default="")  # name of the run that a log record belongs to
+_run: ContextVar[str] = ContextVar("run", default="")  # name of the run that log records belong to
 
 
 def file_name() -> str:
-    """Name of the flow run in Prefect's UI: that of the file that describes the runs."""
+    """Name of the flow run in Prefect's UI: the name of the file that describes the runs."""
     return Path(flow_run.parameters["file"]).stem
 
 
 def plan_within(experiment: Experiment, runs: Sequence[Rung]) -> list[Plan]:
-    """Plan the runs. Raises ProfileError if one does not fit its devices, or all together exceed the budget."""
+    """Plan the runs. Raises ProfileError if one does not fit its devices or all together exceed the budget."""
     plans = []
     for run in runs:
         profile = resolve_auto(run.profile)
@@ -72,7 +72,7 @@ def require_startable(runs: Sequence[Rung]) -> None:
 
 
 def run_side_by_side(experiment: Experiment, runs: Sequence[Rung], store: str) -> list[dict[str, Any]]:
-    """Train the runs that are not finished, the largest first, within the device budget; returns the results of all."""
+    """Train the unfinished runs, largest first, within the device budget; returns the results of all runs."""
     budget = experiment.devices or max(run.profile.world_size for run in runs)
     free, changed = budget, threading.Condition()
     stopped, threads = False, set[int]()
@@ -110,7 +110,7 @@ def run_side_by_side(experiment: Experiment, runs: Sequence[Rung], store: str) -
             return [futures[run.name].result() for run in runs]
         except BaseException as error:
             with changed:
-                # No further run starts; those that train end first, unless the flow is stopped.
+                # No further run starts; running ones finish, unless the flow is stopped.
                 stopped = True
                 changed.notify_all()
                 for thread in threads if not isinstance(error, Exception) else ():
@@ -121,7 +121,7 @@ def run_side_by_side(experiment: Experiment, runs: Sequence[Rung], store: str) -
 
 @contextmanager
 def _quiet_runs() -> Iterator[None]:
-    """Show only warnings of the runs in the terminal; their other messages are in Prefect and in the log file."""
+    """Show only warnings of the runs in the terminal; other messages go to Prefect and the log file."""
 
     def shown(record: logging.LogRecord) -> bool:
         return not _run.get() or record.levelno >= logging.WARNING

@@ -1,4 +1,4 @@
-"""The Prefect server that a command starts, and what a flow needs to talk to one.
+"""The Prefect server that a command starts, and what a flow needs to connect to one.
 
 Start with `shared_server.py` (one server for all commands of a store), then `prefect_settings.py`; `secrets.py` reads Prefect's
 secret blocks.

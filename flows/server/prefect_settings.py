@@ -1,4 +1,4 @@
-"""What Trainshed configures in Prefect: client and server settings, names that `flows.registration` registers, state names."""
+"""Prefect settings of clients and servers, and the names of registered objects, flows and states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 POOL = "trainshed"  # the work pool
-ALERT_KINDS = {  # of events, and when they are emitted (flows/alerts)
+ALERT_KINDS = {  # kinds of events, and when they are emitted (flows/alerts)
     "started": "a run begins",
     "checkpoint": "a checkpoint is complete",
     "spike": "steps are skipped for a loss or gradient norm that is a spike or not finite",
@@ -37,12 +37,12 @@ STOPPED, REJECTED, GATE_MISSED = "Stopped", "Rejected", "GateMissed"  # final st
 
 HEARTBEAT_SECONDS = 30
 CLIENT_RETRIES = 7  # an unreachable server is retried after 2, 4, ... 128 s: for four minutes, and a fifth with Prefect's jitter
-# without a heartbeat until a run counts as crashed: longer than a run can wait for the server
+# Without a heartbeat for this long, a run counts as crashed; longer than a run can wait for the server.
 SILENCE_SECONDS = 360
 
 # Environment of servers and flow runs, read when Prefect is imported.
 SETTINGS = {
-    # Telemetry would delay the start where there is no network, and print a notice into the live line.
+    # Telemetry would delay the start without a network, and print a notice over the progress line.
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
     "PREFECT_CLIENT_MAX_RETRIES": str(CLIENT_RETRIES),
@@ -51,10 +51,10 @@ SETTINGS = {
 
 
 def configure(store: Path) -> Path:
-    """Set what the user has not set in the environment of this process, before it imports Prefect; returns Prefect's home.
+    """Set what the user has not set in this process's environment, before Prefect is imported; returns Prefect's home.
 
-    The home, with the database of a local server, is in the local folder of the store. The server that the user may have
-    configured in ~/.prefect is used all the same.
+    The home, with the database of a local server, is in the store's local folder. A server that the user has configured in
+    ~/.prefect is still used.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -67,9 +67,9 @@ def configure(store: Path) -> Path:
 
 
 def few_certificates(home: Path) -> dict[str, str]:
-    """Setting that makes clients load one TLS certificate instead of all: faster, and enough for a server on loopback.
+    """Setting that makes clients load one TLS certificate instead of all: faster, and enough for loopback.
 
-    Each of Prefect's clients loads its certificates, needed or not, and deploying starts hundreds of clients.
+    Every Prefect client loads certificates, needed or not, and deploying starts hundreds of clients.
     """
     path = home / "certificate.pem"
     if not path.exists():
@@ -85,8 +85,8 @@ def few_certificates(home: Path) -> dict[str, str]:
 
 
 def may_name_server(home: Path) -> bool:
-    """Whether the user's settings may configure a Prefect server; reading them needs Prefect, which takes a second to import."""
-    if "prefect" in sys.modules:  # then reading them costs nothing
+    """Whether the user's settings may name a Prefect server; reading them would import Prefect, which takes a second."""
+    if "prefect" in sys.modules:  # reading them costs nothing
         return True
     files = (home / "profiles.toml", Path(".env"), Path("prefect.toml"))
     variables = ("PREFECT_API_URL", "PREFECT_PROFILES_PATH")

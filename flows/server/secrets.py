@@ -1,4 +1,4 @@
-"""The Hugging Face token, from the environment or from a Prefect Secret block; never stored or shown."""
+"""The Hugging Face token, from the environment or a Prefect Secret block; never stored or shown."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # in the order of huggingfac
 
 
 def without_tokens() -> dict[str, str]:
-    """This process's environment without tokens of the hub."""
+    """This process's environment without hub tokens."""
     return {name: value for name, value in os.environ.items() if name not in VARIABLES}
 
 
 def hub_token(profile: Profile) -> str | None:
     """The token for a profile whose data, tokenizer or weights come from the hub, else None.
 
-    Also None if no token is set: huggingface_hub then uses that of `hf auth login`.
+    Also None if no token is set: huggingface_hub then uses the token of `hf auth login`.
     """
     sources = profile.data.sources
     data = any(source.kind == "hub" or (source.path or "").startswith("hf://") for source in sources)

@@ -1,13 +1,13 @@
 """The Prefect server that the commands on one store share if none is configured, with its database beside the store.
 
 The first command starts it, in about 3 s (10 s the first time, when it creates its database) while the flow is being imported.
-Others use it, since servers that share an SQLite database block each other. It ends with its last user, even if that is killed.
+Others use it, since servers that share an SQLite database block each other. It exits after its last user, even a killed one.
 It runs in its own session: Ctrl-C reaches only the flow, which can then still report its end.
 
     <home>/server.json          the server's port and host
     <home>/server.lock          held to start, join or end a server
     <home>/server-<port>.alive  held by the server
-    <home>/server-<port>.users  held, shared, by the commands that use it
+    <home>/server-<port>.users  held in shared mode by the commands that use it
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ CHECK_SECONDS = 0.1  # between the server's checks for users
 
 
 class Registration:
-    """Who serves and who uses the database of a home. Raises ProfileError if files there cannot be locked."""
+    """The server of a Prefect home and its users, tracked by file locks. Raises ProfileError if locking fails."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
         try:
             self.home.mkdir(parents=True, exist_ok=True)
             server = self._read()
-            if server and server["host"] != platform.node():  # whose loopback this machine cannot reach
+            if server and server["host"] != platform.node():  # this machine cannot reach its loopback
                 self.home = home / platform.node()
                 self.home.mkdir(exist_ok=True)
             with self.locked():
@@ -62,7 +62,7 @@ class Registration:
             yield
 
     def register(self, port: int) -> IO[bytes]:
-        """Record the server of this home; returns a file for the server to inherit, locked as long as it is alive."""
+        """Record the server of this home; returns a locked file for the server to inherit."""
         alive = self._file(port, "alive").open("ab")
         fcntl.flock(alive, fcntl.LOCK_EX)
         partial = self.home / "server.partial"
@@ -71,7 +71,7 @@ class Registration:
         return alive
 
     def join(self) -> tuple[int, IO[bytes]] | None:
-        """Become a user of the server: its port, and a file to close when done; None if no server is running."""
+        """Become a user of the server. Returns its port and a file to close when done; None if no server is running."""
         server = self._read()
         if server is None or not self.is_alive(server["port"]):
             return None
@@ -92,7 +92,7 @@ class Registration:
             (self.home / "server.json").unlink()
 
     def remove(self, port: int) -> None:
-        """Remove the files of a server that has ended."""
+        """Remove the files of a server that has exited."""
         for kind in "alive", "users":
             self._file(port, kind).unlink(missing_ok=True)
 
@@ -108,7 +108,7 @@ class Registration:
 
 @contextlib.contextmanager
 def shared_server(home: Path, log_file: Path) -> Iterator[Server]:
-    """Use the server of this home for the block, started if there is none."""
+    """Use the server of this home for the block; starts one if there is none."""
     server = Server(home, log_file)
     try:
         yield server
@@ -149,7 +149,7 @@ class Server:
         return address
 
     def leave(self) -> None:
-        """Stop using the server; wait for its end if this was its last user."""
+        """Stop using the server; wait for its exit if this was its last user."""
         self._users.close()
         deadline = time.monotonic() + STOP_TIMEOUT
         while self._registration.is_alive(self.port) and time.monotonic() < deadline:
@@ -169,7 +169,7 @@ def start_module(module: Sequence[str], log_file: Path, **options: Any) -> subpr
 
 
 def wait_healthy(api: str, is_alive: Callable[[], bool]) -> bool:
-    """Whether the API becomes healthy within START_TIMEOUT, before the server exits."""
+    """Wait until the API is healthy; False after START_TIMEOUT or if the server exits first."""
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline and is_alive():
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{api}/health", timeout=5):
@@ -179,7 +179,7 @@ def wait_healthy(api: str, is_alive: Callable[[], bool]) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process holds a lock of the file."""
+    """Whether a process holds a lock on the file."""
     try:
         with path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

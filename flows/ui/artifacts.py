@@ -1,7 +1,7 @@
-"""Artifacts of a flow run in Prefect's UI: progress bars, tables and Markdown pages that change while it runs.
+"""Artifacts of a flow run in Prefect's UI: progress bars, tables and Markdown pages, updated while it runs.
 
-The first update creates the artifact and later ones change it, also those of a retried task, so a flow run has one artifact per
-key. Display errors never stop a run.
+The first update creates the artifact and later ones change it, including those of a retried task, so a flow run has one artifact
+per key. Display errors never stop a run.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ProgressBar:
         self._artifact = PrefectArtifact("progress", key, description)
 
     def update(self, fraction: float) -> None:
-        """Show the fraction that is done, 0 to 1."""
+        """Show the completed fraction, 0 to 1."""
         self._artifact.update(lambda: min(100.0, round(100 * fraction, 1)), now=fraction >= 1)
 
 

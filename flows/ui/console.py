@@ -27,14 +27,14 @@ from rich.text import Text
 
 from tasks.reporting.format import format_age, format_duration
 
-PACKAGES = ("flows", "tasks", "profiles", "modeling")  # whose records are shown
+PACKAGES = ("flows", "tasks", "profiles", "modeling")  # packages whose records are shown
 PLAIN_PROGRESS_SECONDS = 10.0  # between progress lines where standard output is not a terminal
-QUIET_SECONDS = 3.0  # after which an unchanged progress line shows the time since its last change
+QUIET_SECONDS = 3.0  # until an unchanged progress line shows the time since its last change
 SEPARATOR = "  "  # between the parts of a progress line
 
 
 class ProgressFilter(logging.Filter):
-    """Pass one progress record per `seconds`, the first at once, and every other record."""
+    """Pass at most one progress record per `seconds`, and all other records."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class ProgressFilter(logging.Filter):
 class TerminalHandler(logging.Handler):
     """Print the records of PACKAGES.
 
-    A record with `progress`, the parts of its text, replaces the previous one. One with `indent`, the column of its note,
-    is wrapped there at words on a terminal; others are left to the terminal, so that a long command can be copied whole.
+    A record with `progress`, the parts of its text, replaces the previous one. On a terminal, a record with `indent` is wrapped
+    between words at that column; others are left to the terminal, so that a long command can be copied in one piece.
     """
 
     def __init__(self, console: Console) -> None:
@@ -90,7 +90,7 @@ class TerminalHandler(logging.Handler):
             self.console.print(Text(SEPARATOR.join(parts)), soft_wrap=True)
 
     def _render_progress(self) -> RenderableType:
-        """The parts, the time since they changed if that is a while ago, and a spinner if no fraction is known."""
+        """The parts, the time since a change if that was a while ago, and a spinner if the fraction is unknown."""
         seconds, spins = time.monotonic() - self._changed_at, len(self._parts) == 1
         width = self.console.width - 2 * spins
         parts = [*self._parts, f"for {format_age(seconds)}"] if seconds >= QUIET_SECONDS else self._parts
@@ -141,7 +141,7 @@ def configure_logging(terminal: TerminalHandler, log_file: Path) -> None:
 
 
 class PipeTolerantConsole(Console):
-    """A console that goes quiet when its reader closes the pipe; rich's own would end the program."""
+    """A console that goes quiet when its reader closes the pipe; rich's own would exit."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -149,7 +149,7 @@ class PipeTolerantConsole(Console):
 
 
 def redirect_to_devnull(output: IO[str]) -> None:
-    """Discard what is buffered for a closed pipe, which would raise again at the interpreter's exit."""
+    """Discard output buffered for a closed pipe, which would raise again at the interpreter's exit."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, output.fileno())
     os.close(devnull)
@@ -174,7 +174,7 @@ def print_stderr(text: str) -> None:
 
 @contextlib.contextmanager
 def waiting(describe: Callable[[], str]) -> Iterator[None]:
-    """Show on standard error, if it is a terminal, what is waited for and for how long already."""
+    """Show what the block waits for and the elapsed time, if standard error is a terminal."""
     console, begun = PipeTolerantConsole(stderr=True, highlight=False), time.monotonic()
     if not console.is_terminal:
         yield
@@ -190,7 +190,7 @@ def waiting(describe: Callable[[], str]) -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """The error's message in one line, with its type unless the message is written for users."""
+    """The error's message in one line, prefixed by its type unless the message is written for users."""
     text = " ".join(str(error).split())
     for_users = isinstance(error, RuntimeError | OSError | ValueError) and text
     return text if for_users else f"{type(error).__name__}: {text}"

@@ -8,12 +8,12 @@ from tasks.fleet.runs import Fleet, RunView
 from tasks.reporting.format import format_duration
 
 KEY = "fleet"
-MAX_RUNS = 50  # the active ones and the latest
+MAX_RUNS = 50  # active ones first, then the latest
 HEADINGS = ("run", "state", "step", "loss", "of planned speed", "goodput", "left", "cost")
 
 
 def markdown(fleet: Fleet, page: str) -> str:
-    """Totals, warnings and a table of runs; `page`: where the HTML page is."""
+    """Totals, warnings and a table of runs; `page`: location of the HTML page."""
     figures = ", ".join(f"{name} **{value}**" for name, value in key_figures(fleet).items())
     warnings = "\n".join(f"- {escape(text)}" for text in warning_texts(fleet))
     rows = "\n".join(f"| {' | '.join(_cells(run))} |" for run in fleet.runs[:MAX_RUNS])

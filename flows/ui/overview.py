@@ -1,6 +1,6 @@
 """A flow run's overview artifact in Prefect's UI: failure and next action, loss curve, plan, incidents, paths.
 
-Rendered from the run folder alone, so that any step can update it. The loss curve is an inline SVG of a few kB.
+Rendered only from the run folder, so that any step can update it. The loss curve is an inline SVG of a few kB.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Overview:
         self.update(now=True)
 
     def update(self, *, now: bool = False) -> None:
-        """Render the page again; without `now`, every few seconds at most."""
+        """Render the page again; without `now`, at most every few seconds."""
         self._artifact.update(self._render, now=now)
 
     def end(self, notice: str) -> None:
@@ -54,7 +54,7 @@ class Overview:
         self._artifact.update(lambda: f"{notice}\n\n{rest}", now=True)
 
     def _render(self, *, ended: bool = False) -> str:
-        """The page without a notice; reads only the metrics that are new. A run that has ended has no time left."""
+        """The page without a notice, for which only new metrics are read; no time left if the run has ended."""
         self._history.update()
         profile, folder = self._profile, self._folder
         plan = state_files.read_json(folder / PLAN_FILE)
@@ -69,7 +69,7 @@ class Overview:
 
 
 def stop_markdown(message: str) -> str:
-    """What is saved of a run that was stopped, and how to resume it."""
+    """What a stopped run has saved, and how to resume it."""
     action = "**Retry** this run here or run the same command again to resume it."
     return f"# Stopped, {message}\n\n**What to do next:** {action}"
 
@@ -80,7 +80,7 @@ def failure_markdown(
     """The failure's message and what to do next, as Markdown.
 
     Args:
-        checkpoints: steps of the complete ones.
+        checkpoints: steps of the complete checkpoints.
     """
     parts = ["# Failed", f"**What happened:** {escape(str(failure) or type(failure).__name__)}"]
     if detail := str(getattr(failure, "detail", "")):
@@ -164,5 +164,5 @@ def _paths(profile: Profile, folder: Path) -> str:
 
 
 def escape(text: str) -> str:
-    """A text in one line, with Markdown's special characters escaped."""
+    """The text in one line, with Markdown's special characters escaped."""
     return "".join(f"\\{mark}" if mark in "\\`*_{}[]<>#|!" else mark for mark in " ".join(text.split()))

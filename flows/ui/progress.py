@@ -1,7 +1,7 @@
-"""Progress of a step while it runs: a progress line in the log, and in Prefect's UI a bar, a table and the overview.
+"""Progress of a running step: a progress line in the log, and in Prefect's UI a bar, a table and the overview.
 
-Training is followed through `metrics.jsonl`. Costs three API calls every few seconds at most, and one log line a second, of
-which Prefect's log gets a few a minute (`console.ProgressFilter`).
+Training is followed through `metrics.jsonl`. Costs at most three API calls every few seconds, and one log line per second, of
+which Prefect's log gets a few per minute (`console.ProgressFilter`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ LINE_SECONDS = 1.0  # between progress lines
 
 
 def progress_reporter(key: str, description: str) -> Callable[[str, float | None], None]:
-    """A callback for a step, which logs what it is doing and shows the fraction that is done in a progress bar.
+    """A callback that logs what a step is doing and shows the completed fraction in a progress bar.
 
-    No fraction is shown until something is done: 0% for minutes looks hung.
+    No fraction is shown while it is 0, because 0% for minutes looks hung.
     """
     bar = ProgressBar(key, description)
 
@@ -59,11 +59,11 @@ class TrainingProgress:
         self._bar = ProgressBar("training", "Training steps done")
         self._table = PrefectArtifact("table", "last-steps", "The latest training steps")
         self._overview = Overview(profile, folder)
-        self._evaluated = 0  # last step whose evaluation was logged, or was there before
+        self._evaluated = 0  # last step whose evaluation was logged or found
         self._following = False  # whether rows are new, not those of an earlier process
 
     def update(self) -> None:
-        """Show the rows that training wrote since the last call, without those of an earlier process."""
+        """Show the rows that training wrote since the last call, except those of an earlier process."""
         rows = list(self._metrics.rows(is_metrics))
         following, self._following = self._following, True
         for row in rows:
@@ -90,7 +90,7 @@ class TrainingProgress:
         self._overview.update(now=done)
 
     def _restart(self) -> None:
-        """Start over: training has resumed and dropped rows, so all of them are read again."""
+        """Start over: training has resumed and dropped rows, so all rows are read again."""
         self._recent.clear()
         self._following = False
 

@@ -172,7 +172,7 @@ def test_a_chain_that_cannot_work_is_rejected_before_it_starts(stages, tmp_path,
     with pytest.raises(ProfileError, match="occurs twice"):
         chained_runs([micro, micro])
     with pytest.raises(
-        ProfileError, match="tiny-dpo is no profile of the chain; nearest valid: tiny, tiny-sft"
+        ProfileError, match="tiny-dpo is not a profile of the chain; nearest valid: tiny, tiny-sft"
     ):
         chained_runs(["tiny", "tiny-sft"], ["tiny-dpo:train.steps=3"])
     arguments = [

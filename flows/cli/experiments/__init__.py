@@ -1,4 +1,4 @@
 """The commands `trainshed ladder`, `mixture` and `branches`; `table.py` prints the plan of their runs.
 
-Start with `ladder.py`; the others have its form.
+Start with `ladder.py`; the others have the same structure.
 """

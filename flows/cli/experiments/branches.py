@@ -14,7 +14,7 @@ from flows.ui.console import relative
 from profiles.sections.branches import Branches
 from tasks.branches import trunk_of
 
-EQUAL = ("parameters", "batch", "learning_rate")  # of all runs, so that a table needs no columns for them
+SAME = ("parameters", "batch", "learning_rate")  # for all runs, so the table omits them
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,14 +41,14 @@ def _plan(options: argparse.Namespace) -> int:
     total = total_of(rows, "all runs")
     scratch = sum(run.flops / run.share for run in branches)
     found = {"branches": described.name, "runs": rows, "total": total, "from_scratch_flops": scratch}
-    print_plan(options, found, [*rows, total], described.name, without=EQUAL)
+    print_plan(options, found, [*rows, total], described.name, without=SAME)
     if not options.json:
         print(f"\n{total['flops'] / scratch:.0%} of the compute of these lengths, each from scratch")
     return DONE
 
 
 def _print_result(console: Console, result: dict[str, Any]) -> None:
-    """Print the loss of each length and of each average, and the page."""
+    """Print the loss of each length and each average, and the path of the page."""
     console.print()
     for row in result["runs"]:
         console.print(f"{row['run']:<24}  {row['steps']:>8,} steps  loss {row['validation_loss']:.4f}")

@@ -45,7 +45,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _print_result(console: Console, result: dict[str, Any]) -> None:
-    """Print the forecast, the outcome if the target was trained, and the page."""
+    """Print the forecast, the outcome if the target was trained, and the path of the page."""
     low, high = result["interval"]
     facts = {
         "forecast": f"{result['loss']:.4f} for {result['target']['name']}",

@@ -1,4 +1,4 @@
-"""`trainshed mixture plan|run FILE`: plan the proxies of a mixture, or train them and propose weights of the sources."""
+"""`trainshed mixture plan|run FILE`: plan the proxies of a mixture, or train them and propose source weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from modeling.scaling.proxies import Proxy, mixture_target
 from profiles.sections.mixture import Mixture
 from tasks.reporting.mixture_page import named
 
-SAME = ("batch", "learning_rate")  # of all proxies, so the table leaves them out
+SAME = ("batch", "learning_rate")  # for all proxies, so the table omits them
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,14 +50,14 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _percent(proxy: Proxy) -> str:
-    """Weights of a proxy in per cent, in the order of its sources."""
+    """Weights of a proxy in percent, in the order of its sources."""
     return (
         " ".join(f"{100 * weight:.0f}" for weight in proxy.weights.values()) if proxy.weights else "natural"
     )
 
 
 def print_result(console: Console, result: dict[str, Any]) -> None:
-    """Print weights and losses by source, how to apply the weights, and the page."""
+    """Print weights and losses by source, how to apply the weights, and the path of the page."""
     share = f"{result['share']:.0%} interval"
     losses = Table("held-out loss", "natural", "proposed", share, "change", box=None, pad_edge=False)
     for row in result["losses"]:

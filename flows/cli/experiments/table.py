@@ -1,4 +1,4 @@
-"""The table of an experiment's runs before anything runs: size, length, rate, compute, time and price of each, and in all."""
+"""Table of an experiment's planned runs: size, length, learning rate, compute, time and price of each, and totals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def short(number: float) -> str:
     return f"{number:,.3g}Z"
 
 
-# By the row's key: title, and how a value is shown. Those without any value are left out.
+# Key of a row: title and formatter of its column. Columns without any value are left out.
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "mixture": ("mixture, %", str),
     "from": ("from step", str),
@@ -41,7 +41,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def row_of(run: Rung, planned: Plan) -> dict[str, Any]:
-    """The row of a run, without steps that it takes over from another; None where a speed or price is unknown."""
+    """The row of a run, without the steps inherited from another; None where a speed or price is unknown."""
     train = run.profile.train
     return {
         "run": run.name,
@@ -77,7 +77,7 @@ def print_plan(
     without: Collection[str] = (),
     warnings: Sequence[str] = (),
 ) -> None:
-    """Print the document with `--json`, else a table of the rows, whose names are shown without the experiment's.
+    """Print the document with `--json`, else a table of the rows, whose names lack the experiment's prefix.
 
     Args:
         without: columns to leave out.

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     if not found:
         empty = not store.backend.entries("runs")
         console.print(
-            f"no runs in {options.store}" if empty else "nothing to remove: a run refers to everything"
+            f"no runs in {options.store}" if empty else "nothing to remove: runs refer to everything"
         )
     elif options.yes:
         console.print(f"removed {total}")

@@ -18,7 +18,7 @@ from tasks.reporting.format import format_age, format_bytes
 from tasks.store.inventory import Run, list_runs
 from tasks.store.store import Store
 
-WIDTH = 200  # of a table that is piped
+WIDTH = 200  # of a piped table
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(found: list[Run], views: Mapping[str, RunView]) -> None:
-    """Print a table; without the optional columns of which no run has a value."""
+    """Print a table, without the optional columns that are empty for all runs."""
     optional = {
         name: [_OPTIONAL[name](views[run.name]) if run.name in views else "" for run in found]
         for name in _OPTIONAL
@@ -70,13 +70,13 @@ def _print(found: list[Run], views: Mapping[str, RunView]) -> None:
 
 
 def _step(run: Run, view: RunView | None) -> str:
-    """The step of the latest checkpoint, from which the run would resume; of a running one the step of its loss."""
+    """The step of the latest checkpoint, from which the run would resume; if it is running, that of its loss."""
     step = max(run.step, view.step) if view and run.state == "running" else run.step
     return f"{step:,} of {run.steps:,}" if run.steps else f"{step:,}"
 
 
 def _state(run: Run, view: RunView | None) -> str:
-    """The state; queued or failed if the run's files show that."""
+    """The state; queued or failed if the run's files show it."""
     finer = {"queued": "running", "failed": "stopped"}
     return view.state if view and finer.get(view.state) == run.state else run.state
 

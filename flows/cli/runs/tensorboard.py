@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     board = program.TensorBoard()
     board.configure(argv=[None, "--logdir", str(folder), "--host", "127.0.0.1", "--port", str(options.port)])
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # its notices about the data loader
+        with contextlib.redirect_stderr(io.StringIO()):  # TensorBoard's notices about its data loader
             address = board.launch()
     except TensorBoardServerException:
         advice = "perhaps by another TensorBoard; choose one with --port"
