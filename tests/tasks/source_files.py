@@ -13,6 +13,7 @@ from tasks.sources import corpus
 from tasks.sources.digest_cache import DigestCache
 from tasks.sources.formats import readers
 from tasks.sources.formats.long_text import LongText
+from tests.modeling.data.datasets import read_sequences
 
 DOCUMENTS = [f"Document {i} says " + "words and more words. " * (i % 9) for i in range(300)] + ["naïve 日本"]
 
@@ -82,6 +83,14 @@ def texts(wanted, token=None):
             ]
         )
     return found
+
+
+def documents_of(artifact, store, split="train"):
+    """Token ids of a dataset, document by document."""
+    corpus = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())
+    artifacts = store.artifacts.path(artifact).parent.parent
+    shards = (read_sequences(artifacts / shard["path"]) for shard in corpus[split])
+    return [document.tolist() for shard in shards for document in shard]
 
 
 def write_pair(prefix, documents):

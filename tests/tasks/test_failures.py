@@ -1,4 +1,4 @@
-"""What the end of a job means to whoever waits for it."""
+"""Classification of failed jobs: their causes, and which failures are fatal."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def failure(code: int | None, detail: str = "") -> JobFailed:
     return classify(resolve.load("tiny"), JobFailed("train: rank 1 ended; its log: x", detail, code))
 
 
-def told(folder: Path, *log: str, code: int = 1) -> JobFailed:
+def job_failure(folder: Path, *log: str, code: int = 1) -> JobFailed:
     """The failure of a job of two processes a node that left this log."""
     job = Job("train", "modeling.training.train", (), folder, nodes=2, processes=2)
     job.log_file.write_text("\n".join(log) + "\n")
@@ -22,7 +22,7 @@ def told(folder: Path, *log: str, code: int = 1) -> JobFailed:
 
 
 def report(rank: int, code: int, time: str) -> str:
-    """What torchrun says when a rank failed."""
+    """What torchrun prints when a rank failed."""
     return f"""============================================================
 modeling.training.train FAILED
 ------------------------------------------------------------
@@ -50,12 +50,12 @@ OOM_KILL = (
         ("[rank 3] step 7/100  loss 5", report(3, -9, "10:00:00"), OOM_KILL),
         (OOM_KILL, "[rank 3] step 7/100  loss 5", report(3, -9, "10:00:00")),
         ("srun: error: n2: task 1: Out Of Memory", *["[rank 0] connection lost"] * 30),
-        # Another rank's end was seen first.
+        # torchrun noticed the end of another rank first.
         ("[rank 3] torch.OutOfMemoryError: CUDA out of memory.", report(0, 1, "10:00:00")),
     ],
 )
-def test_out_of_memory_is_recognised_from_any_message(tmp_path, log):
-    found = told(tmp_path, *log)
+def test_out_of_memory_is_recognised_in_any_message(tmp_path, log):
+    found = job_failure(tmp_path, *log)
     assert isinstance(classify(resolve.load("tiny"), found), FatalError)
     assert len(found.detail.splitlines()) <= causes.DETAIL_LINES + 1
 
@@ -63,7 +63,7 @@ def test_out_of_memory_is_recognised_from_any_message(tmp_path, log):
 def test_survived_memory_error_is_not_the_cause(tmp_path):
     lines = ("[rank 3] UserWarning: Cannot allocate memory, trying another way",)
     lines += tuple(f"[rank 3] step {step}/100  loss 5" for step in range(50))
-    found = told(tmp_path, *lines, report(3, -9, "10:00:00"))
+    found = job_failure(tmp_path, *lines, report(3, -9, "10:00:00"))
     assert "rank 3 on n2 was killed by SIGKILL" in str(found)
     assert found.detail == "[rank 3] step 49/100  loss 5"
     assert not isinstance(classify(resolve.load("tiny"), found), FatalError)
@@ -73,11 +73,11 @@ def test_requeued_job_reports_the_failure_of_its_last_start(tmp_path):
     first = ("job 7, start 1, on n3 n4; rendezvous at n3:20000", "[rank 0] interrupted: saved step 40")
     first += (report(0, 143, "10:00:00"), OOM_KILL, "saved; requeued")
     last = ("job 7, start 2, on n1 n2; rendezvous at n1:20000", "[rank 1] resumed from step 40")
-    found = told(tmp_path, *first, *last, "[rank 3] out of memory", report(3, 71, "11:00:00"))
+    found = job_failure(tmp_path, *first, *last, "[rank 3] out of memory", report(3, 71, "11:00:00"))
     assert str(found).startswith("train: rank 3 on n2 ended with exit code 71")
     assert found.exit_code == 71
     assert found.detail == "[rank 3] out of memory"
-    killed = told(tmp_path, *first, *last, report(2, -9, "11:00:00"))
+    killed = job_failure(tmp_path, *first, *last, report(2, -9, "11:00:00"))
     assert not isinstance(classify(resolve.load("tiny"), killed), FatalError)
 
 

@@ -1,4 +1,4 @@
-"""What a changed profile makes again, and what it does not."""
+"""Cache keys: which settings change them, and which do not."""
 
 import subprocess
 import sys
@@ -67,11 +67,11 @@ def identity(*overrides, name=None, inputs=("tokenizer", "dataset", None)) -> st
         "data.schedule=[{step: 9, weights: [1]}]",
     ],
 )
-def test_what_changes_the_mathematics_is_another_run(override):
+def test_settings_of_the_mathematics_change_the_identity(override):
     assert identity(override) != identity()
 
 
-def test_a_parametrization_is_another_run_with_the_same_graphs():
+def test_parametrization_changes_the_identity_but_not_the_graphs_key():
     one, other = (
         resolve.load("tiny", ["model.parametrization=mup", f"model.base_hidden_size={size}"])
         for size in (64, 96)
@@ -81,7 +81,7 @@ def test_a_parametrization_is_another_run_with_the_same_graphs():
     assert keys.graphs(one) == keys.graphs(resolve.load("tiny"))
 
 
-def test_other_data_or_weights_are_another_run():
+def test_other_data_or_weights_change_the_identity():
     runs = [("t", "d", None), ("u", "d", None), ("t", "e", None), ("t", "d", "w"), ("t", "d", "x")]
     assert len({identity(inputs=inputs) for inputs in runs}) == len(runs)
 
@@ -100,7 +100,7 @@ def test_other_data_or_weights_are_another_run():
         "checkpoint.resume=none",
         "evaluate.every=9",
         "train.micro_batch_size=2",
-        "train.balance_coefficient=0.001",  # as by default
+        "train.balance_coefficient=0.001",  # the default
         "train.recompute=full",
         "train.replicas_every=10",
         "train.log_every=10",
@@ -114,11 +114,11 @@ def test_other_data_or_weights_are_another_run():
         "data.text=body",
     ],
 )
-def test_where_and_how_it_is_computed_is_the_same_run(override):
+def test_topology_and_execution_settings_keep_the_identity(override):
     assert identity(override) == identity()
 
 
-def test_graphs_of_experts_depend_on_their_balance_capacity_and_places():
+def test_graphs_key_depends_on_balance_capacity_and_placement_of_experts():
     changes = (
         "train.balance=none",
         "train.balance_coefficient=0.1",
@@ -175,12 +175,12 @@ PAIRS = ["objective.kind=orpo", "objective.packing=true"]
         ([*PAIRS, "objective.beta=0.1"], [*PAIRS, "objective.beta=0.2"]),
     ],
 )
-def test_what_shapes_the_programs_of_a_step_changes_the_graphs_key_where_they_are_compiled(settings, others):
+def test_step_settings_change_the_graphs_key_on_devices_that_compile_whole_steps(settings, others):
     found = {keys.graphs(resolve.load("tiny", [*NEURON, *each])) for each in (settings, others)}
     assert len(found) == 2
 
 
-def test_pairs_have_other_graphs_than_records_of_as_many_rows():
+def test_pairs_and_single_records_have_different_graphs_keys_at_equal_row_counts():
     found = {
         keys.graphs(resolve.load("tiny", ["cluster.threads=1", *each]))
         for each in ([*SFT, "train.micro_batch_size=2"], [*PAIRS, "train.micro_batch_size=1"])
@@ -241,7 +241,7 @@ def test_sequence_length_changes_the_dataset_key_but_no_tokens_key():
     assert len({keys.tokens(**each) for each in (shard, *changed)}) == 5
 
 
-def test_tokenizer_key_depends_on_what_it_is_made_of():
+def test_tokenizer_key_depends_on_its_source():
     made = [
         {"contents": "a"},
         {"contents": "b"},

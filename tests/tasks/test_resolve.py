@@ -1,4 +1,4 @@
-"""The run lock: a run keeps the commits and files that it began with, and needs no network for them."""
+"""The run lock: a resumed run keeps the commits and files that it started with, without network access."""
 
 import json
 
@@ -6,15 +6,7 @@ import pytest
 
 from profiles.resolve import load as resolve_profile
 from tasks.resolve import RunLock, resolve
-from tests.hub import Hub
 from tests.tasks.source_files import files
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with Hub() as hub:
-        hub.patch(monkeypatch, tmp_path / "hub-cache")
-        yield hub
 
 
 def profile(*sources: dict, **keys: str):
@@ -27,7 +19,7 @@ def stored(inputs) -> RunLock:
     return RunLock.from_bytes(inputs.lock.to_bytes(), "lock.json")
 
 
-def test_a_locked_run_keeps_its_commits_and_files_without_asking(hub, store, tmp_path):
+def test_a_locked_run_keeps_its_commits_and_files_without_requests(hub, store, tmp_path):
     hub.commit("org/model", {"README.md": b"1"})
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.txt").write_text("one")

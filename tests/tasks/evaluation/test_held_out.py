@@ -1,4 +1,4 @@
-"""Evaluation of a run, with real processes: what its failures mean, and whose job it is."""
+"""Evaluation of a run, with real processes: rejected runs, and flows that are killed while the job runs."""
 
 import json
 import multiprocessing
@@ -12,24 +12,8 @@ from tasks.evaluation.held_out import EvaluationStep
 from tasks.failures import FatalError
 from tasks.launchers import create, latest_jobs
 from tasks.step import Context
-from tasks.steps.dataset import DatasetStep
-from tasks.steps.tokenizer import TokenizerStep
 from tasks.steps.training import TrainingStep
 from tasks.store.store import Store
-from tests.flows.micro import write_profile
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    """A profile, a store with its tokens in it, and these."""
-    folder = tmp_path_factory.mktemp("lab")
-    profile = resolve.load(str(write_profile(folder)), ["evaluate.every=0"])
-    store = Store(str(folder / "store"))
-    return (
-        profile,
-        store,
-        DatasetStep(TokenizerStep().run(Context(profile, store))).run(Context(profile, store)),
-    )
 
 
 def run_folder(profile, store, name):
@@ -38,51 +22,50 @@ def run_folder(profile, store, name):
     return folder
 
 
-def test_run_without_a_checkpoint_is_rejected_and_not_retried(lab):
-    profile, store, tokens = lab
+def test_run_without_a_checkpoint_is_rejected_and_not_retried(tokenized):
+    profile, store, dataset = tokenized
     with pytest.raises(FatalError, match=r"^run empty has no complete checkpoint to evaluate"):
-        EvaluationStep(tokens, "identity").run(Context(profile, store, run_folder(profile, store, "empty")))
+        EvaluationStep(dataset, "identity").run(Context(profile, store, run_folder(profile, store, "empty")))
 
 
-def evaluate(profile, store, folder, identity, tokens):
-    return EvaluationStep(tokens, identity).run(Context(profile, Store(store), folder))
+def evaluate(profile, store, folder, identity, dataset):
+    return EvaluationStep(dataset, identity).run(Context(profile, Store(store), folder))
 
 
-def abandoned(profile, store, folder, identity, tokens):
-    """An evaluation whose orchestrator is killed as soon as the job runs."""
-    note = folder / "logs/evaluate.job.json"
-    note.unlink(missing_ok=True)
-    arguments = (profile, store.uri, folder, identity, tokens)
-    orchestrator = multiprocessing.get_context("spawn").Process(target=evaluate, args=arguments)
-    orchestrator.start()
-    while not note.exists():
-        assert orchestrator.is_alive()
+def abandon(profile, store, folder, identity, dataset):
+    """Start an evaluation in another process, which is killed as soon as the job runs; returns the job's handle."""
+    handle_file = folder / "logs/evaluate.job.json"
+    handle_file.unlink(missing_ok=True)
+    arguments = (profile, store.uri, folder, identity, dataset)
+    flow = multiprocessing.get_context("spawn").Process(target=evaluate, args=arguments)
+    flow.start()
+    while not handle_file.exists():
+        assert flow.is_alive()
         time.sleep(0.02)
-    orchestrator.kill()
-    orchestrator.join()
+    flow.kill()
+    flow.join()
     (handle,) = (each for each in latest_jobs(folder / "logs") if each.job.name == "evaluate")
     return handle
 
 
-def test_whoever_comes_later_joins_the_evaluation_or_takes_what_it_left(lab, caplog):
-    profile, store, tokens = lab
+def test_restarted_flow_re_attaches_to_the_evaluation_or_uses_the_result_that_it_left(tokenized, caplog):
+    profile, store, dataset = tokenized
     folder = run_folder(profile, store, "trained")
-    TrainingStep(tokens, "identity").run(Context(profile, store, folder))
+    TrainingStep(dataset, "identity").run(Context(profile, store, folder))
     log = folder / "logs/evaluate.log"
 
-    abandoned(profile, store, folder, "one", tokens)
-    joined = evaluate(profile, store.uri, folder, "one", tokens)
+    abandon(profile, store, folder, "one", dataset)
+    followed = evaluate(profile, store.uri, folder, "one", dataset)
     assert "evaluate is already running: re-attached to it" in caplog.text
     assert log.read_text().count("validation loss") == 1
-    assert joined.summary["step"] == profile.train.steps
+    assert followed.summary["step"] == profile.train.steps
 
-    handle, launcher = abandoned(profile, store, folder, "two", tokens), create("local")
+    handle, launcher = abandon(profile, store, folder, "two", dataset), create("local")
     while launcher.poll(handle).running:
         time.sleep(0.1)
-    taken = evaluate(profile, store.uri, folder, "two", tokens)
+    found = evaluate(profile, store.uri, folder, "two", dataset)
     assert log.read_text().count("validation loss") == 2
-    assert taken.summary == joined.summary
-    assert (
-        json.loads((store.artifacts.path(taken) / evaluation.FILE).read_text())["step"] == profile.train.steps
-    )
+    assert found.summary == followed.summary
+    contents = json.loads((store.artifacts.path(found) / evaluation.FILE).read_text())
+    assert contents["step"] == profile.train.steps
     assert not list((folder / "logs").glob("evaluation-*.json"))

@@ -1,4 +1,4 @@
-"""Results of evaluations by step, and the metrics of tasks."""
+"""Results of evaluations by step, and metrics of language-model tasks."""
 
 from tasks.evaluation import results
 from tasks.evaluation.checkpoints import digest_of_tasks, metrics_of
@@ -6,7 +6,7 @@ from tasks.evaluation.harness import metrics_of as numbers_of
 from tasks.store.store import Store
 
 
-def test_results_come_in_any_order_and_the_latest_of_a_step_counts(tmp_path):
+def test_results_may_come_in_any_order_and_the_latest_value_at_a_step_counts(tmp_path):
     store = Store(str(tmp_path))
     folder = store.run_folder("run").prepare("identity")
     assert results.record(store, "run", 20, {"validation_loss": 2.5})
@@ -18,13 +18,13 @@ def test_results_come_in_any_order_and_the_latest_of_a_step_counts(tmp_path):
     assert list(results.read(folder)) == [10, 20]
 
 
-def test_metrics_of_a_task_are_its_numbers_by_name():
+def test_numeric_metrics_of_a_task_are_renamed():
     found = {"alias": "colours", "acc,none": 0.5, "acc_stderr,none": "N/A", "exact_match,strict": 1}
     assert numbers_of(found) == {"acc": 0.5, "exact_match/strict": 1.0}
     assert metrics_of({"results": {"colours": {"acc": 0.5}}}) == {"lm_eval/colours/acc": 0.5}
 
 
-def test_an_edited_task_or_its_data_runs_again(tmp_path):
+def test_an_edited_task_file_changes_the_digest_of_tasks(tmp_path):
     task = tmp_path / "colours.yaml"
     task.write_text("task: colours")
     before = digest_of_tasks(tmp_path)

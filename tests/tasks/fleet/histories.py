@@ -1,4 +1,4 @@
-"""Simulated runs: files of a run folder as training writes them, by a clock of their own, and the true division of the time."""
+"""Simulated runs: a run folder's files as training writes them, on a simulated clock, and the true time by category."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Goodput against simulated runs whose division of time is known."""
+"""Goodput of simulated runs whose true time by category is known."""
 
 import tempfile
 from pathlib import Path
@@ -79,7 +79,7 @@ def read(folder):
 
 @settings(max_examples=30, deadline=None)
 @given(ATTEMPTS)
-def test_time_is_divided_as_it_was_spent(attempts):
+def test_time_by_category_is_that_of_the_simulation(attempts):
     with tempfile.TemporaryDirectory() as folder:
         run = simulate(Path(folder) / "run", attempts)
         found = read(run.folder)
@@ -87,7 +87,7 @@ def test_time_is_divided_as_it_was_spent(attempts):
     assert found.total == pytest.approx(run.clock - 1_800_000_000.0, abs=1e-2)
 
 
-def test_a_job_in_the_queue_waits_until_now_and_holds_no_devices(tmp_path):
+def test_a_queued_job_counts_as_queue_until_now_and_holds_no_devices(tmp_path):
     run = SimulatedRun(tmp_path / "run")
     run.submit(0, 5.0)
     attempts = list(LogFollower(run.folder / "attempts.jsonl").rows())

@@ -1,4 +1,4 @@
-"""All runs of a store: states, what is read again, nodes, cost and the page."""
+"""All runs of a store: states, caching, nodes, cost and the page."""
 
 import json
 
@@ -102,7 +102,7 @@ def test_only_runs_with_changed_files_are_read_again(store, monkeypatch):
     assert len(read_fleet(store).runs) == 6
 
 
-def test_a_warning_names_few_of_many_runs(tmp_path):
+def test_a_warning_names_only_the_first_of_many_runs(tmp_path):
     for number in range(7):
         simulated(tmp_path, f"run-{number}", until=5).fail("rank 3 on n7 was killed by SIGKILL")
     (text,) = warning_texts(read_fleet(Store(str(tmp_path))))
@@ -122,7 +122,7 @@ def test_page_is_well_formed_and_escapes_names_of_nodes(store):
 
 
 def write_long(store, monkeypatch):
-    """Give the finished run more rows than are read whole; its last evaluation is far before its end."""
+    """Give the finished run more rows than are read in one request; its last evaluation is far before its end."""
     monkeypatch.setattr(digest, "WHOLE", 0)
     monkeypatch.setattr(digest, "TAIL", 4000)
     rows = [{"step": step, "loss": 10 - step / 1000, "step_seconds": 2.0} for step in range(1, 5001)]
@@ -131,8 +131,8 @@ def write_long(store, monkeypatch):
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def test_a_long_curve_is_read_at_few_places(store, monkeypatch):
-    """The curve of a file that is not read whole has the course of all its rows."""
+def test_a_long_curve_is_read_at_a_few_offsets(store, monkeypatch):
+    """The sampled curve follows that of all rows."""
     write_long(store, monkeypatch)
     found = by_name(read_fleet(store))["done"].digest
     assert len(found.curve) == digest.POINTS

@@ -1,8 +1,8 @@
-"""Emulated Kubernetes: the part of the API that the launcher uses, on loopback, with Pods that are processes of this machine.
+"""Emulated Kubernetes: the part of the API that the launcher uses, on loopback, with Pods as processes on this machine.
 
-No real API server runs where these tests do. What is emulated: Jobs of completion mode Indexed with backoffLimit 0, Services and
-Secrets that belong to them, Pods with an index, a termination grace period and DNS names, of which all are this machine. Bodies
-are checked against the schemas of Kubernetes' published API description, where an unknown field is an error too.
+No real API server runs where these tests do. Emulated are Jobs of completion mode Indexed with backoffLimit 0, Services and
+Secrets that belong to them, and Pods with an index, a termination grace period and DNS names, which all resolve to this machine.
+Bodies are checked against the schemas of Kubernetes' published API description; an unknown field is an error too.
 """
 
 import contextlib

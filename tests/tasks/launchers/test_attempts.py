@@ -1,4 +1,4 @@
-"""Numbers of attempts, as both launchers count them."""
+"""Attempt numbers, as the local launcher and Slurm's batch script count them."""
 
 import subprocess
 import time

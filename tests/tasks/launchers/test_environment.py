@@ -1,4 +1,4 @@
-"""Every launcher sets the environment variables of the profile's device for its jobs."""
+"""Every launcher sets the device's environment variables for its jobs."""
 
 import json
 
@@ -30,9 +30,7 @@ def in_manifest(job, cluster):
 
 
 @pytest.mark.parametrize("environment", [in_local_job, in_batch_script, in_manifest])
-def test_jobs_on_gpus_get_segments_that_grow_and_deterministic_matrix_products(
-    environment, tmp_path, monkeypatch
-):
+def test_gpu_jobs_get_expandable_segments_and_deterministic_cublas(environment, tmp_path, monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     profile = resolve.load("llama3-8b-h100", ["cluster.kubernetes.image=i"])

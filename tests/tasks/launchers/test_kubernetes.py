@@ -1,4 +1,4 @@
-"""KubernetesLauncher on an emulated API server: several nodes, lost nodes, an API server that is away, and what is sent."""
+"""KubernetesLauncher on an emulated API server: several nodes, lost nodes, an unreachable API server, manifests."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def waiting(folder: Path, **options) -> Job:
     return Job("work", "tasks.launchers.conformance_job", (str(folder),), folder / "logs", **options)
 
 
-def test_nodes_of_a_job_meet_at_the_first_one(cluster, launcher, tmp_path):
+def test_nodes_of_a_job_rendezvous_at_the_first_one(cluster, launcher, tmp_path):
     (tmp_path / "finish").touch()
     job = waiting(tmp_path, nodes=2, processes=1, threads=1)
     execute(launcher, job, timeout=120)
@@ -38,14 +38,14 @@ def test_lost_node_is_the_cause_of_the_failure(cluster, launcher, tmp_path):
     assert f"{handle.identifier}-0-abcde on node-0 was evicted, or its node failed" in str(failure)
 
 
-def test_api_server_that_is_away_does_not_end_the_job(cluster, launcher, tmp_path, caplog):
-    job, looks = waiting(tmp_path), []
+def test_unreachable_api_server_does_not_end_the_job(cluster, launcher, tmp_path, caplog):
+    job, calls = waiting(tmp_path), []
 
     def watch():
-        looks.append(len(looks))
-        if looks[-1] == 1:
+        calls.append(len(calls))
+        if calls[-1] == 1:
             cluster.unavailable = 3
-        if looks[-1] > 5 and cluster.unavailable == 0:
+        if calls[-1] > 5 and cluster.unavailable == 0:
             (tmp_path / "finish").touch()
 
     execute(launcher, job, watch, timeout=120)

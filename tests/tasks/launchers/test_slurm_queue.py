@@ -1,4 +1,4 @@
-"""How often the Slurm launcher asks the controller, with a squeue of this test and a clock that is set by hand."""
+"""How often the Slurm launcher queries the controller, with a fake squeue and a fake clock."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tasks.launchers import Handle, Job, create, slurm, slurm_queue
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock: its `now`."""
+    """A fake clock, which tests advance through `now`."""
     clock = SimpleNamespace(now=1000.0)
     for module in (slurm, slurm_queue):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -22,7 +22,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
-    """What squeue prints, a file, and a function that says how often it was called."""
+    """A file with what squeue prints, and a function that returns how often squeue was called."""
     rows, calls, program = tmp_path / "rows", tmp_path / "calls", tmp_path / "bin/squeue"
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\necho >> {calls}\ncat {rows}\n")
@@ -44,7 +44,7 @@ def test_jobs_share_few_queries_and_their_records_are_noticed_at_once(clock, que
             assert launcher.poll(handle).running
     assert calls() < 600 / slurm.POLL_SECONDS + 20
 
-    # Slurm has killed a job, whose script says so; the other one ended by itself.
+    # Slurm has killed job 8, whose record has no exit code; job 7 ended by itself.
     rows.write_text("8|COMPLETING|11:00|b|c|None\n")
     for name, code in (("a", 3), ("b", None)):
         record = {"job": {"a": "7", "b": "8"}[name], "exit_code": code, "nodes": "n1"}

@@ -1,4 +1,4 @@
-"""A run's history: bounded, incremental, and right after a resume."""
+"""A run's history: bounded in memory, incremental, and correct after a resume."""
 
 import json
 

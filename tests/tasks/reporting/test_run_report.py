@@ -1,4 +1,4 @@
-"""The report as its reader gets it: complete, escaped, and without network requests."""
+"""A run's HTML report: complete, escaped, and without network requests."""
 
 import html
 import json

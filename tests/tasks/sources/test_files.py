@@ -69,7 +69,7 @@ def test_lines_option_reads_each_line_of_text_as_a_document(tmp_path, small_shar
     assert texts(profile(files(tmp_path / "a.txt"))) == [["\n".join(DOCUMENTS)]]
 
 
-def test_a_long_text_file_is_read_in_chunks(tmp_path, monkeypatch):
+def test_long_text_files_are_read_in_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "LONG_FILE", 100)
     monkeypatch.setattr("tasks.sources.formats.long_text.READ", 64)
     (tmp_path / "a.txt").write_text("日本語 naïve " * 40)
@@ -228,7 +228,7 @@ def test_only_regular_files_with_readable_names_are_read(tmp_path):
         list_shards(profile(files(pipe)).data)
 
 
-def test_a_folder_that_cannot_be_read_is_an_error_not_less_data(tmp_path, monkeypatch, waits):
+def test_an_unreadable_folder_is_an_error_and_never_less_data(tmp_path, monkeypatch, waits):
     (tmp_path / "a/b").mkdir(parents=True)
     for name in "a/x.jsonl", "a/b/y.jsonl":
         (tmp_path / name).write_bytes(lines(DOCUMENTS))
@@ -247,7 +247,7 @@ def test_a_folder_that_cannot_be_read_is_an_error_not_less_data(tmp_path, monkey
     assert joined(texts(profile(files(tmp_path / "*/*.jsonl")))) == DOCUMENTS
 
 
-def test_failed_requests_to_s3_are_retried_and_never_taken_for_absence(monkeypatch, waits):
+def test_failed_requests_to_s3_are_retried_and_never_treated_as_absence(monkeypatch, waits):
     import fsspec
     import s3fs
 
@@ -351,12 +351,12 @@ def test_invalid_utf8_in_a_table_is_an_error_with_its_record(ending, tmp_path):
     found = pa.table({"text": pa.array(values, pa.binary()).view(pa.string())})
     if ending == "parquet":
         parquet.write_table(found, tmp_path / "a.parquet", row_group_size=2)
-        place = "row group 1, record 0, byte 4"
+        position = "row group 1, record 0, byte 4"
     else:
         with pa.ipc.new_stream(str(tmp_path / "a.arrow"), found.schema) as writer:
             writer.write_table(found)
-        place = "record batch 0, record 2, byte 4"
-    with pytest.raises(SourceError, match=rf"a\.{ending}, {place}: not UTF-8"):
+        position = "record batch 0, record 2, byte 4"
+    with pytest.raises(SourceError, match=rf"a\.{ending}, {position}: not UTF-8"):
         texts(profile(files(tmp_path / f"a.{ending}")))
 
 
@@ -388,7 +388,7 @@ def test_long_texts_of_a_table_are_read_in_bounded_memory(tmp_path, monkeypatch)
         pa.set_memory_pool(before)
 
 
-def test_a_lone_surrogate_makes_a_record_without_text(tmp_path, monkeypatch):
+def test_a_record_with_a_lone_surrogate_counts_as_without_text(tmp_path, monkeypatch):
     good, bad = r'{"text": "a pair \ud83d\ude00", "n": "\ud800"}', r'{"text": "half a pair \ud83d"}'
     (tmp_path / "a.jsonl").write_text("\n".join([good, bad, good]))
     assert texts(profile(files(tmp_path / "a.jsonl"))) == [["a pair 😀", None, "a pair 😀"]]

@@ -105,7 +105,7 @@ def test_shards_are_keyed_by_their_files_not_by_the_commit(hub):
         ({"repository": "org/script"}, r"repository = org/script: .*loading script.*no refs/convert/parquet"),
     ],
 )
-def test_what_the_hub_lacks_is_an_error_with_the_valid_choices(hub, source, message):
+def test_unknown_names_are_errors_with_the_valid_choices(hub, source, message):
     with pytest.raises(ProfileError, match=message):
         texts(profile({"kind": "hub", **source}))
 
@@ -130,7 +130,7 @@ def test_a_gated_data_set_is_read_with_a_token(hub):
     assert texts(source, TOKEN) == [DOCUMENTS]
 
 
-def test_a_throttling_hub_is_waited_for_as_long_as_it_asks(hub, waits):
+def test_retries_wait_as_long_as_a_throttling_hub_asks(hub, waits):
     hub.faults = [(429, {"Retry-After": "120"}), (503, {}), (429, {"RateLimit": '"api";r=0;t=280'})]
     assert joined(texts(profile({"kind": "hub", "repository": "org/texts", "config": "en"}))) == DOCUMENTS
     assert len(waits) == 3

@@ -64,7 +64,7 @@ def test_segments_of_long_runs_have_the_tokens_of_the_whole_text(kind, runs):
     assert encode(tokenizer, *segments) == encode(tokenizer, text)
 
 
-def test_text_without_a_position_to_split_stays_whole(monkeypatch):
+def test_text_without_a_valid_boundary_is_not_split(monkeypatch):
     monkeypatch.setattr(long_text, "SEGMENT", 1000)
     text = "a" * 9000
     assert split(trained(gpt2), text) == [text]

@@ -23,13 +23,6 @@ def files():
     return {"config.json": config, "model.safetensors": save(nxd_shards.model()), "README.md": b"a model"}
 
 
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with Hub() as hub:
-        hub.patch(monkeypatch, tmp_path / "hub-cache")
-        yield hub
-
-
 def s3_client():
     """A client that sends names as they are."""
     import boto3

@@ -1,4 +1,4 @@
-"""Pretrained weights made ready for training: what the artifact holds, what is rejected and logged."""
+"""Checkpoint step: the artifact's contents and key, rejected weights, and warnings."""
 
 import json
 import logging
@@ -53,7 +53,7 @@ def test_artifact_is_split_for_the_profiles_topology(weights, store):
     assert same(weights, store.artifacts.path(made))
     assert len(list(store.artifacts.path(made).glob("*.distcp"))) == 8
     assert CheckpointStep().run(Context(run, store)) == made
-    # neither the place nor the topology is part of what it is
+    # The key depends neither on the path nor on the topology.
     other = weights.rename(weights.with_name("elsewhere"))
     assert CheckpointStep().key(Context(profile(other, "parallel.tensor=1"), store)) == key
     state = load_file(other / "model.safetensors")
@@ -61,7 +61,7 @@ def test_artifact_is_split_for_the_profiles_topology(weights, store):
     assert CheckpointStep().key(Context(profile(other), store)) != key
 
 
-def test_weights_of_nxd_take_the_profiles_model(tmp_path, weights, store):
+def test_nxd_weights_get_their_shapes_from_the_profiles_model(tmp_path, weights, store):
     shards = nxd_shards.shards(nxd_shards.model(), 2, [range(4)])
     folder = nxd_shards.save(shards, "model/dp_rank_00_tp_rank_{t:02}_pp_rank_{p:02}.pt", tmp_path / "nxd")
     run = profile(folder)

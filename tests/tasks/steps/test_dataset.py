@@ -22,8 +22,7 @@ from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
 from tasks.tokenization import tokenize_shard, tokenizer_files
 from tests import s3
-from tests.modeling.data.datasets import read_sequences
-from tests.tasks.source_files import list_shards
+from tests.tasks.source_files import documents_of, list_shards
 
 DOCUMENTS = [f"Document {i} " + "says words and more words. " * (i % 7) for i in range(200)] + [
     "",
@@ -72,15 +71,6 @@ def key_of(tokenizer, wanted, store):
 
 def make(wanted, store):
     return make_dataset(make_tokenizer(wanted, store), wanted, store)
-
-
-def documents_of(artifact, store, split):
-    """Token lists of a corpus, document by document."""
-    corpus = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())
-    artifacts = store.artifacts.path(artifact).parent.parent
-    return [
-        document.tolist() for shard in corpus[split] for document in read_sequences(artifacts / shard["path"])
-    ]
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet"])

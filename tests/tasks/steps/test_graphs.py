@@ -1,4 +1,4 @@
-"""Graphs compiled ahead of time, and training that finds them: one compile for the whole file, and parts of it anew."""
+"""Ahead-of-time compilation of graphs, and training with them; all tests share one compilation, of which they repeat parts."""
 
 import logging
 import os
@@ -27,8 +27,8 @@ ALONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.steps=1", "ev
 LOSS = "loss, evaluation"  # the program that is quickest to compile
 
 
-class Place:
-    """A store, and runs beside it."""
+class Workspace:
+    """A store, and a dataset and run folders beside it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.store = folder, Store(str(folder / "store"))
@@ -38,7 +38,7 @@ class Place:
         return GraphsStep().run(Context(load(str(run / "profile.yaml")), self.store, **context))
 
     def forget(self, run: Path, *programs: str) -> None:
-        """Remove the run's artifact, and those of programs."""
+        """Remove the artifacts of the run's graphs and of these programs."""
         profile = load(str(run / "profile.yaml"))
         found = self.store.artifacts.find(GraphsStep.kind, keys.graphs(profile))
         for entry in found.summary["programs"]:
@@ -60,26 +60,26 @@ def _forked_jobs():
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Place:
-    return Place(tmp_path_factory.mktemp("graphs"))
+def workspace(tmp_path_factory) -> Workspace:
+    return Workspace(tmp_path_factory.mktemp("graphs"))
 
 
 @pytest.fixture(scope="module")
-def run(place) -> Path:
-    return micro.run_folder(place.folder / "run", *SETTINGS)
+def run(workspace) -> Path:
+    return micro.run_folder(workspace.folder / "run", *SETTINGS)
 
 
 @pytest.fixture
-def compiled(place, run):
-    """The artifact; compiled by the first test that asks, and again as far as a test removed it."""
-    return place.compile(run)
+def compiled(workspace, run):
+    """The artifact of the run's graphs; only what an earlier test removed is compiled again."""
+    return workspace.compile(run)
 
 
 def status(summary: dict) -> dict[str, str]:
     return {entry["name"]: entry["status"] for entry in summary["programs"]}
 
 
-def test_the_summary_counts_graphs_and_says_what_each_took(compiled, run, caplog):
+def test_summary_counts_graphs_and_has_the_cost_of_each_program(compiled):
     summary = compiled.summary
     assert set(status(summary)) == {
         f"{region}, {mode}" for region in ("block", "loss") for mode in ("training", "evaluation")
@@ -92,39 +92,41 @@ def test_the_summary_counts_graphs_and_says_what_each_took(compiled, run, caplog
     assert f"slowest: {slowest}" in graphs.format_summary(summary)
 
 
-def test_training_compiles_nothing_and_equals_eager_losses(place, compiled, run):
-    place.train(run, compiled)
+def test_training_compiles_nothing_and_equals_eager_losses(workspace, compiled, run):
+    workspace.train(run, compiled)
     lines = micro.metrics(run)
     assert {line["cold_compiles"] for line in lines} == {0}
     assert [line["warm_graphs"] for line in lines if "loss" in line][-1] == compiled.summary["total"]
     assert (run / "checkpoints" / "step_2").exists()
 
-    eager = micro.run_folder(place.folder / "eager", *SETTINGS, "compile.enabled=false")
-    place.train(eager)
+    eager = micro.run_folder(workspace.folder / "eager", *SETTINGS, "compile.enabled=false")
+    workspace.train(eager)
     assert {line["warm_graphs"] for line in micro.metrics(eager)} == {0}
     expected = micro.losses(eager)
     for step, loss in micro.losses(run).items():
         assert loss == pytest.approx(expected[step], rel=1e-5)
 
 
-def test_graphs_of_other_shapes_are_misses_and_are_named(place, compiled, tmp_path):
+def test_graphs_of_other_shapes_are_cache_misses_and_are_named(workspace, compiled, tmp_path):
     other = micro.run_folder(tmp_path, *SETTINGS, *ALONE)
-    words = place.train(other, compiled, processes=1)
+    output = workspace.train(other, compiled, processes=1)
     first = micro.metrics(other)[0]
     assert first["cold_compiles"] > 0
     assert first["warm_graphs"] == 0
-    assert "warning: compile cache misses despite a precompiled graphs artifact" in words
-    assert "block, training; loss, training" in words
+    assert "warning: compile cache misses despite a precompiled graphs artifact" in output
+    assert "block, training; loss, training" in output
 
 
-def test_after_a_kill_and_a_failure_only_what_is_missing_is_compiled(place, run, compiled, tmp_path, caplog):
-    place.forget(run, LOSS)
+def test_after_a_kill_and_a_failure_only_what_is_missing_is_compiled(
+    workspace, run, compiled, tmp_path, caplog
+):
+    workspace.forget(run, LOSS)
     code = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True);"
         "from profiles.resolve import load; from tasks.steps.graphs import GraphsStep;"
         "from tasks.step import Context; from tasks.store.store import Store;"
         f"profile = load({str(run / 'profile.yaml')!r});"
-        f"GraphsStep().run(Context(profile, Store({str(place.folder / 'store')!r})))"
+        f"GraphsStep().run(Context(profile, Store({str(workspace.folder / 'store')!r})))"
     )
     process = subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
@@ -137,22 +139,22 @@ def test_after_a_kill_and_a_failure_only_what_is_missing_is_compiled(place, run,
     tight = micro.run_folder(tmp_path, *SETTINGS, "compile.memory_gib=0.3")
     profile, tables = load(str(tight / "profile.yaml")), []
     with pytest.raises(graphs.GraphsFailed, match=LOSS):
-        place.compile(tight, table=lambda *table: tables.append(table))
+        workspace.compile(tight, table=lambda *table: tables.append(table))
     ((_, title, rows),) = tables
     assert "5 graphs: 4 successful, 1 failed" in title
     assert [row["program"] for row in rows if row["error"]] == [LOSS]
-    assert place.store.artifacts.find(GraphsStep.kind, keys.graphs(profile)) is None
+    assert workspace.store.artifacts.find(GraphsStep.kind, keys.graphs(profile)) is None
 
-    retried = place.compile(run)
+    retried = workspace.compile(run)
     assert {name for name, how in status(retried.summary).items() if how == "compiled"} == {LOSS}
     assert retried.summary["failed"] == 0
     assert "waiting for" not in caplog.text  # neither process left a lock
 
 
-def test_three_tasks_compile_a_graph_once_after_a_cancelled_one_ended_its_processes(
-    place, run, compiled, caplog, monkeypatch, tmp_path
+def test_cancelled_step_ends_its_processes_and_concurrent_steps_compile_a_graph_once(
+    workspace, run, compiled, caplog, monkeypatch, tmp_path
 ):
-    place.forget(run, LOSS)
+    workspace.forget(run, LOSS)
     caplog.set_level(logging.INFO, logger="tasks.steps.graphs")
 
     def interrupt() -> None:
@@ -165,12 +167,12 @@ def test_three_tasks_compile_a_graph_once_after_a_cancelled_one_ended_its_proces
     threading.Thread(target=interrupt, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            place.compile(run)
+            workspace.compile(run)
     finally:
         monkeypatch.undo()
         signal.signal(signal.SIGINT, before)
     left = subprocess.run(
-        ["pgrep", "-f", f"modeling.tracing.compile.*{place.folder}"],
+        ["pgrep", "-f", f"modeling.tracing.compile.*{workspace.folder}"],
         capture_output=True,
         text=True,
         check=False,
@@ -179,18 +181,18 @@ def test_three_tasks_compile_a_graph_once_after_a_cancelled_one_ended_its_proces
 
     runs = [micro.run_folder(tmp_path / str(n), *SETTINGS, f"model.num_hidden_layers={n}") for n in (2, 6, 7)]
     with ThreadPoolExecutor(3) as pool:
-        found = [status(artifact.summary)[LOSS] for artifact in pool.map(place.compile, runs)]
+        found = [status(artifact.summary)[LOSS] for artifact in pool.map(workspace.compile, runs)]
     assert sorted(found) == ["compiled", "from cache", "from cache"]
 
 
-def test_another_number_of_layers_shares_every_graph(place, compiled, tmp_path):
+def test_another_number_of_layers_shares_every_graph(workspace, compiled, tmp_path):
     deeper = micro.run_folder(tmp_path, *SETTINGS, "model.num_hidden_layers=5", "train.learning_rate=1e-4")
-    artifact = place.compile(deeper)
+    artifact = workspace.compile(deeper)
     assert artifact.key != compiled.key
     assert artifact.summary["from_cache"] == artifact.summary["total"] == compiled.summary["total"]
 
 
-def test_programs_of_one_name_have_jobs_of_their_own():
+def test_programs_that_share_a_name_have_separate_jobs():
     kinds = [
         {"name": "block, training", "digest": digest * 32} for digest in "ab"
     ]  # with experts and without
@@ -199,13 +201,15 @@ def test_programs_of_one_name_have_jobs_of_their_own():
     ]
 
 
-def test_without_a_cpp_compiler_one_line_says_that_training_runs_eager(place, tmp_path, monkeypatch, caplog):
+def test_missing_cpp_compiler_is_one_warning_and_training_runs_eager(
+    workspace, tmp_path, monkeypatch, caplog
+):
     run = micro.run_folder(tmp_path / "run", *SETTINGS, *ALONE)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    artifact = place.compile(run)
-    said = "no C++ compiler (g++ or clang++) on this machine: training runs eager"
-    assert artifact.summary["note"] == said
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [said]
-    assert said in place.train(run, artifact, processes=1)
+    artifact = workspace.compile(run)
+    note = "no C++ compiler (g++ or clang++) on this machine: training runs eager"
+    assert artifact.summary["note"] == note
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [note]
+    assert note in workspace.train(run, artifact, processes=1)
     assert micro.metrics(run)[0]["cold_compiles"] == micro.metrics(run)[0]["warm_graphs"] == 0

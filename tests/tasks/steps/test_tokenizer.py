@@ -21,7 +21,7 @@ from tasks.store.store import Store
 from tasks.tokenization import tokenizer_files
 from tasks.tokenization.tokenizer_files import EOS, byte_level
 from tests import s3
-from tests.hub import TOKEN, Hub
+from tests.hub import TOKEN
 
 TEXT = [
     "The quick brown fox",
@@ -82,13 +82,6 @@ def folder(tmp_path):
         return path
 
     return write
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with Hub() as hub:
-        hub.patch(monkeypatch, tmp_path / "hub-cache")
-        yield hub
 
 
 def run(wanted, store, **options):

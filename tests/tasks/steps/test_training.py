@@ -1,4 +1,4 @@
-"""Training as a step: how long it has to save when it is stopped, what of its program's log reaches the flow's."""
+"""Training step: the grace period of a stopped job, log forwarding, and moved run folders."""
 
 import contextlib
 import logging
@@ -11,12 +11,12 @@ from tasks.failures import FatalError
 from tasks.step import Context
 from tasks.steps.training import LogForwarder, TrainingStep
 from tasks.store import runs
-from tests.tasks.evaluation.test_held_out import lab, run_folder  # noqa: F401
+from tests.tasks.evaluation.test_held_out import run_folder
 
 
-def test_stopped_job_has_the_grace_period_to_save(lab):  # noqa: F811
-    """Here it does not even begin to: it is suspended."""
-    profile, store, tokens = lab
+def test_stopped_job_has_the_grace_period_to_save(tokenized):
+    """The ranks are suspended, so they never save."""
+    profile, store, dataset = tokenized
     changed = {"train": {"steps": 100_000}, "checkpoint": {"every": 0}, "cluster": {"grace": 4}}
     parts = {key: getattr(profile, key).model_copy(update=values) for key, values in changed.items()}
     profile = profile.model_copy(update=parts)
@@ -32,7 +32,7 @@ def test_stopped_job_has_the_grace_period_to_save(lab):  # noqa: F811
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        TrainingStep(tokens, "identity").run(Context(profile, store, folder, watch=stop))
+        TrainingStep(dataset, "identity").run(Context(profile, store, folder, watch=stop))
     assert 4 <= time.monotonic() - stopped[0] < 25
 
 
@@ -40,28 +40,28 @@ def test_rank_0_log_is_forwarded_without_steps_and_throttled(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     path = tmp_path / "train.log"
     path.write_text("[rank 0] of an earlier attempt\n")
-    words = LogForwarder(path)
+    forwarder = LogForwarder(path)
     with path.open("a") as file:
         file.write(
             "[rank 0] resumed from step 40\n[rank 1] resumed too\n[rank 0] step 41/100  loss 5\nnot a rank's\n"
         )
         file.writelines(f"[rank 0] chatter {number}\n" for number in range(1000))
         file.write("[rank 0] UserWarning: look at this\n[rank 0] half a li")
-    words.forward()
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0] == "resumed from step 40"
-    assert said[-1] == "UserWarning: look at this"
+    forwarder.forward()
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == "resumed from step 40"
+    assert messages[-1] == "UserWarning: look at this"
     assert caplog.records[-1].levelno == logging.WARNING
-    assert len(said) < 20
-    assert not any("step 41" in line or "earlier" in line or "half" in line for line in said)
+    assert len(messages) < 20
+    assert not any("step 41" in line or "earlier" in line or "half" in line for line in messages)
 
 
-def test_moved_run_folder_is_fatal_and_not_recreated(lab):  # noqa: F811
-    profile, store, tokens = lab
+def test_moved_run_folder_is_fatal_and_not_recreated(tokenized):
+    profile, store, dataset = tokenized
     folder = run_folder(profile, store, "gone")
     folder.rename(folder.with_name("moved"))
     with pytest.raises(
         FatalError, match=rf"{folder}: moved or removed while the run was active; move it back"
     ):
-        TrainingStep(tokens, "identity").run(Context(profile, store, folder))
+        TrainingStep(dataset, "identity").run(Context(profile, store, folder))
     assert not folder.exists()

@@ -66,7 +66,7 @@ def test_a_run_whose_identity_cannot_be_read_is_left_alone(store, monkeypatch):
     assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
 
 
-def test_only_complete_checkpoints_in_their_place_count(store):
+def test_only_complete_checkpoints_at_their_path_count(store):
     folder = store.run_folder("tiny").prepare("one")
     for name in ("step_26", "step_25.bak", "keep/step_40", "step_-1", "step_", "step_27~1"):
         (folder / "checkpoints" / name).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What happens to a run of the same name when settings change."""
+"""Opening a run of an existing name with changed settings."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_a_schedule_is_not_changed_under_an_active_job(store, tmp_path, monkeypa
     assert load(str(folder / "profile.yaml")).train.steps == 20
 
 
-def test_default_written_out_is_no_other_mathematics(store):
+def test_explicit_default_keeps_the_mathematics(store):
     written, default, other = (
         load("tiny", [f"train.balance_coefficient={value}"]) for value in ("0.001", "null", "0.002")
     )

@@ -74,7 +74,7 @@ def test_a_tokenizers_own_template_is_the_default(folder):
     assert counted(folder, {"messages": CHAT}, template=None) == "A:Hello\nA:Ciao\n"
 
 
-def test_markers_of_a_template_that_the_tokenizer_lacks_are_known(folder):
+def test_template_markers_without_a_token_are_reported(folder):
     for template, unknown in (
         ("chatml", []),
         ("llama3", ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]),

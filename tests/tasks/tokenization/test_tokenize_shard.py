@@ -13,22 +13,13 @@ from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
 from tasks.tokenization import engines, tokenize_shard, tokenizer_files
 from tasks.tokenization.tokenizer_files import EOS
-from tests.modeling.data.datasets import read_sequences
-from tests.tasks.source_files import files, lines, profile
+from tests.tasks.source_files import documents_of, files, lines, profile
 from tests.tasks.tokenization.tokenizers import DOCUMENTS, PROSE
 
 
 def make(wanted, store, **more):
     context = Context(wanted, store, **more)
     return DatasetStep(TokenizerStep().run(context)).run(context)
-
-
-def documents_of(artifact, store, split="train"):
-    corpus = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())
-    artifacts = store.artifacts.path(artifact).parent.parent
-    return [
-        document.tolist() for shard in corpus[split] for document in read_sequences(artifacts / shard["path"])
-    ]
 
 
 def test_long_documents_keep_their_order_among_short_ones(store, tmp_path, monkeypatch):

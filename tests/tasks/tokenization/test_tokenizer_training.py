@@ -1,4 +1,4 @@
-"""Training of tokenizers: long words, the process of large trainings, and how it ends."""
+"""Training of tokenizers: long words, the separate process for large texts, and interruptions."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Worker processes: the tokens of one process, errors and logs passed on, and workers that die."""
+"""Worker processes: the same tokens as in one process, forwarded errors and logs, and workers that die."""
 
 import json
 import logging
@@ -37,7 +37,9 @@ def plan_of(wanted, store):
     return DatasetStep(TokenizerStep().run(context)).plan(context)
 
 
-def test_pool_makes_the_shards_of_one_process_and_logs_each_message_once(wanted, store, tmp_path, caplog):
+def test_pool_makes_the_same_shards_as_one_process_and_logs_each_message_once(
+    wanted, store, tmp_path, caplog
+):
     source = tmp_path / "source"
     source.mkdir()
     normalizing = trained(metaspace)
@@ -80,8 +82,8 @@ def test_worker_processes_listed_shards_of_a_plan_file(wanted, store, tmp_path):
     assert made == [False, False, False, True, False]
 
 
-def test_dead_worker_loses_only_its_shard_and_errors_are_passed_on(wanted, store, tmp_path, monkeypatch):
-    """Nor does a worker get this process's tokens."""
+def test_dead_worker_loses_only_its_shard_and_errors_are_forwarded(wanted, store, tmp_path, monkeypatch):
+    """A worker's environment also lacks this process's secrets."""
     for name in ("PREFECT_API_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, "planted")
     tokenizer = TokenizerStep().run(Context(wanted, store))

@@ -1,4 +1,4 @@
-"""Trackers for real, without a network: W&B's offline directory, MLflow on SQLite, Trackio's local database, and user classes."""
+"""Real trackers without a network: W&B's offline directory, MLflow on SQLite, Trackio's local database; and user classes."""
 
 import json
 import logging
@@ -63,7 +63,7 @@ def wandb_values(store: Path) -> tuple[list, set, set]:
     rows = [row for file in files for row in wandb_files.history(file) if TAG in row]
     messages = [record for file in files for record in wandb_files.records(file)]
     runs = [message.run for message in messages if message.HasField("run")]
-    assert len({run.run_id for run in runs}) == 1  # resumed, not a second one
+    assert len({run.run_id for run in runs}) == 1  # resumed, not started again
     artifacts = {message.artifact.type for message in messages if message.HasField("artifact")}
     labels = {label for run in runs for label in run.tags}
     return [(int(row["step"]), float(row[TAG])) for row in rows], labels, artifacts
@@ -98,7 +98,7 @@ VALUES = {"wandb": wandb_values, "mlflow": mlflow_values, "trackio": trackio_val
 
 
 @pytest.mark.parametrize("tracker", VALUES)
-def test_resumed_run_is_one_run_of_the_tracker_with_every_step_once(tmp_path, monkeypatch, tracker):
+def test_resumed_run_is_one_tracker_run_with_every_step_once(tmp_path, monkeypatch, tracker):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
@@ -169,7 +169,7 @@ def wait_for(condition) -> None:
         time.sleep(0.05)
 
 
-def test_repeated_steps_are_sent_again_and_kept_ones_are_not(own, tmp_path):
+def test_only_steps_after_a_resumed_checkpoint_are_sent_again(own, tmp_path):
     run = Run(tmp_path, "my_trackers:Recording")
     with run.track():
         run.write(1, 2, 3, 4)
