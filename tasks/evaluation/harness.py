@@ -60,11 +60,9 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
             log_samples=False,
         )
     except (OSError, httpx.TransportError) as error:  # after the retries of the hub's own client
-        names = ", ".join(options.task)
-        without = "without a network, use tasks whose data is in local files, or fill HF_HOME beforehand"
-        return {
-            "rejected": f"the data of {names} cannot be read ({type(error).__name__}: {error}); {without}"
-        }
+        reason = f"the data of {', '.join(options.task)} cannot be read ({type(error).__name__}: {error})"
+        advice = "without a network, use tasks whose data is in local files, or fill HF_HOME beforehand"
+        return {"rejected": f"{reason}; {advice}"}
     results = {task: metrics_of(values) for task, values in found["results"].items()}
     return {"results": results, "versions": found["versions"], "harness": version(PACKAGE)}
 

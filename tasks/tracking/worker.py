@@ -162,38 +162,33 @@ def main() -> int:
 
 def follow(run: Path, given: dict[str, Any], sender: Sender, end: EndMessage) -> None:
     """Send a run's metrics until the run ends."""
-    path = run / FOLDER / f"{given['tracker'].replace(':', '.')}.json"
+    folder = run / FOLDER
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{given['tracker'].replace(':', '.')}.json"
     known = state_files.read_json(path) or {}
-    files = run / FOLDER
-    files.mkdir(exist_ok=True)
-    identifier = known.get("identifier")
-    facts = {**given["run"], "tags": tuple(given["run"]["tags"]), "folder": files}
-    opened = sender.start(
-        TrackedRun(**facts, identifier=identifier or uuid.uuid4().hex, resumes=bool(identifier))
-    )
-    if opened is None:
+    facts = {**given["run"], "tags": tuple(given["run"]["tags"]), "folder": folder}
+    earlier = known.get("identifier")
+    tracked = TrackedRun(**facts, identifier=earlier or uuid.uuid4().hex, resumes=bool(earlier))
+    if (identifier := sender.start(tracked)) is None:
         return
-    state = {
-        "identifier": opened,
-        **{name: known.get(name, 0) for name in ("step", "evaluated", "evaluations")},
-    }
-    rows = NewRows(run / "metrics.jsonl", sent=(state["step"], state["evaluated"]))
+    state = {name: known.get(name, 0) for name in ("step", "evaluated", "evaluations")}
+    training = NewRows(run / "metrics.jsonl", sent=(state["step"], state["evaluated"]))
     # Evaluations of checkpoints come in any order of steps, so sent rows are counted instead.
     evaluations = NewRows(run / "evaluations.jsonl", skip=state["evaluations"])
-    state_files.write(path, json.dumps(state))
+
+    def write_state() -> None:
+        state_files.write(path, json.dumps({"identifier": identifier, **state}))
+
+    write_state()
     while True:
         ended = end.received.is_set()  # asked before reading, so that no row written before the end is missed
-        while taken := rows.take():
-            if not sender.send(taken):
-                break
+        while (taken := training.take()) and sender.send(taken):
             for row in taken:
                 state["step" if "loss" in row else "evaluated"] = row["step"]
-            state_files.write(path, json.dumps(state))
-        while taken := evaluations.take():
-            if not sender.send(taken):
-                break
+            write_state()
+        while (taken := evaluations.take()) and sender.send(taken):
             state["evaluations"] = evaluations.seen
-            state_files.write(path, json.dumps(state))
+            write_state()
         if ended:
             break
         end.received.wait(POLL_SECONDS)
