@@ -60,6 +60,11 @@ class TimeUse:
         """Add seconds to a category; negative ones, from clocks of machines that differ, count as 0."""
         self.seconds[category] += max(0.0, seconds)
 
+    def add_idle(self, seconds: float) -> None:
+        """Add idle seconds without a job, and so without devices."""
+        self.add("idle", seconds)
+        self.released += max(0.0, seconds)
+
 
 def time_use(
     attempts: Sequence[Row], events: Sequence[Row], last: Row | None, now: float | None = None
@@ -78,8 +83,7 @@ def time_use(
     for row, reached in timeline:
         event, time = row["event"], row["time"]
         if event == SUBMITTED:
-            use.add("idle", time - cursor)
-            use.released += max(0.0, time - cursor)
+            use.add_idle(time - cursor)
             submitted, started = True, False
         elif event == STARTED:
             begun = min(max(row.get("begun", time), cursor), time)
@@ -96,14 +100,17 @@ def time_use(
         elif started:  # a failure
             use.add("hang" if "hung" in str(row.get("reason", "")) else "repeated", time - cursor)
             started = False
-        else:
-            use.add("start" if submitted else "idle", time - cursor)
-            use.released += 0.0 if submitted else max(0.0, time - cursor)
+        elif submitted:  # a failure before the ranks were ready
+            use.add("start", time - cursor)
             submitted = False
+        else:
+            use.add_idle(time - cursor)
         cursor = max(cursor, time)
     if now is not None and not started and timeline.begin:
-        use.add("queue" if submitted else "idle", now - cursor)
-        use.released += 0.0 if submitted else max(0.0, now - cursor)
+        if submitted:
+            use.add("queue", now - cursor)
+        else:
+            use.add_idle(now - cursor)
     _add_phases(use, attempts, last, running)
     return use
 

@@ -130,19 +130,23 @@ class Examples:
 
     def _pair(self, record: Mapping[str, Any]) -> tuple[list[int], list[list[int]], int]:
         """The ids of a pair's prompt, chosen and rejected answer, and the bytes of their text."""
-        prompt, answers = record.get("prompt"), [record.get("chosen"), record.get("rejected")]
-        if not all(answers):
-            lacking = next(
-                name for name, answer in zip(("chosen", "rejected"), answers, strict=True) if not answer
-            )
-            raise UnusableRecord(f"{lacking} is missing or empty; its fields: {_names(record)}")
+        prompt = record.get("prompt")
+        for name in ("chosen", "rejected"):
+            if not record.get(name):
+                raise UnusableRecord(f"{name} is missing or empty; its fields: {_names(record)}")
+        answers = [record["chosen"], record["rejected"]]
         if all(isinstance(answer, str) for answer in answers) and isinstance(prompt, str | None):
-            shared = "" if prompt is not None else _shared_words(*answers)
-            texts = [answer[len(shared) :] for answer in answers]
-            asked = shared if prompt is None else prompt
-            ids = [[*self._encode(text), *self.eos] for text in texts]
-            return [*self.bos, *self._encode(asked)], ids, _size(asked, *texts)
-        chats = [_messages(answer, "assistant") for answer in answers]
+            return self._text_pair(prompt, answers)
+        return self._chat_pair(prompt, [_messages(answer, "assistant") for answer in answers])
+
+    def _text_pair(self, prompt: str | None, answers: list[str]) -> tuple[list[int], list[list[int]], int]:
+        if prompt is None:
+            prompt = _shared_words(*answers)
+            answers = [answer[len(prompt) :] for answer in answers]
+        ids = [[*self._encode(answer), *self.eos] for answer in answers]
+        return [*self.bos, *self._encode(prompt)], ids, _size(prompt, *answers)
+
+    def _chat_pair(self, prompt: Any, chats: list[list[Message]]) -> tuple[list[int], list[list[int]], int]:
         equal = [a == b for a, b in zip(*chats, strict=False)]
         shared = equal.index(False) if False in equal else len(equal)
         # Conversations that begin with the question contain the prompt, which some data sets give a second time.
