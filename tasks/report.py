@@ -119,7 +119,7 @@ def _write(profile: Profile, folder: Path, facts: Mapping[str, Any], history: Hi
 
 
 def _evaluations(folder: Path) -> list[dict[str, Any]]:
-    """Metrics of each checkpoint that was evaluated beside the run, in order of steps."""
+    """Metrics of each checkpoint that was evaluated separately from training, in order of steps."""
     return [{"step": step, **metrics} for step, metrics in results.read(folder).items()]
 
 

@@ -72,7 +72,7 @@ def stacked_bar(parts: Mapping[str, float]) -> str:
 
 
 def svg_data_uri(series: Sequence[Series], *, x_label: str) -> str:
-    """Data URI of the chart as an SVG image of about 10 kB, for places that only show images; "" without points."""
+    """Data URI of the chart as an SVG image of about 10 kB, for viewers that only show images; "" without points."""
     shown = _finite(series, MAX_POINTS // 2)
     if not shown:
         return ""

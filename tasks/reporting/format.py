@@ -1,4 +1,4 @@
-"""Numbers as text: durations, counts, bytes and FLOPs. A figure that is shown in several places has one function here."""
+"""Numbers as text: durations, counts, bytes and FLOPs; each kind of figure has one function here."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _split_by_groups(shard: Shard, file: SourceFile, sizes: list[int]) -> list[S
 
 
 def _group_texts(files: list[SourceFile], shard: Shard) -> list[Shard]:
-    """Shards of files of one document each; one ends at SHARD_BYTES, or after a file whose digest says so."""
+    """Shards of files with one document each; a shard ends at SHARD_BYTES, or after a file that its own digest selects."""
     groups: list[list[SourceFile]] = [[]]
     size = 0
     for file in files:

@@ -37,7 +37,7 @@ class RunExists(ProfileError):
     Attributes:
         step: its latest checkpoint.
         forkable: whether a run of this profile can start from that checkpoint.
-        commands: (what it does, command) for each solution; empty if unknown.
+        commands: (description, command) of each solution; empty if unknown.
     """
 
     def __init__(self, name: str, differences: Sequence[str], step: int, forkable: bool) -> None:

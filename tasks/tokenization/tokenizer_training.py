@@ -44,7 +44,7 @@ def train(shards: list[Shard], held_out: float, size: int, folder: Path, token: 
 
     Args:
         held_out: fraction of the documents held out for validation, in shards that have both splits.
-        folder: gets tokenizer.json and tokenizer_config.json.
+        folder: where tokenizer.json and tokenizer_config.json are written.
 
     Raises:
         SourceError, ProfileError: a shard is rejected.
