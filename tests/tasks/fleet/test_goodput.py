@@ -52,7 +52,7 @@ def simulate(folder, attempts):
         for index in range(attempt["steps"]):
             compiling = attempt["compiling"] if index == 0 and attempt["steps"] > 1 else 0.0
             run.train(attempt["step"], compiling, skipped=index == attempt["skipped"])
-            if index + 1 < attempt["steps"]:  # a last step is followed by what `end` says
+            if index + 1 < attempt["steps"]:  # `end` is what follows the last step
                 run.pause(0.25)
                 if run.step % EVALUATE_EVERY == 0:
                     run.evaluate(3.5)

@@ -53,7 +53,7 @@ def by_name(fleet):
     return {run.name: run for run in fleet.runs}
 
 
-def test_runs_of_a_store(store):
+def test_fleet_has_the_state_and_time_of_each_run_and_the_failures_of_nodes(store):
     with store.lock("run-waiting"):
         fleet = read_fleet(store, now=1_800_001_000.0)  # of the simulated clock
     found = by_name(fleet)
@@ -75,7 +75,7 @@ def test_runs_of_a_store(store):
     assert [node.name for node in fleet.bad_nodes] == ["n7"]
 
 
-def test_cost_is_that_of_the_hours_in_which_jobs_held_nodes(store):
+def test_cost_covers_the_time_in_which_jobs_held_nodes(store):
     run = by_name(read_fleet(store))["failed"]
     assert run.cost == pytest.approx(8 + 2 + 5 * 2 + 3 * 2 + 1)  # a node second costs 1; no queue
     assert run.planned_cost == 20

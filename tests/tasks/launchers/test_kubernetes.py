@@ -52,7 +52,7 @@ def test_unreachable_api_server_does_not_end_the_job(cluster, launcher, tmp_path
     assert sum("cannot get the job's status; retrying" in record.message for record in caplog.records) == 1
 
 
-def test_manifest_has_the_profile_s_settings(cluster, tmp_path):
+def test_manifest_has_the_profiles_settings(cluster, tmp_path):
     profile = resolve.load("llama3-8b-h100", overrides())
     resolve.check(profile)
     launcher = create("kubernetes", profile.cluster)

@@ -33,7 +33,7 @@ def test_chart_skips_non_finite_points_and_stays_inside_the_plot():
     assert "nan" not in chart
 
 
-def test_chart_without_points_says_so():
+def test_chart_without_points_has_a_placeholder():
     assert line_chart([Series("loss", "training", [])], x_label="step", y_label="loss") == "<p>No data.</p>"
 
 

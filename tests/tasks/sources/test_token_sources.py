@@ -150,7 +150,7 @@ print(splits["train"]["tokens"], resource.getrusage(resource.RUSAGE_SELF).ru_max
         Index(tmp_path / "a", 2 * count)
 
 
-def test_pairs_and_saved_tokens_on_s3(tmp_path, store, tokenizer, monkeypatch):
+def test_pairs_on_s3_are_checked(tmp_path, store, tokenizer, monkeypatch):
     import fsspec
 
     write_pair(tmp_path / "a", [[1, 2], [3, 299, 7]])

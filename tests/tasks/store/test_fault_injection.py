@@ -1,4 +1,4 @@
-"""A store whose every operation fails once at random ends as if none had: nothing lost, deleted, repeated or quarantined."""
+"""A store whose operations fail at random ends up as if none had failed: nothing lost, deleted, duplicated or quarantined."""
 
 import os
 from itertools import cycle
@@ -98,7 +98,7 @@ def check(*stores: Store) -> None:
         assert sorted(store.backend.files("artifacts/tokens/k1")) == sorted([*FILES, "manifest.json"])
 
 
-def test_a_folder_that_fails_at_random(folder, monkeypatch):
+def test_local_store_survives_random_faults(folder, monkeypatch):
     count = 0
     for seed in range(SEEDS):
         root, fault = folder / str(seed), faults.Once(seed, SHARE)
@@ -111,7 +111,7 @@ def test_a_folder_that_fails_at_random(folder, monkeypatch):
     assert count > 10 * SEEDS
 
 
-def test_an_object_store_that_fails_at_random(folder, monkeypatch):
+def test_object_store_survives_random_faults(folder, monkeypatch):
     count = 0
     for seed in range(SEEDS):
         fsspec.filesystem("memory").store.clear()
@@ -127,7 +127,7 @@ def test_an_object_store_that_fails_at_random(folder, monkeypatch):
     assert count > 10 * SEEDS
 
 
-def test_s3_that_fails_at_random(tmp_path, monkeypatch):
+def test_s3_store_survives_random_faults(tmp_path, monkeypatch):
     with s3.bucket(monkeypatch) as address, Proxy(os.environ["AWS_ENDPOINT_URL"]) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # s3fs retries these faults too, with shorter pauses

@@ -27,14 +27,14 @@ def test_new_data_is_what_no_ancestor_was_trained_on(store, tmp_path, deduplicat
     folder.mkdir()
     wanted = profile(files(folder), validation_fraction=0, deduplicate=deduplicate)
     (folder / "a.jsonl").write_bytes(lines(DOCUMENTS[:60]))
-    words = TokenizerStep().run(Context(wanted, store))
-    first = DatasetStep(words).run(Context(wanted, store))
+    tokenizer = TokenizerStep().run(Context(wanted, store))
+    first = DatasetStep(tokenizer).run(Context(wanted, store))
     ledger.record(store, "base", "1" * 32, first)
-    base = Promoted("base", "1" * 32, 0, words.key, first.key)
+    base = Promoted("base", "1" * 32, 0, tokenizer.key, first.key)
     assert new_data(store, base, first, 16) is None
 
     (folder / "b.jsonl").write_bytes(lines(DOCUMENTS[50:100]))
-    second = new_data(store, base, DatasetStep(words).run(Context(wanted, store)), 16)
+    second = new_data(store, base, DatasetStep(tokenizer).run(Context(wanted, store)), 16)
     repeated = 10 if deduplicate else 0  # documents of b that are also in a
     assert documents_of(second, store) == 50 - repeated
     ledger.record(store, "next", "2" * 32, second, parent="1" * 32)
@@ -43,8 +43,8 @@ def test_new_data_is_what_no_ancestor_was_trained_on(store, tmp_path, deduplicat
     assert [entry.run for entry in ledger.lineage(store, "2" * 32)] == ["next", "base"]
 
     (folder / "c.jsonl").write_bytes(lines(DOCUMENTS[100:140]))
-    everything = DatasetStep(words).run(Context(wanted, store))
-    third = new_data(store, Promoted("next", "2" * 32, 1, words.key, first.key), everything, 16)
+    everything = DatasetStep(tokenizer).run(Context(wanted, store))
+    third = new_data(store, Promoted("next", "2" * 32, 1, tokenizer.key, first.key), everything, 16)
     assert documents_of(third, store) == 40
     assert documents_of(new_data(store, base, everything, 16), store) == 90 - repeated
 

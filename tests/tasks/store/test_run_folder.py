@@ -31,7 +31,7 @@ def test_runs_are_moved_aside_to_the_next_free_name(store):
     assert contents == {"tiny~1": "one", "tiny~2": "two", "tiny": "three"}
 
 
-def test_a_folder_with_metrics_but_no_identity_is_not_taken_for_a_new_run(store):
+def test_a_folder_with_metrics_but_no_identity_is_rejected(store):
     folder = store.run_folder("tiny").prepare("one")
     (folder / "metrics.jsonl").write_text("{}")
     (folder / "run.json").unlink()

@@ -60,7 +60,7 @@ def test_a_large_training_in_its_own_process_gives_the_same_tokenizer(tmp_path, 
 
 
 @pytest.mark.parametrize("ends", ["by Ctrl-C", "with its parent"])
-def test_a_training_can_be_stopped(tmp_path, monkeypatch, ends):
+def test_training_process_ends_on_ctrl_c_and_with_its_parent(tmp_path, monkeypatch, ends):
     draw = random.Random(0)
     words = ("".join(draw.choices(string.ascii_letters, k=12)) for _ in range(400_000))
     shards = shards_of(tmp_path / "a.jsonl", [" ".join(words)])

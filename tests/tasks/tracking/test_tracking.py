@@ -150,7 +150,7 @@ class Hanging(Recording):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def tracker_calls(tmp_path, monkeypatch):
     """Working folder with the user's module my_trackers; returns a function that reads what its classes were called with."""
     (tmp_path / "my_trackers.py").write_text(RECORDING)
     monkeypatch.chdir(tmp_path)
@@ -169,43 +169,46 @@ def wait_for(condition) -> None:
         time.sleep(0.05)
 
 
-def test_only_steps_after_a_resumed_checkpoint_are_sent_again(own, tmp_path):
+def test_only_steps_after_a_resumed_checkpoint_are_sent_again(tracker_calls, tmp_path):
     run = Run(tmp_path, "my_trackers:Recording")
     with run.track():
         run.write(1, 2, 3, 4)
-        wait_for(lambda: len(own("log")) == 4)
+        wait_for(lambda: len(tracker_calls("log")) == 4)
         run.write(3, 4, 5, seconds=0.7, back_to=2)
     sent = [1, 0.5], [2, 0.5], [3, 0.5], [4, 0.5], [3, 0.7], [4, 0.7], [5, 0.7]
-    assert own("log") == list(sent)
-    assert own("finish") == [["finished"]]
-    assert own("start")[0][:2] == ["new", 300]
+    assert tracker_calls("log") == list(sent)
+    assert tracker_calls("finish") == [["finished"]]
+    assert tracker_calls("start")[0][:2] == ["new", 300]
 
 
-def test_late_evaluations_are_sent_once_to_the_same_run(own, tmp_path):
+def test_late_evaluations_are_sent_once_to_the_same_run(tracker_calls, tmp_path):
     run = Run(tmp_path, "my_trackers:Evaluations")
     file = run.folder / "evaluations.jsonl"
     with run.track():
         run.write(1, 2)
         with run.metrics.open("a") as metrics:
             metrics.write('{"step": 2, "validation_loss": 4.5}\n')
-        wait_for(lambda: own("evaluated"))
+        wait_for(lambda: tracker_calls("evaluated"))
         file.write_text('{"step": 2, "validation_loss": 3.5}\n')
     file.write_text(file.read_text() + '{"step": 1, "lm_eval/arc/acc": 0.25}\n')
     for _ in range(2):
         process.catch_up(run.folder)
-    assert own("evaluated")[0] == [2, {"loss/validation_loss": 4.5}]
-    assert own("evaluated")[1:] == [[2, {"loss/validation_loss": 3.5}], [1, {"lm_eval/arc/acc": 0.25}]]
-    assert [start[0] for start in own("start")] == ["new", "mine", "mine"]
-    assert own("finish")[-1] == ["finished"]
+    assert tracker_calls("evaluated")[0] == [2, {"loss/validation_loss": 4.5}]
+    assert tracker_calls("evaluated")[1:] == [
+        [2, {"loss/validation_loss": 3.5}],
+        [1, {"lm_eval/arc/acc": 0.25}],
+    ]
+    assert [start[0] for start in tracker_calls("start")] == ["new", "mine", "mine"]
+    assert tracker_calls("finish")[-1] == ["finished"]
 
 
 @pytest.mark.parametrize("kind", ["Failing", "Hanging"])
-def test_failing_or_hanging_tracker_is_one_warning(own, tmp_path, monkeypatch, caplog, kind):
+def test_failing_or_hanging_tracker_is_one_warning(tracker_calls, tmp_path, monkeypatch, caplog, kind):
     monkeypatch.setattr(process, "FINISH_SECONDS", 3.0)
     run = Run(tmp_path, f"my_trackers:{kind}")
     with caplog.at_level(logging.WARNING), run.track():
         run.write(*range(1, 400))
-        wait_for(lambda: own("start"))
+        wait_for(lambda: tracker_calls("start"))
     (warning,) = [record.message for record in caplog.records]
     reason = {"Failing": "ConnectionError: no route to the tracker", "Hanging": "did not finish within 3 s"}
     assert warning.startswith(f"tracker my_trackers:{kind}: {reason[kind]}; the run continues")
@@ -227,7 +230,7 @@ def require_valid(tracker: str) -> None:
     resolve.check_start(profile)
 
 
-def test_invalid_trackers_are_rejected_with_choices(own, monkeypatch):
+def test_invalid_trackers_are_rejected_with_choices(tracker_calls, monkeypatch):
     for value, reason in {
         "wandbb": "tracking.trackers.0 = wandbb: is not a tracker; nearest valid: wandb",
         "my_trackers:Recordin": "my_trackers.py has no Recordin; nearest valid: my_trackers:Recording",
