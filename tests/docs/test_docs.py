@@ -5,6 +5,7 @@ block needs a cluster, an account or hours, so only the arguments of `trainshed`
 plans. Commands elsewhere are an error.
 """
 
+import functools
 import importlib.util
 import io
 import json
@@ -28,7 +29,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```sh( cluster)?\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.M | re.S)
 COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(?:trainshed|make|python3?(?: -P)? -m) ")
-LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+NAMED_FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
 # Overrides with which any pretraining run takes seconds instead of minutes, on one rank.
 SMALL = {
     "model.hidden_size": 32,
@@ -158,22 +160,33 @@ def test_cluster_commands_have_valid_arguments(page):
 
 
 PLANS = [
-    (line, sample)
+    (page, line.partition(" #")[0].strip(), sample)
     for page in PAGES
     for cluster, text, sample in blocks(page)
     for line in text.replace(".venv/bin/", "").splitlines()
-    if cluster and sample and line.startswith("trainshed plan ")
+    if cluster and sample and re.match(r"trainshed (ladder )?plan ", line)
 ]
 
 
-@pytest.mark.parametrize(("line", "sample"), PLANS, ids=[line for line, _ in PLANS])
-def test_sample_of_a_plan_is_what_the_planner_prints(line, sample):
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said):
-        main(shlex.split(line, comments=True)[1:])
-    printed = " ".join(said.getvalue().split())  # wherever lines are wrapped
+@functools.cache
+def printed_words(command: str) -> str:
+    """What a command prints, wherever its lines are wrapped."""
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        main(shlex.split(command)[1:])
+    return " ".join(output.getvalue().split())
+
+
+@pytest.mark.parametrize(
+    ("page", "command", "sample"), PLANS, ids=[f"{page.stem}: {line}" for page, line, _ in PLANS]
+)
+def test_sample_of_a_plan_is_what_the_planner_prints(tmp_path, monkeypatch, page, command, sample):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    for name, contents in NAMED_FILE.findall(page.read_text()):
+        Path(name).write_text(contents)
     parts = re.split(r"\n\n|^…$", sample, flags=re.M)  # … stands for lines that are left out
-    assert [part for part in parts if " ".join(part.split()) not in printed] == []
+    assert [part for part in parts if " ".join(part.split()) not in printed_words(command)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -187,11 +200,19 @@ def test_every_command_is_in_a_checked_block(page):
     assert not unchecked
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_resolve(page):
-    for target in LINK.findall(page.read_text()):
+    for target, anchor in LINK.findall(page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}#{anchor}"
 
 
 def test_profile_reference_is_current():
