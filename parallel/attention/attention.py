@@ -110,9 +110,9 @@ class _InGraph(Function):
         kernel: str,
     ) -> Tensor:
         ctx.settings = causal, scale, window, kernel
-        pair = None if documents is None else (documents, documents)
+        visibility = _visibility(documents, causal, window)
         tile_outs, tile_lses = [], []
-        for _, out, lse in tiles.forward(kernels.get_kernel(kernel), q, k, v, causal, scale, pair, window):
+        for _, out, lse in tiles.forward(kernels.get_kernel(kernel), q, k, v, scale, visibility):
             merge_sinks(out, lse, sinks)
             tile_outs.append(out.to(q.dtype))
             tile_lses.append(lse)
@@ -129,6 +129,10 @@ class _InGraph(Function):
         return *gradients, None, sink_gradient(grad, out, lse, sinks), *(None,) * 4
 
 
+def _visibility(documents: Tensor | None, causal: bool, window: int | None) -> tiles.Visibility:
+    return tiles.Visibility(causal, None if documents is None else (documents, documents), window)
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -141,9 +145,8 @@ def _forward(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     out, lse = _empty(q)
-    pair = None if documents is None else (documents, documents)
-    block_kernel = kernels.get_kernel(kernel)
-    for rows, tile_out, tile_lse in tiles.forward(block_kernel, q, k, v, causal, scale, pair, window):
+    visibility = _visibility(documents, causal, window)
+    for rows, tile_out, tile_lse in tiles.forward(kernels.get_kernel(kernel), q, k, v, scale, visibility):
         out[:, :, rows], lse[:, :, rows] = tile_out, tile_lse
     merge_sinks(out, lse, sinks)
     return out, lse
@@ -173,11 +176,11 @@ def _gradients(
     window: int | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    pair = None if documents is None else (documents, documents)
+    visibility = _visibility(documents, causal, window)
     dq = q.new_empty(out.transpose(1, 2).shape).transpose(1, 2)
     dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))  # sums over tiles
     for rows, keys, (tile_dq, tile_dk, tile_dv) in tiles.backward(
-        kernels.get_kernel(kernel), grad, q, k, v, out, lse, causal, scale, pair, window
+        kernels.get_kernel(kernel), grad, q, k, v, out, lse, scale, visibility
     ):
         dq[:, :, rows] = tile_dq
         dk[:, :, keys] += tile_dk

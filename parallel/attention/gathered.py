@@ -33,6 +33,7 @@ from parallel.attention import kernels, tiles
 from parallel.attention.kernels import Kernel
 from parallel.attention.ring import check_sequence, merge
 from parallel.attention.sinks import merge_sinks, sink_gradient
+from parallel.attention.tiles import Visibility
 from parallel.mesh import Axis
 
 
@@ -92,14 +93,14 @@ class _Gathered(Function):
         kv = _chunks(k, v)  # (2, 2, b, k, s/2c, d)
         gathered = _gather(kv, axis)  # (2c, 2, b, k, s/2c, d)
         merged = [
-            _attend(kernel, x, *own.unbind(), causal, scale, pairs.own(i), window)
+            _attend(kernel, x, *own.unbind(), scale, Visibility(causal, pairs.own(i), window))
             for i, (x, own) in enumerate(zip(queries, kv.unbind(), strict=True))
         ]
         for block in _blocks(rank, axis.size, queries[0].shape[2], causal, window):
             keys = gathered.index_select(0, block.keys)[0]
             out, lse = _attend(
-                *(kernel, block.queries(queries), *keys.unbind(), False, scale),
-                *(pairs.of(block), window, block.distance),
+                *(kernel, block.queries(queries), *keys.unbind(), scale),
+                Visibility(False, pairs.of(block), window, block.distance),
             )
             for counts, total in zip(block[:2], merged, strict=True):
                 if counts is not None:
@@ -123,7 +124,7 @@ class _Gathered(Function):
         dq, own = [], []
         for i, parts in enumerate(zip(*inputs, strict=True)):
             gradient, dkv = _differentiate(
-                kernel, *parts, *kv[i].unbind(), causal, scale, pairs.own(i), window
+                kernel, *parts, *kv[i].unbind(), scale, Visibility(causal, pairs.own(i), window)
             )
             dq.append(gradient)
             own.append(dkv)
@@ -132,8 +133,8 @@ class _Gathered(Function):
         for block in blocks:
             keys = gathered.index_select(0, block.keys)[0]
             gradient, dkv = _differentiate(
-                *(kernel, *(block.queries(chunks) for chunks in inputs), *keys.unbind(), False, scale),
-                *(pairs.of(block), window, block.distance),
+                *(kernel, *(block.queries(chunks) for chunks in inputs), *keys.unbind(), scale),
+                Visibility(False, pairs.of(block), window, block.distance),
             )
             shares.append(dkv)
             for i, counts in enumerate(block[:2]):
@@ -183,18 +184,10 @@ def _blocks(rank: Tensor, size: int, length: int, causal: bool, window: int | No
 
 
 def _attend(
-    kernel: Kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    documents: tiles.Documents | None,
-    window: int | None,
-    distance: int = 0,
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility
 ) -> tuple[Tensor, Tensor]:
     """out (b, n, s, d) and lse (b, n, s) of a block, both in float32 or wider."""
-    done = [*tiles.forward(kernel, q, k, v, causal, scale, documents, window, distance)]
+    done = [*tiles.forward(kernel, q, k, v, scale, visibility)]
     out, lse = (torch.cat(parts, 2) for parts in ([x for _, x, _ in done], [x for _, _, x in done]))
     unseen = q.shape[2] - out.shape[2]  # last rows, which the window has moved past the keys
     if unseen:
@@ -210,17 +203,14 @@ def _differentiate(
     lse: Tensor,
     k: Tensor,
     v: Tensor,
-    causal: bool,
     scale: float,
-    documents: tiles.Documents | None,
-    window: int | None,
-    distance: int = 0,
+    visibility: Visibility,
 ) -> tuple[Tensor, Tensor]:
     """dq (b, n, s, d), and dk and dv (2, b, k, t, d) of a block, both in float32 or wider."""
     dq = torch.zeros_like(q, dtype=lse.dtype)
     dkv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
     for rows, keys, (tile_dq, tile_dk, tile_dv) in tiles.backward(
-        kernel, grad, q, k, v, out, lse, causal, scale, documents, window, distance
+        kernel, grad, q, k, v, out, lse, scale, visibility
     ):
         dq[:, :, rows] = tile_dq.to(dq.dtype)
         dkv[0, :, :, keys] += tile_dk

@@ -174,9 +174,10 @@ def _ring(
             incoming = collectives.start_ring_send_recv(kv, ring)
         for rows, keys, square, distance in areas:
             pair = _document_pair(documents, ring.rank, rows, source, keys)
+            visibility = tiles.Visibility(square, pair, window, distance)
             rows_out, rows_lse = out[:, :, rows], lse[:, :, rows]
             for tile, tile_out, tile_lse in tiles.forward(
-                block, q[:, :, rows], *kv[:, :, :, keys].unbind(), square, scale, pair, window, distance
+                block, q[:, :, rows], *kv[:, :, :, keys].unbind(), scale, visibility
             ):
                 if step == 0 and rows == keys:  # own keys, so every query sees at least one
                     rows_out[:, :, tile], rows_lse[:, :, tile] = tile_out, tile_lse
@@ -235,7 +236,7 @@ def _backward(
             rows_dq, (dk, dv) = dq[:, :, rows], dkv[:, :, :, keys].unbind()
             for tile, columns, (tile_dq, tile_dk, tile_dv) in tiles.backward(
                 *(block, *queries, k[:, :, keys], v[:, :, keys], *final),
-                *(square, scale, pair, window, distance),
+                *(scale, tiles.Visibility(square, pair, window, distance)),
             ):
                 rows_dq[:, :, tile] += tile_dq
                 dk[:, :, columns] += tile_dk

@@ -1,12 +1,9 @@
 """Tiled attention: ranges of query rows, each with only the keys that it can see.
 
 A causal sequence in r tiles computes (r + 1) / 2r of the score matrix. With documents, tiles skip the keys before their first
-and after their last document, so packed sequences cost what their documents cost; with a sliding window they skip the keys that
-it has left behind. Within a tile the mask is exact, whatever the order of the documents. `forward` and `backward` yield the
+and after their last document, so packed sequences cost what their documents cost; with a sliding window they skip the keys
+before it. Within a tile the mask is exact, whatever the order of the documents. `forward` and `backward` yield the
 results of the tiles: attention.py writes them, ring.py merges and sums them.
-
-With a window of w, the query at position i sees keys after i - w. `distance` is the position of the first query relative to the
-first key: 0 where they are the same tokens, more where the keys are earlier ones (ring.py).
 
 Shapes: q (b, n, s, d), k and v (b, k, t, d), documents (b, s) and (b, t).
 """
@@ -14,6 +11,7 @@ Shapes: q (b, n, s, d), k and v (b, k, t, d), documents (b, s) and (b, t).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,26 +24,28 @@ MASKED_ROWS = 512
 Documents = tuple[Tensor, Tensor]
 
 
-def forward(
-    kernel: Kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    documents: Documents | None = None,
-    window: int | None = None,
-    distance: int = 0,
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield rows, out (b, n, rows, d) and lse (b, n, rows) of each tile; skips rows known to see no key.
+class Visibility(NamedTuple):
+    """Which keys each query sees.
 
-    Args:
+    Attributes:
         causal: q and k belong to the same tokens, s = t, and each sees itself and earlier ones.
         documents: of the queries and of the keys.
-        window: number of keys up to its own position that a query sees; the keys are earlier ones, or `causal`.
-        distance: position of the first query relative to the first key; read with a window only.
+        window: with a window of w, the query at position i sees keys after i - w; they are earlier ones, or `causal`.
+        distance: position of the first query relative to the first key: 0 for the same tokens, more for earlier keys (ring.py);
+            read with a window only.
     """
-    for rows, _, block in _tiles(kernel, q, k, v, causal, scale, documents, window, distance, backward=False):
+
+    causal: bool
+    documents: Documents | None = None
+    window: int | None = None
+    distance: int = 0
+
+
+def forward(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield rows, out (b, n, rows, d) and lse (b, n, rows) of each tile; skips rows known to see no key."""
+    for rows, _, block in _tiles(kernel, q, k, v, scale, visibility, backward=False):
         yield rows, *kernel.forward(block)
 
 
@@ -57,30 +57,18 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    causal: bool,
     scale: float,
-    documents: Documents | None = None,
-    window: int | None = None,
-    distance: int = 0,
+    visibility: Visibility,
 ) -> Iterator[tuple[slice, slice, Gradients]]:
     """Yield rows, keys and (dq of the rows, dk and dv of the keys) of each tile; the caller sums dk and dv over tiles."""
-    tiles = _tiles(kernel, q, k, v, causal, scale, documents, window, distance, backward=True)
-    for rows, keys, block in tiles:
+    for rows, keys, block in _tiles(kernel, q, k, v, scale, visibility, backward=True):
         yield rows, keys, kernel.backward(block, grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
 
 
 def _tiles(
-    kernel: Kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    documents: Documents | None,
-    window: int | None,
-    distance: int,
-    backward: bool,
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility, backward: bool
 ) -> Iterator[tuple[slice, slice, Block]]:
+    causal, documents, window, distance = visibility
     s, t = q.shape[2], k.shape[2]
     length = kernel.tile_rows(q, causal, backward)
     if not kernel.takes_bounds and (documents is not None or window is not None):
@@ -93,7 +81,7 @@ def _tiles(
             0 if window is None else max(0, start + distance - window + 1), rows.stop if causal else t
         )
         if keys.start >= t:
-            return  # the window has left the keys behind
+            return  # all keys are before the window
         # Whether the last query does not see the first key.
         windowed = window is not None and rows.stop + distance - window > keys.start
         mask = bounds = None
