@@ -19,6 +19,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flows.cli.main import main, parser
 from profiles.reference import page
@@ -28,7 +29,7 @@ from tests.forked_jobs import forked_jobs
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```sh( cluster)?\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.M | re.S)
-COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(?:trainshed|make|python3?(?: -P)? -m) ")
+COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(?:trainshed|make|prefect|python3?(?: -P)? -m) ")
 NAMED_FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
 # Overrides with which any pretraining run takes seconds instead of minutes, on one rank.
@@ -145,18 +146,53 @@ def test_documented_commands_succeed(prefect_server, tmp_path, monkeypatch, page
             assert missing(sample, said.getvalue()) == [], said.getvalue()
 
 
+@functools.cache
+def deployments() -> dict[str, set[str]]:
+    """Deployments of prefect.yaml as flow/deployment, with the parameters of their flow."""
+    found = {}
+    for entry in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]:
+        module, _, name = entry["entrypoint"].rpartition(".")
+        flow = getattr(importlib.import_module(module), name)
+        found[f"{flow.name}/{entry['name']}"] = set(flow.parameters.properties)
+    return found
+
+
+def check_words(words: list[str], line: str) -> None:
+    """Assert that the program of a command exists and accepts its arguments."""
+    match Path(words[0]).name, words[1:]:
+        case "trainshed", arguments:
+            parser().parse_args(arguments)  # exits with 2 on invalid arguments
+        case "make", arguments:
+            targets = [word for word in arguments if "=" not in word]
+            assert set(targets) <= set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.M)), (
+                line
+            )
+        case "prefect", ["deployment", "run", name, *options]:
+            set_values = re.findall(r"(?:-p|--param) (\w+)=", " ".join(options))
+            assert set(set_values) <= deployments()[name], line
+        case "python", arguments if "-m" in arguments:
+            module = arguments[arguments.index("-m") + 1]
+            spec = importlib.util.find_spec(module)
+            assert spec, line
+            # A user's own tasks.py or profiles/ in the working folder must not be imported in place of ours.
+            assert "-P" in arguments or not module.startswith(("flows.", "modeling.")), line
+            if module != "pytest":
+                options = {word for word in arguments if word.startswith("--")}
+                source = Path(spec.origin).read_text() + (ROOT / "benchmarks/harness/timing.py").read_text()
+                assert {option for option in options if f'"{option}"' not in source} == set(), line
+        case "python", [script, *_]:
+            assert (ROOT / script).exists(), line
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_cluster_commands_have_valid_arguments(page):
     for cluster, text, _ in blocks(page):
         for line in text.splitlines() if cluster else ():
             words = shlex.split(line, comments=True)
-            if words and Path(words[0]).name == "trainshed":
-                parser().parse_args(words[1:])  # exits with 2 on invalid arguments
-            if words and Path(words[0]).name == "python":
-                module = words[words.index("-m") + 1] if "-m" in words else ""
-                assert not module or importlib.util.find_spec(module), line
-                # A user's own tasks.py or profiles/ in the working folder must not be imported in place of ours.
-                assert "-P" in words or not module.startswith(("flows.", "modeling.")), line
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # variables of its environment
+                words.pop(0)
+            if words:
+                check_words(words, line)
 
 
 PLANS = [
@@ -193,7 +229,7 @@ def test_sample_of_a_plan_is_what_the_planner_prints(tmp_path, monkeypatch, page
 def test_every_command_is_in_a_checked_block(page):
     fenced, unchecked = False, []
     for line in BLOCK.sub("", page.read_text()).splitlines():
-        if line.startswith("```"):
+        if line.strip().startswith("```"):
             fenced = not fenced
         elif (fenced or line.startswith("    ")) and COMMAND.match(line.strip()):
             unchecked.append(line)
