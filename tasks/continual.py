@@ -11,17 +11,17 @@ import json
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from profiles import resolve, state_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.resolve import EXPORT
-from tasks.steps.dataset import CORPUS, SHARDS, DatasetStep
-from tasks.steps.dataset import with_steps as steps_of_epochs
+from tasks.steps import dataset
+from tasks.steps.dataset import CORPUS, DatasetStep
 from tasks.store import ledger, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.inventory import STANDING
+from tasks.store.ledger import SHARDS
 from tasks.store.store import Store
 
 # Phases of the learning-rate schedule, in order of priority.
@@ -74,10 +74,11 @@ def new_data(store: Store, promoted: Promoted, corpus: Artifact, sequence_length
 
     The result is a dataset artifact with the held-out text of the series.
     """
-    contents = _read(store, corpus, CORPUS)
-    held_out = _read(store, store.artifacts.expect(DatasetStep.kind, promoted.dataset), CORPUS)["validation"]
+    contents = dataset.read_file(store, corpus)
+    first = store.artifacts.expect(DatasetStep.kind, promoted.dataset)
+    held_out = dataset.read_file(store, first)["validation"]
     known = ledger.trained_on(store, promoted.identity)
-    pairs = zip(contents["train"], _read(store, corpus, SHARDS), strict=True)
+    pairs = zip(contents["train"], dataset.read_file(store, corpus, SHARDS), strict=True)
     new = [(entry, shard) for entry, shard in pairs if shard not in known]
     train = [entry for entry, _ in new]
     if sum(entry["tokens"] for entry in train) <= sequence_length:
@@ -107,7 +108,7 @@ def with_steps(profile: Profile, new: Artifact) -> Profile:
     if train.epochs is None:
         return profile
     free = train.model_copy(update=dict.fromkeys(PHASES, 0))
-    steps = steps_of_epochs(profile.model_copy(update={"train": free}), new).train.steps
+    steps = dataset.with_steps(profile.model_copy(update={"train": free}), new).train.steps
     fitting: dict[str, int | None] = {"steps": steps, "epochs": None}
     left = steps
     for name in PHASES:
@@ -129,7 +130,3 @@ def promote(store: Store, name: str, promoted: Promoted, run: str, identity: str
 
 def _name(run: str, file: str) -> str:
     return f"runs/{run}/{file}"
-
-
-def _read(store: Store, artifact: Artifact, file: str) -> Any:
-    return json.loads((store.artifacts.path(artifact, with_required=False) / file).read_text())

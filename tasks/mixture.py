@@ -6,7 +6,6 @@ bounds. `profile_of` applies one to its target.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,9 +19,8 @@ from profiles import data_sources, resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from profiles.sections.mixture import Mixture
-from profiles.state_files import retried
 from tasks import documents, keys
-from tasks.steps.dataset import CORPUS, DatasetStep
+from tasks.steps.dataset import DatasetStep, read_file
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
@@ -44,8 +42,7 @@ def source_tokens(store: Store, dataset: str, profile: Profile) -> dict[str, int
 
     Raises ProfileError for a source without training tokens.
     """
-    folder = store.artifacts.path(store.artifacts.expect(DatasetStep.kind, dataset), with_required=False)
-    corpus = json.loads(retried((folder / CORPUS).read_text))
+    corpus = read_file(store, store.artifacts.expect(DatasetStep.kind, dataset))
     counts, first = {}, 0
     for source in corpus["sources"]:
         shards = corpus["train"][first : first + source["shards"]]

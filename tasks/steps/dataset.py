@@ -22,11 +22,13 @@ from modeling.data.sample_order import LONGEST_PATTERN, quotas
 from profiles import check, data_sources
 from profiles.errors import ProfileError
 from profiles.schema import Profile
+from profiles.state_files import retried
 from tasks import keys
 from tasks.sources import duplicates
 from tasks.sources.shard import Shard, local_path
 from tasks.step import Context, Step
 from tasks.store.artifacts import HASH_LIMIT, Artifact
+from tasks.store.ledger import SHARDS
 from tasks.store.store import Store
 from tasks.tokenization import record_rows
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
@@ -34,7 +36,7 @@ from tasks.tokenization.slurm_array import SlurmArray
 from tasks.tokenization.tokenize_shard import Counts, tokenize
 from tasks.tokenization.worker_pool import WorkerPool
 
-CORPUS, SHARDS = "corpus.json", "shards.json"
+CORPUS = "corpus.json"
 LOCATION = {"path", "anonymous"}  # keys of an entry in corpus.json that locate a shard
 # Shuffle spans a node caches per stream: the current one, the next, and shards that reach beyond them.
 SPANS = 3
@@ -90,8 +92,7 @@ class DatasetStep(Step):
         store, found = context.store, context.store.artifacts.find(self.kind, key, limit)
         if found is None:
             return None
-        entries = json.loads((store.artifacts.path(found, with_required=False) / CORPUS).read_text())["train"]
-        for shard, entry in zip(self.plan(context).shards, entries, strict=True):
+        for shard, entry in zip(self.plan(context).shards, read_file(store, found)["train"], strict=True):
             recorded = {name: entry[name] for name in LOCATION & entry.keys()}
             if shard.format == "megatron" and _location(shard) != recorded:
                 reason = f"{shard.name} moved from {entry['path']}"
@@ -218,6 +219,11 @@ class ShardJob:
             context.progress(f"{self.verb} {len(missing):,} shards", None)
             for done, _ in enumerate(results, 1):
                 context.progress(f"{self.verb} {len(missing):,} shards: {done:,} done", fraction(done))
+
+
+def read_file(store: Store, dataset: Artifact, file: str = CORPUS) -> Any:
+    """Contents of a dataset's corpus.json or shards.json."""
+    return json.loads(retried((store.artifacts.path(dataset, with_required=False) / file).read_text))
 
 
 def _shard_keys(plan: DatasetPlan) -> list[str]:

@@ -13,17 +13,16 @@ from pathlib import Path
 import pytest
 
 from profiles.errors import ProfileError
+from tasks.launchers.conformance import wait
 from tasks.store import locks
 from tasks.store.backends import FolderBackend, ObjectBackend
 from tasks.store.lock_owner import LockOwner
 from tasks.store.store import Store
 from tests import s3
-from tests.tasks.store.test_sync import wait_until
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from profiles.errors import ProfileError
 from tasks.store import locks
 from tasks.store.backends import FolderBackend
 with locks.acquire(FolderBackend(Path(sys.argv[1])), "locks/work", float(sys.argv[2])):
@@ -34,7 +33,6 @@ with locks.acquire(FolderBackend(Path(sys.argv[1])), "locks/work", float(sys.arg
 COUNTER = """
 import sys
 from pathlib import Path
-from profiles.errors import ProfileError
 from tasks.store import locks
 from tasks.store.backends import FolderBackend
 root = Path(sys.argv[1])
@@ -200,7 +198,7 @@ def test_lost_lock_is_reported_to_its_holder(backend, caplog):
     with locks.acquire(backend, "locks/work", expiry=0.3) as lock:
         lock.check()
         assert backend.create(f"locks/work/{lock.ticket + 1}", locks._state(60.0))
-        wait_until(lambda: "lock lost" in caplog.text)  # by the renewal
+        wait(lambda: "lock lost" in caplog.text, 60)  # by the renewal
         with pytest.raises(locks.LockLost, match="locks/work"):
             lock.check()
     assert json.loads(backend.read("locks/work/2"))["released"] is False
@@ -217,7 +215,7 @@ def test_renewal_survives_any_error(backend, caplog, monkeypatch):
             write(name, data, **options)
 
         monkeypatch.setattr(backend, "write", failing)
-        wait_until(lambda: backend.read("locks/work/1") != first)
+        wait(lambda: backend.read("locks/work/1") != first, 60)
         lock.check()
     assert "a fault of the client; retrying" in caplog.text
 

@@ -1,21 +1,13 @@
 """RunSync uploads a run folder while it is written."""
 
-import time
-
 import fsspec
 import s3fs
 
+from tasks.launchers.conformance import wait
 from tasks.store import sync
 from tasks.store.backends import ObjectBackend
 from tasks.store.sync import RunSync
 from tests import s3
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_changed_files_are_uploaded_during_the_block_and_at_its_end(tmp_path, monkeypatch, caplog):
@@ -26,9 +18,9 @@ def test_changed_files_are_uploaded_during_the_block_and_at_its_end(tmp_path, mo
         (tmp_path / "logs").mkdir()
         (tmp_path / "metrics.jsonl").write_text("1\n")
         with RunSync(tmp_path, ObjectBackend(f"{address}/store"), "runs/r", interval=0.05):
-            wait_until(lambda: remote.exists(f"{run}/metrics.jsonl"))
+            wait(lambda: remote.exists(f"{run}/metrics.jsonl"), 60)
             (tmp_path / "metrics.jsonl").write_text("1\n2\n")
-            wait_until(lambda: remote.cat_file(f"{run}/metrics.jsonl") == b"1\n2\n")
+            wait(lambda: remote.cat_file(f"{run}/metrics.jsonl") == b"1\n2\n", 60)
             (tmp_path / "logs/last.log").write_text("written at the end")
         assert remote.cat_file(f"{run}/logs/last.log") == b"written at the end"
         assert not remote.exists(f"{run}/checkpoints")

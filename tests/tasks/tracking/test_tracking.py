@@ -6,7 +6,6 @@ import re
 import sqlite3
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from profiles import resolve
 from profiles.errors import ProfileError
+from tasks.launchers.conformance import wait
 from tasks.tracking import process
 from tasks.tracking.process import labels_of, tracking
 from tests.tasks.tracking import wandb_files
@@ -162,18 +162,11 @@ def tracker_calls(tmp_path, monkeypatch):
     return calls
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_only_steps_after_a_resumed_checkpoint_are_sent_again(tracker_calls, tmp_path):
     run = Run(tmp_path, "my_trackers:Recording")
     with run.track():
         run.write(1, 2, 3, 4)
-        wait_for(lambda: len(tracker_calls("log")) == 4)
+        wait(lambda: len(tracker_calls("log")) == 4, 120)
         run.write(3, 4, 5, seconds=0.7, back_to=2)
     sent = [1, 0.5], [2, 0.5], [3, 0.5], [4, 0.5], [3, 0.7], [4, 0.7], [5, 0.7]
     assert tracker_calls("log") == list(sent)
@@ -188,7 +181,7 @@ def test_late_evaluations_are_sent_once_to_the_same_run(tracker_calls, tmp_path)
         run.write(1, 2)
         with run.metrics.open("a") as metrics:
             metrics.write('{"step": 2, "validation_loss": 4.5}\n')
-        wait_for(lambda: tracker_calls("evaluated"))
+        wait(lambda: tracker_calls("evaluated"), 120)
         file.write_text('{"step": 2, "validation_loss": 3.5}\n')
     file.write_text(file.read_text() + '{"step": 1, "lm_eval/arc/acc": 0.25}\n')
     for _ in range(2):
@@ -208,7 +201,7 @@ def test_failing_or_hanging_tracker_is_one_warning(tracker_calls, tmp_path, monk
     run = Run(tmp_path, f"my_trackers:{kind}")
     with caplog.at_level(logging.WARNING), run.track():
         run.write(*range(1, 400))
-        wait_for(lambda: tracker_calls("start"))
+        wait(lambda: tracker_calls("start"), 120)
     (warning,) = [record.message for record in caplog.records]
     reason = {"Failing": "ConnectionError: no route to the tracker", "Hanging": "did not finish within 3 s"}
     assert warning.startswith(f"tracker my_trackers:{kind}: {reason[kind]}; the run continues")
