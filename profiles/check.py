@@ -1,7 +1,7 @@
-"""Validation rules between a profile's sections, and of local files before a run starts; needs no device.
+"""Validation rules between a profile's sections, and for local files before a run starts; needs no device.
 
-`check` runs the rules in order. An error offers only choices with which the profile satisfies the other rules too; where a rule
-does not know its valid values, the nearest ones are found by trial.
+`check` runs the rules in order. An error offers only choices with which the profile satisfies the other rules too; if a rule
+cannot compute its valid values, the nearest ones are found by trial.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from profiles.sections.model import neighbours
 
 Rule = Callable[[Profile], None]  # raises ProfileError
 CPU_PROCESSES = 16
-SEARCH_STEPS = 1024  # how far from an invalid value valid ones are searched, in each direction
+SEARCH_STEPS = 1024  # of the search for valid values below and above an invalid one
 ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200", "b200"), "neuron": ("trn1", "trn2", "trn3")}
 # Accelerators that can be planned and converted for but not trained on: the reason, and alternatives.
 TRN1 = "native PyTorch does not train on it, nor does AWS's older stack since SDK 2.30"
 PLANNED_ONLY = {"trn1": (TRN1, ["trn2", "trn3"])}
 BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron",)}
-# sbatch options that the launcher sets itself, or that have their own profile key.
+# sbatch options that the launcher sets itself or that have a profile key of their own.
 LAUNCHER_OPTIONS = {
     *("array", "chdir", "comment", "dependency", "error", "export", "input", "job-name", "no-requeue"),
     *("ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "requeue", "signal", "wait", "wrap"),
     *("account", "constraint", "exclusive", "nodes", "partition", "time"),
 }
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-RUN = "run:"  # prefix of a source that is the export of a run in the store: run:NAME
+RUN = "run:"  # prefix of a source that is a run's export: run:NAME
 
 
 def check(profile: Profile) -> None:
     """Check that a profile can be planned.
 
     Raises:
-        ProfileError: the first broken rule on topology, which those after it depend on, and every other broken rule.
+        ProfileError: the first broken topology rule, as later ones depend on it, and every other broken rule.
     """
     errors = []
     if broken := _broken(profile, TOPOLOGY):
@@ -71,7 +71,7 @@ def _broken(profile: Profile, rules: Iterable[Rule]) -> tuple[Rule, ProfileError
 
 
 def passes(profile: Profile, rules: Iterable[Rule] | None = None) -> bool:
-    """Whether a profile satisfies these rules; by default those on parallel degrees, batch sizes and the cluster."""
+    """Whether a profile satisfies these rules; by default those for parallel degrees, batch sizes and the cluster."""
     return _broken(profile, TOPOLOGY if rules is None else rules) is None
 
 
@@ -88,7 +88,7 @@ def with_value(profile: Profile, key: str, value: Any) -> Profile:
 
 
 def check_start(profile: Profile) -> None:
-    """Check that a run can be started from this machine, with the files that it names, which planning does not need.
+    """Check that a run can start from this machine with its local files, which planning does not need.
 
     Raises:
         ProfileError: every reason why it cannot.
@@ -110,7 +110,7 @@ def _trainable(profile: Profile) -> None:
 def _static_shapes(profile: Profile) -> None:
     experts, capacity = profile.model.num_experts, profile.train.capacity_factor
     if experts is not None and capacity is None and profile.cluster.device == "neuron":
-        reason = "is missing: without it shapes depend on the data, and neuron compiles static ones only"
+        reason = "is missing: without it shapes depend on the data, but neuron compiles only static shapes"
         raise ProfileError("train.capacity_factor", None, reason, [1.25])
 
 
@@ -286,13 +286,13 @@ def _experts(profile: Profile) -> None:
     if train.precision == "fp8":
         raise ProfileError("train.precision", "fp8", "does not support experts", ["bf16"])
     if train.balance == "bias" and not model.family.selection_bias:
-        reason = f"moves a bias of the experts' selection, which exports of {model.architecture} have no tensor for"
+        reason = f"adjusts a bias in the selection of experts, which exports of {model.architecture} have no tensor for"
         raise ProfileError("train.balance", "bias", reason, ["sequence", "global", "none"])
     if train.balance != "bias" and train.balance_bias_rate is not None:
         reason = f"has no effect with train.balance {train.balance}"
         raise ProfileError("train.balance_bias_rate", train.balance_bias_rate, reason, ["null"])
     if train.capacity_factor is not None and parallel.context > 1:
-        reason = "counts the tokens of whole samples, which parallel.context divides"
+        reason = "counts tokens of complete samples, which parallel.context divides"
         raise ProfileError("train.capacity_factor", train.capacity_factor, reason, ["null"])
 
 
@@ -351,7 +351,7 @@ def _multiple(key: str, value: int, of: int, reason: str) -> None:
         raise ProfileError(key, value, reason)
 
 
-# Rules on parallel degrees, batch sizes and the cluster, in order.
+# Rules for parallel degrees, batch sizes and the cluster, in order.
 TOPOLOGY = (
     _cluster,
     _tensor,
@@ -376,7 +376,7 @@ INDEPENDENT = (
     tracking.check_names,
     launchers.check,
 )
-# Rules of a run that starts: hardware, launcher, and files on this machine.
+# Rules for starting a run: hardware, launcher, and files on this machine.
 START = (
     _trainable,
     _static_shapes,
@@ -389,7 +389,7 @@ START = (
     tracking.check_installed,
     launchers.check_installed,
 )
-# Keys whose nearest valid values are searched, with further keys that may be changed instead.
+# Keys whose nearest valid values are searched, with keys that may be changed instead.
 SEARCHED: dict[str, tuple[str, ...]] = {
     "parallel.tensor": (),
     "parallel.pipeline": (),
@@ -402,9 +402,9 @@ SEARCHED: dict[str, tuple[str, ...]] = {
 
 
 def _topology_choices(profile: Profile, rule: Rule, error: ProfileError) -> list[Any]:
-    """Values of the invalid key, and `key=value` of others, with which all topology rules hold.
+    """Values of the invalid key, and `key=value` for others, with which all topology rules hold.
 
-    If no single change is enough, changes that satisfy the rules up to this one, each with the next change that it needs.
+    If no single change is enough: changes that satisfy the rules up to this one, each with the next change it requires.
     """
     if found := list(_candidates(profile, error, TOPOLOGY)):
         return [text for text, _ in found]

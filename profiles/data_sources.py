@@ -1,4 +1,4 @@
-"""Rules of `data.sources`: which keys each kind of source takes, and rules for all of them together."""
+"""Rules of `data.sources`: which keys each kind of source accepts, and rules for all sources together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from profiles.errors import ProfileError
 from profiles.schema import Data, Profile, Source
 
-# Keys that only some kinds of sources take, with those kinds.
+# Keys that only some kinds of sources accept, with these kinds.
 KINDS = {
     "path": ("files", "tokens", "megatron"),
     "repository": ("hub",),
@@ -25,11 +25,11 @@ REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def names(data: Data) -> list[str]:
-    """Name of each source, in order: of its repository, path or kind, with a number where two are the same."""
+    """Name of each source, in order: from its repository, path or kind, numbered if two are the same."""
     found: list[str] = []
     for source in data.sources:
-        place = (source.repository or source.path or source.kind).rstrip("/").rpartition("/")[2]
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", place.partition(".")[0]).strip("-") or source.kind
+        base = (source.repository or source.path or source.kind).rstrip("/").rpartition("/")[2]
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", base.partition(".")[0]).strip("-") or source.kind
         free = chain([name], (f"{name}-{number}" for number in count(2)))
         found.append(next(each for each in free if each not in found))
     return found
@@ -49,7 +49,7 @@ def check(profile: Profile) -> None:
         reason = "leaves no validation data; hold some out, or add a source with use: validation"
         raise ProfileError("data.validation_fraction", 0, reason, [0.01])
     if not weights:
-        reason = "is validation for every source; at least one must be trained on"
+        reason = "is validation for every source; at least one must have training data"
         raise ProfileError("data.sources.0.use", "validation", reason, ["split", "train"])
 
 
@@ -72,7 +72,7 @@ def check_schedule(profile: Profile) -> None:
             reason = f"has {len(change.weights)} weights for {len(sources)} training sources"
             raise ProfileError(f"{key}.weights", change.weights, reason)
         if not any(change.weights):
-            raise ProfileError(f"{key}.weights", change.weights, "draws no source at all")
+            raise ProfileError(f"{key}.weights", change.weights, "are all zero")
         if change.step <= before:
             reason = f"is not after step {before} of the change before it"
             raise ProfileError(f"{key}.step", change.step, reason, [before + 1])
@@ -93,7 +93,7 @@ def _check_source(source: Source, key: str) -> None:
     for name, kinds in KINDS.items():
         value = getattr(source, name)
         if value not in (None, False) and source.kind not in kinds:
-            reason = f"is not for sources of kind {source.kind}"
+            reason = f"does not apply to sources of kind {source.kind}"
             raise ProfileError(f"{key}.{name}", value, reason, ["null", f"{key}.kind={kinds[0]}"])
     required = REQUIRED.get(source.kind)
     if required and getattr(source, required) is None:

@@ -11,13 +11,13 @@ OVERRIDE_SYNTAX = "is not of the form KEY.PATH=VALUE, without spaces; for instan
 
 
 class ProfileError(ValueError):
-    """An invalid profile; its text is one line for each error, `key = value: reason; nearest valid: choices`.
+    """An invalid profile; its message has one line per error, `key = value: reason; nearest valid: choices`.
 
     Attributes:
         key: dotted path, such as `parallel.tensor` or `data.sources.0.path`.
         value: the given value; None if it is missing.
         reason: why it is invalid, phrased to follow the value.
-        choices: nearest valid values, best first; empty if there are none to name.
+        choices: nearest valid values, best first; may be empty.
         others: further errors of the same profile.
     """
 
@@ -63,10 +63,10 @@ def format_value(value: Any, longest: int | None = LONGEST_VALUE) -> str:
     text = " ".join(str(value).split())
     if longest is None or len(text) <= longest:
         return text
-    return f"{text[: longest // 2 - 1]}…{text[-longest // 2 :]}"  # of a path, the end matters most
+    return f"{text[: longest // 2 - 1]}…{text[-longest // 2 :]}"  # the end of a path matters most
 
 
 def closest(name: str, known: Iterable[str], most: int | None = None) -> list[str]:
-    """The known names most like a name; all of them, or the first `most`, if none is like it."""
+    """The known names most similar to a name; if there are none, all names or the first `most`."""
     names = list(known)
     return difflib.get_close_matches(name, names) or names[:most]

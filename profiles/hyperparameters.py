@@ -1,4 +1,4 @@
-"""Rules of `train`: activation checkpointing, precision and schedule."""
+"""Rules for `train`: activation checkpointing, precision and schedule."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from profiles.errors import ProfileError
 from profiles.recompute import AUTO
 from profiles.schema import Profile
 
-# FP8 recipes, with the accelerators that have them.
+# FP8 recipes, with the accelerators that support them.
 FP8 = {"tensorwise": ("h100", "h200", "b200"), "rowwise": ("h100", "h200", "b200"), "mxfp8": ("b200", "trn3")}
 
 
 def check_recompute(profile: Profile) -> None:
-    """Raise ProfileError for a list of activation checkpointing that is not one of the pipeline's stages."""
+    """Raise ProfileError if `train.recompute` is a list without exactly one entry per pipeline stage."""
     value, parallel = profile.train.recompute, profile.parallel
     ranks, cuts = parallel.pipeline, parallel.pipeline_cuts
     stages = len(cuts) + 1 if cuts else ranks * minimum_stages_per_rank(parallel.schedule, ranks)
@@ -22,7 +22,7 @@ def check_recompute(profile: Profile) -> None:
 
 
 def check_precision(profile: Profile) -> None:
-    """Raise ProfileError for an FP8 recipe that the accelerator lacks, or whose blocks the model's sizes do not fill."""
+    """Raise ProfileError if the accelerator lacks the FP8 recipe, or the model's sizes do not fill its blocks."""
     train, cluster, model = profile.train, profile.cluster, profile.model
     if train.precision != "fp8":
         return
@@ -51,7 +51,7 @@ def check_precision(profile: Profile) -> None:
 
 
 def check_schedule(profile: Profile) -> None:
-    """Raise ProfileError for a length or a learning rate's schedule that contradicts itself."""
+    """Raise ProfileError for a contradictory length or learning-rate schedule."""
     train = profile.train
     if train.steps is not None and train.epochs is not None:
         reason = f"conflicts with train.steps {train.steps}; set one of them to null"

@@ -18,12 +18,12 @@ def entry_points() -> dict[str, metadata.EntryPoint]:
 
 
 def check(profile: Profile) -> None:
-    """Check that the launcher is known, and for Kubernetes that its settings are complete. Raises ProfileError."""
+    """Check that the launcher exists, and that the Kubernetes launcher's settings are complete. Raises ProfileError."""
     cluster = profile.cluster
     if cluster.launcher not in OWN and cluster.launcher not in (found := entry_points()):
         names = [*OWN, *found]
         close = closest(cluster.launcher, names)
-        reason = f"is no launcher: neither Trainshed's nor an entry point of the group {GROUP}"
+        reason = f"is not a launcher: neither one of Trainshed's nor an entry point of the group {GROUP}"
         raise ProfileError("cluster.launcher", cluster.launcher, reason, close)
     if cluster.launcher == "kubernetes":
         settings = cluster.kubernetes
@@ -33,12 +33,12 @@ def check(profile: Profile) -> None:
                     f"cluster.kubernetes.{key}", None, "is missing: the Kubernetes launcher needs it"
                 )
         if cluster.device == "neuron" and not settings.resources:
-            reason = "is empty; name the devices that a Pod requests"
+            reason = "is empty; list the devices that a Pod requests"
             raise ProfileError("cluster.kubernetes.resources", [], reason, ["[aws.amazon.com/neuron=16]"])
 
 
 def check_installed(profile: Profile) -> None:
-    """Check that the Kubernetes client is installed, if it is needed. Raises ProfileError."""
+    """Check that the Kubernetes client is installed if the launcher needs it. Raises ProfileError."""
     if profile.cluster.launcher == "kubernetes" and find_spec("kubernetes") is None:
         reason = (
             "its client is not installed; install it with: pip install -c constraints.txt -e '.[kubernetes]'"

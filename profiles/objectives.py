@@ -1,4 +1,4 @@
-"""Rules of `objective` and `lora`: which keys each kind takes, and what fine-tuning needs and does not support."""
+"""Rules of `objective` and `lora`: which keys each kind accepts, and what fine-tuning needs and does not support."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from profiles.errors import ProfileError
 from profiles.schema import Objective, Profile
 
-# Keys of `objective` that only some kinds take, with those kinds.
+# Keys of `objective` that only some kinds accept, with these kinds.
 KINDS = {
     "template": ("sft", "dpo", "orpo"),
     "packing": ("sft", "dpo", "orpo"),
@@ -20,9 +20,9 @@ KINDS = {
     "precompute_reference": ("dpo",),
     "label_smoothing": ("dpo",),
 }
-PAIR_METRICS = ("accuracy", "margin", "kl")  # of evaluations of preference pairs, means over pairs
+PAIR_METRICS = ("accuracy", "margin", "kl")  # means over preference pairs in an evaluation
 
-# Targets of `lora` that are parts of another.
+# Targets of `lora`, with the targets that are parts of them.
 PARTS = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
 PARTS |= {"output": ("o_proj",), "down": ("down_proj",)}
 LAYER = {target: whole for whole, parts in PARTS.items() for target in (whole, *parts)}
@@ -37,11 +37,11 @@ def check(profile: Profile) -> None:
 
 
 def check_start(profile: Profile) -> None:
-    """Reject a run that can be planned but lacks the initial weights that it needs. Raises ProfileError."""
+    """Check that the initial weights that a run needs are named; planning does not need them. Raises ProfileError."""
     if profile.init.from_ is None and (profile.objective.kind == "dpo" or profile.lora.rank):
-        needs = "dpo starts from the model that it must stay close to"
+        needs = "dpo needs a trained model as its reference"
         if profile.lora.rank:
-            needs = "LoRA trains updates of a trained model's weights"
+            needs = "LoRA trains updates of pretrained weights"
         raise ProfileError("init.from", None, f"is missing: {needs}")
 
 
@@ -92,7 +92,7 @@ def _data(profile: Profile) -> None:
 
 
 def _gate(profile: Profile) -> None:
-    """Each condition of the gate names a value that the final evaluation has."""
+    """Check that each condition of the gate names a value of the final evaluation."""
     metrics = [name.partition(":")[2] for name in profile.evaluate.metrics]
     if profile.rows_per_sample > 1:
         metrics = [*PAIR_METRICS]
@@ -100,7 +100,7 @@ def _gate(profile: Profile) -> None:
     for number, condition in enumerate(profile.evaluate.gate):
         name = re.match(r"\w+", condition)[0]
         if name not in known:
-            reason = f"{name} is no result of the evaluation with objective.kind {profile.objective.kind}"
+            reason = f"{name} is not a result of the evaluation with objective.kind {profile.objective.kind}"
             choices = difflib.get_close_matches(name, known, 3, 0.4) or known
             raise ProfileError(f"evaluate.gate.{number}", condition, reason, choices)
 
@@ -121,14 +121,14 @@ def _lora(profile: Profile) -> None:
     if model.num_experts:
         together += PARTS["gate_up"]
     if apart := [target for target in lora.targets if target in together]:
-        reason = f"names {apart[0]}, part of a weight that model.architecture {model.architecture} has in one"
+        reason = f"names {apart[0]}, part of a weight that model.architecture {model.architecture} has as one"
         if model.num_experts and LAYER[apart[0]] == "gate_up":
-            reason = f"names {apart[0]}, but gate and up of an expert are one product, whose updates share their first factor"
+            reason = f"names {apart[0]}, but an expert's gate and up are one product, whose updates share the first factor"
         fitting = dict.fromkeys(LAYER[target] if target in apart else target for target in lora.targets)
         raise ProfileError("lora.targets", lora.targets, reason, [[*fitting]])
     experts = [target for target in lora.targets if LAYER[target] in ("gate_up", "down")]
     if model.num_experts and experts and lora.dropout:
-        reason = f"is not supported with {experts[0]} of experts: their updates multiply the rows that the experts get, undropped"
+        reason = f"is not supported with {experts[0]} of experts: their updates multiply the experts' inputs without dropout"
         raise ProfileError("lora.dropout", lora.dropout, reason, [0.0])
     if profile.parallel.schedule == "zero_bubble" and profile.parallel.pipeline > 1:
         reason = "splits the backward pass and does not support frozen weights"

@@ -1,9 +1,9 @@
-"""The value of `train.recompute`: what each layer's activation checkpointing is, by pipeline stage.
+"""Values of `train.recompute`: the activation checkpointing of each layer, by pipeline stage.
 
-full                    all layers
-full 3                  the first 3 layers of each stage, the others none
+full                    all layers full
+full 3                  the first 3 layers of each stage full, the others none
 full 3 + selective      the first 3 layers of each stage full, the others selective
-[full 3, none]          of two stages: the first, the second
+[full 3, none]          with two stages: full 3 in the first, none in the second
 auto                    the planner chooses, layer by layer
 """
 
@@ -28,9 +28,9 @@ def invalid(value: Recompute) -> str | None:
         parts = [_PART.fullmatch(part) for part in text.split(" + ")]
         if None in parts:
             where = "" if isinstance(value, str) else f"{text!r} "
-            return f"{where}is neither a mode nor of the form full 3 + selective 2, in which numbers count a stage's layers"
+            return f"{where}is neither a mode nor of the form full 3 + selective 2, where the numbers count layers of a stage"
         if any(part[2] is None for part in parts[:-1]):
-            return "has a mode without its number of layers before another one"
+            return "has a mode without a number of layers before another mode"
     return None if value else "is empty"
 
 
@@ -60,7 +60,7 @@ def modes_of(value: Recompute) -> set[str]:
 
 
 def describe(value: Recompute) -> str:
-    """A value in one line: `full 3`, or of several stages `full 3, 2 × full 2, none`."""
+    """A value in one line: `full 3`, or for several stages `full 3, 2 × full 2, none`."""
     if isinstance(value, str):
         return value
     runs = ((text, len(list(run))) for text, run in groupby(value))

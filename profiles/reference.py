@@ -15,7 +15,7 @@ from profiles.sections.base import Section, sections_in
 
 HEAD = """# Profiles
 
-A profile is one YAML file that describes a run completely. To write one, extend a shipped profile and change what differs:
+A profile is one YAML file that describes a run completely. To write one, extend a shipped profile and override what differs:
 
 ```sh
 cat > shorter.yaml <<'END'
@@ -39,8 +39,8 @@ llama3-70b                70.6 billion  8 × 64 trn2      submits to Slurm
 …
 ```
 
-Every model has a profile for trn2 under its plain name, and others that end in `-h200` and `-h100`: the same run with
-a layout for that hardware. `--all` adds the runs that were published for trn1, `-trn1`, to plan, convert and compare.
+Every model has a profile for trn2 under its plain name, and profiles that end in `-h200` and `-h100`: the same run with a layout
+for that hardware. `--all` adds the runs that were published for trn1, ending in `-trn1`, to plan, convert and compare.
 
 Unknown keys, wrong types and impossible combinations are errors that name the key, its value, the reason and the nearest choices
 with which the profile is valid, one line for each error:
@@ -49,7 +49,7 @@ with which the profile is valid, one line for each error:
 trainshed: parallel.tensor = 3: does not divide 8 query heads; nearest valid: 2
 ```
 
-The run's folder has the resolved profile, `profile.yaml`.
+The run folder has the resolved profile, `profile.yaml`.
 
 This page is generated from the schema: `python -m profiles.reference > docs/profiles.md`.
 """

@@ -2,8 +2,8 @@
 
     shipped or user's file, over what it `extends`  →  overrides  →  defaults from model.config  →  Profile
 
-Sections merge key by key; lists are replaced. Relative paths of `extends` and `model.config` are relative to the file that has
-them; those of overrides, and all other paths, to the working folder. `model.config` may be a hub repository, org/name or
+Sections merge key by key; lists are replaced. Paths in `extends` and `model.config` are relative to the file that contains them;
+those in overrides, and all other paths, to the working folder. `model.config` may be a hub repository, org/name or
 org/name@revision, whose config.json is fetched.
 """
 
@@ -37,11 +37,11 @@ def load(name_or_path: str, overrides: Sequence[str] = (), name: str | None = No
 
     Args:
         overrides: `key.path=value` in YAML; later ones win; list entries are addressed by number.
-        name: name of the run, if not the profile's.
+        name: name of the run; None: the profile's.
 
     Raises:
         ProfileError: no such profile or file, an unknown key, or a value of the wrong type. `check` has the rules
-            between sections and on files.
+            between sections and for files.
     """
     values = _load_chain(_find(str(name_or_path), Path(), "profile"), ())
     for override in overrides:
@@ -69,7 +69,7 @@ def names() -> list[str]:
 
 @cache
 def _shipped() -> dict[str, Path]:
-    """The shipped profiles' files by name; the folders are families and not part of the name."""
+    """The shipped profiles' files by name; folders are families and not part of the name."""
     return {path.stem: path for path in SHIPPED.rglob("*.yaml")}
 
 

@@ -19,9 +19,9 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
-DELAYS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0)  # seconds before each retry, four minutes in all
+DELAYS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0)  # seconds before each retry; four minutes
 LONGEST = 600.0  # seconds; limit of a wait, even if the server asks for more
-TIMEOUT, EARLY, THROTTLED, SERVER_ERROR = 408, 425, 429, 500  # HTTP status codes; all from the last on
+TIMEOUT, EARLY, THROTTLED, SERVER_ERROR = 408, 425, 429, 500  # HTTP status codes; the last one and above
 # Exceptions of httpx, aiohttp and botocore for a connection that failed; by name, since none of them must be installed.
 NETWORK_ERRORS = {
     "TransportError",
@@ -31,7 +31,7 @@ NETWORK_ERRORS = {
     "HTTPClientError",
     "IncompleteReadError",
 }
-PERMANENT = {"FileExpired", "OfflineModeIsEnabled", "UnsupportedProtocol"}  # that look like those above
+PERMANENT = {"FileExpired", "OfflineModeIsEnabled", "UnsupportedProtocol"}  # similar to those above
 ERRNOS = {
     errno.EAGAIN,
     errno.EBUSY,
@@ -52,7 +52,7 @@ def call(function: Callable[[], T], what: str, delays: Sequence[float] = DELAYS)
     """The result of a function, retried while its errors are temporary.
 
     Args:
-        what: starts the lines of the log and the message of the error.
+        what: prefix of the log lines and of the error's message.
         delays: seconds to wait before each retry, on average.
 
     Raises:
@@ -88,7 +88,7 @@ def seconds_to_wait(error: BaseException | None) -> float | None:
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & PERMANENT:
         return None
-    if isinstance(error, FileNotFoundError):  # into which some clients turn any failure
+    if isinstance(error, FileNotFoundError):  # some clients turn any failure into it
         return seconds_to_wait(error.__cause__ or error.__context__)
     if isinstance(error, TimeoutError | socket.gaierror) or names & NETWORK_ERRORS:
         return 0.0
@@ -112,7 +112,7 @@ def _retry_after(headers: Any) -> float:
 
 
 def map_in_threads(function: Callable[[T], R], values: Sequence[T], threads: int) -> list[R]:
-    """Results of a function that uses the network, in order; an interruption of this thread ends waits for retries."""
+    """Results of a function that uses the network, in order; interrupting this thread ends waits for retries."""
     stop = threading.Event()
 
     def call_stoppable(value: T) -> R:

@@ -1,7 +1,7 @@
 """Profile schema: one class per section, here or in sections/, with the type, default and description of each key.
 
-Types and rules within a section are checked here; rules between sections in check.py. A resolved profile is frozen: every step
-sees the same one, which is stored with the run.
+Types and rules within a section are checked here, rules between sections in check.py. A resolved profile is frozen: every step
+uses the same one, which is stored with the run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Init(Section):
         None,
         alias="from",
         min_length=1,
-        description="hub repository, folder or s3:// folder of initial weights, or run:NAME, a finished run of the store; null: "
+        description="hub repository, folder or s3:// folder of initial weights, or run:NAME, a finished run in the store; null: "
         "train from scratch",
     )
     revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
@@ -71,7 +71,7 @@ class Parallel(Section):
     context: Size = Field(1, description="context-parallel degree: ranks that share a sequence")
     expert: Size = Field(
         1,
-        description="expert-parallel degree: data and context ranks that the experts of a layer are divided among",
+        description="expert-parallel degree: data and context ranks that a layer's experts are divided among",
     )
     kv_replication: Count | None = Field(
         None, description="tensor ranks per KV head; derived, and checked if set"
@@ -81,8 +81,8 @@ class Parallel(Section):
     )
     overlap_chunks: Count | None = Field(
         None,
-        description="chunks of tokens, at most, in which sequence parallelism gathers and scatters beside the matrix products; "
-        "null: as sizes suggest on cuda without compiled graphs, elsewhere 1",
+        description="maximum number of token chunks in which sequence parallelism overlaps gathers and scatters with the matrix "
+        "products; null: chosen by size on cuda without compiled graphs, 1 elsewhere",
     )
     data_sharding: Literal["none", "zero1", "fsdp"] = Field(
         "zero1",
@@ -91,12 +91,12 @@ class Parallel(Section):
     )
     shard_degree: Size | None = Field(
         None,
-        description="data and context ranks that states are sharded over, replicated beyond; null: all of data × context",
+        description="data and context ranks that states are sharded over; further ranks hold replicas; null: all",
     )
     keep_gathered: bool | Literal["auto"] = Field(
         False,
-        description="fsdp: keep gathered weights and whole gradients for all microbatches of a step: less communication, more "
-        "memory; auto: if that fits the device and makes steps shorter",
+        description="fsdp: keep gathered weights and unsharded gradients for all microbatches of a step: less communication, "
+        "more memory; auto: if that fits in memory and makes steps shorter",
     )
     schedule: Literal["1f1b", "interleaved", "zero_bubble"] = Field(
         "1f1b",
@@ -122,7 +122,7 @@ class Train(Section):
     warmup_steps: Natural = Field(0, description="linear warm-up steps")
     constant_steps: Natural = Field(0, description="steps at the peak after warm-up")
     minimum_steps: Natural = Field(
-        0, description="steps at the minimum at the end, after the decay (NeMo's constant_steps)"
+        0, description="final steps at the minimum learning rate, after the decay (NeMo's constant_steps)"
     )
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape of the decay")
     weight_decay: Rate = Field(0.1, description="decoupled weight decay of AdamW")
@@ -139,59 +139,60 @@ class Train(Section):
     )
     precision: Literal["float32", "bf16", "fp8"] = Field(
         "bf16",
-        description="dtype of weights and activations; master weights are float32. fp8: bf16, but the layers' matrix products "
-        "are in 8 bits",
+        description="dtype of weights and activations; master weights are float32. fp8: bf16, with the layers' matrix products "
+        "in 8 bits",
     )
     fp8_recipe: Literal["tensorwise", "rowwise", "mxfp8"] = Field(
         "rowwise",
-        description="fp8: values that share a scale: a tensor, a row, or 32 values of a row; tensorwise and rowwise: h100 and "
-        "later; mxfp8: b200, and trn3 for planning",
+        description="fp8: one scale per tensor, per row, or per 32 values of a row (mxfp8); tensorwise and rowwise need h100 or "
+        "later, mxfp8 b200, or trn3 for planning",
     )
     gradient_dtype: Literal["float32", "bf16"] = Field(
         "float32", description="dtype of gradient accumulation"
     )
     recompute: Recompute = Field(
         "none",
-        description="activation checkpointing: none, selective or full, of all layers; full 3 + selective 2: of the first layers "
-        "of each pipeline stage; a list: of one stage each; auto: for each layer what fits the device at least cost",
+        description="activation checkpointing: none, selective or full, for all layers; full 3 + selective 2: for the first "
+        "layers of each pipeline stage; a list: one entry per stage; auto: for each layer, the cheapest that fits the device",
     )
     document_masks: bool = Field(
         False, description="mask attention across documents and restart positions at each document"
     )
     balance: Literal["sequence", "global", "batch", "bias", "none"] = Field(
         "sequence",
-        description="experts: statistics of the balance loss. sequence: of a sample; global: of all tokens of a step, counted by "
-        "one more forward pass; batch: of a rank's microbatch, as Hugging Face, so they depend on its size and the topology. "
-        "bias: no loss; each step, a bias in the selection of each expert moves against its excess load (deepseek_v3)",
+        description="experts: tokens that the balance loss is computed over. sequence: a sample; global: a step, counted in an "
+        "additional forward pass; batch: a rank's microbatch, as in Hugging Face, so it depends on its size and the topology. "
+        "bias: no loss; each step adjusts a bias in the selection of each expert against its excess load (deepseek_v3)",
     )
     balance_coefficient: Rate | None = Field(
         None,
-        description="experts: coefficient of the balance loss; with bias, of an additional balance loss of each sample. null: "
-        "0.001, with bias 0",
+        description="experts: coefficient of the balance loss; with balance bias, of an additional loss over each sample. null: "
+        "0.001, or 0 with balance bias",
     )
     balance_bias_rate: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="experts: how far `balance: bias` moves a bias in a step; null: 0.001"
+        None, description="experts: update rate of the selection biases with balance bias; null: 0.001"
     )
     router_z_coefficient: Rate = Field(0.0, description="experts: coefficient of the router's z-loss")
     capacity_factor: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="experts: tokens of a sample that an expert accepts, relative to an equal share; the rest is dropped. null: "
-        "no limit",
+        description="experts: maximum tokens of a sample per expert, relative to an equal share; the rest are dropped. null: no "
+        "limit",
     )
     deterministic: bool = Field(
         True,
-        description="cuda: deterministic kernels only, for a bit-identical resume; false: the fastest. Others are deterministic",
+        description="cuda: only deterministic kernels, to resume bit-identically; false: the fastest. cpu and neuron are always "
+        "deterministic",
     )
     loss: str | None = Field(
         None,
         pattern=FUNCTION,
-        description="user loss, module:function: (logits (tokens, vocabulary) float32, targets (tokens), -100 is ignored) -> sum "
-        "over tokens, a 0-dim tensor; null: cross-entropy",
+        description="user loss, module:function: (logits (tokens, vocabulary) float32, targets (tokens), where -100 is ignored) "
+        "-> sum over tokens, a 0-dim tensor; null: cross-entropy",
     )
     replicas_every: Natural = Field(
         100,
-        description="steps between checks that the copies of a weight on several ranks are equal; those that differ are logged "
-        "and made equal. 0: only before a checkpoint is saved",
+        description="steps between checks that replicas of a weight are equal on all ranks; differences are logged and repaired. "
+        "0: only before a checkpoint is saved",
     )
     log_every: Count = Field(1, description="steps between log lines; metrics.jsonl has every step")
     spike_factor: Annotated[float, Field(gt=1)] | None = Field(
@@ -200,14 +201,14 @@ class Train(Section):
     )
     bad_steps: Count = Field(
         10,
-        description="skipped steps in a row after which the run rolls back to a checkpoint and excludes their samples",
+        description="consecutive skipped steps after which the run rolls back to a checkpoint and excludes their samples",
     )
     rollbacks: Natural = Field(2, description="rollbacks before the run stops")
 
     @model_validator(mode="before")
     @classmethod
     def _join_layers(cls, values: Any) -> Any:
-        """Join `recompute_layers`, which profiles of earlier versions have beside `recompute`."""
+        """Merge `recompute_layers`, a key of earlier versions, into `recompute`."""
         if not (isinstance(values, dict) and "recompute_layers" in values):
             return values
         values = dict(values)
@@ -233,7 +234,7 @@ class Train(Section):
 
     @property
     def expert_bias_step(self) -> float:
-        """How far a step moves the bias of an expert's selection."""
+        """How much a step moves an expert's selection bias."""
         if self.balance != "bias":
             return 0.0
         return 0.001 if self.balance_bias_rate is None else self.balance_bias_rate
@@ -249,12 +250,12 @@ class Compile(Section):
     processes: Count | None = Field(None, description="graphs compiled concurrently; null: one per core")
     memory_gib: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="memory limit of each compiler process; null: this machine's memory divided among them",
+        description="memory limit of each compiler process; null: this machine's memory divided among the processes",
     )
     async_tensor: bool = Field(
         False,
         description="cuda, experimental: inductor merges sequence parallelism's collectives with the matrix products (torch's "
-        "asynchronous tensor parallelism), which needs NVLink between the ranks of a tensor group; not yet run on hardware",
+        "asynchronous tensor parallelism), which needs NVLink between the ranks of a tensor group; not yet tested on hardware",
     )
     flags: str | None = Field(None, min_length=1, description="Neuron compiler flags (NEURON_CC_FLAGS)")
 
@@ -278,21 +279,21 @@ class Evaluate(Section):
 
     every: Natural = Field(0, description="steps between evaluations; 0: only at the end")
     batches: Count | None = Field(
-        None, description="global batches per evaluation during training; null: the whole validation split"
+        None, description="global batches per evaluation during training; null: the complete validation split"
     )
     by_source: bool = Field(
         False,
-        description="also evaluate each data source by itself, on as many batches: metrics.jsonl has validation_loss/<source>",
+        description="also evaluate each data source separately, on as many batches: metrics.jsonl has validation_loss/<source>",
     )
     tolerance: Rate = Field(
         0.0,
-        description="largest increase in validation loss, in nats per token, with which continual pretraining promotes a model "
-        "and a chain continues",
+        description="largest increase in validation loss, in nats per token, at which continual pretraining still promotes a "
+        "model and a chain still continues",
     )
     gate: list[Annotated[str, Field(pattern=CONDITION)]] = Field(
         [],
         description="conditions on the final evaluation for a chain to continue, such as validation_loss <= 2.5 or accuracy >= "
-        "0.6; []: the validation loss exceeds that of the initial weights by at most tolerance",
+        "0.6; []: the validation loss exceeds that of the initial weights by at most evaluate.tolerance",
     )
     metrics: list[Annotated[str, Field(pattern=FUNCTION)]] = Field(
         [],
@@ -339,7 +340,7 @@ class Profile(Section):
 
     @property
     def shard_degree(self) -> int:
-        """Ranks that optimizer states, with fsdp also parameters and gradients, are sharded over."""
+        """Ranks that optimizer states, and with fsdp parameters and gradients, are sharded over."""
         if self.parallel.data_sharding == "none":
             return 1
         return self.parallel.shard_degree or self.data_parallel * self.parallel.context
@@ -362,12 +363,12 @@ class Profile(Section):
 
     @property
     def copies_reference(self) -> bool:
-        """Whether a frozen copy of the initial weights is in memory for that."""
+        """Whether a frozen copy of the initial weights is in memory for this."""
         return self.rates_in_step and not self.lora.rank
 
     @property
     def uses_initial_weights(self) -> bool:
-        """Whether the run computes with the weights that it starts from, beside those of its checkpoints."""
+        """Whether the run computes with its initial weights in addition to those of its checkpoints."""
         return bool(self.lora.rank) or self.copies_reference
 
     @property
@@ -377,12 +378,12 @@ class Profile(Section):
 
     @property
     def rows_per_sample(self) -> int:
-        """Sequences of a sample: two of a preference pair, else one."""
+        """Sequences per sample: two for a preference pair, else one."""
         return 2 if self.objective.kind in ("dpo", "orpo") else 1
 
     @property
     def answers_per_row(self) -> int:
-        """How many answers a row of preference pairs may have; a sequence has at least two tokens."""
+        """Maximum answers in a row of preference pairs; a sequence has at least two tokens."""
         return max(1, self.train.sequence_length // 2) if self.packs and self.rows_per_sample > 1 else 1
 
     @property
@@ -397,7 +398,7 @@ class Profile(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether a sample may have several records."""
+        """Whether a sample may contain several records."""
         kind, packing = self.objective.kind, self.objective.packing
         return kind != "pretrain" and (kind == "sft" if packing is None else packing)
 

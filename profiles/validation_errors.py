@@ -38,7 +38,7 @@ PATTERN_REASONS = {  # by the pattern that a value does not match
     TAG: "is not one line of 1 to 64 characters",
     TRACKER: "is neither wandb, mlflow, trackio nor of the form module:Class",
     OPTION: "is not an option of sbatch of the form --name or --name=value",
-    LABEL: "is not a name of Kubernetes: lower-case letters, digits, '-' and '.'",
+    LABEL: "is not a Kubernetes name: lower-case letters, digits, '-' and '.'",
     PATH: "is not an absolute path",
     QUANTITY: "is not of the form name=value",
     TIME: "is not a Slurm time limit, such as 90, 12:00:00 or 1-12:00:00",
@@ -51,14 +51,14 @@ LIMITS = {  # by pydantic's error type: the name of the bound in the context, an
     "less_than": ("lt", "is not below {}"),
 }
 
-LISTED = 20  # keys that an error lists at most if none is similar
+LISTED = 20  # maximum keys that an error lists if none is similar
 # Keys of earlier versions: today's key, and its values for false and true.
 RENAMED = {"parallel.zero1": ("parallel.data_sharding", ("none", "zero1"))}
 
 
 def profile_error(error: ValidationError, given: Mapping[str, Any], root: type[BaseModel]) -> ProfileError:
     """The errors as one ProfileError."""
-    errors: dict[str, list[dict[str, Any]]] = {}  # by key: a union has one error for each of its members
+    errors: dict[str, list[dict[str, Any]]] = {}  # by key: a union has one error per member
     for entry in error.errors():
         errors.setdefault(_key(entry, given), []).append(entry)
     # Unknown keys first: a mistyped key is often why another one is missing.
@@ -68,9 +68,9 @@ def profile_error(error: ValidationError, given: Mapping[str, Any], root: type[B
 
 
 def _unknown_key(key: str, value: Any, root: type[BaseModel]) -> ProfileError:
-    """A key that its section does not have.
+    """The error for a key that its section does not have.
 
-    The choices are similar keys of the section, else keys of this name in other sections, else all keys of a short section.
+    Choices: similar keys of the section, else keys of this name in other sections, else all keys of a short section.
     """
     if key in RENAMED and isinstance(value, bool):
         renamed, values = RENAMED[key]
@@ -84,7 +84,7 @@ def _unknown_key(key: str, value: Any, root: type[BaseModel]) -> ProfileError:
         sections = {section: _keys([section], root) for section in _keys([], root) if section not in path}
         names = {f"{section}.{each}": each for section, keys in sections.items() for each in keys}
         similar = difflib.get_close_matches(name, names.values(), n=1, cutoff=0.8)
-        close = sorted(place for place, each in names.items() if each in similar)
+        close = sorted(key for key, each in names.items() if each in similar)
     reason = f"there is no such key {f'in {parent}' if parent else 'at the top level'}"
     if not close and len(known) <= LISTED:
         close = [prefix + each for each in known]
@@ -137,7 +137,7 @@ def _brief(value: Any) -> Any:
 
 
 def _choices(error: dict[str, Any]) -> list[str]:
-    """The valid values of a literal or of a union's tag, which pydantic has only as text."""
+    """The valid values of a literal or of a union's tag, which pydantic only provides as text."""
     context = error.get("ctx", {})
     if error["type"] in ("literal_error", "union_tag_invalid"):
         return re.findall(r"'([^']*)'", context.get("expected") or context["expected_tags"])

@@ -57,5 +57,5 @@ def parse(text: str) -> Any:
 
 
 def write(value: Any) -> str:
-    """Format a value as YAML that `parse` reads back unchanged, keys in their order."""
+    """Format a value as YAML that `parse` reads back unchanged, in the order of its keys."""
     return yaml.dump(value, Dumper=Dumper, sort_keys=False, width=110)

@@ -1,8 +1,8 @@
-"""The config.json of Hugging Face's models from and to `Model`'s fields.
+"""Conversion of Hugging Face config.json files from and to `Model`'s fields.
 
-Of LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM,
-DbrxForCausalLM (dbrx_config.py), GptOssForCausalLM, DeepseekV3ForCausalLM and GPT2LMHeadModel. Of DeepSeek-V3, the modules that
-predict further tokens are left out: num_nextn_predict_layers is not read, and written as 0.
+Supports LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM,
+DbrxForCausalLM (dbrx_config.py), GptOssForCausalLM, DeepseekV3ForCausalLM and GPT2LMHeadModel. DeepSeek-V3's multi-token
+prediction modules are left out: num_nextn_predict_layers is not read, and written as 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GPT_FIELDS = {  # our name: name in GPT-2's config.json
     "initializer_range": "initializer_range",
     "tie_word_embeddings": "tie_word_embeddings",
 }
-WINDOWS = {"sliding_window", "full_attention_every"}  # fields that follow from the types of layers
+WINDOWS = {"sliding_window", "full_attention_every"}  # fields that follow from layer_types
 GPT_DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 # Defaults of transformers for fields that a config.json omits.
 GPT_DEFAULTS = {"activation_function": "gelu_new", **dict.fromkeys(GPT_DROPOUTS, 0.1)}
@@ -49,7 +49,7 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
     """`Model` fields from a Hugging Face config.json. Raises ProfileError for an unsupported architecture or feature."""
     kind = config.get("model_type")
     architectures = {family.model_type or name: name for name, family in families.OWN.items()}
-    if kind not in architectures:  # packages are imported only if they are needed
+    if kind not in architectures:  # packages are imported only if needed
         architectures |= {families.find(name).model_type or name: name for name in families.names()}
     if kind not in architectures:
         raise ProfileError("model_type", kind, "is not a supported architecture", architectures)
@@ -88,13 +88,13 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _canonical_experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the number of experts under one name: transformers has three."""
+    """The config with the number of experts under one name; transformers has three."""
     names = dict.fromkeys(("num_local_experts", "n_routed_experts"), "num_experts")
     return {names.get(name, name): value for name, value in config.items()}
 
 
 def _windows(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """sliding_window and full_attention_every from the types of the layers."""
+    """sliding_window and full_attention_every from layer_types."""
     window, types = config.get("sliding_window"), config.get("layer_types")
     full = {"full_attention_every": None}
     if architecture == "gpt_oss":
@@ -136,7 +136,7 @@ def to_config_json(model: Model) -> dict[str, Any]:
         scaling = model.rope_scaling and model.rope_scaling.model_dump(exclude_none=True)
         fields |= {"rms_norm_eps": model.norm_eps, "rope_scaling": scaling}
         if kind == "gpt_oss":
-            # transformers takes the absence of a scaling as YaRN.
+            # transformers interprets a missing scaling as YaRN.
             scaling = scaling or {"rope_type": "default"}
             fields["rope_parameters"] = {**scaling, "rope_theta": model.rope_theta}
             windows = map(model.window, range(model.num_hidden_layers))

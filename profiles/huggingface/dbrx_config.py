@@ -1,4 +1,4 @@
-"""DBRX's config.json from and to Llama's names; it has other names, and two subsections."""
+"""DBRX's config.json, which has its own names and two subsections, from and to Llama's names."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ EXPERTS = {
 
 
 def to_llama_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with Llama's names. Raises ProfileError for what is not supported: dropout, other norms of the weights.
+    """The config with Llama's names. Raises ProfileError for dropout and other norms of the expert weights.
 
-    The router's noise in training, `moe_jitter_eps`, and the coefficient of its loss are left to the run's own settings.
+    The router's training noise, `moe_jitter_eps`, and the coefficient of its loss are not read: they belong to the run.
     """
     attention, experts = config.get("attn_config") or {}, config.get("ffn_config") or {}
     for name, section in (("emb_pdrop", config), ("resid_pdrop", config), ("attn_pdrop", attention)):

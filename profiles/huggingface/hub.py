@@ -1,4 +1,4 @@
-"""Hugging Face hub: retried calls whose errors are those of a profile, a model's config.json, and commits of revisions."""
+"""Hugging Face hub: retried calls that raise errors of a profile, config.json files, and commits of revisions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ask(
     revision: str | None = None,
     delays: Sequence[float] = retries.DELAYS,
 ) -> T:
-    """The result of a call of the hub's client, retried while the hub throttles, fails or is unreachable.
+    """The result of a hub client call, retried while the hub throttles, fails or is unreachable.
 
     Raises:
         ProfileError: for the profile key `key`: no such repository or revision, or no access; never retried.
@@ -50,7 +50,7 @@ def config_json(repository: str, key: str) -> Path:
         return Path(hf_hub_download(name, "config.json", revision=revision))
 
     try:
-        return ask(download, key, repository, revision, delays=())  # a user waits, and the client retries too
+        return ask(download, key, repository, revision, delays=())  # a user is waiting, the client retries
     except LocalEntryNotFoundError:  # subclass of EntryNotFoundError; the hub client is offline
         raise ProfileError(
             key, repository, "the hub cache does not have it, and HF_HUB_OFFLINE is set"
@@ -90,7 +90,7 @@ def hub_errors(key: str, repository: str, revision: str | None) -> Iterator[None
 def resolve_commit(repository: str, revision: str | None, token: str | None, key: str) -> str:
     """The commit that a revision of a model repository points to now; a commit is returned without a request.
 
-    Raises ProfileError for the profile key `key` without such a revision, or without access by the token (None: HF_TOKEN).
+    Raises ProfileError for the profile key `key` if there is no such revision or the token (None: HF_TOKEN) has no access.
     """
     if revision and COMMIT.fullmatch(revision):
         return revision

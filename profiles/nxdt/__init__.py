@@ -1,9 +1,9 @@
-"""Import of NxD Training configs: each key becomes a key of a profile, or is reported with what happens instead.
+"""Import of NxD Training configs: each key is translated to profile keys, or reported with the reason why not.
 
 Start at importer.py. config.py reads the file and resolves its references; translation.py collects the profile's values and a
 line for each key; rules.py has the keys that are translated one by one; architecture.py, experts.py, vocabulary.py, data.py and
 objective.py have those that depend on each other, and published.py the models whose numbers a config may state. The meaning of
-each key is taken from the source of NxD Training, and of NeMo and NxD Core, which it builds on.
+each key follows the source code of NxD Training, and of NeMo and NxD Core, which it builds on.
 """
 
 from profiles.nxdt.config import read

@@ -1,4 +1,4 @@
-"""The model: of NxD Training's Hugging Face models the numbers are in a config.json, of its Megatron model in the config."""
+"""The model: NxD Training's Hugging Face models have their numbers in a config.json, its Megatron model in the config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from profiles.nxdt.published import Published
 from profiles.nxdt.rules import is_hugging_face
 from profiles.nxdt.translation import Effect, Translation
 
-# Numbers that both kinds of models may state: key of `model` in the config, and of ours.
+# Numbers that configs of both kinds may state: key of `model` in the config: key in our section `model`.
 NUMBERS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -27,12 +27,12 @@ NUMBERS = {
     "rope_theta": "rope_theta",
     "layernorm_epsilon": "norm_eps",
 }
-# Of these, Hugging Face models take only so many from the config, over those of the config.json.
+# The only numbers that Hugging Face models take from the config; they override the config.json.
 OVERRIDES = ("num_layers", "hidden_size", "max_position_embeddings", "rope_theta")
 REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 FLOATS = ("rope_theta", "layernorm_epsilon")
 BASE = {"freq_base": 10000, "abf_factor": 1}  # defaults of model.position_*, whose product is rope_theta
-# What makes Megatron's model one of our architectures: (activation, normalization, position_embedding_type).
+# Our architecture for Megatron's (activation, normalization, position_embedding_type).
 FAMILIES = {("swiglu", "rmsnorm", "rope"): "llama", ("gelu", "layernorm", "learned_absolute"): "gpt"}
 
 
@@ -40,10 +40,10 @@ def translate(found: Translation, config: Path | None) -> Published | None:
     """Set the model section.
 
     Args:
-        config: config.json to use in place of the one that the config names.
+        config: config.json to use instead of the one that the config names.
 
     Returns:
-        The published model whose numbers are used or match, if there is one.
+        The published model whose numbers are used, if there is one.
     """
     if is_hugging_face(found):
         model = _hugging_face(found, config)
@@ -74,7 +74,7 @@ def _hugging_face(found: Translation, config: Path | None) -> Published | None:
         base = read_config(path, "--config" if config else "model.model_config")
         found.translate("model.model_config", _section(base), f"from {path}")
         for name in set(NUMBERS) - set(OVERRIDES):
-            found.report(f"model.{name}", Effect.HARMLESS, "NxD Training takes it from the config.json")
+            found.report(f"model.{name}", Effect.HARMLESS, "NxD Training reads it from the config.json")
     elif all(found.has(f"model.{name}") for name in REQUIRED):
         found.translate("model.model_config", {}, "not needed: the config has the numbers")
         base = {"architecture": "llama"}
@@ -94,7 +94,7 @@ def _hugging_face(found: Translation, config: Path | None) -> Published | None:
 
 
 def _published(found: Translation, named: str | None) -> Published | None:
-    """The published model that the config states the numbers of; reports an error if there is none, or several."""
+    """The published model with the numbers that the config states; reports an error if there is none, or several."""
     numbers = stated(found) | experts.stated(found)
     if (replicas := found.number("distributed_strategy.kv_replicator", 1)) > 1:
         tensor = found.number("distributed_strategy.tensor_model_parallel_size", 1)
@@ -194,7 +194,7 @@ def _switches(found: Translation) -> None:
 
 
 def _dropouts(found: Translation, family: str) -> None:
-    """hidden_dropout is of embeddings and residuals, ffn_dropout of the MLP's activations."""
+    """hidden_dropout applies to embeddings and residuals, ffn_dropout to the MLP's activations."""
     defaults = {"hidden_dropout": 0.1, "attention_dropout": 0.0, "ffn_dropout": 0.0}
     rates = {name: float(found.number(f"model.{name}", default)) for name, default in defaults.items()}
     if family != "gpt":
@@ -232,7 +232,7 @@ def _rotary(found: Translation) -> None:
             note, effect = f"NxD Training's Megatron model does not read it, and has {base:g}", Effect.DIFFERS
         found.translate("model.rope_theta", {"model.rope_theta": theta}, note, effect)
     found.ours.setdefault("model.rope_theta", base)
-    misspelt = "positition_interpolation_factor"  # so in NxD Training
+    misspelt = "positition_interpolation_factor"  # spelled like this in NxD Training
     factor = float(found.number(f"model.{misspelt}", 1))
     scaling = {"rope_type": "linear", "factor": factor} if factor != 1 else None
     found.translate(f"model.{misspelt}", {"model.rope_scaling": scaling})
@@ -242,10 +242,10 @@ def _rotary(found: Translation) -> None:
 
 def _fixed(found: Translation) -> None:
     """Keys with one supported value."""
-    note = "scores are divided and multiplied by it again: the same mathematics"
+    note = "scores are divided and then multiplied by it: the same mathematics"
     found.report("model.apply_query_key_layer_scaling", Effect.HARMLESS, note)
     found.report("model.persist_layer_norm", Effect.HARMLESS, "a kernel")
-    found.report("model.rotary_percentage", Effect.HARMLESS, "all of a head is rotated, if anything")
+    found.report("model.rotary_percentage", Effect.HARMLESS, "heads are rotated completely or not at all")
     found.report("model.make_vocab_size_divisible_by", Effect.HARMLESS, "see model.vocab_size")
     block = found.get("model.transformer_block_type", "pre_ln")
     right = block == "pre_ln"

@@ -1,6 +1,6 @@
-"""Read NxD Training configs: YAML read through OmegaConf, whose references are resolved first.
+"""Read NxD Training configs: YAML with OmegaConf's references, which are resolved.
 
-`${a.b}` refers to another key, `${.b}` to one of the same section, `${..b}` to one of the section above; `${multiply:x, y}` is a
+`${a.b}` refers to another key, `${.b}` to one in the same section, `${..b}` to one in the section above; `${multiply:x, y}` is a
 product and `${oc.env:NAME,default}` an environment variable.
 """
 
@@ -60,7 +60,7 @@ def _resolve(key: str, value: Any, flat: Mapping[str, Any]) -> Any:
 
 
 def _lookup(key: str, reference: str, flat: Mapping[str, Any]) -> Any:
-    """The value that a reference in a key's value stands for."""
+    """The value of a reference in a key's value."""
     name, colon, arguments = reference.partition(":")
     if colon and name.strip() == "multiply":
         return math.prod(yaml_text.parse(argument) for argument in arguments.split(","))

@@ -1,4 +1,4 @@
-"""Data sources: folders of token ids, Megatron's indexed files, or records to fine-tune on; and the sequence length."""
+"""Data sources (folders of token ids, Megatron's indexed files, or fine-tuning records) and the sequence length."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def translate(found: Translation, objective: str) -> None:
     found.ours["data.sources"] = sources
     found.report("data.test_dir", Effect.HARMLESS, "there is no test split")
     if (count := found.get("data.dev_choose_samples")) is not None:
-        note = f"all records are used; to use the first {count} alone, cut the files: head -n {count}"
+        note = f"all records are used; to use only the first {count}, cut the files: head -n {count}"
         found.report("data.dev_choose_samples", Effect.TO_DO, note)
 
 
 def _sequence_length(found: Translation) -> None:
-    """The data's length decides; the model's is that of samples which are cut already."""
+    """data.seq_length takes precedence: model.encoder_seq_length is the length of samples already cut to it."""
     data, model = found.get("data.seq_length"), found.get("model.encoder_seq_length")
     for key, value in (("model.encoder_seq_length", model), ("data.seq_length", data)):
         if value is not None:
@@ -42,7 +42,7 @@ def _sequence_length(found: Translation) -> None:
 def _document_masks(found: Translation, objective: str) -> None:
     positions, attention = (bool(found.get(key, False)) for key in RESETS)
     if positions != attention:
-        note = "without the other of both is not supported: train.document_masks restarts positions and attention together"
+        note = "is not supported without its counterpart: train.document_masks resets positions and attention together"
         found.report(RESETS[0 if positions else 1], Effect.ERROR, note)
     for key in RESETS:
         if objective == "pretrain":
@@ -52,7 +52,7 @@ def _document_masks(found: Translation, objective: str) -> None:
 
 
 def _megatron(found: Translation) -> list[dict[str, Any]]:
-    """Sources of [weight, prefix, weight, prefix, …] or [prefix, …]; or of such lists by split."""
+    """Sources from [weight, prefix, weight, prefix, …] or [prefix, …], or from such lists by split."""
     sources: list[dict[str, Any]] = []
     if PREFIX in found.theirs:
         sources = _prefixes(found, PREFIX, "split")
@@ -99,7 +99,7 @@ def _prefixes(found: Translation, key: str, use: str) -> list[dict[str, Any]]:
 
 
 def _splits(found: Translation) -> None:
-    """Shares of train, validation and test documents: what is not trained on is for validation."""
+    """Shares of train, validation and test documents: all but the training share is for validation."""
     try:
         shares = [float(share) for share in str(found.get(SPLITS)).replace("/", ",").split(",")]
         fraction = round(1 - shares[0] / sum(shares), 6)

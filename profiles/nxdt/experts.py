@@ -10,11 +10,11 @@ MOE = "model.moe"
 DEGREE = "distributed_strategy.expert_model_parallel_size"
 SHUFFLE = "distributed_strategy.token_shuffle_group_size"
 SINKHORN = ("router_activation", "sinkhorn_iterations", "sinkhorn_tol")
-FAMILIES = {"llama": "mixtral"}  # architectures without experts, and the same with them
+FAMILIES = {"llama": "mixtral"}  # architecture without experts: the same with experts
 
 
 def stated(found: Translation) -> dict[str, Any]:
-    """The numbers of experts that the config states, under our names; empty without experts."""
+    """The expert counts that the config states, under our names; empty without experts."""
     if not found.has_section(MOE):
         return {}
     return {
@@ -24,7 +24,7 @@ def stated(found: Translation) -> dict[str, Any]:
 
 
 def translate(found: Translation, hugging_face: bool) -> None:
-    """Set the experts' keys, and the architecture of the model that has them."""
+    """Set the experts' keys, and the architecture with experts."""
     degree = found.get(DEGREE, 1)
     if not found.has_section(MOE):
         found.report(DEGREE, Effect.HARMLESS if degree == 1 else Effect.DIFFERS, "the model has no experts")
@@ -61,8 +61,8 @@ def _router(found: Translation) -> None:
             found.report(f"{MOE}.{name}", Effect.HARMLESS, note)
     else:
         note = (
-            "has no equivalent: it chooses experts by all of a batch's tokens, later ones included, so that a model which "
-            "generates a token at a time routes otherwise than the one that was trained; Trainshed has top_k, with balance losses"
+            "has no equivalent: it chooses experts using all tokens of a batch, later ones included, so that generation, token "
+            "by token, routes differently from training; Trainshed has top_k, with balance losses"
         )
         found.report(f"{MOE}.routing_algorithm", Effect.ERROR, note)
         for name in SINKHORN:
@@ -74,7 +74,7 @@ def _router(found: Translation) -> None:
 
 
 def _balance(found: Translation, hugging_face: bool) -> None:
-    """Hugging Face's loss, of a microbatch on a rank; only added if the router's logits are put out."""
+    """Hugging Face's balance loss over a rank's microbatch, which is only added if router logits are output."""
     logits, key = f"{MOE}.output_router_logits", f"{MOE}.router_aux_loss_coef"
     coefficient = float(found.number(key, 0.02 if hugging_face else 0.0))
     on = bool(found.get(logits, hugging_face)) and coefficient > 0
@@ -86,13 +86,13 @@ def _balance(found: Translation, hugging_face: bool) -> None:
 
 
 def _capacity(found: Translation, hugging_face: bool) -> float | None:
-    """Set the capacity factor; None: dropless, which a capacity of all tokens is too."""
+    """Set the capacity factor; None: dropless, also if the capacity is enough for all tokens."""
     experts, chosen = stated(found).values()
     key, dropless = f"{MOE}.capacity_factor", bool(found.get(f"{MOE}.dropless", False))
     full = experts / chosen
     factor = found.number(key, 1.0 if hugging_face else full)
     capacity = None if dropless or not factor or factor >= full else float(factor)
-    note = f"an expert has places for all tokens from {full:g} on" if factor >= full and not dropless else ""
+    note = f"from {full:g} on an expert can take all tokens" if factor >= full and not dropless else ""
     found.translate(key, {"train.capacity_factor": capacity}, "dropless" if dropless else note)
     found.translate(f"{MOE}.dropless", {"train.capacity_factor": capacity})
     return capacity

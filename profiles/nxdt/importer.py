@@ -12,7 +12,7 @@ from profiles.nxdt import architecture, data, objective, rules, vocabulary
 from profiles.nxdt.config import read
 from profiles.nxdt.translation import Effect, Line, Translation
 
-# What NxD Training does where a config leaves a key out, and Trainshed by default does not.
+# NxD Training's defaults that differ from Trainshed's.
 DEFAULTS = {
     "train.clip": None,
     "train.betas": [0.9, 0.999],
@@ -39,7 +39,7 @@ class Imported:
         return [line for line in self.lines if line.effect is effect]
 
     def with_values(self, changes: Mapping[str, Any]) -> Imported:
-        """The same with other values of some keys; None: the default."""
+        """A copy with other values of some keys; None: the default."""
         values = {
             name: dict(value) if isinstance(value, dict) else value for name, value in self.values.items()
         }
@@ -63,10 +63,10 @@ def import_config(path: Path, config: Path | None = None) -> Imported:
 
     Args:
         path: the config.
-        config: config.json of the model, in place of the one that the config names.
+        config: config.json of the model, instead of the one that the config names.
 
     Raises:
-        ProfileError: the file or a reference is invalid, or keys change the mathematics and have no equivalent; lists all.
+        ProfileError: the file or a reference is invalid, or some keys change the mathematics and have no equivalent.
     """
     found = Translation(read(path), path.parent)
     model = architecture.translate(found, config)

@@ -1,4 +1,4 @@
-"""Fine-tuning: `model_alignment_strategy`, and the weights that it starts from."""
+"""Fine-tuning: `model_alignment_strategy` and the initial weights."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from profiles.nxdt.translation import Effect, Translation
 
 STRATEGY = "model_alignment_strategy"
-TARGETS = {  # NxD's names of layers; Hugging Face's are the same here
+TARGETS = {  # NxD's names of layers: ours; Hugging Face's names are the same in both
     "qkv_proj": "qkv",
     "gate_up_proj": "gate_up",
     **{name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")},
 }
 LOSSES = ("sigmoid", "hinge", "ipo")
 TRUNCATIONS = ("keep_start", "keep_end")
-KEPT = "the adapter is saved by itself, and exported both as an adapter and merged"
+KEPT = "the adapter is saved separately, and exported both as an adapter and merged"
 
 
 def kind(found: Translation) -> str:
@@ -51,8 +51,8 @@ def _sft(found: Translation) -> None:
         "objective.too_long": "drop" if packing else "truncate",
     }
     note = (
-        "attention stays within a record and the loss counts completions alone; in NxD Training's packed samples attention "
-        "crosses records, and its packing counts the prompts too"
+        "attention stays within a record and the loss counts only completions; in NxD Training's packed samples attention "
+        "crosses records, and the loss counts prompts too"
     )
     for name in (key, "data.packing"):
         found.translate(
@@ -75,12 +75,12 @@ def _dpo(found: Translation) -> None:
         found.report(
             f"{key}.loss_type", Effect.ERROR, f"has no equivalent; Trainshed has {', '.join(LOSSES)}"
         )
-    note = "the reference's log probabilities are a cached step of their own"
+    note = "a separate cached step computes the reference's log-probabilities"
     found.report(f"{key}.precompute_ref_log_probs", Effect.HARMLESS, note)
 
 
 def _lengths(found: Translation, section: str) -> None:
-    """Lengths as in TRL, which NxD Training calls: a prompt keeps so many tokens if its record is too long."""
+    """Lengths as in TRL, which NxD Training uses: the tokens that a prompt keeps if its record is too long."""
     longest = found.get(f"{section}.max_prompt_length", 2048)
     found.translate(f"{section}.max_prompt_length", {"objective.maximum_prompt_length": longest})
     end = found.get(f"{section}.truncation_mode", "keep_start")
@@ -101,7 +101,7 @@ def _lora(found: Translation) -> None:
     targets = found.get(f"{section}.target_modules", ["qkv_proj"])
     if unknown := [name for name in targets if name not in TARGETS]:
         found.report(
-            f"{section}.target_modules", Effect.ERROR, f"{unknown[0]} is none of {', '.join(TARGETS)}"
+            f"{section}.target_modules", Effect.ERROR, f"{unknown[0]} is not one of {', '.join(TARGETS)}"
         )
     else:
         found.translate(f"{section}.target_modules", {"lora.targets": [TARGETS[name] for name in targets]})
@@ -112,7 +112,7 @@ def _lora(found: Translation) -> None:
     else:
         found.report(f"{section}.lora_bias", Effect.ERROR, "is not supported: LoRA trains no biases")
     if found.get(f"{section}.load_lora_from_ckpt", False):
-        note = "merge the adapter into the model, and name that in init.from"
+        note = "merge the adapter into the model, and set init.from to the result"
         found.report(f"{section}.load_lora_from_ckpt", Effect.ERROR, f"is not supported; {note}")
     found.report(f"{section}.load_lora_from_ckpt", Effect.HARMLESS, "starts a new adapter")
     for name in (
@@ -134,14 +134,14 @@ def _initial_weights(found: Translation, objective: str) -> None:
         if objective != "pretrain":
             found.translate(key, {"init.from": None}, "set init.from to the model to fine-tune", Effect.TO_DO)
         return
-    note = "an NxD checkpoint's shards can be named as they are; a folder in Hugging Face format or a hub repository too"
+    note = "an NxD checkpoint's shards, a folder in Hugging Face format or a hub repository can be used as they are"
     if not found.get(only, False):
         note = "only its weights are used, with a new optimizer and schedule"
     found.translate(key, {"init.from": path}, note, Effect.TO_DO)
 
 
 def _lora_of_experts(found: Translation, targets: list[str]) -> None:
-    """Report what updates of experts do not have."""
+    """Report settings that LoRA updates of experts do not support."""
     section = f"{STRATEGY}.peft"
     if halves := [name for name in targets if name in ("gate_proj", "up_proj")]:
         note = f"{halves[0]} of an expert is one product with the other half; name gate_up_proj"

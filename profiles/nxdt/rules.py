@@ -1,7 +1,7 @@
 """Keys that are translated one by one: trainer, layout, optimizer, precision, checkpoints and runtime.
 
-A rule takes the translation, a key and its value, and reports the key. Keys that neither a rule nor another file has read are
-unknown: an error if they could change the model, else reported as such.
+A rule takes the translation, a key and its value, and reports the key. Keys that neither a rule nor another file reads are
+unknown: an error if they could change the model, otherwise reported as unknown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _unknown(found: Translation, key: str, value: Any) -> None:
     if value in OFF or value == {}:
         found.report(key, Effect.HARMLESS, "unknown to Trainshed, and off")
     elif key.partition(".")[0] in MODEL_SECTIONS:
-        note = "is unknown to Trainshed and may change the model; remove it to import without"
+        note = "is unknown to Trainshed and may change the model; remove it to import the rest"
         found.report(key, Effect.ERROR, note)
     else:
         found.report(key, Effect.DIFFERS, "unknown to Trainshed: not imported")
@@ -51,7 +51,7 @@ def _harmless(reason: str) -> Rule:
 
 
 def _only(valid: Any, reason: str, otherwise: Effect = Effect.ERROR) -> Rule:
-    """A feature with one supported value; another is an error, or differs."""
+    """A rule for a feature with one supported value; another value is an error, or differs."""
 
     def rule(found: Translation, key: str, value: Any) -> None:
         if value == valid or (valid in OFF and value in OFF):
@@ -112,7 +112,7 @@ def _max_steps(found: Translation, key: str, value: Any) -> None:
     if value is None or (isinstance(value, int) and value < 0):
         if epochs > 0:
             found.translate("trainer.max_epochs", {"train.epochs": epochs})
-            found.report(key, Effect.HARMLESS, "unlimited: the epochs decide")
+            found.report(key, Effect.HARMLESS, "unlimited: trainer.max_epochs determines the steps")
         else:
             found.report(key, Effect.ERROR, "is unlimited; set a number of steps")
     else:
@@ -147,7 +147,7 @@ def _keep(found: Translation, key: str, value: Any) -> None:
 def _weight_decay(found: Translation, key: str, value: Any) -> None:
     _to("train.weight_decay", cast=float)(found, key, value)
     if is_hugging_face(found) and value != 0.01:
-        note = "NxD Training's Hugging Face models decay by 0.01 whatever the config says; set 0.01 to repeat its runs"
+        note = "NxD Training's Hugging Face models always decay by 0.01; set 0.01 to reproduce its runs"
         found.translate(key, {"train.weight_decay": float(value)}, note, Effect.DIFFERS)
 
 
@@ -155,7 +155,7 @@ def _norm_weight_decay(found: Translation, key: str, value: Any) -> None:
     found.translate(key, {"train.norm_weight_decay": bool(value)})
     if is_hugging_face(found):
         note = "NxD Training's Hugging Face models do the opposite of what this key is documented to do"
-        note += f"; set train.norm_weight_decay {str(not value).lower()} to repeat its runs"
+        note += f"; set train.norm_weight_decay {str(not value).lower()} to reproduce its runs"
         found.translate(key, {"train.norm_weight_decay": bool(value)}, note, Effect.DIFFERS)
 
 
@@ -170,13 +170,13 @@ def _warmup_ratio(found: Translation, key: str, value: Any) -> None:
 
 
 def _constant_steps(found: Translation, key: str, value: Any) -> None:
-    """NeMo holds the minimum after the decay for so many steps; with more than there are it goes there after warm-up."""
+    """NeMo holds the minimum for this many steps after the decay; if there are fewer, right after the warm-up."""
     asked, steps = found.number(key, 0), found.number("trainer.max_steps", 0)
     left = max(0, steps - found.number("model.optim.sched.warmup_steps", 0))
     steps = min(asked, left)
-    note, effect = "steps at the minimum after the decay, which is where NeMo has them", Effect.TRANSLATED
+    note, effect = "steps at the minimum after the decay, as in NeMo", Effect.TRANSLATED
     if steps < asked:
-        note = f"exceeds the {left} steps after warm-up: the learning rate is at its minimum from there on, as in NeMo"
+        note = f"exceeds the {left} steps after warm-up: the learning rate is then at its minimum, as in NeMo"
         effect = Effect.DIFFERS
     found.translate(key, {"train.minimum_steps": steps}, note if steps else "", effect)
 
@@ -208,7 +208,7 @@ ALWAYS = "always done"
 KERNEL = "the device's own attention kernel is used"
 LEGACY = "belongs to the legacy stack, which native PyTorch on Neuron does not use"
 STORE = "`trainshed run --store` sets where runs are stored"
-FILES = "how files are read, not what is read"
+FILES = "only affects how files are read"
 FORMAT = "checkpoints have one file per rank, in a format that any topology reads"
 MANUAL = (
     *("master_weights", "fp32_grad_acc", "fp32_grads_cc"),
@@ -238,7 +238,7 @@ RULES: dict[str, Rule] = {
     "trainer.devices": _to("cluster.devices_per_node"),
     "trainer.num_nodes": _to("cluster.nodes"),
     "trainer.lnc": _harmless("cluster.accelerator trn2 has two physical cores per logical core"),
-    "trainer.max_epochs": _harmless("trainer.max_steps decides"),
+    "trainer.max_epochs": _harmless("trainer.max_steps takes precedence"),
     "trainer.max_steps": _max_steps,
     "trainer.gradient_clip_val": _clip,
     "trainer.val_check_interval": _evaluations,
@@ -283,7 +283,7 @@ RULES: dict[str, Rule] = {
     "model.optim.weight_decay": _weight_decay,
     "model.optim.betas": _to("train.betas", cast=lambda value: list(map(float, value))),
     "model.optim.eps": _to("train.epsilon", cast=float),
-    "model.optim.capturable": _harmless("about CUDA graphs"),
+    "model.optim.capturable": _harmless("only affects CUDA graphs"),
     "model.optim.sched.name": _one_of("train.schedule", SCHEDULES),
     "model.optim.sched.warmup_steps": _to("train.warmup_steps"),
     "model.optim.sched.warmup_ratio": _warmup_ratio,
@@ -302,7 +302,7 @@ RULES: dict[str, Rule] = {
     "exp_manager.resume_if_exists": lambda found, key, value: found.translate(
         key, {"checkpoint.resume": "newest" if value else "none"}
     ),
-    "exp_manager.resume_ignore_no_checkpoint": _harmless("a run without a checkpoint starts"),
+    "exp_manager.resume_ignore_no_checkpoint": _harmless("a run without a checkpoint starts anew"),
     "exp_manager.create_tensorboard_logger": _harmless(ALWAYS),
     "exp_manager.create_checkpoint_callback": _harmless("see checkpoint.every"),
     "exp_manager.log_parameter_norm": _harmless("always logged"),

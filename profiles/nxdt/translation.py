@@ -1,4 +1,4 @@
-"""A translation in progress: the profile's values so far, and a line for each key of the config."""
+"""Collects a translation: the profile's values so far, and a line for each key of the config."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from profiles.errors import ProfileError, format_value
 class Effect(StrEnum):
     """What the import does with a key, in ascending order of severity."""
 
-    HARMLESS = "no effect"  # needs no equivalent: it changes no mathematics, or is always done
+    HARMLESS = "no effect"  # needs no equivalent: no effect on the mathematics, or always done
     TRANSLATED = "translated"  # to keys of the profile, with the same meaning
-    DIFFERS = "differs"  # what Trainshed does differs, as the note says
-    TO_DO = "to do"  # needs something from the user before a run starts
-    ERROR = "error"  # changes the mathematics and cannot be kept: nothing is imported
+    DIFFERS = "differs"  # Trainshed behaves differently, as the note explains
+    TO_DO = "to do"  # the user has to act before a run starts
+    ERROR = "error"  # changes the mathematics and has no equivalent: nothing is imported
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Line:
 
 @dataclass
 class Translation:
-    """Collects what the rules find.
+    """The results of the rules so far.
 
     Attributes:
         theirs: values of the config by dotted key.
-        folder: of the config, to which the path of a config.json is relative.
+        folder: the config's folder, which the path of a config.json is relative to.
         ours: values of the profile by dotted key.
         lines: one for each key that has been read.
     """
@@ -73,11 +73,11 @@ class Translation:
             raise ProfileError(key, value, "is not a number") from None
 
     def has(self, key: str) -> bool:
-        """Whether a key is there and not null."""
+        """Whether a key is present and not null."""
         return self.get(key) is not None
 
     def has_section(self, name: str) -> bool:
-        """Whether a section is there, if only as an empty one."""
+        """Whether a section is present, even if empty."""
         return self.has(name) or any(key.startswith(f"{name}.") for key in self.theirs)
 
     def translate(

@@ -1,4 +1,4 @@
-"""The tokenizer, and the vocabulary that Megatron's model has for it.
+"""The tokenizer, and the vocabulary size of Megatron's model.
 
 Megatron pads the tokenizer's vocabulary to a multiple of make_vocab_size_divisible_by × tensor degree. The padded rows are part
 of its softmax, so they are part of the model here too.
@@ -17,7 +17,7 @@ from profiles.nxdt.translation import Effect, Translation
 
 TYPE, DIVISOR = "data.tokenizer.type", "model.make_vocab_size_divisible_by"
 GPT2 = "GPT2BPETokenizer"
-# Sizes of vocabularies by what a tokenizer's name has in it, the first that fits.
+# Vocabulary sizes by a substring of the tokenizer's name; the first match counts.
 NAMED = {"gpt2": 50257, "llama3": 128256, "mixtral": 32000, "mistral": 32000, "llama": 32000}
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -94,7 +94,7 @@ def _padded_size(found: Translation, config: Path | None) -> None:
 
 
 def _size(found: Translation, config: Path | None) -> tuple[int | None, str, Effect]:
-    """Tokens of the vocabulary, where the number is from, and whether it is to be checked."""
+    """Vocabulary size, its origin, and TO_DO if the user should check it."""
     sure, guessed = Effect.TRANSLATED, Effect.TO_DO
     if found.has("model.vocab_size"):
         return found.number("model.vocab_size", 0), "as stated", sure

@@ -1,6 +1,4 @@
-"""Sections of a profile that have a file of their own, and the files of ladders and mixtures.
+"""Larger sections of a profile, and the schemas of ladder, mixture and branches files.
 
-`profiles/schema.py` has the other sections, and the profile of all.
-
-Start with `model.py`.
+`profiles/schema.py` has the other sections and the complete profile. Start with `model.py`.
 """

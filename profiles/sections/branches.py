@@ -1,6 +1,6 @@
-"""Branches file: a trunk of constant learning rate, the branches that decay from its checkpoints, and averages of checkpoints.
+"""Branches file: a constant-rate trunk, branches that decay from its checkpoints, and averages of checkpoints.
 
-`load` reads and validates one. Shipped files are in profiles/branches/.
+`Branches.load` reads and validates one. Shipped files are in profiles/branches/.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pydantic import Field
 from profiles.sections.base import NAME, Count, Section
 from profiles.sections.experiment import Experiment
 
-TRUNK = "trunk"  # names the trunk among the members of an average
+TRUNK = "trunk"  # name of the trunk among the members of an average
 
 
 class Branch(Section):
-    """A run that starts from a checkpoint of the trunk, and whose rate falls to zero."""
+    """A run that starts from a checkpoint of the trunk and decays the learning rate to zero."""
 
     step: Count = Field(description="step of the trunk's checkpoint; a multiple of `every`")
     decay: Count | None = Field(
-        None, description="steps until the rate is zero; null: the file's share `decay` of `step`"
+        None, description="decay steps; null: the file's `decay` as a share of `step`"
     )
     name: str | None = Field(
-        None, pattern=f"^{NAME}$", description="name of the run after the file's; null: of its steps"
+        None, pattern=f"^{NAME}$", description="suffix of the run's name; null: derived from its steps"
     )
-    overrides: list[str] = Field([], description="KEY=VALUE of this branch alone, such as another mixture")
+    overrides: list[str] = Field([], description="KEY=VALUE for this branch only, such as another mixture")
 
 
 class Average(Section):
@@ -36,7 +36,7 @@ class Average(Section):
     of: list[str] = Field(
         min_length=1, description="runs to average checkpoints of: trunk, trunk@STEP, or names of branches"
     )
-    last: Count = Field(1, description="number of checkpoints of each run: the latest, up to STEP")
+    last: Count = Field(1, description="number of latest checkpoints of each run, up to STEP")
 
 
 class Branches(Experiment):

@@ -1,4 +1,4 @@
-"""The section `cluster`: where a run's jobs run, what starts them, and how they are watched."""
+"""The section `cluster`: where a run's jobs run, what starts them, and how they are monitored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIME = r"^(\d+-)?\d+(:\d+){0,2}$"
 
 
 def _as_text(value: Any) -> Any:
-    """Accept minutes, which YAML reads as a number."""
+    """Accept a time in minutes, which YAML reads as a number."""
     return str(value) if type(value) is int else value
 
 
@@ -42,18 +42,18 @@ class Kubernetes(Section):
     mount: str | None = Field(
         None,
         pattern=PATH,
-        description="where the claim is mounted, the same on the flow's machine and in Pods",
+        description="path where the claim is mounted, the same on the flow's machine and in Pods",
     )
     resources: list[Annotated[str, Field(pattern=QUANTITY)]] = Field(
         [],
-        description="what a Pod requests, such as nvidia.com/gpu=8; empty: for cuda nvidia.com/gpu=devices_per_node, for cpu "
-        "nothing",
+        description="resources that a Pod requests, such as nvidia.com/gpu=8; empty: nvidia.com/gpu=devices_per_node for cuda, "
+        "nothing for cpu",
     )
     node_selector: list[Annotated[str, Field(pattern=QUANTITY)]] = Field(
-        [], description="labels of nodes, such as node.kubernetes.io/instance-type=trn2.48xlarge"
+        [], description="required node labels, such as node.kubernetes.io/instance-type=trn2.48xlarge"
     )
     tolerations: list[Annotated[str, Field(pattern=LINE)]] = Field(
-        [], description="keys of taints of nodes that Pods tolerate"
+        [], description="keys of node taints that Pods tolerate"
     )
     service_account: str | None = Field(
         None, pattern=LABEL, description="service account of Pods; null: the default one"
@@ -74,7 +74,7 @@ class Cluster(Section):
     devices_per_node: Size = Field(1, description="devices per node, with one process each")
     device: Literal["cpu", "cuda", "neuron"] = Field(description="device type; never detected automatically")
     accelerator: Literal["trn1", "trn2", "trn3", "h100", "h200", "b200"] | None = Field(
-        None, description="accelerator model, which gives memory and speed for planning"
+        None, description="accelerator model, whose memory and speed are used for planning"
     )
     node_price: Annotated[float, Field(gt=0)] | None = Field(
         None, description="price per node hour in any currency, for planning"

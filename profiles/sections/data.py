@@ -1,4 +1,4 @@
-"""Sections of the tokenizer and of the data."""
+"""The sections `tokenizer` and `data`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Tokenizer(Section):
 
     source: str = Field(
         min_length=1,
-        description='"train": on the data; or a hub repository (org/name), a folder, an s3:// folder, or run:NAME, the export of '
-        "a run",
+        description='"train": trained on the data; or a hub repository (org/name), a folder, an s3:// folder, or run:NAME, the '
+        "export of a run",
     )
     revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
     vocabulary_size: Count | None = Field(
@@ -62,12 +62,12 @@ class Source(Section):
 
 
 class MixtureChange(Section):
-    """A change of the training sources' weights, from a step on."""
+    """A change of the training sources' weights, from a given step on."""
 
     step: Count = Field(description="first optimizer step with these weights, counted from 1")
     weights: list[Rate] = Field(
         min_length=1,
-        description="share of each training source, in their order, relative to the others; 0: not drawn",
+        description="relative share of each training source, in the order of data.sources; 0: not drawn",
     )
 
 
@@ -90,7 +90,7 @@ class Data(Section):
     )
     shuffle_tokens: Wide | None = Field(
         None,
-        description="tokens per shuffle window, if the data does not fit a node's disk; null: shuffle all",
+        description="tokens per shuffle window, if the data does not fit on a node's disk; null: shuffle all data",
     )
     cache_gigabytes: Annotated[float, Field(gt=0)] = Field(
         200.0, description="disk space per node to cache data from s3://"

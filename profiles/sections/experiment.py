@@ -1,4 +1,4 @@
-"""What ladder, mixture and branches files have in common: a target profile, and runs for it within a budget."""
+"""Base of ladder, mixture and branches files: a target profile, and runs for it within a budget."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from profiles.validation_errors import profile_error
 
 
 class Experiment(Section):
-    """The target, and what all runs share."""
+    """The target, and the settings of all runs."""
 
     name: str = Field(
         pattern=f"^{NAME}$", description="name of the experiment; names of its runs begin with it"
     )
     description: str = Field("", description="one-line description")
-    target: str = Field(
-        min_length=1, description="profile that the runs are for: a name, or a path relative to this file"
-    )
-    overrides: list[str] = Field([], description="KEY=VALUE, of the target and of every run")
+    target: str = Field(min_length=1, description="target profile: a name, or a path relative to this file")
+    overrides: list[str] = Field([], description="KEY=VALUE for the target and every run")
     devices: Count | None = Field(
-        None, description="devices that runs may use at the same time; null: as many as the largest uses"
+        None, description="devices that runs may use at the same time; null: as many as the largest run uses"
     )
     maximum_flops: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="budget of all runs in training FLOPs; more is rejected"
+        None, description="budget for all runs in training FLOPs; more is rejected"
     )
     maximum_price: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="budget of all runs in the currency of cluster.node_price; more is rejected"
+        None, description="budget for all runs in the currency of cluster.node_price; more is rejected"
     )
 
     shipped: ClassVar[Path | None] = None  # folder of shipped files: .yml, because profiles are .yaml

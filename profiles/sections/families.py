@@ -1,7 +1,7 @@
-"""Families: what tells one architecture's profile and config.json from another's.
+"""Model families: how the profiles and config.json files of the architectures differ.
 
-A family has the fields of `Model` that Llama has, unless its entry says otherwise. A package adds one under the group
-`trainshed.models`, here one called `qwen2`, which is an object of `Family`:
+A family has Llama's fields of `Model`, unless its entry says otherwise. A package adds a family, an instance of `Family`, as an
+entry point of the group `trainshed.models`, here as `qwen2`:
 
     [project.entry-points."trainshed.models"]
     qwen2 = "my_package.qwen2:FAMILY"
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from profiles.sections.model import Model
 
 GROUP = "trainshed.models"  # of entry points
-# Fields that only some families have, and what they mean.
+# Fields that only some families have, and the feature that each belongs to.
 OPTIONAL = {
     "sliding_window": "sliding window",
     "full_attention_every": "layers of different windows",
@@ -51,16 +51,16 @@ class Family:
     """One architecture.
 
     Args:
-        model: its class, `module:name`, a `LanguageModel` that names its Hugging Face tensors.
-        huggingface: class in transformers.
+        model: the class, `module:name`, a `LanguageModel` that names its Hugging Face tensors.
+        huggingface: the class in transformers.
         model_type: in config.json; by default the family's own name.
-        fields: fields of `Model` that it has besides Llama's, and their names in config.json.
-        values: supported values where they are not Llama's, the default first.
-        defaults: transformers' values of what a config.json leaves out, under the names of `Model`'s fields and `rms_norm_eps`.
-        fixed: what config.json says of parts that have one supported form.
-        rotary: whether positions are rotations, and config.json has Llama's names.
+        fields: fields of `Model` in addition to Llama's, and their names in config.json.
+        values: supported values that differ from Llama's, the default first.
+        defaults: transformers' defaults of fields that a config.json omits, by names of `Model`'s fields and `rms_norm_eps`.
+        fixed: config.json fields with a single supported value.
+        rotary: whether it has RoPE, and Llama's names in config.json.
         parametrized: whether the scales of μP and CompleteP are known.
-        selection_bias: whether experts are chosen by logits plus a bias of their own.
+        selection_bias: whether experts are chosen by logits plus a bias per expert.
         expert_bias: whether router and experts have biases.
         mlp_matrices: weights of an MLP: gate, up and down, or up and down.
         further_parameters: elements that a layer has beyond Llama's projections, MLP and two norms.
@@ -259,7 +259,7 @@ def names() -> list[str]:
 
 @cache
 def find(name: str) -> Family:
-    """The family of an architecture. Raises ProfileError if there is none, or two packages have it."""
+    """The family of an architecture. Raises ProfileError if there is none, or if several packages have it."""
     if name in OWN:
         return OWN[name]
     found = {point.value: point for point in metadata.entry_points(group=GROUP, name=name)}
@@ -271,7 +271,7 @@ def find(name: str) -> Family:
         except (ImportError, AttributeError) as error:
             raise ProfileError("architecture", name, f"{point.value} cannot be imported: {error}") from error
         if not isinstance(family, Family):
-            raise ProfileError("architecture", name, f"{point.value} is no Family of {__name__}")
+            raise ProfileError("architecture", name, f"{point.value} is not a Family of {__name__}")
         return family
     reason = f"is not one of the choices: neither Trainshed's nor an entry point of the group {GROUP}"
     raise ProfileError("architecture", name, reason, closest(str(name), names()))

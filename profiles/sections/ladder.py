@@ -1,4 +1,4 @@
-"""Ladder file: the small runs of a target profile whose losses forecast the target's; `load` reads and validates one."""
+"""Ladder file: small runs whose losses forecast that of a target profile; `Ladder.load` reads and validates one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from profiles.sections.experiment import SmallRuns
 
 
 class RungSize(Section):
-    """Runs of one size: a width and a depth of the target's family, each trained for several lengths."""
+    """Runs of one size, a width and a depth in the target's family, trained for several lengths."""
 
     hidden_size: Size = Field(description="width; a multiple of the target's head size, which rungs keep")
     num_hidden_layers: Count | None = Field(None, description="depth; null: the target's")
     tokens_per_parameter: list[Annotated[float, Field(gt=0)]] = Field(
         min_length=1,
-        description="lengths, one run each: training tokens over N, the multiply-adds per token; 20 is Chinchilla's",
+        description="lengths, one run each: training tokens / N, the multiply-adds per token; 20 is Chinchilla's",
     )
 
 
@@ -28,6 +28,6 @@ class Ladder(SmallRuns):
     shipped: ClassVar[Path | None] = Path(__file__).parents[1] / "ladders"
 
     rung_overrides: list[str] = Field(
-        [], description="KEY=VALUE of the rungs alone, such as fewer devices; no mathematics"
+        [], description="KEY=VALUE for the rungs only, such as fewer devices; not the mathematics"
     )
     rungs: list[RungSize] = Field(min_length=1, description="sizes of the rungs, each with its lengths")

@@ -13,23 +13,23 @@ from profiles.sections.experiment import SmallRuns
 class ProxySize(Section):
     """The size and length of all proxies, in the target's family."""
 
-    hidden_size: Size = Field(description="width; heads keep their size, so it is a multiple of it")
+    hidden_size: Size = Field(description="width; a multiple of the target's head size, which proxies keep")
     num_hidden_layers: Count | None = Field(None, description="depth; null: the target's")
     tokens_per_parameter: float = Field(
-        gt=0, description="length: training tokens over N, the multiply-adds per token"
+        gt=0, description="length: training tokens / N, the multiply-adds per token"
     )
 
 
 class ProxyGroup(Section):
-    """Proxies over the same sources: one with the natural mixture, the others with sampled weights."""
+    """Proxies with the same sources: one with the natural mixture, the others with sampled weights."""
 
     sources: list[str] | None = Field(
         None,
         min_length=2,
-        description="names of the training sources; null: all. A group from before a source was added lists those of then",
+        description="names of the training sources; null: all. A group made before a source was added lists the earlier ones",
     )
     count: Count | None = Field(
-        None, description="number of proxies; null: 4 for each source that no group before it has"
+        None, description="number of proxies; null: 4 for each source that no earlier group has"
     )
 
 
@@ -38,21 +38,21 @@ class Mixture(SmallRuns):
 
     proxy: ProxySize = Field(description="size and length of each proxy")
     proxy_overrides: list[str] = Field(
-        [], description="KEY=VALUE of the proxies alone, such as fewer devices; no mathematics"
+        [], description="KEY=VALUE for the proxies only, such as fewer devices; not the mathematics"
     )
     proxies: list[ProxyGroup] = Field(
-        [ProxyGroup()], min_length=1, description="groups of proxies; the last one is over all sources"
+        [ProxyGroup()], min_length=1, description="groups of proxies; the last one has all sources"
     )
     objective: dict[str, Annotated[float, Field(ge=0)]] = Field(
         {},
-        description="weights of the sources' held-out losses in the mean that is minimised; {}: the natural mixture's",
+        description="weights of the sources' held-out losses in the minimised mean; {}: the natural mixture's",
     )
     minimum_weight: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="least weight of a source in sampled and proposed mixtures; null: 0.1 / number of sources",
+        description="minimum weight of a source in sampled and proposed mixtures; null: 0.1 / number of sources",
     )
     maximum_passes: Annotated[float, Field(gt=0)] | None = Field(
-        4.0, description="times that the target may read a source at most (arXiv 2305.16264); null: no limit"
+        4.0, description="maximum passes of the target over a source (arXiv 2305.16264); null: no limit"
     )

@@ -1,4 +1,4 @@
-"""Model section: the fields of a Hugging Face config.json, under Llama's names for all architectures.
+"""The section `model`: the fields of a Hugging Face config.json, under Llama's names for all architectures.
 
 `Model` validates them; huggingface/config.py converts from and to each architecture's config.json.
 """
@@ -17,9 +17,9 @@ from profiles.sections.base import Count, Natural, Section, Size
 from profiles.sections.rope import RopeScaling, YarnRope
 
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
-# Keys on which initial weights and learning rates depend, and nothing else.
+# Keys that only affect initial weights and learning rates.
 PARAMETRIZATION = ("parametrization", "base_hidden_size", "base_num_hidden_layers")
-# Keys of latent attention that are all required.
+# Required keys of latent attention.
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -44,17 +44,17 @@ class Model(Section):
     )
     q_lora_rank: Size | None = Field(
         None,
-        description="width of the latent that queries come from; null: the hidden state itself (deepseek_v3)",
+        description="width of the latent that queries are projected from; null: from the hidden state (deepseek_v3)",
     )
     kv_lora_rank: Size | None = Field(
-        None, description="width of the latent that keys and values come from (deepseek_v3)"
+        None, description="width of the latent that keys and values are projected from (deepseek_v3)"
     )
     qk_nope_head_dim: Size | None = Field(
         None, description="elements of a query or key head that are not rotated (deepseek_v3)"
     )
     qk_rope_head_dim: Size | None = Field(
         None,
-        description="rotated elements of a query or key head; all heads share those of keys (deepseek_v3)",
+        description="rotated elements of a query or key head; all heads share the key's (deepseek_v3)",
     )
     v_head_dim: Size | None = Field(None, description="size of a value head (deepseek_v3)")
     vocab_size: Size = Field(description="vocabulary size: number of token embeddings")
@@ -70,14 +70,14 @@ class Model(Section):
     )
     sliding_window: Count | None = Field(
         None,
-        description="number of tokens, up to itself, that a token attends to; null: all (mistral, gpt_oss)",
+        description="number of preceding tokens, itself included, that a token attends to; null: all (mistral, gpt_oss)",
     )
     full_attention_every: Count | None = Field(
         None,
-        description="the last of every this many layers has full attention, the others the window (gpt_oss)",
+        description="n: every n-th layer has full attention, the others the sliding window (gpt_oss)",
     )
     clip_qkv: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="bound of queries, keys and values; null: none (dbrx)"
+        None, description="bound that queries, keys and values are clipped to; null: none (dbrx)"
     )
     tie_word_embeddings: bool = Field(
         description="share the embedding with the output projection (default: true for gpt)"
@@ -88,12 +88,10 @@ class Model(Section):
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
     parametrization: Literal["standard", "mup", "completep"] = Field(
         "standard",
-        description="what scales initial weights and learning rates. standard: nothing; mup: width; completep: width and depth, "
-        "relative to a base model, for which train.learning_rate is meant (llama, mistral, qwen3)",
+        description="scaling of initial weights and learning rates. standard: none; mup: by width; completep: by width and "
+        "depth, relative to a base model, for which train.learning_rate is tuned (llama, mistral, qwen3)",
     )
-    base_hidden_size: Size | None = Field(
-        None, description="mup, completep: hidden_size of the base model, for which the rate was tuned"
-    )
+    base_hidden_size: Size | None = Field(None, description="mup, completep: hidden_size of the base model")
     base_num_hidden_layers: Count | None = Field(
         None, description="completep: num_hidden_layers of the base model"
     )
@@ -102,28 +100,28 @@ class Model(Section):
     )
     num_experts: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         None,
-        description="experts of a layer (mixtral, qwen3_moe, dbrx, gpt_oss, deepseek_v3); aliases: num_local_experts, "
+        description="experts per layer (mixtral, qwen3_moe, dbrx, gpt_oss, deepseek_v3); aliases: num_local_experts, "
         "n_routed_experts",
     )
-    num_experts_per_tok: Count | None = Field(None, description="experts for each token")
+    num_experts_per_tok: Count | None = Field(None, description="experts per token")
     moe_intermediate_size: Size | None = Field(
-        None, description="width of an expert, where it is not intermediate_size (qwen3_moe, deepseek_v3)"
+        None, description="width of an expert (qwen3_moe, deepseek_v3)"
     )
     norm_topk_prob: bool = Field(
         True,
-        description="divide the weights of a token's experts by their sum (always, for mixtral and gpt_oss)",
+        description="divide the weights of a token's experts by their sum (always true for mixtral and gpt_oss)",
     )
     n_shared_experts: Count | None = Field(
-        None, description="experts for every token, besides those that are chosen for it (deepseek_v3)"
+        None, description="shared experts, used by every token in addition to its routed ones (deepseek_v3)"
     )
     first_k_dense_replace: Natural | None = Field(
-        None, description="leading layers with an MLP in place of experts; null: none (deepseek_v3)"
+        None, description="number of leading layers with an MLP instead of experts; null: none (deepseek_v3)"
     )
     n_group: Count | None = Field(
-        None, description="groups that the experts are divided into; null: one (deepseek_v3)"
+        None, description="number of groups that the experts are divided into; null: one (deepseek_v3)"
     )
     topk_group: Count | None = Field(
-        None, description="groups from which a token's experts are chosen; null: one (deepseek_v3)"
+        None, description="number of groups that a token's experts are chosen from; null: one (deepseek_v3)"
     )
     routed_scaling_factor: Annotated[float, Field(gt=0)] | None = Field(
         None, description="multiplies the weights of a token's experts; null: 1 (deepseek_v3)"
@@ -140,12 +138,12 @@ class Model(Section):
 
     @property
     def family(self) -> families.Family:
-        """What tells this architecture from others."""
+        """The architecture's family."""
         return families.find(self.architecture)
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training drops anything."""
+        """Whether training has dropout."""
         return bool(self.dropout or self.mlp_dropout)
 
     @property
@@ -168,12 +166,12 @@ class Model(Section):
         return self.initializer_range / scale
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens, up to itself, that a token attends to in this layer; None: all."""
+        """Number of preceding tokens, itself included, that a token attends to in this layer; None: all."""
         every = self.full_attention_every
         return None if every and (layer + 1) % every == 0 else self.sliding_window
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts in place of an MLP."""
+        """Whether a layer has experts instead of an MLP."""
         return self.num_experts is not None and layer >= (self.first_k_dense_replace or 0)
 
     @property
@@ -203,7 +201,7 @@ class Model(Section):
 
     @property
     def mlp_widths(self) -> dict[str, int]:
-        """Widths of the MLPs and experts that the model has, by the key that says them."""
+        """Widths of the model's MLPs and experts, by profile key."""
         widths = {}
         if self.num_expert_layers < self.num_hidden_layers or self.moe_intermediate_size is None:
             widths["intermediate_size"] = self.intermediate_size
@@ -213,16 +211,16 @@ class Model(Section):
 
     @property
     def parameters(self) -> int:
-        """Parameter count from the formula, for listings; the planner counts them from the layers."""
+        """Parameter count by formula, for listings; the planner counts the layers' parameters."""
         return self._parameters(self.num_experts)
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that a token is multiplied with: those of its own experts only."""
+        """Parameters that are active for a token: of the experts, only its own."""
         return self._parameters(self.num_experts_per_tok)
 
     def _parameters(self, experts: int | None) -> int:
-        """Parameters of a model with this many experts in a layer."""
+        """Parameters of a model with this many experts per layer."""
         h, family = self.hidden_size, self.family
         biased, matrices = family.expert_bias or self.mlp_bias, family.mlp_matrices
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
@@ -283,7 +281,7 @@ class Model(Section):
                 reason = f"is not supported for {self.architecture}"
                 raise ProfileError(name, value, reason, ["null" if each is None else each for each in valid])
         if self.full_attention_every is not None and self.sliding_window is None:
-            reason = "is set, but no sliding_window that the other layers attend within"
+            reason = "is set, but sliding_window, which the other layers need, is not"
             raise ProfileError("full_attention_every", self.full_attention_every, reason, ["null"])
         self._check_experts()
         self._check_latents()
@@ -337,7 +335,7 @@ class Model(Section):
             return
         for name in (*LATENT, "n_shared_experts"):
             if getattr(self, name) is None:
-                raise ProfileError(name, None, f"is missing; {kind} has it", [])
+                raise ProfileError(name, None, f"is missing; {kind} needs it", [])
         heads, size = self.num_attention_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
         if self.num_key_value_heads != heads:
             reason = f"{kind} has keys and values for each query head"
@@ -391,11 +389,11 @@ _DERIVED = (
 
 
 def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with aliases of norm_eps replaced. Raises ProfileError if it is given under two names."""
+    """The values with aliases replaced. Raises ProfileError if norm_eps is given under two names."""
     given = [name for name in ("norm_eps", *NORM_EPS_ALIASES) if name in values]
     if len(given) > 1:
         raise ProfileError(
-            given[1], values[given[1]], f"is an alias of {given[0]}, which is set too; set one", given[:1]
+            given[1], values[given[1]], f"is an alias of {given[0]}, which is also set; set one", given[:1]
         )
     aliases = {
         **dict.fromkeys(NORM_EPS_ALIASES, "norm_eps"),

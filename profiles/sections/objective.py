@@ -1,4 +1,4 @@
-"""Sections of what is trained: the objective, and LoRA's adapters."""
+"""The sections `objective` and `lora`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LoraTarget = Literal[
 
 
 class Objective(Section):
-    """What the model is trained for: to continue text, to answer prompts, or to prefer one answer to another."""
+    """Training objective: continue text, answer prompts, or prefer one answer to another."""
 
     kind: Literal["pretrain", "sft", "dpo", "orpo"] = Field(
         "pretrain",
@@ -57,7 +57,7 @@ class Objective(Section):
 
 
 class Lora(Section):
-    """LoRA (arXiv 2106.09685): train low-rank updates of some weights and freeze the model."""
+    """LoRA (arXiv 2106.09685): train low-rank updates of some weights and freeze the others."""
 
     rank: Count | None = Field(
         None, description="rank of the updates; null: no LoRA, all weights are trained"
@@ -67,5 +67,5 @@ class Lora(Section):
     targets: list[LoraTarget] = Field(
         ["qkv", "output", "gate_up", "down"],
         min_length=1,
-        description="layers with updates; qkv and gate_up share the first factor, the names of their parts have one each",
+        description="layers with updates; the parts of qkv and of gate_up share the first factor, unless named individually",
     )

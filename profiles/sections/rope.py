@@ -1,4 +1,4 @@
-"""Kinds of RoPE scaling, the model section's `rope_scaling`; modeling/models/rope.py has the formulas."""
+"""Kinds of RoPE scaling for `model.rope_scaling`; modeling/models/rope.py has the formulas."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Llama3Rope(Section):
 
 
 class YarnRope(Section):
-    """YaRN RoPE scaling (arXiv 2309.00071): low frequencies are divided, queries and keys multiplied."""
+    """YaRN RoPE scaling (arXiv 2309.00071): low frequencies are divided, queries and keys scaled."""
 
     rope_type: Literal["yarn"] = Field(description="kind of scaling")
     factor: float = Field(ge=1, description="divides low frequencies")

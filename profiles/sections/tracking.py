@@ -1,6 +1,6 @@
-"""The section `tracking`: experiment trackers beside TensorBoard, and the check that they can be imported here.
+"""The section `tracking`: experiment trackers in addition to TensorBoard, and the check that they are installed.
 
-Connection settings and keys are those of each tracker's own environment variables, so that a profile holds no secret.
+Connection settings and keys come from each tracker's own environment variables, so that profiles contain no secrets.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ TRACKERS = ("wandb", "mlflow", "trackio")  # also the names of their packages an
 
 
 class Tracking(Section):
-    """Experiment trackers that get the run's metrics beside TensorBoard."""
+    """Experiment trackers that receive the run's metrics in addition to TensorBoard."""
 
     trackers: list[Annotated[str, Field(pattern=TRACKER)]] = Field(
         [],
-        description="wandb, mlflow, trackio, or a class of your own, module:Class; none is imported unless named",
+        description="wandb, mlflow, trackio, or your own class, module:Class; none is imported unless named",
     )
     project: Annotated[str, Field(pattern=TAG)] = Field(
         "trainshed", description="W&B or Trackio project, MLflow experiment"
     )
     tags: list[Annotated[str, Field(pattern=TAG)]] = Field(
-        [], description="tags beside those that every run gets: profile, parent and cluster"
+        [], description="tags in addition to those of every run: profile, parent and cluster"
     )
 
 

@@ -210,7 +210,7 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             ["data.sources.0.path=x.txt"],
             "data.sources.0.path",
             "x.txt",
-            "is not for sources of kind python-docs",
+            "does not apply to sources of kind python-docs",
             ("null", "data.sources.0.kind=files"),
         ),
         (
@@ -402,7 +402,7 @@ def test_degrees_follow_from_the_cluster():
 
 
 def brute_force(heads: int, kv_heads: int, tensor: int) -> bool:
-    """Whether ranks can be given equal numbers of query heads, and each the KV heads of just its own, shared evenly.
+    """Whether query heads divide evenly over ranks, each with exactly the KV heads of its own, shared evenly.
 
     Query head q reads KV head q // (heads / kv_heads).
     """
@@ -461,7 +461,7 @@ TWO_SOURCES = "data.sources=[{kind: python-docs, weight: 3}, {kind: python-docs,
     ("schedule", "key", "reason"),
     [
         ("[{step: 9, weights: [1]}]", "data.schedule.0.weights", "has 1 weights for 2 training sources"),
-        ("[{step: 9, weights: [0, 0]}]", "data.schedule.0.weights", "draws no source at all"),
+        ("[{step: 9, weights: [0, 0]}]", "data.schedule.0.weights", "are all zero"),
         (
             "[{step: 9, weights: [1, 2]}, {step: 9, weights: [1, 1]}]",
             "data.schedule.1.step",
@@ -494,7 +494,7 @@ def test_a_schedule_of_the_mixture_needs_weights():
         ("tiny-moe", ["lora.rank=8", "lora.dropout=0.1"], "lora.dropout = 0.1: is not supported with gate_up of experts"),
     ],
 )  # fmt: skip
-def test_what_a_family_with_experts_cannot_do_is_rejected(profile, override, message):
+def test_unsupported_settings_with_experts_are_rejected(profile, override, message):
     with pytest.raises(ProfileError) as caught:
         resolve.check(resolve.load(profile, override))
     assert message in str(caught.value)

@@ -121,13 +121,13 @@ def test_norm_eps_aliases(name):
         (DEEPSEEK, {"num_key_value_heads": 4}, "num_key_value_heads = 4: deepseek_v3 has keys and values for each query head"),
         (DEEPSEEK, {"head_dim": 12}, "head_dim = 12: is not qk_nope_head_dim + qk_rope_head_dim; nearest valid: 10"),
         (DEEPSEEK, {"v_head_dim": 12}, "v_head_dim = 12: is more than the 10 elements of a query"),
-        (DEEPSEEK, {"kv_lora_rank": None}, "kv_lora_rank: is missing; deepseek_v3 has it"),
+        (DEEPSEEK, {"kv_lora_rank": None}, "kv_lora_rank: is missing; deepseek_v3 needs it"),
         (DEEPSEEK, {"qk_rope_head_dim": 3}, "qk_rope_head_dim = 3: RoPE rotates pairs, so it must be even; nearest valid: 2, 4"),
         (DEEPSEEK, {"n_group": 4}, "n_group = 4: does not divide 4 experts into groups of two or more; nearest valid: 2"),
         (DEEPSEEK, {"topk_group": 3}, "topk_group = 3: is not between 1, which hold num_experts_per_tok 2, and n_group 2"),
         (DEEPSEEK, {"first_k_dense_replace": 2}, "leaves none of 2 layers with experts; nearest valid: 1"),
         (LLAMA, {"clip_qkv": 8.0}, "clip_qkv = 8.0: llama has no clipped heads; nearest valid: null"),
-        (EXPERTS, {"architecture": "gpt_oss", "full_attention_every": 2}, "is set, but no sliding_window"),
+        (EXPERTS, {"architecture": "gpt_oss", "full_attention_every": 2}, "is set, but sliding_window"),
         (EXPERTS, {"architecture": "dbrx"}, "norm_eps = 1e-06: is not supported for dbrx; nearest valid: 1e-05"),
         (LLAMA, {"architecture": "bert"}, "of the group trainshed.models; nearest valid: llama, mistral, "),
         (LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "nearest valid: linear, llama3, yarn"),
@@ -239,7 +239,7 @@ def test_package_whose_family_is_broken_is_named_and_disturbs_no_other(tmp_path,
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert "no_such_module:FAMILY cannot be imported" in rejection(LLAMA, architecture="lost")
-    assert "math:pi is no Family" in rejection(LLAMA, architecture="number")
+    assert "math:pi is not a Family" in rejection(LLAMA, architecture="number")
     assert Model(**from_config_json(to_config_json(Model(**LLAMA)))) == Model(**LLAMA)
 
 

@@ -1,4 +1,4 @@
-"""Import of NxD Training configs: the 22 that its users start from, key by key, and what is rejected."""
+"""Import of NxD Training configs: its 22 example configs, single keys, and what is rejected."""
 
 import json
 import math
@@ -206,7 +206,7 @@ def test_mathematics_that_cannot_be_kept_is_rejected(tmp_path, name, key, given,
     assert any(message in reason for reason in reasons), errors
 
 
-def test_lora_of_experts_is_imported_as_far_as_it_is_the_same(tmp_path):
+def test_lora_of_experts_is_imported_where_it_is_equivalent(tmp_path):
     def imported(**peft: Any) -> nxdt.Imported:
         strategy = {"sft": {"packing": True}, "peft": {"lora_rank": 16, **peft}}
         return nxdt.import_config(write(tmp_path, "hf_mixtral_8x7b", {"model_alignment_strategy": strategy}))

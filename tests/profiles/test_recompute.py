@@ -1,4 +1,4 @@
-"""The value of `train.recompute`: from text to the modes of layers and back."""
+"""Values of `train.recompute`: from text to the modes of layers and back."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ STAGES = st.lists(st.lists(st.sampled_from(MODES), min_size=1, max_size=5), min_
 
 
 @given(STAGES)
-def test_text_has_the_modes_that_it_was_made_of(stages):
+def test_layer_modes_round_trip_through_text(stages):
     value = from_layer_modes(stages)
     assert invalid(value) is None
     assert layer_modes(value, [*map(len, stages)]) == [mode for modes in stages for mode in modes]
@@ -39,7 +39,7 @@ def test_equal_stages_are_described_once():
     assert describe(["full 2", "none", "none"]) == "full 2, 2 × none"
 
 
-def test_profile_of_an_earlier_version_has_its_number_of_layers_beside_the_mode():
+def test_recompute_layers_of_earlier_versions_are_merged_into_recompute():
     values = resolve.load("tiny").train.model_dump()
     joined = [
         Train(**values | {"recompute": "full", "recompute_layers": layers}).recompute for layers in (3, None)

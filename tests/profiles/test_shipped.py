@@ -136,7 +136,7 @@ CONFIGS = {
     },
 }  # fmt: skip
 NODES = {"trn1": 32, "trn2": 64, "h200": 8, "h100": 8}  # devices of a node
-# On the hardware of today these differ from the published run: the 32k run's length, and the steps that trn2 runs had.
+# On current hardware these differ from the published run: the 32k run's length, and the steps that trn2 runs had.
 LONG = {"llama3-70b-cp": (32768, 256)}
 STEPS = {"llama3-70b": 10000, "llama3-70b-cp": 10000, "llama3.1-70b": 10000}
 RUNS = [
@@ -153,7 +153,7 @@ def model_of(name: str) -> str:
 
 
 def parameters_of(name: str) -> int:
-    """By the longest of the table's names that begins a profile's, 3.1 being as large as 3."""
+    """By the longest name in the table that a profile's name starts with; 3.1 is as large as 3."""
     plain = name if "405b" in name else name.replace("3.1", "3")
     return PARAMETERS[max((known for known in PARAMETERS if plain.startswith(known)), key=len)]
 
@@ -211,7 +211,7 @@ def test_published_runs_are_as_in_the_table(model):
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if not name.endswith("-trn1")])
-def test_other_hardware_changes_the_layout_and_nothing_of_the_run(name):
+def test_other_hardware_changes_only_the_layout(name):
     model = model_of(name)
     profile, published = load(name), load(model if model in MODERN else f"{model}-trn1")
     layout = ("recompute",)
@@ -249,20 +249,20 @@ def test_parameters_match_the_table_and_the_plan_fits_with_its_reserve(name):
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *(f"{model}-trn1" for model in PUBLISHED)])
-def test_ranks_hold_their_shares_of_the_whole_model(name):
+def test_ranks_together_hold_the_model(name):
     profile = load(name)
     model, stages = profile.model, partition_layers(profile)
     assert [layer for layers in stages for layer in layers] == list(range(model.num_hidden_layers))
     assert max(map(len, stages)) - min(map(len, stages)) <= 2
     pipeline, data, context, tensor = degrees_of(profile)
-    for place in {0, 1, pipeline - 1} & set(range(pipeline)):
+    for position in {0, 1, pipeline - 1} & set(range(pipeline)):
         mesh = Mesh(
-            pipeline, data, context, tensor, profile.kv_replication, rank=place * data * context * tensor
+            pipeline, data, context, tensor, profile.kv_replication, rank=position * data * context * tensor
         )
-        layers = stages[place]
+        layers = stages[position]
         stage = build(
-            profile, mesh, layers[:1] if place + 1 < pipeline else layers[-1:]
-        )  # one layer is as all
+            profile, mesh, layers[:1] if position + 1 < pipeline else layers[-1:]
+        )  # one layer is like all others
         held: Counter[str] = Counter()
         shapes: dict[str, int] = {}
         for parameter_name, parameter in stage.named_parameters():
@@ -279,8 +279,8 @@ def test_ranks_hold_their_shares_of_the_whole_model(name):
 
 
 @pytest.mark.parametrize("name", ["llama3-70b-trn1", "llama3-70b-cp-trn1", "gpt3-175b-trn1"])
-def test_rank_of_the_full_world_builds_its_stage(name):
-    """Under a process group of the run's size, of which one rank is here."""
+def test_last_rank_of_a_full_size_process_group_builds_its_stage(name):
+    """With a fake process group of the run's size."""
     profile = load(name)
     pipeline, data, context, tensor = degrees_of(profile)
     rank = profile.world_size - 1

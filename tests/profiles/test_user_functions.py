@@ -1,4 +1,4 @@
-"""Functions that a profile names: found in the working folder without running them, or rejected."""
+"""Functions that a profile names are found in the working folder without running them, or rejected."""
 
 import pytest
 
