@@ -47,7 +47,7 @@ def wait_until(condition, timeout=60):
 
 @pytest.fixture(scope="module")
 def killed(prefect_ui, browser, profile, tmp_path_factory):
-    """A run that was viewed while it trained and then killed: its flow run id, its artifacts and what the pages showed."""
+    """A run that was viewed while it trained and then killed: flow run id, artifacts and what the pages showed."""
     from tests.flows.micro import Command
 
     folder = tmp_path_factory.mktemp("live")
@@ -150,14 +150,14 @@ def test_failure_is_shown_first_with_what_to_do(killed, prefect_ui, browser):
         assert page.complaints == []
 
 
-NAMING = ("profile", "run", "file")  # parameters that say what a deployment runs, if they are text
+NAMING = ("profile", "run", "file")  # parameters that name what a deployment runs, if they are text
 # Whether a form field has this value or shows it as the selection.
 SHOWN = """name => [...document.querySelectorAll("form *")].some(
     each => String(each.value || (each.children.length ? "" : each.textContent)).trim() === name)"""
 
 
 def test_deployment_forms_open_with_their_profile_and_explain_their_fields(prefect_ui, browser, tmp_path):
-    """Of the first deployment of each flow, and of a few others, which differ from them in their parameters alone."""
+    """For the first deployment of each flow and a few others, which differ only in their parameters."""
     environment = {**os.environ, "PREFECT_API_URL": f"{prefect_ui}/api", "TRAINSHED_FOLDER": "/"}
     described = yaml.safe_load((HOME / "prefect.yaml").read_text())
     listed = described["deployments"]

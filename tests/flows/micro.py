@@ -43,7 +43,7 @@ PROFILE = {
     "evaluate": {"every": 3, "batches": 1},
     "cluster": {"devices_per_node": 1, "threads": 1},
 }
-# Two processes and enough steps to be interrupted in their midst.
+# Two processes, and enough steps to be interrupted midway.
 LONGER = (
     "parallel.tensor=2",
     "cluster.devices_per_node=2",
@@ -75,7 +75,7 @@ def write_shadowing_modules(folder: Path) -> None:
 
 
 class Command:
-    """`trainshed` in a process of its own, which can be found with all that it started."""
+    """`trainshed` in a process of its own, with access to all processes that it started."""
 
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
@@ -90,7 +90,7 @@ class Command:
         )
 
     def processes(self) -> list[psutil.Process]:
-        """Every process that runs because of this command, whoever its parent is now."""
+        """Every running process that this command started, whatever its parent is now."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -104,7 +104,7 @@ class Command:
         return found
 
     def left_behind(self) -> list[psutil.Process]:
-        """What it has left running: a server that was stopped during its start may end a while after the command."""
+        """Processes still running; a server that was stopped during its start may end a while after the command."""
         deadline = time.monotonic() + 60
         while (found := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -135,7 +135,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def shown(name: str) -> dict[str, str]:
-    """Artifacts in Prefect's UI of the newest flow run of this name, by their keys."""
+    """Artifacts of the latest flow run of this name in Prefect's UI, by key."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
@@ -145,7 +145,7 @@ def shown(name: str) -> dict[str, str]:
 
 
 def logged(name: str) -> list[str]:
-    """What Prefect's UI shows as the log of the newest flow run of this name."""
+    """The log of the latest flow run of this name in Prefect's UI."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
     from prefect.logging.handlers import APILogWorker
@@ -166,7 +166,7 @@ def _newest(client: Any, name: str) -> UUID:
 
 
 def final_state(home: Path, name: str) -> tuple[str, str]:
-    """Name and message of the state of the newest flow run of this name, in the database of a server that has ended."""
+    """Name and message of the latest flow run's state, by its name, in the database of a server that has exited."""
     query = """
         select flow_run.state_name, flow_run_state.message
         from flow_run join flow_run_state on flow_run.state_id = flow_run_state.id
@@ -177,7 +177,7 @@ def final_state(home: Path, name: str) -> tuple[str, str]:
 
 
 def exported(folder: Path, dataset: Path, length: int) -> tuple[float, str]:
-    """Of an export in transformers' hands: its loss on a data set's held-out windows, nats a token, and what it generates."""
+    """An export in transformers: its loss on a data set's held-out windows, in nats per token, and a generated text."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -197,7 +197,7 @@ def exported(folder: Path, dataset: Path, length: int) -> tuple[float, str]:
 
 
 def wait_for_step(folder: Path, step: int, timeout: float = 300) -> None:
-    """Until training has done so many steps."""
+    """Wait until training has completed this many steps."""
     deadline = time.monotonic() + timeout
     while True:
         path = folder / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""What Prefect's UI shows of a run, where something keeps it from being shown."""
+"""Artifacts in Prefect's UI that cannot be rendered."""
 
 from flows.ui.artifacts import PrefectArtifact
 

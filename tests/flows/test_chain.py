@@ -1,4 +1,4 @@
-"""A chain of training stages in one flow run: each from the one before, cached, and stopped by a gate that is missed."""
+"""A chain of training stages in one flow run: each starts from the previous export, is cached, and stops at a missed gate."""
 
 import contextlib
 import json
@@ -19,12 +19,11 @@ from tasks.store.runs import RunExists
 from tests.flows.micro import losses, shown
 from tests.forked_jobs import forked_jobs
 
-EASY = "evaluate.gate=[validation_loss <= 1000]"
 DONE = ["train", "evaluate", "export"]
 
 
 def write_stages(folder: Path, micro: Path) -> list[str]:
-    """Paths of profiles of SFT with LoRA, and of DPO, on records in a folder, which go on from the profile `micro`."""
+    """Write profiles of SFT with LoRA and of DPO, which continue from the profile `micro`; returns their paths."""
     chance = random.Random(1)
     names = ["".join(chance.choices("abcdefgh", k=3)) for _ in range(60)]
     records = [
@@ -125,7 +124,7 @@ def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(run, finished, st
 
 
 def interrupt(store: Path, name: str) -> dict[int, float]:
-    """Take from a finished run of a store what it did after step 2; returns the losses that it had."""
+    """Undo what a finished run of a store did after step 2; returns its losses."""
     before = losses(store / f"runs/{name}")
     for path in (store / f"runs/{name}/checkpoints").iterdir():
         if path.name != "step_2":
@@ -134,7 +133,7 @@ def interrupt(store: Path, name: str) -> dict[int, float]:
     return before
 
 
-def test_pairs_rated_in_each_step_train_as_those_rated_before_and_resume_with_identical_losses(
+def test_reference_in_each_step_equals_the_precomputed_one_and_resumes_with_identical_losses(
     run, finished, stages, tmp_path
 ):
     store = shutil.copytree(finished[0], tmp_path / "store")
@@ -185,7 +184,7 @@ def test_a_chain_that_cannot_work_is_rejected_before_it_starts(stages, tmp_path,
         f"{sft}:evaluate.gate=[acuracy >= 1]",
     ]
     assert main(arguments) == 2
-    assert "evaluate.gate.0 = acuracy >= 1: acuracy is no result of the evaluation" in capsys.readouterr().err
+    assert "gate.0 = acuracy >= 1: acuracy is not a result of the evaluation" in capsys.readouterr().err
     with contextlib.suppress(FileNotFoundError):
         assert not list((tmp_path / "runs").iterdir())
 

@@ -1,4 +1,4 @@
-"""Continual pretraining: only what is new, nothing where nothing is, no worse model in a better one's place, one at a time."""
+"""Continual pretraining: trains only on new data, never replaces a model by a worse one, and runs one round at a time."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def write_texts(path, seed: int) -> None:
 
 
 def write_profile(folder: Path) -> tuple[Path, Path]:
-    """The profile `nightly` of all texts in a folder, in which there is one file; gives both paths."""
+    """Write the profile `nightly` and a folder of texts with one file; returns both paths."""
     texts, path = folder / "texts", folder / "nightly.yaml"
     texts.mkdir()
     write_texts(texts / "0.jsonl", 1)
@@ -54,7 +54,7 @@ def _forked_jobs():
 
 @pytest.fixture(scope="module")
 def series(prefect_server, tmp_path_factory):
-    """A finished run on one file of texts in a folder; gives the folder, the store and a function to run a round."""
+    """A finished run on a folder with one file of texts: the folder, the store and a function that runs a round."""
     from flows.continual import continual
     from flows.pretrain import pretrain
 
@@ -92,14 +92,14 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
     ]
     rates = [row["learning_rate"] for row in rows if "loss" in row]
     windows = (sum(entry["tokens"] for entry in new["train"]) - 1) // 32
-    assert len(rates) == -(-windows // 4)  # every window once, four a step
+    assert len(rates) == -(-windows // 4)  # every window once, four per step
     assert rates[0] < rates[1] < rates[2] > rates[-1]
     log = (store / "runs/nightly-round-1/logs/train.log").read_text()
     assert "optimizer and schedule restart" in log
     assert (store / "runs/nightly-round-1/export/config.json").exists()
     assert night().name == "NothingNew"
 
-    # What makes it worse is measured and left; the same data may be used again.
+    # A worse model is evaluated but not promoted; its data may be used again.
     write_texts(texts / "2.jsonl", 3)
     state = night("train.learning_rate=10", "train.clip=null")
     assert state.name == "NotPromoted", state.message
@@ -119,7 +119,7 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
     assert [entry.run for entry in lineage] == ["nightly-round-2", "nightly-round-1", "nightly"]
     assert [len(entry.shards) for entry in lineage] == [1, 1, 1]
     entries = [json.loads(path.read_text()) for path in (store / "ledger").iterdir()]
-    assert len(entries) == 4  # also of the round that was not promoted, on which nothing goes on
+    assert len(entries) == 4  # including the round that was not promoted
     assert (store / "runs/nightly-round-2~1").exists()  # the round that was not promoted
 
 
@@ -202,7 +202,7 @@ def test_series_on_s3_continues_on_any_machine(prefect_server, tmp_path, monkeyp
             "metrics.jsonl",
         } <= kept.keys()
 
-        # A machine that knew nothing of the series; what it then has of the run does not undo what is promoted elsewhere.
+        # A machine new to the series; its restored run folder does not undo a promotion made elsewhere.
         assert night("third").name == "NothingNew"
         for name in ("nightly", "nightly-round-1"):
             for file in bucket.files(f"runs/{name}/export"):

@@ -1,4 +1,4 @@
-"""The data's shards as Prefect shows them: tasks of their own, each retried alone, and a bar for all."""
+"""Shards of the data in Prefect: a task each, retried separately, and one progress bar."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run evaluated beside it: held-out loss, losses by data source, and a task of lm-evaluation-harness."""
+"""Evaluation of a run's checkpoints: held-out loss, losses by data source, and a task of lm-evaluation-harness."""
 
 import json
 import re
@@ -83,12 +83,12 @@ def test_checkpoints_are_evaluated_once_and_results_reach_the_report(trained, ta
     )
     assert [row["step"] for row in first] == [4]
     assert 0 <= first[0]["lm_eval/endings/acc"] <= 1
-    rows = evaluate(store, "run", follow=True)  # it has ended, so nothing more is waited for
+    rows = evaluate(store, "run", follow=True)  # the run has ended, so it does not wait
     assert [row["step"] for row in rows] == [2, 4, 6]
     assert rows[-1]["validation_loss"] == pytest.approx(result["validation_loss"], rel=1e-6)
     assert (
         rows[1]["lm_eval/endings/acc"] == first[0]["lm_eval/endings/acc"]
-    )  # the later, smaller result keeps it
+    )  # a later result with fewer metrics keeps it
     logs = [*(store / "runs/run/logs").glob("evaluat*.log")]
     sizes = {path: path.stat().st_size for path in logs}
     capsys.readouterr()  # what a command of another test set up may have printed
@@ -174,7 +174,7 @@ def test_what_cannot_be_evaluated_is_rejected(trained, tasks, monkeypatch):
 
 
 def test_corrupted_checkpoint_is_one_clear_message_without_a_traceback(trained, capsys):
-    """The last test here: it corrupts a checkpoint of the run."""
+    """Last test of this file, because it corrupts a checkpoint of the run."""
     store, _ = trained
     data = next((store / "runs/run/checkpoints/step_2").glob("*.distcp"))
     data.write_bytes(b"\0" * data.stat().st_size)

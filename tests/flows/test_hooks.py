@@ -1,4 +1,4 @@
-"""The page of a flow run that failed: it is about the folder that this one worked in."""
+"""The overview of a failed flow run shows the run folder that it worked in."""
 
 import json
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ ROUND = ["train.steps=null", "train.epochs=1"]
 
 @pytest.fixture
 def store(profile, tmp_path):
-    """A store with a finished run of six steps, and a round of eight that came to the third, and saved the second."""
+    """A store with a finished run, and a round of eight steps that reached the third and saved the second."""
     store = tmp_path / "store"
     for name, steps, done in (("nightly", 6, 6), ("nightly-round-1", 8, 8), ("nightly-round-2", 8, 3)):
         folder = store / "runs" / name
@@ -39,13 +39,13 @@ def store(profile, tmp_path):
 
 
 def failed(profile, store, works_in: str | None) -> str:
-    """The page of a flow run that fails, about the run `nightly`, after it has left its note in a folder."""
+    """The overview of a failed flow run on the run `nightly`, after it recorded its id in a run folder."""
 
     @flow(name="failing", flow_run_name="fails", on_failure=[show_failure])
     def failing(profile: str, overrides: list[str], name: str | None, store: str) -> None:
         if works_in:
-            with open(f"{store}/runs/{works_in}/flow-run", "w") as note:
-                note.write(str(flow_run.id))
+            with open(f"{store}/runs/{works_in}/flow-run", "w") as record:
+                record.write(str(flow_run.id))
         raise RuntimeError("the disk is full")
 
     failing(str(profile), ROUND, "nightly", str(store), return_state=True)
@@ -55,7 +55,7 @@ def failed(profile, store, works_in: str | None) -> str:
 
 
 def test_failed_round_is_shown_with_its_own_curve_logs_and_checkpoints(prefect_server, profile, store):
-    (store / "runs/nightly/flow-run").write_text("of another one")
+    (store / "runs/nightly/flow-run").write_text("another flow run")
     page = failed(profile, store, "nightly-round-2")
     assert "Step 3 of 8, loss 6.0000" in page
     assert "data:image" in page

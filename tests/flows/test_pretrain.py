@@ -201,7 +201,7 @@ def test_other_mathematics_under_the_same_name_is_rejected_with_commands(pretrai
     assert losses(store / "runs/micro~1") == before
 
 
-def test_a_run_over_a_store_that_fails_at_random_ends_as_undisturbed(
+def test_run_over_a_randomly_failing_store_ends_like_an_undisturbed_one(
     pretrain, finished, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(state_files, "DELAYS", (0.0, 0.0, 0.0))
@@ -212,7 +212,7 @@ def test_a_run_over_a_store_that_fails_at_random_ends_as_undisturbed(
         faults.inject(patch, store, fault)
         result = pretrain(store)
     assert fault.count > 20
-    assert {*done(result)} <= {*WORK}  # a step that failed after it had published is found in the store
+    assert {*done(result)} <= {*WORK}  # a step that failed after publishing is found in the store
     assert losses(store / "runs/micro") == losses(finished[0] / "runs/micro")
     for name in ("model.safetensors", "tokenizer.json"):
         assert file_digest(store / "runs/micro/export" / name) == file_digest(

@@ -1,6 +1,6 @@
 """The automation that marks runs without a heartbeat as crashed, on a real server and in seconds instead of minutes.
 
-With the alert of it, sent to a webhook server on loopback.
+Its alert is sent to a webhook server on loopback.
 """
 
 import os
@@ -45,11 +45,11 @@ orchestrator()
 
 @flow
 def waiting() -> None:
-    """Is never run: its runs' states and heartbeats are sent by the test."""
+    """Never called: the test sends the states and heartbeats of its runs."""
 
 
 def start_and_kill_an_orchestrator(server: str) -> str:
-    """Kill a process in the midst of its flow run, whose name is returned; it has sent one heartbeat."""
+    """Kill a process during its flow run, after one heartbeat; returns the flow run's name."""
     name = uuid4().hex
     environment = {**os.environ, "PREFECT_API_URL": server, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
     process = subprocess.Popen(
@@ -76,7 +76,7 @@ def automations(prefect_server, webhook):
 
 
 def test_run_without_heartbeats_crashes_with_one_alert(prefect_server, automations, webhook):
-    time.sleep(2)  # the server's triggers learn of the automations
+    time.sleep(2)  # until the server's triggers know the automations
     with get_client(sync_client=True) as client:
         runs = [client.create_flow_run(waiting, name=uuid4().hex, state=Running()) for _ in range(2)]
         without_server, finished = runs
@@ -90,7 +90,7 @@ def test_run_without_heartbeats_crashes_with_one_alert(prefect_server, automatio
         deadline = time.monotonic() + 60
         while not client.read_flow_run(killed.id).state.is_crashed():
             assert time.monotonic() < deadline
-            time.sleep(SILENCE / 2)  # as long, of what is allowed, as the server is gone for three minutes
+            time.sleep(SILENCE / 2)  # half the allowed silence: in practice, a server outage of three minutes
             heartbeat(without_server)
         assert client.read_flow_run(without_server.id).state.is_running()
         assert client.read_flow_run(finished.id).state.name == "NothingNew"

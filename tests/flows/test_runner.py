@@ -24,10 +24,10 @@ from tests.flows.cli.test_up import ask
 
 @dataclass
 class ToyStep(Step):
-    """Writes a number to a file, once the other step of its meeting is running too."""
+    """Writes a number to a file, once the other step at its barrier is running too."""
 
     number: int
-    meeting: threading.Barrier | None = None
+    barrier: threading.Barrier | None = None
     made: ClassVar[list[int]] = []
 
     kind = "toy"
@@ -38,8 +38,8 @@ class ToyStep(Step):
 
     def make(self, context, key):
         self.made.append(self.number)
-        if self.meeting:
-            self.meeting.wait(timeout=60)
+        if self.barrier:
+            self.barrier.wait(timeout=60)
         with context.store.artifacts.publish(self.kind, key, {"number": self.number}) as folder:
             (folder / "number").write_text(str(self.number))
         return context.store.artifacts.expect(self.kind, key)
@@ -96,11 +96,11 @@ def test_background_step_runs_beside_the_others_as_prefect_shows_and_both_are_ca
     flow_runs = []
 
     @flow(task_runner=THREADS)
-    def toys(meeting):
+    def toys(barrier):
         flow_runs.append(flow_run.id)
         with Runner(context) as runner:
-            first = runner.start(ToyStep(1, meeting))
-            second = runner.run(ToyStep(2, meeting))
+            first = runner.start(ToyStep(1, barrier))
+            second = runner.run(ToyStep(2, barrier))
             return [first.result().summary, second.summary], runner.outcomes
 
     summaries, outcomes = toys(threading.Barrier(2, until_both_are_shown, timeout=60))

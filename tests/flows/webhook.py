@@ -23,7 +23,7 @@ class Webhook:
         self.received: list[dict[str, str]] = []
 
     def block(self) -> str:
-        """The notification block of this server, as `--alerts` names it; it is made, or changed to this server."""
+        """Create or update this server's notification block; returns its name for `--alerts`."""
         from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
         message = {"subject": "{{subject}}", "body": "{{body}}"}
@@ -32,11 +32,11 @@ class Webhook:
         return "custom-webhook/loopback"
 
     def kinds(self) -> Counter[tuple[str, ...]]:
-        """How many alerts of each (run, kind) came."""
+        """Number of alerts received, by (run, kind)."""
         return Counter(SUBJECT.match(message["subject"]).groups() for message in list(self.received))
 
     def wait_for(self, *expected: tuple[str, str]) -> None:
-        """Wait until each (run, kind) has come."""
+        """Wait until each (run, kind) has been received."""
         deadline = time.monotonic() + SECONDS
         while not set(expected) <= self.kinds().keys():
             assert time.monotonic() < deadline, set(expected) - self.kinds().keys()

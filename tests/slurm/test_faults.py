@@ -1,4 +1,4 @@
-"""Fault tolerance on a real Slurm cluster: after each fault a run ends with the losses of an undisturbed one."""
+"""Fault tolerance on a real Slurm cluster: after each fault a run ends with the losses of an undisturbed run."""
 
 import os
 import re
@@ -72,7 +72,7 @@ def test_job_saves_and_requeues_before_its_time_limit(cluster, lab, undisturbed)
         until(lambda: "saved; requeued" in run.log)
 
         def extended() -> bool:
-            """Give the second start its time back; Slurm declines while the first one completes."""
+            """Restore the time limit for the second start; Slurm refuses while the first one completes."""
             cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=10", check=False)
             return "TimeLimit=00:10:00" in cluster.command("scontrol", "show", "job", job)
 

@@ -94,7 +94,7 @@ def pretrained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hub(pretrained):
-    """A hub with gated weights and tokenizer, and the data set as the hub converts it to Parquet."""
+    """A hub with gated weights and tokenizer, and the data set in Parquet, as the hub converts it."""
     texts = documents()
     with Hub() as hub:
         hub.commit(REPOSITORY, {path.name: path.read_bytes() for path in pretrained.iterdir()}, gated=True)
@@ -164,7 +164,7 @@ def test_llama3_70b_trains_through_server_worker_and_slurm_despite_a_dead_node(
 
     # The job restarted without the dead node, each step is recorded once, and no graph was compiled in training.
     log = (folder / "logs/train.log").read_text()
-    # If Slurm requeues the job when the flow has submitted the next one, that one finds nothing left to do.
+    # If Slurm requeues the job after the flow has submitted the next one, the latter finds nothing left to do.
     first, second, *_ = (line for line in log.splitlines() if "rendezvous at" in line)
     assert "on n1 n2;" in first
     assert "start 2" in second

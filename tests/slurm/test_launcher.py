@@ -149,7 +149,7 @@ def test_another_process_re_attaches_to_the_running_job(place, launcher, cluster
 
 
 def test_new_job_is_followed_while_an_older_one_is_in_its_epilog(place, launcher, cluster, monkeypatch):
-    """Also if the answer of sbatch is lost."""
+    """Even if the response of sbatch is lost."""
     (place / "finish").touch()
     with cluster.slow_epilogs():
         with pytest.raises(JobFailed, match="rank 3 on n2"):
@@ -172,7 +172,7 @@ def test_new_job_is_followed_while_an_older_one_is_in_its_epilog(place, launcher
 
 
 def replace_program(name: str, body: str, folder: Path, monkeypatch) -> None:
-    """Put a shell script in the place of a program."""
+    """Replace a program by a shell script."""
     path = folder / "bin" / name
     path.parent.mkdir()
     path.write_text(f"#!/bin/bash\n{body}\n")
@@ -300,7 +300,7 @@ def test_job_survives_an_unavailable_controller(place, launcher, cluster):
 
 
 def test_unreadable_record_does_not_stop_the_job(place, launcher, cluster):
-    """The record's path is a folder for a while, which cannot be read as a file."""
+    """The record's path is temporarily a folder, which cannot be read as a file."""
     record, asked = place / "logs/work.exit.json", []
 
     def watch():
@@ -330,7 +330,7 @@ def test_job_that_slurm_ends_without_a_record_fails(place, launcher, cluster, mo
 
 @pytest.mark.usefixtures("cluster")
 class TestConformance(LauncherConformance):
-    """The suite that anyone's launcher can run."""
+    """The conformance suite for any launcher."""
 
     def create(self):
         return launcher_of("cluster.nodes=1")

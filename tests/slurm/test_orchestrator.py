@@ -71,7 +71,7 @@ def healthy(address: str) -> bool:
 
 @pytest.fixture(scope="module")
 def deployment(prefect_server, tmp_path_factory):
-    """The worker of the deployment `pretrain/tiny`, registered like by `trainshed up`, and the deployment's id."""
+    """A worker and the deployment `pretrain/tiny`, registered as by `trainshed up`; its id."""
     register(prefect_server, "tiny")
     every = ask(f"{prefect_server}/deployments/filter")  # also what other tests registered on this server
     (found,) = (each for each in every if each["name"] == "tiny" and "pretrain" in each["tags"])

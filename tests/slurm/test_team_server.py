@@ -144,7 +144,7 @@ def team_server(database, tmp_path_factory):
 
 
 def ask(address: str, password: str | None = None, body: bytes | None = None) -> int | None:
-    """Status of the response; None without one."""
+    """HTTP status of the response; None without a response."""
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     if password:
         request.add_header("Authorization", f"Basic {b64encode(password.encode()).decode()}")

@@ -31,7 +31,7 @@ def automations(prefect_server, webhook):
     off = Automation.read(name=ALERTS[0])
     off.enabled = False
     off.update()
-    register_alerts(webhook.block())  # changes nothing, what the user switched off included
+    register_alerts(webhook.block())  # changes nothing, not even what the user disabled
     assert [Automation.read(name=name).enabled for name in ALERTS] == [False] + [True] * (len(ALERTS) - 1)
     off.enabled = True
     off.update()
@@ -54,7 +54,7 @@ def cause(message: str) -> str:
 
 
 def live(store: Store) -> None:
-    """A run that meets everything, as its ranks and its flow record it."""
+    """A run in which everything happens, as recorded by its ranks and its flow."""
     run = store.run_folder("troubled")
     run.path.mkdir(parents=True)
     with alerts(resolve.load("tiny"), run) as alerting:
@@ -69,12 +69,12 @@ def live(store: Store) -> None:
         record_event(run.path, "resumed", step=20, reason="start 2, from the checkpoint of step 20")
         record_event(run.path, "train tried again", reason=cause(f"Slurm ended job 7, or {NODE_FAILED}"))
         run.write("checkpoints/step_20/complete.json", b"{}")
-    with alerts(resolve.load("tiny"), run) as alerting:  # the same run again: all of that is known
+    with alerts(resolve.load("tiny"), run) as alerting:  # the same run again: nothing is new
         alerting.update(now=True)
 
 
 def test_every_kind_is_notified_exactly_once(automations, webhook, tmp_path):
-    time.sleep(2)  # the server's triggers learn of the automations
+    time.sleep(2)  # until the server's triggers know the automations
     live(Store(str(tmp_path)))
     emit("promoted", "troubled", "troubled replaces an earlier round")
     with pytest.raises(JobFailed):

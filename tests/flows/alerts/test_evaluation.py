@@ -15,7 +15,7 @@ SECONDS = 120.0
 
 @flow(name="evaluate")
 def evaluate(run: str, tasks: list[str], store: str, work_dir: str) -> None:
-    """Stands in for the flow, whose runs no worker of this test starts."""
+    """Stand-in for the flow; this test has no worker that starts its runs."""
 
 
 def test_a_completed_checkpoint_is_evaluated_in_its_store(prefect_server):
@@ -23,8 +23,8 @@ def test_a_completed_checkpoint_is_evaluated_in_its_store(prefect_server):
         flow_id = client.create_flow(evaluate)
         deployment = client.create_deployment(flow_id, "evaluate")
         register_evaluation(["endings"])
-        register_evaluation(["endings", "others"])  # changes the one there is
-        time.sleep(2)  # the server's triggers learn of the automation
+        register_evaluation(["endings", "others"])  # updates the existing one
+        time.sleep(2)  # until the server's triggers know the automation
         emit("checkpoint", "first", "complete", step=20, folder="/fsx/store/runs/first")
         of_deployment = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
         deadline = time.monotonic() + SECONDS

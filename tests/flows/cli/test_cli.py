@@ -183,7 +183,7 @@ def test_printed_search_command_plans_the_first_topology(capsys, monkeypatch, tm
     )
     name, *arguments = shlex.split(out.partition("to plan the first: ")[2])
     assert name == "trainshed"
-    assert {*typed} - {*arguments} <= {"--set", "parallel.tensor=8"}  # what the topology has otherwise
+    assert {*typed} - {*arguments} <= {"--set", "parallel.tensor=8"}  # the topology has its own
     assert main([*arguments, "--json"]) == 0
     mesh = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
     assert json.loads(capsys.readouterr().out)["mesh"] == mesh
@@ -381,7 +381,7 @@ def smoothed(logits, targets):
 
 
 def test_run_prints_steps_final_loss_and_output_paths(command, profile, prefect_server, tmp_path):
-    """The folder's modules have the names of Trainshed's. A cached run follows, whose output nobody reads."""
+    """In a folder with modules named like Trainshed's; then a cached run, whose output nobody reads."""
     write_shadowing_modules(tmp_path)
     (tmp_path / "my_losses.py").write_text(LOSS)
     arguments = ("run", str(profile), "--name", "first", *settings("train.loss=my_losses:smoothed"))

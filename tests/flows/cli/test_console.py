@@ -1,4 +1,4 @@
-"""The line that moves while training runs, as wide as the terminal that it is read on."""
+"""The progress line of a training run, fitted to the width of the terminal."""
 
 import io
 import json
@@ -27,7 +27,7 @@ ROW = {
 
 @pytest.fixture
 def shown():
-    """What a terminal of a width shows of a line, by default one of progress."""
+    """What a terminal of a given width shows of a line, by default a progress line."""
 
     def on_terminal(parts: list[str], width: int, **attributes: object) -> str:
         screen = io.StringIO()
@@ -70,7 +70,7 @@ def test_a_rising_validation_loss_is_warned_about_once_it_is_measured(tmp_path, 
     assert "from 0.7100 at step 100 to 1.2100 at step 300" in lines[-1][1]
 
 
-def test_the_note_of_a_step_is_wrapped_between_words_below_its_beginning(shown):
+def test_step_notes_wrap_between_words_with_a_hanging_indent(shown):
     seen = shown(["plan", "done", "2.74 million parameters, 11.8 GiB a device"], 30, indent=12)
     assert (
         seen == "plan  done  2.74 million\n" + " " * 12 + "parameters, 11.8\n" + " " * 12 + "GiB a device\n"
@@ -113,7 +113,7 @@ def test_after_a_restart_only_new_steps_and_evaluations_are_shown(tmp_path, monk
     metrics = tmp_path / "metrics.jsonl"
 
     def write(*steps: int) -> list[str]:
-        """What is shown once the file has these steps, of which every other is evaluated."""
+        """What is shown once the file has these steps, every other one evaluated."""
         rows = [{**ROW, "step": step} for step in steps]
         rows += [{"step": step, "validation_loss": 1.0} for step in steps if step % 2 == 0]
         partial = metrics.with_suffix(".partial")

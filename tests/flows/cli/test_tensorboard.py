@@ -1,4 +1,4 @@
-"""`trainshed tensorboard` as a user starts it: a page on loopback with the run's figures, until Ctrl-C."""
+"""`trainshed tensorboard`: a page on loopback with the run's metrics, until Ctrl-C."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def port():
 
 
 def wait_for(address: str, timeout: float = 60):
-    """What it answers, once that is something."""
+    """The function's result, once it is truthy."""
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -41,7 +41,7 @@ def free_port():
 
 
 def ask(address: str, body: dict | list | None = None, method: str = "POST") -> list | dict | None:
-    """The answer of Prefect's API; its server on SQLite answers 503 for moments, which its clients ask again too."""
+    """The response of Prefect's API; retried, because a server on SQLite briefly responds with 503."""
     request = urllib.request.Request(
         address, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}, method=method
     )
@@ -169,7 +169,7 @@ def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_r
 def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_everything(
     up, profile, tmp_path
 ):
-    """After the `up` of the test above, whose database this one shares."""
+    """Shares the database of the test above."""
     started, api = up
     automations = ask(f"{api}/automations/filter")
     (automation,) = (each for each in automations if each["name"] == AUTOMATION)
@@ -252,7 +252,7 @@ def test_deployed_runs_get_prefect_settings_from_their_deployment(deployments):
         assert each["work_pool"]["job_variables"]["env"] == wanted
 
 
-def test_deployments_are_the_profiles_that_can_start_and_say_their_cluster(deployments):
+def test_deployments_are_the_profiles_that_can_start_and_name_their_cluster(deployments):
     profiles = {name: resolve.load(name) for name in resolve.names()}
     entrypoints = ("flows.pretrain.pretrain", "flows.pretrain.finetune")
     pretraining = [each for each in deployments if each["entrypoint"] in entrypoints]

@@ -58,7 +58,7 @@ def test_branches_equal_runs_of_their_length_and_are_trained_once(pretrain, prof
     pretrain(store, *decay, name="from-scratch")
     assert losses(store / "runs/stable-long") == losses(store / "runs/from-scratch")
 
-    # The average is of the master weights, and its loss is what transformers computes with it.
+    # Master weights are averaged, and transformers computes the same loss.
     (soup,) = first["averages"]
     members = [("trunk", 4), ("trunk", 6), ("long", 8), ("long", 10)]
     assert soup["members"] == [f"stable-{run}@{step}" for run, step in members]
@@ -72,7 +72,7 @@ def test_branches_equal_runs_of_their_length_and_are_trained_once(pretrain, prof
     dataset = next((store / "artifacts/dataset").iterdir())
     assert exported(Path(soup["model"]), dataset, 32)[0] == pytest.approx(soup["validation_loss"], rel=1e-5)
 
-    # Another branch beyond the trunk's end prolongs the trunk, and nothing else runs again.
+    # Another branch beyond the trunk's end extends the trunk, and nothing else runs again.
     before = written(store)
     more = [{**LONG, "name": "long"}, {"step": 8}]
     second = branches(write_branches(tmp_path, profile, branches=more), store)

@@ -62,7 +62,7 @@ def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_pat
     begun = trained(store)
     assert sorted(begun) == sorted(names)
 
-    # One rung more trains that rung alone, and makes another forecast beside the first.
+    # An additional rung is trained alone, and makes another forecast beside the first.
     more = [*RUNGS, {"hidden_size": 24, "num_hidden_layers": 2, "tokens_per_parameter": [0.08]}]
     second = ladder(write_ladder(tmp_path, profile, rungs=more), store, target=True)
     added = trained(store)
@@ -79,7 +79,7 @@ def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_pat
     assert facts["key"] == second["key"]
     assert "Forecast and outcome" in (store / "runs/micro/report.html").read_text()
 
-    # What the parametrization trained needs no multipliers: transformers has the same loss.
+    # The trained weights need no multipliers: transformers computes the same loss.
     rung = store / "runs" / names[-1]
     dataset = next((store / "artifacts/dataset").iterdir())
     measured = next(row for row in second["rungs"] if row["name"] == names[-1])["loss"]
@@ -111,7 +111,7 @@ def test_an_outcome_has_the_metrics_that_were_forecast(tmp_path):
     assert forecasts.metrics_of(tmp_path, {"other": 1.0}, 6) == {"lm_eval/endings/acc": 0.5, "other": 1.0}
 
 
-def test_a_forecast_that_is_made_after_the_run_started_is_none(tmp_path):
+def test_no_forecast_is_recorded_for_a_run_that_has_started(tmp_path):
     from tasks import ladder as forecasts
     from tasks.store.store import Store
 

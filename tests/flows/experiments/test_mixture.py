@@ -21,7 +21,7 @@ PROXY = {"hidden_size": 16, "tokens_per_parameter": 0.08}
 
 @pytest.fixture(scope="module")
 def workshop(profile, tmp_path_factory):
-    """A folder with three sources, whose words differ, and a tokenizer for all of them."""
+    """A folder with three sources of different words, and a tokenizer for all of them."""
     folder = tmp_path_factory.mktemp("mixture")
     texts = Path(yaml.safe_load(profile.read_text())["data"]["sources"][0]["path"])
     for name in SOURCES:
@@ -34,7 +34,7 @@ def workshop(profile, tmp_path_factory):
 
 @pytest.fixture
 def write_mixture(workshop, profile):
-    """Write a mixture file and its target with so many sources: `write_mixture(2, proxies=[…])`."""
+    """Write a mixture file and its target with this many sources: `write_mixture(2, proxies=[…])`."""
     folder, tokenizer = workshop
 
     def write(count: int, weights: list[float] | None = None, **changes: object) -> Path:
@@ -83,7 +83,7 @@ def test_proxies_are_reused_when_a_source_is_added(mixture, write_mixture, tmp_p
     assert [row["source"] for row in first["losses"]] == ["texts", "others", None]
     logs = {name: (store / f"runs/{name}/metrics.jsonl").stat().st_mtime_ns for name in names}
 
-    # The proxies of two sources stay, and are evaluated on the third, of which they read nothing.
+    # The proxies of two sources are reused, and evaluated on the third, which they never read.
     groups = [{"sources": ["texts", "others"], "count": 4}, {"count": 2}]
     second = mixture(write_mixture(3, proxies=groups), store, check=True)
     assert [proxy["name"] for proxy in second["proxies"]] == [*names, "mix-3-natural", "mix-3-01"]
@@ -96,7 +96,7 @@ def test_proxies_are_reused_when_a_source_is_added(mixture, write_mixture, tmp_p
     assert second["weights"].keys() == set(SOURCES)
     assert second["key"] != first["key"]
 
-    # The check trained one more proxy, of the proposed weights.
+    # The check trained one more proxy, with the proposed weights.
     trained = {path.parent.name for path in store.glob("runs/*/metrics.jsonl")}
     (checked,) = trained - {proxy["name"] for proxy in second["proxies"]}
     found = resolve.load(str(store / "runs" / checked / "profile.yaml")).data.schedule
@@ -104,7 +104,7 @@ def test_proxies_are_reused_when_a_source_is_added(mixture, write_mixture, tmp_p
     assert second["outcome"][-1]["source"] is None
     assert "Outcome of a proxy" in Path(second["page"]).read_text()
 
-    # Both ways to apply the weights mean the same run.
+    # Both ways to apply the weights describe the same run.
     written = resolve.load(second["profile"])
     target = str(Path(write_mixture(3)).with_name("target.yaml"))
     same = resolve.load(target, ["checkpoint.every=0", *second["overrides"]], "mix")
@@ -122,12 +122,12 @@ def test_proxies_are_reused_when_a_source_is_added(mixture, write_mixture, tmp_p
     ("count", "changes", "says"),
     [
         (1, {}, "has one training source; a mixture needs at least two"),
-        (2, {"objective": {"text": 1.0}}, "objective.text = 1.0: is no source of the target; nearest valid: texts"),
-        (2, {"objective": {"texts": 0.0}}, "objective: weights no source at all"),
+        (2, {"objective": {"text": 1.0}}, "objective.text = 1.0: is not a source of the target; nearest valid: texts"),
+        (2, {"objective": {"texts": 0.0}}, "objective: gives all sources weight 0"),
         (2, {"minimum_weight": 0.5}, "minimum_weight = 0.5: leaves nothing to vary among 2 sources"),
         (2, {"proxies": [{"count": 3}]}, "proxies.0.count = 3: makes 3 proxies, too few for 2 sources; at least 4"),
         (3, {"proxies": [{"sources": ["texts", "others"]}]}, "has no group over all sources, third too"),
-        (3, {"proxies": [{"sources": ["texts", "other"]}]}, "proxies.0.sources = other: is no training source"),
+        (3, {"proxies": [{"sources": ["texts", "other"]}]}, "proxies.0.sources = other: is not a training source"),
         (2, {"proxies": [{}, {"count": 4}]}, "are the sources of an earlier group"),
         (2, {"proxy": {**PROXY, "hidden_size": 12}}, "proxy.hidden_size = 12: is not a multiple of 8"),
         (2, {"overrides": ["data.schedule=[{step: 2, weights: [1, 0]}]"], "weights": [1.0, 1.0]}, "data.schedule"),

@@ -1,4 +1,4 @@
-"""Which profiles get the hub's token: those that take something from the hub, wherever the token comes from."""
+"""The hub token is given to profiles that read from the hub, whatever its origin."""
 
 import json
 
