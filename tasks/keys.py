@@ -300,23 +300,23 @@ def _function(name: str) -> list[str | None]:
 
 def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
     """The model section; `trained` includes a parametrization other than standard, which only training uses."""
-    found, family = profile.model.model_dump(mode="json"), profile.model.family
+    values, family = profile.model.model_dump(mode="json"), profile.model.family
     if not family.selection_bias:  # keeps the identities of runs made before these keys existed
-        found = _without(DEEPSEEK, found)
-        scaling = found["rope_scaling"] or {}
-        found["rope_scaling"] = {name: scaling[name] for name in scaling if "mscale" not in name} or None
+        values = _without(DEEPSEEK, values)
+        scaling = values["rope_scaling"] or {}
+        values["rope_scaling"] = {name: scaling[name] for name in scaling if "mscale" not in name} or None
     if profile.model.architecture not in families.OWN:
-        found["code"] = _function(family.model)
-    scales = {name: found.pop(name) for name in PARAMETRIZATION}
-    return found | scales if trained and scales["parametrization"] != "standard" else found
+        values["code"] = _function(family.model)
+    scales = {name: values.pop(name) for name in PARAMETRIZATION}
+    return values | scales if trained and scales["parametrization"] != "standard" else values
 
 
 def train_values(train: Train) -> dict[str, Any]:
     """The train section, with the effective settings of expert balancing."""
-    found = train.model_dump(mode="json", exclude={"balance_bias_rate"})
-    found["balance_coefficient"] = train.expert_loss_coefficient
+    values = train.model_dump(mode="json", exclude={"balance_bias_rate"})
+    values["balance_coefficient"] = train.expert_loss_coefficient
     step = train.expert_bias_step
-    return {**found, "balance_bias_rate": step} if step else found
+    return {**values, "balance_bias_rate": step} if step else values
 
 
 def _without(names: Set[str], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,9 +68,9 @@ def register(
         ]
         return {"rungs": points, **found, "metrics": supported, "metrics_without_forecast": without}
 
-    about = {"name": target.name, "settings": settings, "n": target.n, "tokens": target.tokens}
+    facts = {"name": target.name, "settings": settings, "n": target.n, "tokens": target.tokens}
     summary = ("loss", "interval", "share", "extrapolation")
-    return documents.register(store, KIND, key, about, compute, summary)
+    return documents.register(store, KIND, key, facts, compute, summary)
 
 
 def latest(store: Store, profile: Profile) -> Artifact | None:

@@ -119,8 +119,8 @@ def register(
             "proxies": [asdict(proxy) for proxy in measured],
         }
 
-    about = {"name": target.name, "settings": settings}
-    return documents.register(store, KIND, key, about, compute, ("weights", "natural"))
+    facts = {"name": target.name, "settings": settings}
+    return documents.register(store, KIND, key, facts, compute, ("weights", "natural"))
 
 
 def _proposal(

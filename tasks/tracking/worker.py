@@ -139,7 +139,7 @@ def main() -> int:
     os.nice(10)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what trackers print goes to the log
-    given = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     failed = False
 
     def report(error: BaseException) -> None:
@@ -151,22 +151,22 @@ def main() -> int:
     end = EndMessage()
     threading.Thread(target=end.read, args=(sys.stdin,), daemon=True).start()
     try:
-        sender = Sender(load(given["tracker"])(), end, report)
+        sender = Sender(load(request["tracker"])(), end, report)
     except Exception as error:
         report(error)
         return 1
-    run, failed = Path(given["folder"]), False
-    follow(run, given, sender, end)
+    run, failed = Path(request["folder"]), False
+    follow(run, request, sender, end)
     return int(failed)
 
 
-def follow(run: Path, given: dict[str, Any], sender: Sender, end: EndMessage) -> None:
+def follow(run: Path, request: dict[str, Any], sender: Sender, end: EndMessage) -> None:
     """Send a run's metrics until the run ends."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
-    path = folder / f"{given['tracker'].replace(':', '.')}.json"
+    path = folder / f"{request['tracker'].replace(':', '.')}.json"
     known = state_files.read_json(path) or {}
-    facts = {**given["run"], "tags": tuple(given["run"]["tags"]), "folder": folder}
+    facts = {**request["run"], "tags": tuple(request["run"]["tags"]), "folder": folder}
     earlier = known.get("identifier")
     tracked = TrackedRun(**facts, identifier=earlier or uuid.uuid4().hex, resumes=bool(earlier))
     if (identifier := sender.start(tracked)) is None:
