@@ -54,7 +54,7 @@ class RunCommand:
     chain: Sequence[str] = ()  # the profiles of the chain; empty for `trainshed run`
 
     def alternatives(self, conflict: runs.RunExists, name: str) -> list[tuple[str, str]]:
-        """Commands that avoid a conflict with an existing run of other mathematics: (description, command)."""
+        """Commands that avoid a conflict with an existing run with different mathematics: (description, command)."""
         settings = [part for override in self.overrides for part in ("--set", override)]
         settings += ["--store", self.store] if self.store != "./store" else []
         begin = ["chain", *self.chain] if self.chain else ["run", self.profile]

@@ -70,7 +70,7 @@ def _add_training(commands: Any) -> None:
     _store(run)
     run.add_argument("--name", help="the run's name (default: the profile's)")
     _update(run)
-    about = "move a run of this name with other mathematics to NAME~N, and start over"
+    about = "move a run of this name with different mathematics to NAME~N, and start over"
     run.add_argument("--replace", action="store_true", help=about)
     run.set_defaults(fork=None)
     _json(run)
@@ -84,7 +84,7 @@ def _add_training(commands: Any) -> None:
     _overrides(chain, "; PROFILE:KEY.PATH=VALUE for one profile")
     _store(chain)
     chain.add_argument("--name", help="prefix of the runs' names: NAME-PROFILE")
-    about = "move runs of these names with other mathematics to NAME~N, and start over"
+    about = "move runs of these names with different mathematics to NAME~N, and start over"
     chain.add_argument("--replace", action="store_true", help=about)
     _json(chain)
 

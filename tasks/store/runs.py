@@ -32,7 +32,7 @@ FLOW_RUN = "flow-run"  # id of the flow run that uses the folder, or used it las
 
 
 class RunExists(ProfileError):
-    """The name belongs to a run with other mathematics.
+    """The name belongs to a run with different mathematics.
 
     Attributes:
         step: its latest checkpoint.
@@ -41,7 +41,8 @@ class RunExists(ProfileError):
     """
 
     def __init__(self, name: str, differences: Sequence[str], step: int, forkable: bool) -> None:
-        reason = f"a run of this name is at step {step:,} with other mathematics ({'; '.join(differences)})"
+        changes = "; ".join(differences)
+        reason = f"a run of this name is at step {step:,} with different mathematics ({changes})"
         super().__init__("name", name, reason)
         self.step, self.forkable = step, forkable
         self.commands: Sequence[tuple[str, str]] = ()
@@ -66,14 +67,14 @@ def open_run(
     """The folder of a run, created or resumed; the caller holds the lock of its name (`lock_run`).
 
     A run of the same name and identity is resumed; the learning rate's schedule may change for its remaining steps. A run with
-    other mathematics is moved to `<name>~N` if it has no checkpoint or `replace` is true.
+    different mathematics is moved to `<name>~N` if it has no checkpoint or `replace` is true.
 
     Args:
         inputs: keys of the artifacts that it starts from, by kind.
         parent: the run that it was forked from.
 
     Raises:
-        RunExists: a run with other mathematics has the name.
+        RunExists: a run with different mathematics has the name.
         ProfileError: that run still has an active job.
     """
     run = store.run_folder(profile.name)
@@ -100,7 +101,7 @@ def open_run(
 
 
 def check_name(store: Store, profile: Profile) -> None:
-    """Raise RunExists if the settings alone show that a run with other mathematics has the name, before any work."""
+    """Raise RunExists if the settings alone show that a run with different mathematics has the name, before any work."""
     run = store.run_folder(profile.name)
     if not retried((run.path / "profile.yaml").exists) or run.stored_identity != run.identity:
         return  # not on this machine; `open_run` compares it later
