@@ -1,8 +1,8 @@
 """Parallelism library on plain torch: mesh, collectives, layers, attention, loss, pipeline, ZeRO-1, FSDP, checkpoints.
 
-Start with `mesh` (process groups) and `layout` (how each parameter is sharded), then `layers`. Imports only torch, what torch
-requires itself (numpy, fsspec), and nothing of the other folders.
-The names below are imported on first use, so that profile validation reads `parallel.constraints` without importing torch.
+Start with `mesh` (process groups) and `layout` (how each parameter is sharded), then `layers`. Imports only torch and its own
+dependencies (numpy, fsspec), nothing from the other folders.
+The names below are imported on first use, so that profile validation can import `parallel.constraints` without torch.
 """
 
 from importlib import import_module

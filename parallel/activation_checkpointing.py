@@ -6,7 +6,7 @@
                 attention or ring communication runs twice
     full        saves a block's input only and recomputes its forward pass: a third more compute
 
-Operators of which `selective` saves the outputs are marked where they are defined (`save_outputs`) or called (`saved_results`).
+Operators whose outputs `selective` saves are marked where they are defined (`save_outputs`) or called (`saved_results`).
 
 In compiled blocks the recomputation is part of the block's graph, and dead code elimination removes what backward does not
 need, such as collectives that feed only a saved projection.
@@ -39,17 +39,17 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], modes: str | Seq
     """Wrap the forward passes of blocks in activation checkpointing; call it before they are compiled.
 
     Args:
-        modes: one of MODES, or one for each block, which has it as `checkpointing` then.
+        modes: one of MODES, or one for each block; stored as the block's `checkpointing`.
 
     Raises:
-        ValueError: unknown mode, or another number of modes than of blocks.
+        ValueError: unknown mode, or modes and blocks differ in number.
     """
     blocks = [*blocks]
     modes = [modes] * len(blocks) if isinstance(modes, str) else modes
     for mode in modes:
         if mode not in MODES:
             raise ValueError(f"recompute = {mode!r} is not one of {', '.join(MODES)}")
-    # Silence its warning, once per compiled block, about in-place operations: the blocks have none.
+    # torch warns about in-place operations, of which the blocks have none, once per compiled block.
     logging.getLogger(WRAP_LOGGER).setLevel(logging.ERROR)
     selective = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
     for block, mode in zip(blocks, modes, strict=True):
@@ -69,9 +69,9 @@ def recompute_products() -> AbstractContextManager[None]:
 
 
 def saved_results() -> AbstractContextManager[None]:
-    """Annotation: `selective` saves the outputs of the operators run inside, as what they depend on is costly to recompute.
+    """Annotation: `selective` saves the outputs of the operators run inside, because their inputs are costly to recompute.
 
-    In compiled blocks only those that the block's own output depends on: torch's partitioner recomputes the others all the same.
+    In compiled blocks only those that the block's own output depends on: torch's partitioner recomputes the others anyway.
     """
     return traceback.annotate({_SAVED_RESULTS: True})
 

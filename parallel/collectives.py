@@ -68,7 +68,7 @@ def depend_on_gradient(x: Tensor, grad: Tensor) -> Tensor:
     """Return x (n, h) with a data dependency on `grad` (m, o), so that a compiler cannot move its uses into forward.
 
     Compilers hoist what depends only on forward tensors into forward and save the result. An all-gather that is repeated in
-    backward to save memory must therefore depend on backward: x is sliced out of a concatenation with a row of `grad`.
+    backward to save memory must therefore depend on a backward tensor: x is sliced out of a concatenation with a row of `grad`.
     """
     if not torch.compiler.is_compiling():
         return x
@@ -77,14 +77,14 @@ def depend_on_gradient(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """(p, ...) on each of n ranks -> (n·p, ...) in rank order; read the result after `wait`."""
+    """Gather (p, ...) from each of n ranks -> (n·p, ...) in rank order; read the result after `wait`."""
     if axis.supports_reduction:
         return all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
     return start_all_to_all(x.expand(axis.size, *x.shape).flatten(0, 1), axis)  # a copy for each rank
 
 
 def start_all_gather_into(out: Tensor, axis: Axis) -> dist.Work:
-    """Fill the flat `out` (n·p) in place from the local shard that each rank holds in it; read it after `Work.wait()`."""
+    """Fill the flat `out` (n·p) in place, in which each rank has written its local shard; read it after `Work.wait()`."""
     shard = out.unflatten(0, (axis.size, -1))[axis.rank]
     if axis.supports_reduction:
         return dist.all_gather_single(out, shard, group=axis.group, async_op=True)
@@ -201,7 +201,7 @@ def local_shard(x: Tensor, axis: Axis) -> Tensor:
 
 
 def check_divisible(function: str, x: Tensor, axis: Axis) -> None:
-    """Raise ValueError, in a function's name, unless the axis divides dim 0."""
+    """Raise ValueError, naming the calling function, unless the axis divides dim 0."""
     if x.shape[0] % axis.size:
         raise ValueError(
             f"{function}: dim 0 of size {x.shape[0]} is not divisible by {axis.name} = {axis.size}"
@@ -228,7 +228,7 @@ def differentiable(forward: Collective, backward: Collective) -> Collective:
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Shard i of x (n·p, ...) goes to rank i; the result holds what each rank sent. Raises ValueError as `reduce_scatter`."""
+    """Shard i of x (n·p, ...) goes to rank i; the result holds what each rank sent. Raises ValueError like `reduce_scatter`."""
     if axis.size == 1:
         return x
     check_divisible("all_to_all", x, axis)

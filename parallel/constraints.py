@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 RECOMPUTE_MODES = ("none", "selective", "full")
-"""Modes of activation checkpointing, in order of the compute that they cost."""
+"""Modes of activation checkpointing, by increasing recomputation."""
 
 
 def valid_tensor_degrees(heads: int, kv_heads: int) -> list[int]:
@@ -21,10 +21,10 @@ def kv_replicas(kv_heads: int, tensor: int) -> int:
 
 
 def expert_shard_degree(shard_degree: int, expert: int, replicas: int) -> int:
-    """Ranks over which states of the same experts are sharded: on no more nodes than those of other parameters.
+    """Number of ranks over which the states of the same experts are sharded, on no more nodes than other parameters' states.
 
     Args:
-        shard_degree: ranks over which states of other parameters are sharded.
+        shard_degree: number of ranks over which other parameters' states are sharded.
         expert: degree of the expert axis.
         replicas: data × context.
     """
@@ -32,22 +32,22 @@ def expert_shard_degree(shard_degree: int, expert: int, replicas: int) -> int:
 
 
 def minimum_stages_per_rank(schedule: str, ranks: int) -> int:
-    """Fewest pipeline stages a rank that the schedule takes; also the number used without explicit cuts."""
+    """Minimum number of pipeline stages per rank of a schedule; also the number used without explicit cuts."""
     return 2 if schedule == "interleaved" and ranks > 1 else 1
 
 
 def supports_microbatches(schedule: str, ranks: int, microbatches: int) -> bool:
-    """Whether a pipeline schedule can run this number of microbatches a step."""
+    """Whether a pipeline schedule can run this number of microbatches per step."""
     if ranks == 1:
         return True
     if schedule == "1f1b":
         return microbatches >= ranks
-    # The other schedules run in equal rounds of about one microbatch a rank.
+    # The other schedules run in equal rounds of about one microbatch per rank.
     return microbatches % max(1, microbatches // ranks) == 0
 
 
 def invalid_cuts(cuts: Sequence[int], layers: int, ranks: int, schedule: str) -> str | None:
-    """Why these pipeline cuts are invalid, or None if they are valid.
+    """The reason why these pipeline cuts are invalid; None if they are valid.
 
     Args:
         cuts: first layer of the second and each later stage.

@@ -33,8 +33,8 @@ class Device:
     supports_reduction: bool
     # whether FSDP's collectives are operators of compiled blocks, which the compiler schedules (optimizer/fsdp.py)
     gathers_in_graph: bool = False
-    # whether collectives run beside kernels, on a queue of their own, so that dividing a product hides part of them
-    # (layers/overlap.py); where a compiler schedules both, this is its part
+    # whether collectives run concurrently with kernels, on a stream of their own, so that splitting a product into chunks hides
+    # part of them (layers/overlap.py); not on devices whose compiler schedules both
     concurrent_collectives: bool = False
     attention_kernel: str = "math"  # name of the default attention kernel (attention/kernels.py)
     memory_bytes: int | None = None  # memory of one device; None: host memory
@@ -49,11 +49,11 @@ class Device:
     monitor: str = "psutil"  # name of its utilization reader (telemetry)
     # whether its fastest kernels may round differently each time they run
     nondeterministic: bool = False
-    # whether it compiles each operator at its first use, so that a step must run compiled programs only
+    # whether it compiles each operator at its first use, so that a step must consist of compiled programs only
     compiles_operators: bool = False
-    # whether compiled code names the device that runs it, so that each of a node needs its own
+    # whether compiled code contains the index of the device that runs it, so that each device of a node needs its own
     code_names_device: bool = False
-    # whether process groups connect at their creation, given the device
+    # whether process groups connect when they are created, and need the device then
     binds_process_groups: bool = False
     # whether copies to and from the host wait for the device unless the host's memory is page-locked
     page_locks: bool = False
@@ -72,13 +72,13 @@ class Device:
         return device
 
     def choose_kernels(self, deterministic: bool) -> None:
-        """Use deterministic kernels only, from now on and in this process, or the fastest ones."""
+        """Let this process use deterministic kernels only, or the fastest ones."""
         if self.nondeterministic:
             torch.use_deterministic_algorithms(deterministic)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory, to debug only
+            torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory, for debugging
 
     def start_process_group(self, device: torch.device, timeout: timedelta | None = None) -> None:
-        """Initialize the default process group, which takes tensors of this process's device only, from the environment."""
+        """Initialize the default process group from the environment, for tensors of this process's device only."""
         bound = device if self.binds_process_groups else None
         dist.init_process_group(self.backend, timeout=timeout, device_id=bound)
 
@@ -97,7 +97,7 @@ class Device:
         return torch.accelerator.device_count() if accelerator and accelerator.type == self.type else 0
 
     def compiled_for(self, count: int) -> int:
-        """For how many devices of this machine, the first ones, code for `count` devices of a node is compiled here."""
+        """Number of this machine's devices, from the first on, to compile code for if a node has `count` devices."""
         return max(1, min(count, self.available())) if self.code_names_device else 1
 
     def peak(self, precision: str) -> float | None:
@@ -106,7 +106,7 @@ class Device:
 
     @property
     def chip_link(self) -> float | None:
-        """Bandwidth to the other devices of the chip in bytes/s: what is sent is read from and written to its memory."""
+        """Bandwidth to the chip's other devices in bytes/s: messages are read from and written to the shared memory."""
         return self.bandwidth and self.bandwidth / 2
 
     @property
@@ -115,7 +115,7 @@ class Device:
         return self.type == "cpu"
 
     def mark(self) -> Mark:
-        """The point that the device's work has reached once all queued so far is done."""
+        """The point at which all work queued on the device so far is done."""
         if self.synchronous:
             return time.perf_counter()
         event = torch.get_device_module(self.type).Event(enable_timing=True)
@@ -123,7 +123,7 @@ class Device:
         return event
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """Seconds between two marks, which the device must have reached."""
+        """Seconds between two marks, both of which the device must have reached."""
         return end - start if self.synchronous else start.elapsed_time(end) / 1000
 
     @property
@@ -158,8 +158,8 @@ CUDA = Device(
     binds_process_groups=True,
     page_locks=True,
     environment=(
-        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),  # cuBLAS is deterministic with a workspace of fixed size only
-        ("TORCH_FR_BUFFER_SIZE", "2000"),  # of each process's last collectives, to debug hangs
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),  # cuBLAS is deterministic with a fixed-size workspace only
+        ("TORCH_FR_BUFFER_SIZE", "2000"),  # last collectives of each process, to debug hangs
         ("PYTORCH_ALLOC_CONF", "expandable_segments:True"),  # less fragmentation
     ),
 )
@@ -270,7 +270,7 @@ def has_fused_adamw(kind: str) -> bool:
 
 
 class Download:
-    """A copy to the host in progress, so that the host need not wait for the device yet."""
+    """An asynchronous copy of a tensor to the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._event = tensor, None
@@ -280,30 +280,30 @@ class Download:
             self._event.record()
 
     def wait(self) -> torch.Tensor:
-        """The tensor on the host."""
+        """Wait for the copy and return it."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small host tensor on a device, without waiting for it."""
+    """Copy a small host tensor to a device without waiting."""
     return page_locked(tensor, device).to(device, non_blocking=True)
 
 
 def page_locked(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor in memory from which copies to a device do not wait for it."""
+    """A host tensor in memory from which copies to a device are asynchronous."""
     return tensor.pin_memory() if _page_locks(device) else tensor
 
 
 def set_current_device(device: torch.device) -> None:
-    """Make a device the current one of this thread; no effect for the CPU."""
+    """Make a device this thread's current one; no effect for the CPU."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
 
 
 def current(kind: str) -> torch.device:
-    """The current device of this type and thread."""
+    """This thread's current device of this type."""
     return (
         torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
     )
@@ -336,7 +336,7 @@ def set_random_states(device: torch.device, states: dict[str, torch.Tensor]) -> 
 
 
 def platform_tag(kind: str) -> str:
-    """What compiled code depends on besides the compiler: processor and vector units, or GPU architecture."""
+    """The hardware that compiled code depends on: processor and vector units, or GPU architecture."""
     if kind == "cuda" and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         return f"cuda-sm{major}{minor}"

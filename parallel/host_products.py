@@ -1,9 +1,9 @@
-"""Matrix products on CPUs by the faster of torch's two libraries.
+"""Matrix products on CPUs with the faster of torch's two libraries, MKL and oneDNN.
 
-torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's processors only, and there is the faster one: a small
-model's step on a Xeon takes 12 % less time than with oneDNN. oneDNN, by which torch multiplies bf16, uses it on any processor: an
-AMD EPYC multiplies float32 at twice MKL's speed. It generates a kernel for each shape, in about 0.4 ms, and keeps the last
-thousand; sizes that vary should therefore be rounded up (`rounded_up`).
+torch multiplies float32 matrices with MKL, which uses AVX-512 on Intel processors only. There it is the faster library: a small
+model's step on a Xeon takes 12 % less time than with oneDNN. oneDNN, which torch uses for bf16, uses AVX-512 on any processor: on
+an AMD EPYC it multiplies float32 matrices at twice MKL's speed. It generates a kernel for each shape, in about 0.4 ms, and caches
+the last thousand; sizes that vary should therefore be rounded up (`rounded_up`).
 
 Graphs are captured with torch's products; compilation for a CPU replaces them with the operators `product` and `add_product`
 (modeling/compilation/product_pass.py).
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 LEAST = 1 << 22  # multiplications below which a call saves less than 0.05 ms
-ROWS = 4096  # of a sum that are added to at once
+ROWS = 4096  # of the total that `add_product` updates at a time
 _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 ONEDNN_IS_FASTER = _AVAILABLE and "Intel" not in torch.cpu.get_capabilities().get("cpu_name", "")
 if _AVAILABLE:  # builds of torch without oneDNN lack the operator
@@ -32,7 +32,7 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a (m, k) · b (k, n) to a total (m, n), on any device, without autograd."""
-    if uses_onednn(a, b.shape[1]):  # which cannot add to a tensor: some rows at a time
+    if uses_onednn(a, b.shape[1]):  # it cannot accumulate, so add some rows at a time
         for rows, part in zip(total.split(ROWS), a.split(ROWS), strict=True):
             rows += multiply(part, b)
     elif total.dtype == a.dtype:
@@ -70,8 +70,10 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rounded_up(rows: int, others: int) -> int:
-    """At least `rows`, and at most a sixteenth or 7 more: one of 16 sizes between powers of two. The same number for a product
-    that is too small for oneDNN, whose other two sizes multiply to `others`.
+    """Round a number of rows up, by at most a sixteenth or 7 rows, to one of 16 sizes between powers of two.
+
+    Args:
+        others: product of the matrix product's other two sizes; one that is too small for oneDNN keeps its number of rows.
     """
     if rows * others < LEAST:
         return rows

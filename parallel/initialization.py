@@ -25,7 +25,7 @@ class Constant:
     """Initializer: the same value everywhere."""
 
     value: float
-    rate: float = 1.0  # factor of the learning rate
+    rate: float = 1.0  # learning-rate multiplier
 
     def fill(self, local: Tensor, box: Box, seed: int) -> None:
         local.fill_(self.value)
@@ -36,7 +36,7 @@ class Normal:
     """Initializer: independent draws from N(0, std²)."""
 
     std: float
-    rate: float = 1.0  # factor of the learning rate
+    rate: float = 1.0  # learning-rate multiplier
 
     def fill(self, local: Tensor, box: Box, seed: int) -> None:
         row_size = math.prod(box.shape[1:])
@@ -61,12 +61,12 @@ def _generator(seed: int, *key: object) -> torch.Generator:
 
 
 def initialize(model: nn.Module, axis: Axis, seed: int) -> None:
-    """Initialize this rank's shard of every parameter, in new memory if it has none; padding becomes zero.
+    """Initialize this rank's shard of every parameter, and allocate deferred ones; padding becomes zero.
 
     Args:
         model: its parameters carry layouts, and their names are global.
         axis: tensor axis.
-        seed: of the run.
+        seed: the run's.
     """
     for name, parameter in model.named_parameters():
         if is_deferred(parameter):

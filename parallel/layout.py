@@ -60,11 +60,11 @@ class Box(GlobalBox):
 
 
 class Initializer(Protocol):
-    """Initial values of a global tensor, and the factor of its learning rate, which scales with them."""
+    """Initial values of a global tensor, and its learning-rate multiplier, which depends on their scale."""
 
     @property
     def rate(self) -> float:
-        """Factor of the learning rate."""
+        """Learning-rate multiplier."""
 
     def fill(self, local: Tensor, box: Box, seed: int) -> None:
         """Write the values of the shard `box` into `local`, a view of that shard."""
@@ -96,10 +96,10 @@ class Layout:
     # layers that see a rank's own tokens under sequence parallelism, "embedding" for a weight shared by the first and the
     # last pipeline stage
     partial_axes: tuple[str, ...] = ()
-    # number of ranks of the expert axis, each of which holds other experts' tensors; None: not a parameter of experts, or all
-    # of them are on every rank
+    # size of the expert axis, each rank of which holds different experts; None: not a parameter of experts, or every rank holds
+    # all of them
     expert_ranks: int | None = None
-    # updated by this step against the sign of the gradient, which is no part of the gradient norm; None: by AdamW
+    # step size of an update by the gradient's sign; the gradient norm excludes it. None: updated by AdamW
     sign_step: float | None = None
 
     def local_shape(self) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ class Layout:
 
     @property
     def rate(self) -> float:
-        """Factor of the optimizer's learning rate; weight decay per step does not depend on it."""
+        """Multiplier of the optimizer's learning rate; weight decay per step does not depend on it."""
         return self.initializer.rate
 
     def replicas(self, section: Section) -> int:
@@ -173,7 +173,7 @@ def parameter(
 
 @contextmanager
 def deferred_parameters() -> Iterator[None]:
-    """Parameters created in the block have a shape, but no memory until an optimizer or `initialize` gives them some."""
+    """Create parameters in this block without memory, which an optimizer or `initialize` allocates later."""
     token = _deferred.set(True)
     try:
         yield

@@ -2,9 +2,9 @@
 
     z = X Wᵀ, (tokens, v) float32
 
-W's rows are split over the tensor axis, and each rank gathers the others' columns of z. Every rank then computes the same, so
-in backward it takes its own columns of the gradient. Cost: tokens × v × 4 bytes, received and held on every rank;
-`linear_cross_entropy` needs a chunk of v/t of that.
+W's rows are split over the tensor axis, and each rank gathers the others' columns of z. All ranks then compute the same loss, so
+in backward each takes its own columns of the gradient. Cost: tokens × v × 4 bytes, received and held on every rank;
+`linear_cross_entropy` needs only v/t columns of one chunk of tokens.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Cross-entropy over a vocabulary split over the tensor axis.
 
 With logits z (tokens × v), loss = log Σ exp z - z[target]. The maximum, the sum of exponentials and the target's logit are
-reduced over the t ranks, one number a token each (arXiv 1909.08053, section 3).
+reduced over the t ranks, one number per token each (arXiv 1909.08053, section 3).
 
 `linear_cross_entropy` fuses the output projection z = X Wᵀ with the loss, in chunks of tokens, so that the full logits never
-exist: a chunk's logits are overwritten by their gradient, and forward computes dX and dW too (as Liger, arXiv 2410.10989).
+exist: a chunk's logits are overwritten by their gradient, and forward computes dX and dW too (like Liger, arXiv 2410.10989).
 Memory: one chunk × v/t in float32, instead of tokens × v/t in float32 and in the model's dtype. Every chunk runs the same
-program, `chunk_loss`, so the graph is independent of the number of tokens. What runs before and after the loop are programs too
-(`LossPrograms`).
+program, `chunk_loss`, so the graph is independent of the number of tokens. The code before and after the loop consists of
+programs too (`LossPrograms`).
 
-On a CPU, tokens without a target (prompts and padding of fine-tuning) are left out before the products (`_with_target`).
+On a CPU, tokens without a target (prompts and padding of fine-tuning) are dropped before the products (`_with_target`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from parallel.mesh import Axis
 
 IGNORE_INDEX = -100
 HOST_BYTES = 32 << 20  # of a chunk's float32 logits on a CPU, where larger ones leave its caches
-HOST_TOKENS = 512  # of a chunk on a CPU: more take longer a token, by 13% at 2,048 tokens of 4,096 logits
+HOST_TOKENS = 512  # of a chunk on a CPU: larger ones are slower, by 13 % at 2,048 tokens of 4,096 logits
 MEMORY_SHARE = 1 / 64  # of an accelerator's memory that a chunk's float32 logits may take
-TRAFFIC_SHARE = 1 / 4  # of a chunk's matrix products that its traffic of the weight may take in time
-RIDGE = 256.0  # FLOPs per byte at which an accelerator of unknown speed is as busy with both
+TRAFFIC_SHARE = 1 / 4  # of the time of a chunk's products that its traffic for the weight may take
+RIDGE = 256.0  # assumed ratio of FLOP/s to memory bandwidth of an accelerator of unknown speed
 
 ChunkLoss = Callable[..., Tensor]
 """`chunk_loss`, or a compiled version of it."""
 
 
 def chunk_tokens(tokens: int, rows: int, device: Device) -> int:
-    """Tokens of a chunk of `linear_cross_entropy`: all chunks have as many if a number of chunks near the fewest divides them.
+    """Tokens per chunk of `linear_cross_entropy`; chunks are equal if a number of chunks near the minimum divides the tokens.
 
-    An accelerator's chunk is so large that its products, 6 FLOPs per weight element and token, hide what it moves per element:
-    16 bytes, for two reads of the weight, one product written and read, and the float32 sum of gradients read and written.
+    An accelerator's chunk is large enough for its products, 6 FLOPs per weight element and token, to hide its memory traffic per
+    weight element: 16 bytes, for two reads of the weight, one product written and read, and the float32 sum of gradients read
+    and written.
 
     Args:
         tokens: of all chunks together.
@@ -84,8 +85,8 @@ def linear_cross_entropy(
         axis: tensor axis.
         first: 0-dim tensor, index of this rank's first row.
         vocabulary: v, unpadded.
-        chunk: tokens a chunk; None: `chunk_tokens` for the tensors' device.
-        programs: what it computes with; None: the functions of this module, eager.
+        chunk: tokens per chunk; None: `chunk_tokens` for the tensors' device.
+        programs: compiled versions of this module's functions; None: the functions themselves.
         weights: (b·s), of each token in the sum, without gradient; None: 1.
 
     Returns:
@@ -106,7 +107,7 @@ def linear_cross_entropy(
     train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     inputs, head = x.detach(), weight.detach()
     inputs = collectives.all_gather(inputs, axis) if sequence_parallel else inputs  # (b·s, h)
-    # Compiled programs take whole chunks only.
+    # Compiled programs accept full chunks only.
     kept = _with_target(targets, 1 if programs.chunk is chunk_loss else chunk)
     if kept is not None:
         inputs, targets = inputs[kept.rows], targets[kept.rows]  # (kept, h), (kept)
@@ -114,7 +115,7 @@ def linear_cross_entropy(
         weights = None if weights is None else weights[kept.rows]
         tokens = len(kept.rows)
     grad_x = torch.empty_like(inputs) if train else None
-    # A frozen weight needs no gradient, and its product is saved.
+    # A frozen weight needs no gradient, which saves its product.
     total, grad_weight = programs.begin(head, train and weight.requires_grad)
     for start in range(0, tokens, chunk):
         rows = slice(start, start + chunk)
@@ -134,11 +135,11 @@ def linear_cross_entropy(
 
 
 class _Kept(NamedTuple):
-    """The first `count` of these rows are the tokens that have a target, among so many tokens."""
+    """Indices of the tokens that have a target, followed by fillers."""
 
     rows: Tensor  # (kept)
-    count: int
-    tokens: int
+    count: int  # of the tokens that have a target
+    tokens: int  # all of them
 
     def restore(self, values: Tensor) -> Tensor:
         """Values (kept, ...) of the rows, as those of all tokens: 0 without a target."""
@@ -147,9 +148,9 @@ class _Kept(NamedTuple):
 
 
 def _with_target(targets: Tensor, multiple: int) -> _Kept | None:
-    """Rows of the tokens that have a target, filled up with any to a multiple.
+    """Indices of the tokens that have a target, padded with fillers to a multiple.
 
-    None if that saves nothing, and on devices that would have to wait for the number.
+    None if that drops no token, and on devices where the count would cost a host synchronization.
     """
     if targets.device.type != "cpu" or type(targets) is not Tensor:
         return None
@@ -162,7 +163,7 @@ def _with_target(targets: Tensor, multiple: int) -> _Kept | None:
 
 
 class _WithGradients(Function):
-    """A value of x and the weight whose gradients are already known."""
+    """A value whose gradients with respect to x and the weight are already computed."""
 
     @staticmethod
     def forward(
@@ -243,7 +244,7 @@ def token_cross_entropy(
 ) -> Tensor:
     """Cross-entropy (b·s) of each token of the output projection X Wᵀ, float32, without gradient; 0 for an ignored target.
 
-    Arguments as for `linear_cross_entropy`, and as there a chunk's logits are all that exists of them.
+    Arguments as for `linear_cross_entropy`; as there, only one chunk's logits exist at a time.
     """
     x = collectives.all_gather(x, axis) if sequence_parallel else x  # (b·s, h)
     programs = programs or LossPrograms()
@@ -269,12 +270,12 @@ def chunk_token_losses(
 
 
 def join(losses: Sequence[Tensor]) -> Tensor:
-    """Losses of tokens of all chunks."""
+    """Concatenate the token losses of all chunks."""
     return torch.cat([*losses])
 
 
 class LossPrograms(NamedTuple):
-    """What losses are computed with: the functions of this module, or compiled versions of them."""
+    """The functions that compute losses: those of this module, or compiled versions of them."""
 
     chunk: ChunkLoss = chunk_loss
     tokens: Callable[..., Tensor] = chunk_token_losses
@@ -322,7 +323,7 @@ def _chunk_backward(
     grad_x: Tensor,
     grad_weight: Tensor | None,
 ) -> None:
-    """Write a chunk's grad_x and add its part to grad_weight, if there is one."""
+    """Write a chunk's grad_x and add its contribution to grad_weight, if there is one."""
     # Ignored targets are masked in (chunk, h), which is cheaper than in (chunk, v/t).
     counted = (targets != IGNORE_INDEX)[:, None].to(x.dtype)  # (chunk, 1)
     if weights is not None:

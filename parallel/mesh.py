@@ -5,17 +5,18 @@
 The ranks of a tensor group are neighbours, on one node where the degree allows. If there are fewer KV heads than tensor ranks,
 the tensor axis unfolds to (kv shard, kv replica): with m replicas, tensor rank t is shard t // m, replica t % m. Further axes:
 
-    dp_shard      `shard_degree` neighbours of data × context, over which optimizer states (ZeRO-1), parameters (FSDP) are sharded
+    dp_shard      `shard_degree` neighbouring ranks of data × context, over which optimizer states (ZeRO-1) and parameters (FSDP)
+                  are sharded
     dp_replicate  the ranks of data × context that hold the same shard
-    expert        `expert` neighbours of data × context, among which the experts of each layer are divided
+    expert        `expert` neighbouring ranks of data × context, among which the experts of each layer are divided
     expert_shard, expert_replicate
-                  the ranks that hold the same experts: those over which their states are sharded, and those that hold the same
-                  shard; with one expert rank they are dp_shard and dp_replicate
+                  of the ranks that hold the same experts, those over which the experts' states are sharded, and those that hold
+                  the same shard; the same as dp_shard and dp_replicate if `expert` is 1
     embedding     the first and the last pipeline stage, which may share a weight
     world         all ranks
 
 Device tensors are communicated over the axes' groups, host data (objects, float64 numbers) over `host`, a CPU group of all ranks,
-because a device's backend takes no host tensors.
+because a device's backend does not accept host tensors.
 
 Process groups are created in the same order on every rank and registered under the axis's name: a compiled graph refers to
 "tensor", never to the group of ranks 8 to 15, so ranks share compiled graphs. A group costs connections and device memory, so
@@ -50,10 +51,10 @@ class Axis:
     # this process's rank along the axis. Must not become a constant in a model's graph, as it differs between ranks.
     rank: int = 0
     ranks: tuple[int, ...] = (0,)  # global ranks along the axis, in order
-    # process group; None if size is 1, of `data`, or if the mesh is only planned
+    # process group; None if size is 1, for `data`, and in a mesh without process groups
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     supports_reduction: bool = True  # whether to use the backend's own reductions (collectives.py)
-    # into how many chunks to divide a product to overlap it with a collective; None: by size (layers/overlap.py)
+    # number of chunks to split a product into to overlap it with a collective; None: chosen by size (layers/overlap.py)
     chunks: int | None = 1
     # context axis: name of the attention kernel to call in the graph (attention/gathered.py); None: ring attention
     graph_kernel: str | None = None
@@ -63,17 +64,17 @@ class Mesh:
     """Axes `pipeline`, `data`, `context`, `tensor`, `kv_replica`, `dp_shard`, `dp_replicate`, `expert`, `expert_shard`,
     `expert_replicate`, `embedding` and `world` of one rank.
 
-    On ranks of the middle pipeline stages, `embedding` has size 1. Nothing can be communicated over `data`.
+    On ranks of the middle pipeline stages, `embedding` has size 1. `data` has no process group.
 
     Args:
         pipeline, data, context, tensor: degrees; their product is the world size.
         kv_replicas: number of neighbouring tensor ranks that hold the same KV head; divides `tensor`.
-        shard_degree: size of `dp_shard`; divides data × context. None: all of it.
+        shard_degree: size of `dp_shard`; divides data × context. None: data × context.
         expert: size of `expert`; divides data × context.
         rank: rank to plan for: the mesh then has ranks and sizes but no process groups (for planning, conversion and tests);
             None: this process's, with groups if torch.distributed is initialized.
         supports_reduction: see `Device.supports_reduction`.
-        timeout: of the process groups; torch's default for new groups is not that of the default group.
+        timeout: of the process groups; torch's default differs between the default group and new ones.
         chunks: see `Axis`; of the tensor axis.
         graph_kernel: see `Axis`; of the context axis.
         shared_embedding: whether the first and the last pipeline stage share a weight; if not, `embedding` has size 1.
@@ -136,8 +137,8 @@ class Mesh:
             self.expert_shard, self.expert_replicate = self.dp_shard, self.dp_replicate
         self.host = None if planned or self.size == 1 else _host_group(timeout)
         if self.host is not None:
-            # A rank that closed the mesh before another has connected would break that rank's connection.
-            # Of memory on the host: dist.barrier takes that of the device to which the default group is bound.
+            # A barrier: a rank that closed the mesh before another has connected would break that rank's connection.
+            # Not dist.barrier, which allocates memory on the device to which the default group is bound.
             dist.all_reduce(torch.zeros(1), group=self.host)
 
     pipeline: Axis
@@ -152,7 +153,7 @@ class Mesh:
     expert_replicate: Axis
     embedding: Axis
     world: Axis
-    host: dist.ProcessGroup | None  # of all ranks, for what is on the host; None without other ranks
+    host: dist.ProcessGroup | None  # of all ranks, for host data; None if there is only one rank
 
     def _groups(self) -> dict[str, list[tuple[int, ...]]]:
         """Global ranks of every group of every axis, in the order in which all ranks create the groups."""
@@ -165,13 +166,13 @@ class Mesh:
         groups["dp_replicate"] = list(_lines(shards, [1]))
         if self.expert_degree > 1:
             groups |= self._expert_groups(grid)
-        ends = self.shared_embedding and self.shape["pipeline"] > 1
-        groups["embedding"] = list(_lines(grid[[0, -1]], [0])) if ends else []
+        shared = self.shared_embedding and self.shape["pipeline"] > 1
+        groups["embedding"] = list(_lines(grid[[0, -1]], [0])) if shared else []
         groups["world"] = [tuple(range(self.size))]
         return groups
 
     def _expert_groups(self, grid: torch.Tensor) -> dict[str, list[tuple[int, ...]]]:
-        """Global ranks of every group of the axes of experts."""
+        """Global ranks of every group of the expert axes."""
         replicas = self.shape["data"] * self.shape["context"]
         shards = expert_shard_degree(self.shard_degree, self.expert_degree, replicas)
         ranks = grid.view(grid.shape[0], -1, shards, self.expert_degree, grid.shape[-1])
@@ -221,14 +222,14 @@ class Mesh:
 
 
 def _host_group(timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group of all ranks that takes CPU tensors: the default one if its backend does."""
+    """A group of all ranks that supports CPU tensors: the default one if its backend does."""
     if torch.device("cpu") in dist.group.WORLD._device_types:
         return dist.group.WORLD
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def registered_axis(name: str, size: int) -> Axis:
-    """The axis with this registered name, for operators: a graph may pass them a name but no rank.
+    """The axis with this registered name, for custom operators: a graph may pass them a name but no rank.
 
     Its `supports_reduction` is unknown and left at the default.
     """

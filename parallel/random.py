@@ -7,7 +7,7 @@ recomputation in backward get the same masks. Indices are passed as tensors, so 
 
 Keys are 64 bits wide, mixed by splitmix64's finalizer (Steele et al. 2014); an element's hash is 32 bits wide, to keep the
 integer arithmetic on full masks cheap (constants of the finalizer: github.com/skeeto/hash-prospector).
-Cost: about ten integer operations an element, one pass if compiled; saves a byte an element for backward.
+Cost: about ten integer operations per element, one pass if compiled; saves a byte per element for backward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sample_keys(seed: int, samples: Tensor) -> Tensor:
 
 
 def token_keys(samples: Tensor, positions: Tensor, layers: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys (b, s/c) of the tokens at positions (s/c) or (b, s/c), and (l, b, s/c) of them in each of the layers (l).
+    """Keys (b, s/c) of the tokens at positions (s/c) or (b, s/c), and their keys (l, b, s/c) in each of the layers (l).
 
     Args:
         samples: the samples' keys (b).

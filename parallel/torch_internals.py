@@ -1,7 +1,7 @@
-"""Private names of torch, all of them: a move to another version of torch must look at these, and nowhere else.
+"""All private names of torch that the tree uses: the only ones to check when moving to another version of torch.
 
-The rest of the tree imports them from here, by names of ours: `from parallel.torch_internals import fused_adamw`. Each is looked
-up at its first import, because some of their modules take seconds to import.
+The rest of the tree imports them from here, under our own names: `from parallel.torch_internals import fused_adamw`. Each is
+looked up at its first import, because some of their modules take seconds to import.
 """
 
 from __future__ import annotations

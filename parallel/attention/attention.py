@@ -1,9 +1,9 @@
 """Grouped-query attention of a layer: softmax(scale · q kᵀ) v, full or causal, optionally within documents or a sliding window.
 
-A context axis of several ranks uses ring attention (ring.py), or gathers K and V in the graph where the axis names the kernel for
-that (gathered.py); a single rank uses the device's kernel. Kernels that support
-tiling (CPU) run as one opaque operator, which compiles under `fullgraph=True` and runs the same code eager and compiled. Other
-devices use torch's `scaled_dot_product_attention`, which each backend maps to its fastest kernel.
+A context axis of several ranks uses ring attention (ring.py), or gathers K and V in the graph if the axis names a kernel for that
+(gathered.py); a single rank uses the device's kernel. Kernels that support tiling (CPU) run as one opaque operator, which
+compiles under `fullgraph=True` and runs the same code eager and compiled. Other devices use torch's
+`scaled_dot_product_attention`, which each backend maps to its fastest kernel.
 
 Documents, windows and sinks (sinks.py) on those devices: FlexAttention where it exists (cuda, flex.py), else the device's kernel
 called with bounds, in the graph (neuron). No device repeats KV heads or holds an s × s mask for them.
@@ -123,7 +123,7 @@ class _InGraph(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, documents, sinks = ctx.saved_tensors
-        # Else a compiler would compute the scores of backward in forward, and save them.
+        # Otherwise a compiler would compute the scores of backward in forward, and save them.
         q, k = (collectives.depend_on_gradient(x.flatten(1), grad.flatten(1)).view(x.shape) for x in (q, k))
         gradients = _gradients(grad, q, k, v, out, lse, documents, *ctx.settings)
         return *gradients, None, sink_gradient(grad, out, lse, sinks), *(None,) * 4

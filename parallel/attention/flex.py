@@ -9,8 +9,8 @@ Over a context axis K and V are all-gathered instead of sent around a ring (arXi
 ring would need a mask of its own. Bytes that a rank sends, with B the bytes of its K and V: B(c-1) in forward, as many in
 backward. The gathered K and V, cB, are saved for backward unless the layer is checkpointed.
 
-Called eager, the operator materializes all scores. On devices that use it by default, it is compiled then; on a CPU, where only
-tests ask for it, the formula is the same.
+Called eagerly, torch's operator materializes all scores. So devices that use it by default compile it even then; a CPU, where
+only tests use it, runs it eagerly.
 """
 
 from __future__ import annotations

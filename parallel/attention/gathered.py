@@ -1,20 +1,21 @@
 """Attention over the context axis as part of the graph: keys and values are all-gathered, work is balanced as in the ring.
 
-For devices that compile each operator at its first use, on which no operator may be opaque (ring.py's are). The ring's half of
-the blocks depends on the rank, and a graph must not. So each rank computes 2c - 1 blocks of a chunk of queries against an earlier
-chunk of keys, beside the two causal squares of its own chunks, and the rank is data: rank r has the chunks r and 2c-1-r, and
+For devices that compile each operator at its first use and so support no opaque operators (as ring.py's are). Which half of the
+blocks a ring computes depends on the rank, and a graph must not. So here each rank computes, besides the two causal squares of
+its own chunks, 2c - 1 blocks of a chunk of queries against an earlier chunk of keys, which it selects by its rank in a tensor.
+Rank r has chunks r and 2c-1-r:
 
     block m of 1 … 2c-1     queries     keys
     m <= r                  r           r - m
     m > r                   2c-1-r      2c-1-m
 
-is every earlier chunk of keys for both, once. Chunks are selected, results merged by their log-sum-exp (ring.py); no mask is
-needed but for documents. With a sliding window block m has the keys m chunks before each of the queries' chunks, as far as the
-window reaches, and blocks before the sequence's start count nothing.
+These are all earlier chunks of keys of both, each once. Results are merged by their log-sum-exp (ring.py); only documents need a
+mask. With a sliding window, block m pairs each chunk of queries with the keys m chunks earlier, as far as the window reaches;
+blocks before the start of the sequence are ignored.
 
-Bytes that a rank sends, with B the bytes of its K and V (KV heads not repeated): B(c-1) in forward, as many in backward, which
-gathers again, and the float32 elements of B(c-1). Gathered K and V take cB while a layer runs. Scores are those of a tile of rows
-and a chunk of keys (tiles.py).
+Bytes that a rank sends, with B the bytes of its K and V (KV heads not repeated): B(c-1) in forward; in backward, which gathers
+again, B(c-1) and the elements of B(c-1) in float32. Gathered K and V take cB while a layer runs. Scores exist for one tile of
+rows and one chunk of keys at a time (tiles.py).
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from parallel.mesh import Axis
 
 
 class _Block(NamedTuple):
-    """A chunk of queries of this rank, whether its first or its second, and an earlier chunk of keys."""
+    """One of this rank's two chunks of queries, and an earlier chunk of keys."""
 
-    first: Tensor | None  # (1) whether it counts for the first chunk of queries; None: never
+    first: Tensor | None  # (1) whether the queries are the first chunk; None: never
     second: Tensor | None  # the same for the second
     keys: Tensor  # (1) number of the chunk of keys in the sequence
     distance: int = 0  # of the queries from the keys; read with a window only
 
     def queries(self, chunks: tuple[Tensor, ...]) -> Tensor:
-        """This block's one of a tensor's two chunks."""
+        """The one of a tensor's two chunks that belongs to the block's queries."""
         first, second = chunks
         if self.first is None or self.second is None:
             return second if self.first is None else first
@@ -116,7 +117,7 @@ class _Gathered(Function):
         q, k, v, out, lse, documents, every, rank, sinks = ctx.saved_tensors
         axis, causal, scale, window = ctx.settings
         kernel = kernels.get_kernel(axis.graph_kernel)
-        # Else a compiler would compute scores and gathered keys of backward in forward, and save them.
+        # Otherwise a compiler would compute scores and gathered keys of backward in forward, and save them.
         q, k = (collectives.depend_on_gradient(x.flatten(1), grad.flatten(1)).view(x.shape) for x in (q, k))
         pairs, kv = _Documents(documents, every), _chunks(k, v)
         inputs = [x.chunk(2, 2) for x in (grad, q, out, lse)]
@@ -169,7 +170,7 @@ class _Documents(NamedTuple):
 
 
 def _blocks(rank: Tensor, size: int, length: int, causal: bool, window: int | None) -> Iterator[_Block]:
-    """The blocks besides the squares of the rank's own chunks, of `length` tokens each; `rank` is (1)."""
+    """The blocks besides the causal squares of the rank's own chunks, which have `length` tokens each; `rank` is (1)."""
     last = 2 * size - 1
     if causal and window is None:
         for m in range(1, last + 1):
@@ -189,7 +190,7 @@ def _attend(
     """out (b, n, s, d) and lse (b, n, s) of a block, both in float32 or wider."""
     done = [*tiles.forward(kernel, q, k, v, scale, visibility)]
     out, lse = (torch.cat(parts, 2) for parts in ([x for _, x, _ in done], [x for _, _, x in done]))
-    unseen = q.shape[2] - out.shape[2]  # last rows, which the window has moved past the keys
+    unseen = q.shape[2] - out.shape[2]  # last rows, whose window is past the keys
     if unseen:
         out, lse = F.pad(out, (0, 0, 0, unseen)), F.pad(lse, (0, unseen), value=-torch.inf)
     return out.to(lse.dtype), lse
@@ -219,13 +220,12 @@ def _differentiate(
 
 
 def join(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """out (b, n, s, d) and lse (b, n, s) of parts of the sequence, which selective activation checkpointing saves.
+    """Concatenate out (b, n, s, d) and lse (b, n, s) of parts of the sequence; selective activation checkpointing saves both.
 
-    lse is above -inf, since a query sees at least its own key. The comparison makes out depend on it, so that it is saved too.
+    lse is above -inf, since a query sees at least its own key. The comparison makes out depend on lse, so that it is saved too.
     """
-    out = torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(
-        1, 2
-    )  # stored as the output projection reads it
+    # Stored as the output projection reads it.
+    out = torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
     with saved_results():
         lse = torch.cat([*lses], 2)
     seen = lse[..., None] != -torch.inf  # true of NaN, which must stay
@@ -237,8 +237,8 @@ def join(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor
 def _sum_shares(shares: Tensor, blocks: list[_Block], size: int) -> Tensor:
     """Sum dk and dv by chunk of keys: (1 + blocks, 2, b, k, s/2c, d), the first all zeros -> (2c, 2, b, k, s/2c, d).
 
-    Of the blocks that count for one of the queries' chunks, at most one has a chunk of keys; so they are selected, which is
-    deterministic, and not scattered.
+    A chunk of keys occurs in at most one block of each chunk of queries. So shares are gathered by index, which is deterministic,
+    rather than scattered.
     """
     chunks = torch.arange(2 * size, device=shares.device)[:, None]  # (2c, 1)
     total: Tensor | None = None
@@ -265,6 +265,6 @@ def _gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _by_rank(x: Tensor) -> Tensor:
-    """Inverse of the order that `_gather` makes."""
+    """Chunks in the order of the sequence (2c, ...) to the order of ranks: the inverse of `_gather`'s reordering."""
     first, second = x.chunk(2)
     return torch.stack((first, second.flip(0)), 1).flatten(0, 1)

@@ -7,7 +7,7 @@ Given lse over all keys rather than only the block's, backward returns the block
     p = exp(scores - lse);   dv = pᵀ do;   ds = p ∘ (do vᵀ - rowsum(do ∘ out));   dq = scale · ds k;   dk = scale · dsᵀ q
 
 (FlashAttention-2, arXiv 2307.08691). Implementations of `Kernel` are registered by name; device.py names each device's default.
-Those of other packages are entry points (`load`). In place of one that is not installed, the device uses the formulas, `Math`.
+Kernels of other packages are entry points (`load`). If a device's default is not installed, `Math` is used, the formulas.
 
 Shapes: q, out (b, n, s, d); k, v (b, k, t, d), n a multiple of k; lse (b, n, s).
 """
@@ -235,7 +235,7 @@ class CudaFlash(Kernel):
 
 MATH = Math()
 _kernels: dict[str, Kernel] = {"math": MATH, "cpu-flash": CpuFlash(), "cuda-flash": CudaFlash()}
-GROUP = "trainshed.attention_kernels"  # of entry points
+GROUP = "trainshed.attention_kernels"  # entry point group
 
 
 def register(name: str, kernel: Kernel) -> None:
@@ -279,7 +279,7 @@ def load(name: str) -> str:
 
 @cache
 def _entry_points(name: str) -> dict[str, metadata.EntryPoint]:
-    """Those of this name by what they name."""
+    """Entry points of this name, by the object that they refer to."""
     return {point.value: point for point in metadata.entry_points(group=GROUP, name=name)}
 
 
@@ -291,9 +291,9 @@ def get_kernel(name: str) -> Kernel:
 
 
 def default_kernel(x: Tensor) -> str:
-    """Name of the default kernel of x's device; "math" if no package has registered it."""
+    """Name of the default kernel of x's device; "math" if it is not registered."""
     if x.is_meta:
-        return "cpu-flash"  # computes nothing there, and all flash kernels save the same activations
+        return "cpu-flash"  # computes nothing, and all flash kernels save the same activations
     kind = device.KINDS.get(x.device.type)
     return kind.attention_kernel if kind and kind.attention_kernel in _kernels else "math"
 

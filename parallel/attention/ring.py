@@ -15,11 +15,11 @@ Backward runs around the ring in reverse, from the last keys of forward, which a
 send/recv, of keys and values and then of their dk and dv in float32, overlaps a block. Bytes that a rank sends, with B the bytes
 of its K and V (KV heads not repeated): forward B(c-1); backward B(c-2), and the elements of B(c-1) in float32.
 
-A sliding window hides parts of these blocks, or all of them; they are then computed by pairs of chunks, and only those that the
-window reaches. Keys and values still move around the whole ring.
+A sliding window masks parts of these blocks, or entire ones; they are then computed by pairs of chunks, and only pairs that the
+window reaches. Keys and values still move around the full ring.
 
 The computed half depends on the rank, and graphs must not: forward and backward are opaque operators that take the axis's
-registered name, the same on every rank. Devices that take no opaque operators use gathered.py instead.
+registered name, the same on every rank. Devices that support no opaque operators use gathered.py instead.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def ring_attention(
 
 
 def check_sequence(function: str, q: Tensor, axis: Axis) -> None:
-    """Raise ValueError, in a function's name, unless the sequence of q (b, n, s/c, d) divides into 2c chunks."""
+    """Raise ValueError, naming the function, unless the sequence of q (b, n, s/c, d) divides into 2c chunks."""
     _check_divisible(f"{function}: dim 2 (sequence, over all ranks)", q.shape[2] * axis.size, 2 * axis.size)
 
 
@@ -118,7 +118,7 @@ class _Area(NamedTuple):
 
 
 def _steps(axis: Axis, length: int, causal: bool, window: int | None) -> Iterator[tuple[int, list[_Area]]]:
-    """For each step: the rank that the keys come from, and the areas to compute; of a rank's own keys, squares first."""
+    """For each step: the rank that the keys come from, and the areas to compute; for own keys, causal squares first."""
     everything, first, second = slice(None), slice(0, length // 2), slice(length // 2, None)
     for step in range(axis.size):
         source = (axis.rank - step) % axis.size
@@ -251,7 +251,7 @@ def _backward(
         dkv = block_backward(*last.unbind(), *step)
         if arriving is not None:
             dkv += collectives.wait(arriving)
-        # To the rank that processes these keys next, in the end to the one that owns them.
+        # To the rank that processes these keys next, finally to their owner.
         arriving = collectives.start_ring_send_recv(dkv, ring, -1)
         if remaining:
             last = collectives.wait(incoming)

@@ -2,8 +2,8 @@
 
     p_j = exp(score_j) / (Σ exp(scores) + exp(sink));   out = Σ p_j v_j
 
-A sink is one more key with the value 0, so it is merged like a block of keys, into the out and lse of all others, and backward
-of the other keys needs nothing but these merged ones:
+A sink is one more key with the value 0, so it is merged like a block of keys into the out and lse of all others, and backward of
+the other keys needs only the merged out and lse:
 
     lse' = log(exp(lse) + exp(sink));   out' = sigmoid(lse - sink) · out;   dsink = -Σ exp(sink - lse') · rowsum(do ∘ out')
 

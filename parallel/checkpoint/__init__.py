@@ -2,6 +2,6 @@
 
 A *box* is a hyperrectangle of a global tensor, given by offsets and sizes: ranks save and load boxes, and files store boxes.
 Start with `checkpoint.py` (save, load), then `saver.py` (synchronous and asynchronous saves). `reader.py` and `writer.py` are
-the folder format, `files.py` and `checksums.py` its verified files, `locations.py` where checkpoints are stored, `boxes.py` what
-a rank contributes. Imports torch, fsspec and the rest of `parallel`.
+the folder format, `files.py` and `checksums.py` its verified files, `locations.py` where checkpoints are stored, `boxes.py` a
+rank's tensors. Imports torch, fsspec and the rest of `parallel`.
 """

@@ -1,7 +1,7 @@
 """Save and load distributed checkpoints; any topology loads what any other saved.
 
 A checkpoint is a torch.distributed.checkpoint (DCP) folder. Each rank saves the boxes in its optimizer shard of three float32
-global tensors per parameter, and its random number generators:
+global tensors per parameter, and the states of its random number generators:
 
     weights.<name>        master weights (bf16 weights are these, rounded)
     exp_avg.<name>        first moment
@@ -86,14 +86,14 @@ def load(checkpoint: Location, optimizer: ZeRO1, *, weights_only: bool = False) 
     """Load a checkpoint saved at any topology into the optimizer and the parameters. Collective.
 
     Args:
-        weights_only: keep moments, step count and random states (continual pretraining).
+        weights_only: whether to leave moments, step count and random states as they are (continual pretraining).
 
     Returns:
-        The contents of the marker: what `save` got as `about`, optimizer steps, mesh and versions.
+        The contents of the marker: `about` as passed to `save`, optimizer steps, mesh and versions.
 
     Raises:
         CorruptCheckpoint: on all ranks, if any rank finds the checkpoint corrupted. States may be partly overwritten.
-        ValueError: the checkpoint is incomplete or of a different model; names the first difference.
+        ValueError: the checkpoint is incomplete or of a different model; the message names the first difference.
         LoadFailed: a rank could not read it.
     """
     about: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def load(checkpoint: Location, optimizer: ZeRO1, *, weights_only: bool = False) 
     try:
         about = read_marker(checkpoint)
         random = _fill(checkpoint, about, optimizer, weights_only)
-    except Exception as raised:  # of any storage; the other ranks must learn it
+    except Exception as raised:  # any storage error, to raise on all ranks
         error = raised
     _raise_on_all(error, optimizer.mesh)
     optimizer.gather_parameters()
@@ -121,7 +121,7 @@ def load_frozen(checkpoint: Location, optimizer: ZeRO1) -> None:
         targets = boxed_tensors(optimizer.frozen_boxes(), ["master"])
         _require_tensors(checkpoint, reader, targets)
         reader.load(targets)
-    except Exception as raised:  # of any storage; the other ranks must learn it
+    except Exception as raised:  # any storage error, to raise on all ranks
         error = raised
     _raise_on_all(error, optimizer.mesh)
     optimizer.gather_parameters()
@@ -161,7 +161,7 @@ def _fill(
 
 
 def _raise_on_all(error: Exception | None, mesh: Mesh) -> None:
-    """Raise one rank's error on every rank: proven corruption before a different model, before a failed read. Collective."""
+    """Raise one rank's error on every rank: corruption first, then a different model, then a failed read. Collective."""
     kinds = (CorruptCheckpoint, ValueError, LoadFailed)
     found = None
     if error is not None:

@@ -1,9 +1,9 @@
 """Checksums of a checkpoint's files in blocks, so that a rank verifies exactly the bytes that it reads.
 
-The checksum of a block is the sum of its 64-bit words modulo 2^64, those of each page multiplied by an odd weight of their own:
-a flipped bit changes it, as does a zeroed, misplaced or swapped page. It runs at memory speed, while a cryptographic hash would
-take several times as long as the load. `<file>.checksums` holds the checksums of a file's blocks, 8 bytes for each 16 KiB, and
-the marker their SHA-256, which so covers the file.
+The checksum of a block is the sum of its 64-bit words modulo 2^64, weighted by an odd number that differs between pages: a
+flipped bit changes it, as does a zeroed, misplaced or swapped page. It runs at memory speed; a cryptographic hash would take
+several times as long as the load. `<file>.checksums` holds the checksums of a file's blocks, 8 bytes for each 16 KiB; the marker
+holds their SHA-256, which thus covers the file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _checksums(blocks: np.ndarray) -> np.ndarray:
 
 
 FileDescription = dict[str, int | str]
-"""What the marker holds of a file: its size in bytes, and the SHA-256 of its block checksums."""
+"""The marker's entry for a file: its size in bytes, and the SHA-256 of its block checksums."""
 
 
 def describe(size: int, table: bytes) -> FileDescription:
@@ -74,17 +74,17 @@ class RunningChecksums:
         self._rest += content[whole:]
 
     def table(self) -> bytes:
-        """The checksums of all blocks, as a checksum file has them."""
+        """The checksums of all blocks, in the format of a checksum file."""
         return np.concatenate([*self._found, block_checksums(self._rest)]).astype("<u8").tobytes()
 
 
 def checksum_table(data: bytes) -> bytes:
-    """The block checksums of a whole file, as a checksum file has them."""
+    """The block checksums of a file with this content, in the format of a checksum file."""
     return block_checksums(data).astype("<u8").tobytes()
 
 
 class ChecksumStream:
-    """A binary file that is being written, with the checksums of what was written to it."""
+    """A binary file being written, with the checksums of its contents so far."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -99,7 +99,7 @@ class ChecksumStream:
 
 
 class ChecksumFileSystem(FileSystem):
-    """DCP's file system, with the checksums of every file that was written through it, by path."""
+    """DCP's file system, with the checksums of every file written through it, by path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class BlockTable:
         return range(start // BLOCK, -(-end // BLOCK))
 
     def corrupted(self, first: int, data: Any) -> int | None:
-        """The first block that differs, of the blocks from `first` on with these contents; None if all are intact."""
+        """The first of the blocks with these contents, from block `first` on, that differs; None if all are intact."""
         found = block_checksums(data)
         expected = self._expected[first : first + len(found)]
         if len(expected) < len(found):
@@ -144,7 +144,7 @@ class BlockTable:
         return None
 
     def unverified(self, blocks: range) -> range:
-        """The span of those blocks that were not verified yet."""
+        """The span of the blocks that were not verified yet."""
         missing = np.flatnonzero(~self._verified[blocks.start : blocks.stop])
         if not len(missing):
             return range(0)

@@ -1,4 +1,4 @@
-"""Read the files of a checkpoint: whole, in ranges, or mapped into memory; verified by the checksums in the marker.
+"""Read a checkpoint's files, in full, in ranges, or mapped into memory; verified by the checksums in the marker.
 
 A failed read is retried, then raised. A file counts as missing or truncated only if a listing shows it.
 """
@@ -47,7 +47,7 @@ class CheckpointFiles:
         self._tables: dict[str, BlockTable] = {}  # by file
 
     def open(self, file: str) -> None:
-        """Map a local file, and read the checksums of its blocks if there are any: what is read of it from now on is verified."""
+        """Map a local file, and read its block checksums, if any, by which all later reads of it are verified."""
         if self.local:
             self.map(file)
         if described := self._described.get(file):
@@ -63,7 +63,7 @@ class CheckpointFiles:
             path = Path(f"{self.root}/{file}")
 
             def map_file() -> torch.UntypedStorage:
-                with path.open("rb") as opened:  # its errors name the cause, those of torch's mapping do not
+                with path.open("rb") as opened:  # its errors name the cause, torch's do not
                     size = os.fstat(opened.fileno()).st_size
                 return torch.UntypedStorage.from_file(str(path), False, size)
 
@@ -90,7 +90,7 @@ class CheckpointFiles:
         return memoryview(data)[start - first : end - first]
 
     def verify_mapped(self, file: str, start: int, end: int) -> None:
-        """Verify the blocks of a mapped file with bytes [start, end) that were not yet, if it has checksums."""
+        """Verify a mapped file's blocks that contain bytes [start, end), once each, if it has checksums."""
         storage, table = self.map(file), self._tables.get(file)
         if table and (blocks := table.unverified(table.blocks(start, end))):
             data = storage[blocks.start * BLOCK : min(blocks.stop * BLOCK, table.size)]
@@ -115,7 +115,7 @@ class CheckpointFiles:
         return _BlockFile(lambda first, last: self.fetch(file, first, last), end)
 
     def _read(self, file: str, end: int, read: Callable[[], T]) -> T:
-        """Call `read`, with retries. Raises CorruptCheckpoint if the file is missing by a listing, or ends before `end`."""
+        """Call `read`, with retries. Raises CorruptCheckpoint if a listing shows the file missing or shorter than `end`."""
         path = f"{self.root}/{file}"
 
         def read_or_explain() -> T:
@@ -133,7 +133,7 @@ class CheckpointFiles:
         return retry_reads(path, read_or_explain)
 
     def _listed_size(self, file: str, error: Exception) -> int | None:
-        """Size in bytes of a file by a listing, None if that lacks it. Raises `error`, as an OSError, if there is no listing."""
+        """Size in bytes of a file by a listing, None if missing there. Raises `error`, as an OSError, if listing fails."""
         try:
             return sizes(self._checkpoint).get(file)
         except ABSENT:
@@ -143,10 +143,10 @@ class CheckpointFiles:
 
 
 class _BlockFile(io.RawIOBase):
-    """A seekable file over `fetch(start, end)` of entire blocks, which are kept.
+    """A seekable file over `fetch(start, end)` of entire blocks, which it caches.
 
     Args:
-        size: end of what is read of it.
+        size: where the file ends.
     """
 
     def __init__(self, fetch: Callable[[int, int], bytes | memoryview], size: int) -> None:

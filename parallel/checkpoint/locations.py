@@ -1,16 +1,16 @@
-"""Where checkpoints are stored: a local folder or a prefix that fsspec reaches (`s3://`).
+"""Where checkpoints are stored: a local folder or a prefix that fsspec supports (`s3://`).
 
     <location>/step_<n>/*.distcp            boxes, one file per rank
     <location>/step_<n>/*.distcp.checksums  of the file's blocks (checksums.py)
     <location>/step_<n>/.metadata           DCP's index: which box of which tensor is at which bytes of which file
-    <location>/step_<n>/complete.json       the marker, written last: all but tensors; size and checksum of each file
+    <location>/step_<n>/complete.json       the marker, written last: everything but tensors; size and checksum of each file
     <location>/quarantine/step_<n>/         a corrupted checkpoint; its marker is corrupted.json, with a reason.txt
 
-A checkpoint without its marker is incomplete: never loaded, and safe to remove at any time. Nothing else counts, whatever its
-name begins with. File names begin with the id of the save that wrote them, so an abandoned writer cannot overwrite files of its
-successor.
+A checkpoint without its marker is incomplete: never loaded, and safe to remove at any time. Folders with other names, such as
+`step_1.bak`, are ignored. File names begin with the id of the save that wrote them, so an abandoned writer cannot overwrite files
+of its successor.
 
-Only `FileNotFoundError` is absence. A read that fails for another reason is retried, then raised.
+Only FileNotFoundError and NotADirectoryError mean absence. A read that fails for another reason is retried, then raised.
 
 The only modules of `parallel` that use more than torch are this one and `files.py`: fsspec, which torch requires, imported when
 needed.
@@ -43,7 +43,7 @@ log = logging.getLogger("trainshed")
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint's files were read and are wrong, or a listing shows that one is missing; names the file."""
+    """A checkpoint file has wrong contents or is missing from a listing; the message names it."""
 
 
 def join(location: Location, name: str) -> Location:
@@ -68,7 +68,7 @@ def read_marker(checkpoint: Location) -> dict[str, Any]:
 
     Raises:
         ValueError: there is no marker: no checkpoint, or its save did not finish.
-        CorruptCheckpoint: it is not a JSON object.
+        CorruptCheckpoint: the marker is not a JSON object.
     """
     files, root = filesystem(checkpoint)
     path = f"{root}/{MARKER}"
@@ -221,7 +221,7 @@ def _names(files: AbstractFileSystem, folder: str) -> list[str]:
 
 
 def _exists(files: AbstractFileSystem, path: str) -> bool:
-    """Whether a path exists; unlike fsspec's `exists`, raises what prevents an answer."""
+    """Whether a path exists; unlike fsspec's `exists`, raises errors other than absence."""
     try:
         retry_reads(path, lambda: files.info(path))
     except ABSENT:
@@ -230,7 +230,7 @@ def _exists(files: AbstractFileSystem, path: str) -> bool:
 
 
 def _sync_folder(folder: str | Path) -> None:
-    """Make the names in a local folder durable."""
+    """Make the entries of a local folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -3,8 +3,8 @@
 The folder is torch.distributed.checkpoint's (DCP's): `*.distcp` files of boxes end to end, each one torch.save of a contiguous
 tensor, and `.metadata`, a pickle that maps (tensor name, offsets) to (file, offset, length). Only DCP's classes are unpickled.
 
-Local files are mapped into memory: reading a slice costs the slice. From a remote store all of a box is
-fetched, or only the rows needed if these are less than a quarter.
+Local files are mapped into memory: reading a slice costs the slice. From a remote store, small boxes and boxes that are needed
+almost entirely are fetched in full, of others only the rows that are needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from parallel.torch_internals import PyTorchFileReader, create_file_view, narrow
 REQUESTS = 16  # concurrent requests to a remote store
 COPIES = 2  # concurrent copies from mapped files: one verifies while the other copies
 HOST = torch.device("cpu")
-FETCH_ALL = 1 << 20  # bytes; of a smaller box all is fetched, and of a box of which nearly all is needed
+FETCH_ALL = 1 << 20  # bytes; smaller boxes are fetched in full
 
 # Every class and function that the `.metadata` of tensors refers to.
 _ALLOWED = {
@@ -129,7 +129,7 @@ class Reader:
         return narrow_tensor_by_index(rows, (0, *offsets[1:]), sizes)
 
     def _rows(self, box: StoredBox, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
-        """Start and end in the file of the rows of a box with those elements."""
+        """Start and end in the file of a box's rows that contain the elements."""
         row_bytes = math.prod(box.sizes[1:]) * box.dtype.itemsize
         first, count = (offsets[0], sizes[0]) if box.sizes else (0, 1)
         start = self._data_start(box) + first * row_bytes
@@ -168,7 +168,7 @@ class Reader:
             narrow_tensor_by_index(view.detach(), item.dest_offsets, item.lengths).copy_(source)
 
         found = {view.device for _, _, view in reads} - {HOST}
-        device = found.pop() if found else HOST  # torch's current device is one of each thread
+        device = found.pop() if found else HOST  # torch's current device is per thread
         count = COPIES if self._files.local else REQUESTS
         with ThreadPoolExecutor(count, "read", set_current_device, (device,)) as threads:
             list(threads.map(self._files.open, sorted({box.file for box, _, _ in reads})))

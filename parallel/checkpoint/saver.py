@@ -9,7 +9,7 @@ Only `begin` and `finish` are collective, so no collective of a save runs concur
 rank writes which box) is the same for every save of a run and is computed once.
 
 Memory of asynchronous saves, and of all saves from a device: 12 bytes of host memory per parameter of the shard, page-locked
-where that speeds up the copy. A device's shards are copied whole, three copies a bucket, however many boxes they hold.
+where that speeds up the copy. A device's shards are copied in full, three copies per bucket, however many boxes they hold.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Saver:
     """Writes an optimizer's checkpoints, one at a time.
 
     Args:
-        optimizer: whose shards are saved.
+        optimizer: its shards are saved.
         asynchronous: whether training continues while they are written.
         fencing_check: rank 0 calls it before it removes anything and right before it writes a marker; it raises
             `StaleAttempt` if this process no longer owns the run.
@@ -81,7 +81,7 @@ class Saver:
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None  # on rank 0
         self._thread = None
-        if asynchronous:  # torch's current device is one of each thread
+        if asynchronous:  # torch's current device is per thread
             self._thread = ThreadPoolExecutor(1, "checkpoint", set_current_device, (self._device,))
         self._removals: list[Future[None]] = []  # queued on the thread
 
@@ -109,8 +109,8 @@ class Saver:
         assert self._pending is None, "finish the previous save first"
 
         def make_room() -> str:
-            self.fencing_check()  # what is there may be a successor's
-            while self._removals:  # one may be of this very folder
+            self.fencing_check()  # the existing checkpoint may be a successor's
+            while self._removals:  # one may be of this folder
                 self._removals.pop().result()
             discard(checkpoint)
             return uuid4().hex[:8]

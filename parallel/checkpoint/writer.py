@@ -1,7 +1,7 @@
 """Write the files of a checkpoint folder, in torch.distributed.checkpoint's (DCP's) format.
 
 Ranks save a run's checkpoint with `Writer`, one file per rank. `write_boxes` and `write_metadata` write a checkpoint from one
-process, one file at a time, so that conversion can put what a rank will need into one file, in its order.
+process, one file at a time, so that conversion can put the boxes that a rank will read into one file, in order.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Writer(FsspecWriter):
         super().__init__(str(checkpoint))
         self.fs = ChecksumFileSystem()
         self.fs.init_path(self.path)
-        self.sync_files = is_local(self.fs.fs)  # a put of an object is durable by itself
+        self.sync_files = is_local(self.fs.fs)  # putting an object is durable by itself
         self.save_id = save_id
 
     def begin(self, rank: int) -> None:
-        """Create the folder and name this rank's file; call it before `write_data`."""
+        """Create the folder and name this rank's file; call it before `write`."""
         self.fs.mkdir(self.path)
         self.prefix = StoragePrefix(f"{self.save_id}_{rank}_")
 
@@ -106,7 +106,7 @@ def write_boxes(
     boxes: Iterable[tuple[GlobalBox, Tensor]],
     on_write: Callable[[memoryview], None] = lambda data: None,
 ) -> list[Written]:
-    """Write one file of boxes in their order; takes one tensor at a time and does not copy it.
+    """Write one file of boxes, in order, one tensor at a time and without copies.
 
     Args:
         on_write: called with all bytes in order, as they are written.

@@ -1,5 +1,5 @@
-"""Mixture of experts: router, dispatch to the ranks that hold the experts, grouped products, balance of the load.
+"""Mixture of experts: router, dispatch to the ranks that hold the experts, grouped products, load balancing.
 
-Start with `layer.py` (the module that models use), then `router.py`, `grouped.py` (dropless) and `slots.py` (a capacity for each
+Start with `layer.py` (the module that models use), then `router.py`, `grouped.py` (dropless) and `slots.py` (a capacity per
 expert), `balance.py` (losses and statistics), `lora.py` (low-rank updates). Imports `parallel`'s mesh, layout and collectives.
 """

@@ -1,12 +1,12 @@
-"""Balance of the experts' load: losses whose gradients reach the router, and statistics of a step.
+"""Load balancing of experts: auxiliary losses of the router, and statistics of a step.
 
 With f_i = E/(k·N) · (tokens of N that chose expert i), P_i the mean over the N tokens of expert i's normalized score:
 
     L = Σ_i f_i P_i        1 if balanced (Switch Transformer, arXiv 2101.03961)
 
     kind       N: the tokens that f and P are statistics of
-    sequence   a sample, also where context ranks share it: the same at any microbatch size and topology (arXiv 2412.19437)
-    global     all of a step's tokens, whose choices a pass before the step counts (arXiv 2501.11873)
+    sequence   a sample, even if context ranks share it: the same at any microbatch size and topology (arXiv 2412.19437)
+    global     all of a step's tokens, whose choices a forward pass before the step counts (arXiv 2501.11873)
     batch      a microbatch of one rank, and L times k, averaged over layers: for one layer Hugging Face's loss. It depends on
                the microbatch size and on the topology
     bias       a sample; the coefficient is 0 unless given, because the router's selection bias balances the load instead: it
@@ -33,7 +33,7 @@ from torch.autograd import Function
 from parallel import collectives
 from parallel.mesh import Axis
 
-EXTRA = 3  # entries of a tally after the loads of the experts: choices dropped, balance loss, z-loss
+EXTRA = 3  # entries of a tally after the loads of the experts: dropped choices, balance loss, z-loss
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,19 @@ def losses(
     """
     samples, experts = counts.shape
     length = len(logits) // samples  # s/c
-    whole = length * context.size  # s
-    z = logits.logsumexp(-1).square().sum() / whole
+    sequence = length * context.size  # s
+    z = logits.logsumexp(-1).square().sum() / sequence
     if balance.kind == "none":
         return torch.stack((torch.zeros_like(z), z))
     normalized = scores / scores.sum(-1, keepdim=True)
     if balance.kind == "batch":
         counted, tokens, share = counts.sum(0, keepdim=True), len(logits), k / balance.layers
     elif balance.kind in ("sequence", "bias"):
-        counted, tokens, share = collectives.all_reduce(counts, context), whole, 1.0
+        counted, tokens, share = collectives.all_reduce(counts, context), sequence, 1.0
     else:
         counted, tokens, share = load[None] * k, 1, 1.0
     f = counted.detach() * (experts / (k * tokens))  # (b or 1, E)
-    means = normalized.view(samples, length, experts).sum(1) / whole  # (b, E), this rank's part of P
+    means = normalized.view(samples, length, experts).sum(1) / sequence  # (b, E), this rank's part of P
     return torch.stack(((f * means).sum() * share, z))
 
 
@@ -122,8 +122,9 @@ class _Record(Function):
 
 
 def _excess(loads: Tensor, choices: int) -> Tensor:
-    """Load of each expert beyond an equal share, scaled to whole numbers: their sums are exact in any order of ranks, so no sign
-    depends on rounding.
+    """Load of each expert beyond an equal share, scaled to integers.
+
+    Sums of integers are exact in any order of ranks, so no sign depends on rounding.
     """
     common = math.gcd(len(loads), choices)
     return loads * (len(loads) // common) - choices // common

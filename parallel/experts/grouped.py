@@ -1,17 +1,17 @@
 """Dropless experts as one operator: rows sorted by expert, sent to the ranks that hold the experts, multiplied in groups.
 
-With T tokens of this rank, k experts a token, E experts over n ranks, and act the activation of [gate, up]:
+With T tokens of this rank, k experts per token, E experts over n ranks, and act the activation of [gate, up]:
 
     sort the T·k rows by expert -> all-to-all -> out = down(act(gate_up(row))) -> all-to-all -> y = Σ_k weight · out
 
 How many rows a rank receives depends on the data, and graphs must not: forward and backward are opaque operators with static
 shapes, which take the axis's registered name. On one expert rank forward saves [gate, up] of its T·k rows. On several, the
 number of rows is dynamic: eager runs save the rows received and their [gate, up] (`keep`); in graphs backward sends the rows
-again together with their gradients, and multiplies by gate_up again, 2 products more than 9. Elements that a rank sends, with
+again together with their gradients, and multiplies by gate_up again: 11 products instead of 9. Elements that a rank sends, with
 r = T·k·h: r(n-1)/n for each exchange of rows, two in forward and two or three in backward.
 
-Products of all experts are one kernel on GPUs in bf16. Elsewhere the experts follow one another, each from its rows to its
-outputs, or its gradients, so that what it computes in between stays in the cache (`sequential.py`).
+On GPUs in bf16, one kernel computes a product for all experts. Elsewhere the experts run one after the other, so that each one's
+intermediate results stay in the cache (`sequential.py`).
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def routed_experts(
         axis: expert axis of n ranks, which hold consecutive experts.
         gate_up_bias: (E/n, 2f).
         down_bias: (E/n, h).
-        gate_up_update: A (E/n, r, h) and B (E/n, 2f, r): gate_up + B A is multiplied by, never materialized.
+        gate_up_update: A (E/n, r, h) and B (E/n, 2f, r) of an update gate_up + B A, which is never materialized.
         down_update: A (E/n, r, f) and B (E/n, h, r).
         activation: one of `ACTIVATIONS`.
-        keep: whether to save for backward what other ranks sent; without effect in graphs.
+        keep: whether to save received rows for backward; no effect in graphs.
 
     Returns:
         (T, h).
@@ -81,20 +81,20 @@ def scratch_bytes(x: Tensor, indices: Tensor, gate_up: Tensor, backward: bool, u
         updated: whether the weights have updates.
     """
     rows, f, h = indices.numel(), gate_up.shape[1] // 2, x.shape[1]
-    # forward: rows, [gate, up], their activation, outputs. backward: rows and gradients, as they are, sent, and scaled;
-    # [gate, up], the activation, and the gradients of both
+    # Forward: rows, [gate, up], their activation, outputs. Backward: rows and gradients before and after the exchange, and
+    # scaled; [gate, up], the activation, and the gradients of both.
     elements = 6 * h + 6 * f if backward else 3 * h + 3 * f
-    # one product of an update at a time, before it is added
+    # One product of an update at a time, before it is added.
     return rows * (elements + updated * max(h, 2 * f)) * x.element_size()
 
 
 class _Exchange:
-    """Moves rows between the order of this rank's tokens and that of the experts of this rank.
+    """Moves rows between the order of this rank's tokens and that of this rank's experts.
 
     Args:
         indices: (T, k).
-        local: number of experts of a rank.
-        received: (n, local) rows that each rank sends here for each expert, if known.
+        local: number of experts per rank.
+        received: (n, local) number of rows that each rank sends here for each expert, if known.
     """
 
     def __init__(self, indices: Tensor, local: int, axis: Axis, received: Tensor | None = None) -> None:
@@ -102,9 +102,8 @@ class _Exchange:
         flat = indices.flatten()
         self.order = torch.argsort(flat, stable=True)  # (T·k)
         numbers = torch.arange(len(flat), device=flat.device)
-        self.places = (
-            torch.empty_like(flat).scatter_(0, self.order, numbers).view_as(indices)
-        )  # (T, k), of rows
+        # (T, k), of each choice's row
+        self.positions = torch.empty_like(flat).scatter_(0, self.order, numbers).view_as(indices)
         sent = torch.zeros(local * axis.size, dtype=torch.int64, device=flat.device)
         sent.scatter_add_(0, flat, torch.ones_like(flat))  # (E)
         if axis.size == 1:
@@ -113,7 +112,7 @@ class _Exchange:
             if received is None:
                 received = collectives.wait(collectives.start_all_to_all(sent, axis)).view(axis.size, local)
             self.received = received
-            # The one synchronization with the host: the sizes of the exchange.
+            # The only host synchronization: the sizes of the exchange.
             both = torch.stack((sent.view(axis.size, local).sum(1), received.sum(1))).tolist()
             self.send, self.receive = both
             experts = torch.arange(local, device=flat.device).repeat(axis.size)
@@ -127,31 +126,31 @@ class _Exchange:
         return pairwise((0, *self.offsets.tolist()))
 
     def gather(self, x: Tensor) -> Tensor:
-        """A token's row for each of its experts: (T, ...) -> (T·k, ...), sorted by expert."""
+        """Repeat a token's row for each of its experts: (T, ...) -> (T·k, ...), sorted by expert."""
         return x.index_select(0, self.order // self.k)
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        """Rows sorted by expert (T·k, ...) -> rows of this rank's experts, grouped by expert."""
+        """Exchange rows sorted by expert (T·k, ...) -> (m, ...), rows of this rank's experts, grouped by expert."""
         if self.axis.size == 1:
             return rows
         arrived = collectives.start_uneven_all_to_all(rows, self.send, self.receive, self.axis)
         return collectives.wait(arrived).index_select(0, self.regroup)
 
     def to_tokens(self, rows: Tensor) -> Tensor:
-        """The reverse, back in the order of the tokens: -> (T, k, ...)."""
-        return self._back(rows)[self.places]
+        """Return rows of this rank's experts (m, ...) to their tokens -> (T, k, ...)."""
+        return self._back(rows)[self.positions]
 
     def sum_over_tokens(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The rows (m, h) of each token, times its weights (T, k) if given, summed: -> (T, h), in the rows' dtype."""
+        """Sum the rows (m, h) of each token, times its weights (T, k) if given -> (T, h), in the rows' dtype."""
         rows = self._back(rows)
         if rows.dtype == torch.float32 and rows.device.type == "cpu":
             weights = None if weights is None else weights.float()
-            return F.embedding_bag(self.places, rows, mode="sum", per_sample_weights=weights)
-        chosen = rows[self.places]  # (T, k, h)
+            return F.embedding_bag(self.positions, rows, mode="sum", per_sample_weights=weights)
+        chosen = rows[self.positions]  # (T, k, h)
         return (chosen if weights is None else chosen * weights[..., None]).sum(1).to(rows.dtype)
 
     def _back(self, rows: Tensor) -> Tensor:
-        """Rows of this rank's experts to the ranks that sent them, sorted there by expert: -> (T·k, ...)."""
+        """Send rows of this rank's experts back to the ranks they came from, sorted there by expert -> (T·k, ...)."""
         if self.axis.size == 1:
             return rows
         ungrouped = rows.index_select(0, self.regroup.argsort())
@@ -160,7 +159,7 @@ class _Exchange:
         )
 
     def of_rows(self, of_experts: Tensor) -> Tensor:
-        """A row's entry of a tensor (local, ...) by expert."""
+        """Repeat each expert's entry of a tensor (local, ...) for each of its rows -> (m, ...)."""
         return of_experts.repeat_interleave(self.counts, 0)
 
 
@@ -178,7 +177,7 @@ def _product(
     bias: Tensor | None = None,
     update: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """Rows (m, a), weight (experts, b, a) -> (m, b), by group, in one kernel; two more for an update of low rank."""
+    """Rows (m, a), weight (experts, b, a) -> (m, b), by group, in one kernel; a low-rank update takes two more."""
     result = F.grouped_mm(rows, weight.transpose(1, 2), offs=exchange.offsets)
     if update[0] is not None:
         result += _product(_product(rows, update[0], exchange), update[1], exchange)
@@ -209,8 +208,9 @@ def _experts(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y; how many rows were received, (n, E/n); [gate, up] of the rows, empty on several expert ranks unless `keep`; the rows,
-    empty unless `keep`.
+    """y; the numbers of received rows (n, E/n); and tensors for backward, empty if not saved.
+
+    These are [gate, up] of the rows, on one expert rank or with `keep`, and the rows, with `keep`.
     """
     exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size))
     rows = exchange.to_experts(exchange.gather(x))  # (m, h)
@@ -261,7 +261,7 @@ def _backward(
     keep: bool,
     frozen: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weights, and `sequential.Parameters`; empty for what does not exist or is frozen."""
+    """Gradients of x, weights, and `sequential.Parameters`; empty for absent and frozen parameters."""
     exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size), received)
     scales = exchange.to_experts(weights.flatten().index_select(0, exchange.order))
     if keep or size == 1:
@@ -291,7 +291,7 @@ def _grouped_backward(
     act: Activation,
     frozen: bool,
 ) -> tuple[Tensor | None, ...]:
-    """As `sequential.backward`, by one kernel for all experts."""
+    """Same as `sequential.backward`, with each product one kernel for all experts."""
     rows, grads, scales, hidden = saved
     rows, grads = rows.contiguous(), grads.contiguous()
     gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b = parameters
@@ -321,9 +321,9 @@ def _grouped_backward(
 def _input_gradient(
     grad: Tensor, weight: Tensor, exchange: _Exchange, a: Tensor | None, b: Tensor | None
 ) -> Tensor:
-    """Gradients (m, o) of the outputs to those of the inputs (m, i), by weights (experts, o, i) and their updates."""
-    turned = (None, None) if a is None or b is None else (b.transpose(1, 2), a.transpose(1, 2))
-    return _product(grad, weight.transpose(1, 2), exchange, update=turned)
+    """Gradients of the inputs (m, i) from those of the outputs (m, o), weights (experts, o, i) and their updates."""
+    transposed = (None, None) if a is None or b is None else (b.transpose(1, 2), a.transpose(1, 2))
+    return _product(grad, weight.transpose(1, 2), exchange, update=transposed)
 
 
 def _update_gradients(
@@ -341,7 +341,7 @@ def _update_gradients(
 def _(
     grad: Tensor, x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, *more: Any
 ) -> tuple[Tensor, ...]:
-    optional, frozen = more[:6], more[-1]  # biases and updates; what is saved and settings are between
+    optional, frozen = more[:6], more[-1]  # biases and updates; saved tensors and settings are in between
     parameters = gate_up, down, *optional
     results = [torch.empty_like(x), torch.empty_like(weights)]
     for index, parameter in enumerate(parameters):

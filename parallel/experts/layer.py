@@ -37,21 +37,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """How a run trains experts, whatever the family."""
+    """A run's settings for experts, independent of the model family."""
 
     balance: Balance = field(default_factory=Balance)
     capacity_factor: float | None = None  # None: dropless
-    keep_received: bool = False  # save for backward what other ranks sent, where no graph needs static shapes
+    keep_received: bool = False  # save received rows for backward; not in graphs, whose shapes are static
 
 
 class ExpertLinear(nn.Module):
-    """The weights of one projection of all experts on this rank, and their biases; `layer` multiplies.
+    """Weights and biases of one projection of all experts on this rank, for the products of `MixtureOfExperts`.
 
     Args:
-        sections: for each expert (sections of its weight, of its bias), by global name within this module.
+        weights, biases: sections of all experts, by global name within this module.
+        partial_bias: whether the bias is replicated over tensor ranks, so that its gradients are partial sums.
+        placed: dtype and device.
 
     Attributes:
-        lora: updates of the weights (lora.py).
+        lora: low-rank updates of the weights (lora.py).
     """
 
     def __init__(
@@ -74,13 +76,13 @@ class ExpertLinear(nn.Module):
             self.bias = parameter(Layout(biases, degree, Constant(0.0), partial, ranks), **placed)
 
     def update(self) -> Update | None:
-        """The factors of the updates; None without any, or while they are switched off."""
+        """The factors of the low-rank updates; None if there are none or they are switched off."""
         return self.lora.factors() if self.lora is not None and self.lora.enabled else None
 
 
 @contextmanager
 def counting_choices(layers: Iterable[MixtureOfExperts]) -> Iterator[None]:
-    """Let forward passes in the block only add their choices to the `load` of these layers."""
+    """Let forward passes in this block only count: they add their choices to the `load` of these layers."""
     layers = list(layers)
     for layer in layers:
         layer.counting = True
@@ -97,7 +99,7 @@ class MixtureOfExperts(nn.Module):
     Args:
         hidden: h.
         width: f, of one expert.
-        routing: of the family.
+        routing: the family's.
         mesh: its expert axis divides the experts.
         bias: whether the experts' projections have biases.
         activation: one of `activations.ACTIVATIONS`.
@@ -149,11 +151,11 @@ class MixtureOfExperts(nn.Module):
             tuple(Section(str(expert), (hidden,), None) for expert in local if bias),
             *(mesh, output_initializer or initializer, True, placed),
         )
-        # Its gradient is what a backward pass counts (balance.py), which is added to `counted`; `load` is for balance over the
-        # whole step.
+        # Its gradient holds the statistics of a backward pass (balance.py), which `_count` adds to `counted`; `load` is for
+        # `global` balance.
         tally = torch.zeros(routing.experts + EXTRA, device=device, requires_grad=True)
         tally.register_post_accumulate_grad_hook(self._count)
-        self.counted: Tensor | None = None  # since it was last taken
+        self.counted: Tensor | None = None  # statistics since they were last read
         self.add: Callable[[Tensor, Tensor], Tensor] = add
         self.register_buffer("tally", tally, persistent=False)
         self.register_buffer("load", torch.zeros(routing.experts, device=device), persistent=False)
@@ -179,8 +181,8 @@ class MixtureOfExperts(nn.Module):
         counts = balancing.count_choices(indices, experts, length)  # (b, E)
         kept = None
         if self.options.capacity_factor is not None:
-            places = capacity(self.options.capacity_factor, length, k, experts)
-            slot, kept = assign_slots(indices, experts, length, places)
+            limit = capacity(self.options.capacity_factor, length, k, experts)
+            slot, kept = assign_slots(indices, experts, length, limit)
         if self.counting:
             self.load.add_(counts.sum(0))
         elif torch.is_grad_enabled():
@@ -192,12 +194,12 @@ class MixtureOfExperts(nn.Module):
         options |= {"gate_up_update": self.gate_up.update(), "down_update": self.down.update()}
         if self.gate_up.bias is not None and self.down.bias is not None:
             options["gate_up_bias"] = self.gate_up.bias.view(len(gate_up), -1)
-            # Every tensor rank adds its part of the bias, as the outputs are summed.
+            # Every tensor rank adds its share of the bias, because the outputs are summed.
             options["down_bias"] = self.down.bias.view(len(gate_up), -1) / self.mesh.tensor.size
         if kept is None:
             options["keep"] = self.options.keep_received
             return routed_experts(x, weights, indices, gate_up, down, self.mesh.expert, **options)
-        slots = experts * len(counts) * places
+        slots = experts * len(counts) * limit
         return slotted_experts(x, weights, slot, kept, slots, gate_up, down, self.mesh.expert, **options)
 
     def _record(

@@ -1,12 +1,12 @@
 """LoRA of experts: a low-rank update of each expert's projections, y = W x + α/r · B A x, inside the grouped products.
 
-Of E/n experts on a rank and t tensor ranks, both factors are split where the weight is, so that ranks exchange nothing more:
+With E/n experts on a rank and t tensor ranks, the factors are split like the weight, so that no further communication is needed:
 
     gate, up    A (r, h) on every rank, B by rows
     down        A (r, f) by columns, B (h, r) on every rank: a rank's output is a partial sum, as without an update
 
-The gradient of a factor that every rank has is a partial sum over the tensor axis. Gate and up share A. Factors are multiplied
-like the weights, by expert: 2 r (i + o) FLOPs a row, and B A is never computed.
+The gradient of a replicated factor is a partial sum over the tensor axis. Gate and up share A. Factors are multiplied like the
+weights, by expert: 2 r (i + o) FLOPs per row, and B A is never computed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 
 from parallel.experts.grouped import Update
 from parallel.experts.layer import ExpertLinear
-from parallel.layers.lora import ZERO, Switch, first_factor
+from parallel.layers.lora import ZERO, SwitchableUpdate, first_factor
 from parallel.layout import Layout, Section, layout_of, parameter
 
 
-class ExpertUpdate(Switch):
-    """The updates of one projection of all experts on this rank; global tensors "a.3.weight", "b.3.gate.weight".
+class ExpertUpdate(SwitchableUpdate):
+    """The updates of one projection of all experts on this rank; global tensors are "a.3.weight", "b.3.gate.weight".
 
     Args:
         linear: the weights.
@@ -37,13 +37,13 @@ class ExpertUpdate(Switch):
         self.experts, self.rank = len(experts), rank
         a = tuple(Section(expert, (rank, i), 1 if columns else None) for expert in experts)
         b = tuple(Section(section.name, (o, rank), None if columns else 0) for section in layout.sections)
-        whole = ("tensor",) if layout.degree > 1 else ()
+        partial = ("tensor",) if layout.degree > 1 else ()
         placed = {"dtype": linear.weight.dtype, "device": linear.weight.device}
         self.a, self.b = nn.Module(), nn.Module()
         ranks = layout.expert_ranks
-        first = Layout(a, layout.degree, first_factor(i), () if columns else whole, ranks)
+        first = Layout(a, layout.degree, first_factor(i), () if columns else partial, ranks)
         self.a.weight = parameter(first, **placed)
-        self.b.weight = parameter(Layout(b, layout.degree, ZERO, whole if columns else (), ranks), **placed)
+        self.b.weight = parameter(Layout(b, layout.degree, ZERO, partial if columns else (), ranks), **placed)
 
     def factors(self) -> Update:
         """A (E/n, r, i) and α/r · B (E/n, o, r), for this tensor rank's part of i or o."""
@@ -52,5 +52,5 @@ class ExpertUpdate(Switch):
 
 
 def attach(linear: ExpertLinear, rank: int, scale: float) -> None:
-    """Add updates to a projection of all experts, as its submodule `lora`."""
+    """Add updates to one projection of all experts, as its submodule `lora`."""
     linear.lora = ExpertUpdate(linear, rank, scale)

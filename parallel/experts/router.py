@@ -1,11 +1,11 @@
-"""Router: which k of the E experts a token goes to, and with which weights; float32.
+"""Router: the k of E experts that a token is sent to, and their weights; float32.
 
     logits = W x + b;   scores = softmax(logits) or sigmoid(logits)
     chosen = top-k of scores, or of scores + selection bias
     weights = scale · scores[chosen], divided by their sum if `normalize`
 
 Normalized softmax scores are the softmax of the chosen logits, as some families define them. With groups of experts, a token
-chooses among those of its best groups only, a group's score being the sum of its two best (arXiv 2412.19437).
+chooses among the experts of its best groups only; a group's score is the sum of its two best (arXiv 2412.19437).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Routing:
     bias: bool = False  # whether the logits have a bias
     groups: int = 1  # of consecutive experts
     top_groups: int = 1  # groups that a token chooses among
-    selection_bias: bool = False  # whether a bias takes part in the selection, and in nothing else
+    selection_bias: bool = False  # whether to select by scores plus a bias, which does not affect the weights
 
 
 class Routed(NamedTuple):
@@ -47,9 +47,9 @@ class Routed(NamedTuple):
 
 
 class Router(nn.Module):
-    """The router of a layer, on all of a rank's tokens.
+    """The router of a layer, for all of a rank's tokens.
 
-    On several tensor ranks the outputs of a token's experts are partial sums, hence the router's gradients too.
+    With several tensor ranks, experts' outputs are partial sums, and so are the router's gradients.
 
     Args:
         hidden: h.
@@ -76,15 +76,16 @@ class Router(nn.Module):
         if routing.bias:
             self.bias = parameter(Layout((section,), axis.size, zero, partial), dtype, device)
         if routing.selection_bias:
-            # float32 in any training dtype, because its steps are small. Every tensor rank counts the whole load.
+            # float32 in any training dtype, because its steps are small. Every tensor rank counts the full load.
             self.selection_bias = parameter(
                 Layout((section,), axis.size, zero, sign_step=0.0), torch.float32, device
             )
 
     def move_selection_bias(self, step: float) -> None:
-        """Let the selection bias balance the load: after each optimizer step, that of an expert moves by `step` against the sign
-        of the expert's excess load in the whole step (arXiv 2408.15664). To be called before an optimizer takes the bias; without
-        it the bias stays as it is.
+        """Balance the load by the selection bias, which each optimizer step updates (arXiv 2408.15664).
+
+        An expert's bias moves by `step` against the sign of its excess load in the whole step. Call this before the optimizer is
+        created; without it the bias does not change.
         """
         bias = self.selection_bias
         bias.global_layout = replace(layout_of(bias), sign_step=step)

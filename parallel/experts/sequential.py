@@ -1,10 +1,10 @@
-"""Experts one after the other: each goes from its rows to its outputs, or to its gradients, before the next begins.
+"""Experts one after the other: each computes its outputs, or its gradients, before the next one starts.
 
-For devices without a kernel for grouped products. What an expert computes between its products (rows of 2f elements) is small
-enough for a CPU's cache, where the same for all experts would be read from memory again by each of a dozen operations.
+For devices without a kernel for grouped products. One expert's intermediate results (rows of 2f elements) fit into a CPU's cache;
+those of all experts would be read from memory by each of a dozen operations.
 
-An expert multiplies a window of the table of rows: its own, and as many of its neighbours' as bring the number to one of few
-sizes (`host_products`), which kernels exist for. What comes of the neighbours' rows is dropped; in sums over rows it is zeroed.
+An expert multiplies a window of the table of rows: its own, padded with neighbouring ones to one of a few sizes for which kernels
+exist (`host_products`). Results of neighbouring rows are dropped, and zeroed before sums over rows.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from parallel.experts.activations import Activation
 from parallel.host_products import multiply, rounded_up
 
-BASE = 4  # number of parameters before those of updates, which train while these are frozen
+BASE = 4  # number of base parameters; the factors of updates follow, and train while these are frozen
 
 
 class Parameters(NamedTuple):
-    """Of a rank's experts; the factors of LoRA's updates last, of which the second ones are scaled."""
+    """Parameters of a rank's experts; the last four are LoRA's factors, with B already scaled."""
 
     gate_up: Tensor  # (experts, 2f, h)
     down: Tensor  # (experts, h, f)
@@ -40,12 +40,12 @@ class Parameters(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What backward starts from."""
+    """Inputs of backward."""
 
     rows: Tensor  # (m, h), grouped by expert
     grads: Tensor  # (m, h), of the tokens' outputs
     scales: Tensor  # (m), weight of each row in its token's output
-    hidden: Tensor | None  # (m, 2f), [gate, up]; None: computed again
+    hidden: Tensor | None  # (m, 2f), [gate, up]; None: recomputed
 
 
 class _Window(NamedTuple):
@@ -79,7 +79,7 @@ def backward(
     """Gradients of the rows (m, h), of their scales (m), and of the parameters, None for those that do not exist.
 
     Args:
-        frozen: whether weights and biases need no gradients; they are None, too.
+        frozen: whether weights and biases need no gradients; theirs are None, too.
     """
     rows, grads, scales, hidden = saved
     gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b = parameters
@@ -131,7 +131,7 @@ def backward(
 
 
 def _windows(ranges: Iterable[tuple[int, int]], total: int, weights: int) -> Iterator[tuple[int, _Window]]:
-    """Each expert and its window of a table of `total` rows; without rows, an empty one. `weights`: of its larger product."""
+    """Each expert and its window of a table of `total` rows, empty if it has none; `weights`: size of its larger matrix."""
     for expert, (start, stop) in enumerate(ranges):
         size = min(total, rounded_up(stop - start, weights))
         first = min(start, total - size)
@@ -142,7 +142,7 @@ def _windows(ranges: Iterable[tuple[int, int]], total: int, weights: int) -> Ite
 
 
 def _only(table: Tensor, inside: slice) -> Tensor:
-    """The table with zeros in all other rows."""
+    """Zero all other rows of the table in place."""
     table[: inside.start].zero_()
     table[inside.stop :].zero_()
     return table

@@ -1,11 +1,11 @@
-"""Experts with a capacity: each takes at most C tokens of a sample, and drops the rest; all shapes are static.
+"""Experts with a capacity: each accepts at most C tokens per sample and drops the rest; all shapes are static.
 
-With s tokens in a sample, C = ⌈factor · s·k / E⌉. Earlier tokens come first, so what is dropped is a function of the sample: the
-same under any microbatch size, data and expert degree. A dropped choice adds nothing to its token's sum; its weight is not shared
-out among the others.
+With s tokens in a sample, C = ⌈factor · s·k / E⌉. Earlier tokens take precedence, so the dropped choices depend on the sample
+only, not on the microbatch size or the data and expert degrees. A dropped choice adds nothing to its token's sum; its weight is
+not redistributed to the others.
 
-A table of E·b·C slots holds the tokens; its shards by expert go to the ranks that hold them by all-to-all, and come back the same
-way. Unused slots are zeros. Elements that a rank sends: E·b·C·h(n-1)/n, twice in forward and twice in backward.
+A table of E·b·C slots holds the tokens; an all-to-all sends its shards to the ranks that hold the experts, another returns the
+results. Unused slots are zeros. Elements that a rank sends: E·b·C·h(n-1)/n, twice in forward and twice in backward.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from parallel.mesh import Axis
 
 
 def capacity(factor: float, length: int, k: int, experts: int) -> int:
-    """C, of samples of `length` tokens; at most `length`."""
+    """C for samples of `length` tokens, at most `length`."""
     return min(length, math.ceil(factor * length * k / experts))
 
 
-def assign_slots(indices: Tensor, experts: int, length: int, places: int) -> tuple[Tensor, Tensor]:
-    """The slot of each choice and which choices have one.
+def assign_slots(indices: Tensor, experts: int, length: int, limit: int) -> tuple[Tensor, Tensor]:
+    """The slot of each choice, and which choices get one.
 
     Args:
         indices: (b·length, k) chosen experts.
-        places: C.
+        limit: C.
 
     Returns:
         slot (b·length, k) in a table of E·b·C, of expert-major order; kept (b·length, k).
@@ -45,8 +45,8 @@ def assign_slots(indices: Tensor, experts: int, length: int, places: int) -> tup
     chosen = torch.nn.functional.one_hot(choices, experts)  # (b, s·k, E)
     before = (chosen.cumsum(1) * chosen).sum(-1) - 1  # (b, s·k) earlier choices of the same expert
     sample = torch.arange(b, device=indices.device)[:, None]
-    slot = (choices * b + sample) * places + before
-    return slot.view(tokens, k), (before < places).view(tokens, k)
+    slot = (choices * b + sample) * limit + before
+    return slot.view(tokens, k), (before < limit).view(tokens, k)
 
 
 def slotted_experts(
@@ -65,9 +65,9 @@ def slotted_experts(
     down_update: Update | None = None,
     activation: str = "silu",
 ) -> Tensor:
-    """As `grouped.routed_experts`, with `assign_slots`' slots of a table of `slots` in place of indices."""
+    """Same as `grouped.routed_experts`, with the result of `assign_slots` for a table of `slots` in place of indices."""
     tokens, k = slot.shape
-    flat = slot.where(kept, slots).flatten()  # (T·k); one more slot takes what is dropped
+    flat = slot.where(kept, slots).flatten()  # (T·k); dropped choices go to one extra slot
     numbers = torch.arange(tokens, device=x.device).repeat_interleave(k)
     source = numbers.new_full((slots + 1,), tokens).scatter(0, flat, numbers)[:-1]  # token in each slot
     padded = torch.cat((x, x.new_zeros(1, x.shape[1])))
@@ -95,7 +95,7 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, update: Update |
 class _Product(Function):
     """Rows (experts, m, i) times weights (experts, o, i) -> (experts, m, o).
 
-    It saves the weights as they are, not their transposes: a graph that gathers weights (optimizer/fsdp.py) then gathers them
+    It saves the weights themselves, not their transposes: a graph that gathers weights (optimizer/fsdp.py) then gathers them
     again in backward, where a partitioner that does not recompute transposes would keep all of them.
     """
 

@@ -10,7 +10,7 @@ the layers; column layers all-gather their input and row layers reduce-scatter t
 and norms and residuals take 1/t of the memory. The gathered input is not saved but gathered again in backward.
 
 Backward of column layers overlaps each collective with another product: the reduction of dX with dW, the second gather of X with
-dX. The others have no product beside them but their own, and overlap with it in chunks (overlap.py).
+dX. The other collectives can overlap only with their own product, in chunks (overlap.py).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def column_input_gradient(
 
 
 class _Reduced:
-    """A gradient that no other rank has a part of, in place of a reduction in progress."""
+    """A gradient that needs no reduction, in place of a pending one."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -146,7 +146,7 @@ class ColumnParallelLinear(DeferrableLinear):
 
     Args:
         in_features: h.
-        out_features: o, or the sizes of the fused sections by name, each split on its own: a rank holds [gate_t; up_t] and its
+        out_features: o, or the sizes of the fused sections by name, each split separately: a rank holds [gate_t; up_t] and its
             output is (b·s, gate/t + up/t).
         axis: tensor axis.
         bias: whether to add a bias, split like the rows.
@@ -250,11 +250,11 @@ class RowParallelLinear(DeferrableLinear):
 
 
 class ReplicatedLinear(nn.Module):
-    """Y = X Wᵀ with all of W on every tensor rank; X is (tokens, i).
+    """Y = X Wᵀ with W replicated on all tensor ranks; X is (tokens, i).
 
     Args:
         out_features: o, or the sizes of the stacked sections by name.
-        sequence_parallel: whether a rank has its own tokens; the weight's gradient is then a partial sum.
+        sequence_parallel: whether each rank has its own tokens; the weight's gradient is then a partial sum.
     """
 
     def __init__(

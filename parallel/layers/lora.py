@@ -2,13 +2,13 @@
 
 A is (r, i), drawn like a layer's weights, and B (o, r) zero, so that training starts from the frozen layer. Over t tensor ranks:
 
-    column-parallel W    u = x Aᵀ on a rank's own tokens, A whole on every rank; B is split by rows as W is
-    row-parallel W       u = Σ x_t A_tᵀ with A split by columns as W is; B is whole on every rank
+    column-parallel W    u = x Aᵀ on a rank's own tokens, with A replicated; B is split by rows like W
+    row-parallel W       u = Σ x_t A_tᵀ with A split by columns like W; B is replicated
 
 so that ranks exchange tensors of width r for the update, and neither x nor y a second time.
 
-One layer may hold several weights side by side ([q; k; v]). They share one A, or have an A each: then the As are stacked, and
-each section of B uses its own columns; the others stay zero.
+One layer may hold several fused weights ([q; k; v]). They share one A, or have an A each: then the As are stacked, and each
+section of B uses its own columns; the others stay zero.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from parallel.random import Keys, dropout
 ZERO = Constant(0.0)
 
 
-class Switch(nn.Module):
-    """Updates that `without_updates` switches off.
+class SwitchableUpdate(nn.Module):
+    """Low-rank updates that `without_updates` can switch off.
 
     Attributes:
-        enabled: whether they are part of the layer's output.
+        enabled: whether they are added to the layer's output.
     """
 
     enabled = True
 
 
-class LowRankUpdate(Switch):
+class LowRankUpdate(SwitchableUpdate):
     """α/r · B A dropout(x).
 
     Args:
@@ -61,7 +61,7 @@ class LowRankUpdate(Switch):
         self.register_buffer("columns", columns, persistent=False)
 
     def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
-        """The update of the layer's output; `keys` of the tokens, in training with dropout."""
+        """The update of the layer's output; with the tokens' `keys`, with dropout."""
         if self.rate and keys is not None:
             own = keys.fold(self.site)
             rows = own.hidden if self.columns is None else own.attention.flatten()
@@ -70,7 +70,7 @@ class LowRankUpdate(Switch):
 
 
 def first_factor(in_features: int) -> Normal:
-    """The initializer of A: the variance of PEFT's, which is uniform in ±1/√i."""
+    """Initializer of A with the variance of PEFT's, which is uniform in ±1/√i."""
     return Normal(1 / math.sqrt(3 * in_features))
 
 
@@ -84,8 +84,8 @@ def attach(linear: nn.Module, update: LowRankUpdate) -> None:
 
 @contextmanager
 def without_updates(model: nn.Module) -> Iterator[None]:
-    """Compute with the frozen layers alone, for the block."""
-    updates = [module for module in model.modules() if isinstance(module, Switch)]
+    """Compute with the frozen layers alone in this block."""
+    updates = [module for module in model.modules() if isinstance(module, SwitchableUpdate)]
     for update in updates:
         update.enabled = False
     try:
@@ -96,7 +96,7 @@ def without_updates(model: nn.Module) -> Iterator[None]:
 
 
 def keep_sections_apart(weight: nn.Parameter, groups: Sequence[Sequence[str]], rank: int) -> None:
-    """Let each section of B (o/t, groups · r) learn only in its group's r columns; a section of no group learns nothing."""
+    """Mask B's gradient (o/t, groups · r): each section trains only its group's r columns, one without a group nothing."""
     layout, mask, row = layout_of(weight), torch.zeros_like(weight), 0
     for section in layout.sections:
         rows = layout.local_rows(section)

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm of hidden states, replicated over the tensor axis, and RMSNorms of query and key heads.
 
-Hidden states may be full or sequence-parallel. Query and key heads are sharded over the tensor axis, and are normalized each by
-itself (`HeadNorm`), or all of a token's together (`ProjectionNorm`), whose mean square needs an all-reduce of a number per token.
+Hidden states may be full or sequence-parallel. Query and key heads are sharded over the tensor axis, and are normalized
+individually (`HeadNorm`), or all of a token's together (`ProjectionNorm`), which all-reduces a sum of squares per token.
 """
 
 from __future__ import annotations

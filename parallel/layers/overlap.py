@@ -1,13 +1,14 @@
-"""Matrix products beside the collectives of sequence parallelism, in chunks of tokens.
+"""Overlap of matrix products with the collectives of sequence parallelism, in chunks of tokens.
 
     gather_product     Y = f(all-gather X)         chunk i + 1 is gathered while chunk i is multiplied
     scatter_product    Y = reduce-scatter f(X)     chunk i is reduced while chunk i + 1 is multiplied
 
-f is a matrix product, each row of whose result depends on that row of its input only. A chunk holds the same tokens of each rank,
-so that its collective is an ordinary one of 1/c of the size, and every element of Y is the same sum as without chunks.
+f is a matrix product: each row of its result depends on the same row of its input only. A chunk consists of the same rows of
+each rank's shard, so that its collective is an ordinary one of 1/c of the size, and every element of Y is the same sum as without
+chunks.
 
-With c chunks, 1/c of the shorter of product and collective stays exposed (arXiv 2105.05720). It costs a copy of each chunk, and
-the memory of one. The host waits for nothing: `wait` makes the device's compute stream wait for a collective.
+With c chunks, 1/c of the shorter of product and collective stays exposed (arXiv 2105.05720). The cost is a copy of each chunk and
+the memory of one. The host never waits: `wait` makes the device's compute stream wait for a collective.
 
 `Axis.chunks` is their number, or None to derive it from the sizes with the constants below, which are estimates for NVLink, not
 measured.
@@ -27,11 +28,11 @@ Product = Callable[[Tensor], Tensor]
 
 MOST_CHUNKS = 4
 SMALLEST_ROWS = 2048  # of a chunk's product, so that its tiles fill the device
-SMALLEST_BYTES = 8 << 20  # of a chunk's collective, so that its latency is small beside its duration
+SMALLEST_BYTES = 8 << 20  # of a chunk's collective, so that latency is a small part of its duration
 
 
 def count_chunks(rows: int, row_bytes: int, axis: Axis) -> int:
-    """How many chunks to make of a product with `rows` gathered rows, of which the collective moves `row_bytes` each.
+    """Number of chunks of a product with `rows` gathered rows, for each of which the collective moves `row_bytes`.
 
     Returns:
         a divisor of each rank's number of rows.
@@ -39,14 +40,14 @@ def count_chunks(rows: int, row_bytes: int, axis: Axis) -> int:
     most = axis.chunks
     if most is None:
         most = min(MOST_CHUNKS, rows // SMALLEST_ROWS, rows * row_bytes // SMALLEST_BYTES)
-    own = rows // axis.size
-    return next((count for count in range(most, 1, -1) if own % count == 0), 1)
+    local = rows // axis.size
+    return next((count for count in range(most, 1, -1) if local % count == 0), 1)
 
 
 def gather_product(
     x: Tensor, axis: Axis, product: Product, *, divisible: bool = True, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The product (n·p, m) of X, of which each rank has (p, k); and with `keep` X itself, (n·p, k).
+    """The product (n·p, m) of X, of which each rank holds (p, k), and X itself (n·p, k) if `keep`.
 
     Args:
         divisible: whether the product may be computed in chunks.
@@ -63,18 +64,18 @@ def gather_product(
         if i + 1 < chunks:
             following = collectives.start_all_gather(parts[i + 1], axis)
         gathered = collectives.wait(pending)  # (n·p/c, k)
-        y = _place(y, product(gathered), i, chunks, axis)
-        kept = _place(kept, gathered, i, chunks, axis) if keep else None
+        y = _write_chunk(y, product(gathered), i, chunks, axis)
+        kept = _write_chunk(kept, gathered, i, chunks, axis) if keep else None
     return y.flatten(0, 2), kept.flatten(0, 2) if keep else None
 
 
-def _place(whole: Tensor | None, part: Tensor, i: int, chunks: int, axis: Axis) -> Tensor:
-    """Copy chunk i (n·p/c, m) to its rows of each rank in `whole` (n, c, p/c, m), made at the first."""
-    part = part.unflatten(0, (axis.size, -1))  # (n, p/c, m)
-    if whole is None:
-        whole = part.new_empty(axis.size, chunks, *part.shape[1:])
-    whole[:, i] = part
-    return whole
+def _write_chunk(result: Tensor | None, chunk: Tensor, i: int, chunks: int, axis: Axis) -> Tensor:
+    """Copy chunk i (n·p/c, m) to each rank's rows in `result` (n, c, p/c, m), which the first call allocates."""
+    chunk = chunk.unflatten(0, (axis.size, -1))  # (n, p/c, m)
+    if result is None:
+        result = chunk.new_empty(axis.size, chunks, *chunk.shape[1:])
+    result[:, i] = chunk
+    return result
 
 
 def scatter_product(x: Tensor, axis: Axis, product: Product, *, width: int, divisible: bool = True) -> Tensor:

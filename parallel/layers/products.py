@@ -1,18 +1,18 @@
 """Matrix products of linear layers: in the tensors' dtype, or in 8-bit floating point (FP8) with dynamic scales.
 
-A linear layer Y = X Wᵀ has three products, of which both factors are quantized along the dim that is summed over:
+A linear layer Y = X Wᵀ has three products, whose factors are both quantized along the dim that is summed over:
 
     forward           X Wᵀ    e4m3 × e4m3
     input gradient    dY W    dY × e4m3
     weight gradient   dYᵀ X   dY × e4m3
 
-    recipe       a scale for                                        format of dY
-    tensorwise   a tensor, its largest value / the format's          e5m2
-    rowwise      a row of a factor, rounded up to a power of two     e4m3
+    recipe       one scale per                                       format of dY
+    tensorwise   tensor: its largest value / the format's            e5m2
+    rowwise      row of a factor, rounded up to a power of two       e4m3
     mxfp8        32 values of a row, a power of two (OCP MX 1.0)     e4m3
 
-Products are summed in float32 by the tensor cores and returned in the factors' dtype; weights, activations, gradients and what is
-saved for backward stay as they are (arXiv 2209.05433). Layers here are Functions that overlap their products with collectives,
+Products are summed in float32 by the tensor cores and returned in the factors' dtype; weights, activations, gradients and tensors
+saved for backward keep their dtype (arXiv 2209.05433). Layers here are Functions that overlap their products with collectives,
 which torchao's replacement of nn.Linear does not support, so the few lines of scaling are our own.
 
 `emulated` runs the same quantization on any device and multiplies the dequantized factors in float32.
@@ -40,7 +40,7 @@ RECIPES = ("tensorwise", "rowwise", "mxfp8")
 MULTIPLE = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}  # of each dim of a factor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MX_BLOCK = 32
-TINY = 1e-12  # smallest magnitude of a scale, for rows of zeros
+TINY = 1e-12  # smallest magnitude to derive a scale from, for rows of zeros
 
 save_outputs(scaled_mm.default)
 
@@ -70,16 +70,16 @@ def is_plain(products: Products, axis: Axis) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """X (m, k), W (n, k) -> X Wᵀ + bias (m, n), by torch's linear layer or, if that is faster, by oneDNN's products."""
+    """X (m, k), W (n, k) -> X Wᵀ + bias (m, n), by torch's linear layer or, if faster, by oneDNN."""
     if not uses_onednn(x, len(weight)):
         return F.linear(x, weight, bias)
-    # Saved for backward before the product, as in torch's: recomputation stops there, and omits a block's last product.
+    # Saved for backward before the product, as in torch's own: recomputation stops there, and omits a block's last product.
     x = _SavedFactors.apply(x, weight.detach())
     return _Linear.apply(x, weight, bias, x.grad_fn)
 
 
 class _SavedFactors(Function):
-    """X, which it saves with W if X needs a gradient."""
+    """Identity of X whose node saves X and W for `_Linear`; without a node if X needs no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class _SavedFactors(Function):
 
 
 class _Linear(Function):
-    """X Wᵀ + bias; `saved` is the node that saved X and W, if any did."""
+    """X Wᵀ + bias; `saved` is the node of `_SavedFactors`, if there is one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any) -> Tensor:
@@ -191,7 +191,7 @@ def swizzle(scales: Tensor) -> Tensor:
     (r mod 32) · 16 + ⌊r / 32⌋ · 4 + c (cuBLAS, 1D block scaling factors layout).
 
     Returns:
-        flat, with zeros for the rows and columns that fill the last tiles.
+        flat, with zeros for the rows and columns that pad the last tiles.
     """
     m, k = scales.shape
     padded = F.pad(scales, (0, -k % 4, 0, -m % 128))

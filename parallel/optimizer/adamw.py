@@ -4,8 +4,8 @@ With g the gradient divided by `divisor`, m and v the moments, at update t:
 
     m = β1 m + (1-β1) g;   v = β2 v + (1-β2) g²;   w = (1 - ηλ) w - η/(1-β1^t) · m / (√v / √(1-β2^t) + ε)
 
-All that depends on the step is on the device, so that the host waits for nothing: the number of the update, the divisor, and
-whether to skip. One kernel, or one compiled graph, serves a whole shard; graphs depend on its length and on no number.
+All values that depend on the step are on the device, so that the host never waits: the update's number, the divisor, and whether
+to skip. One kernel, or one compiled graph, updates a full shard; graphs depend on its length only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AdamW:
     epsilon: float
 
     def constants(self, weight_decay: float, device: torch.device) -> Tensor:
-        """What `update` needs of them: 1-β1, β2, 1-β2, log β1, log β2, ε, λ; (7) float32."""
+        """The constants of `update`: 1-β1, β2, 1-β2, log β1, log β2, ε, λ; (7) float32."""
         beta1, beta2 = self.betas
         logs = (math.log(beta) if beta else -math.inf for beta in self.betas)
         return torch.tensor([1 - beta1, beta2, 1 - beta2, *logs, self.epsilon, weight_decay], device=device)
@@ -60,7 +60,7 @@ def adamw(
         step: number of this update, counted from 1; 0-dim float32 on the device, as are the divisor and `skip`.
         learning_rate: a number, or 0-dim float32 on the device, which a compiled update needs.
         divisor: of the gradient, for clipping.
-        skip: 1 leaves everything as it is, 0 does not.
+        skip: 1 to change nothing, else 0.
         compiled: compiled `update`; None uses torch's fused kernel, or `update` if there is none.
     """
     if compiled is None and has_fused_adamw(weights.device.type):

@@ -1,4 +1,4 @@
-"""What the optimizer computes on flat tensors, as functions that read nothing on the host.
+"""The optimizer's computations on flat tensors, as functions that need no host synchronization.
 
 Devices that compile each operator at its first use run them as compiled programs, one graph for each combination of shapes, the
 same on every rank; others run torch's kernels one by one.
@@ -19,10 +19,10 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Arithmetic:
-    """The functions of this module, compiled where a device wants it.
+    """The functions of this module, compiled if the device needs it.
 
     Args:
-        compile: None for devices with a kernel for each operator.
+        compile: compiles a function; None for devices with a kernel for each operator.
 
     Attributes:
         update: compiled `adamw.update`; None for torch's fused kernel, if it has one for the device.
@@ -41,7 +41,7 @@ class Arithmetic:
 
 
 def assign(target: Tensor, source: Tensor) -> None:
-    """Write the source over the target, in the target's dtype."""
+    """Overwrite the target with the source, in the target's dtype."""
     target.copy_(source)
 
 
@@ -71,12 +71,12 @@ def clip(
 
     Args:
         square: global squared norm of the gradients; 0-dim, as are all tensors here.
-        skip: not 0 to skip the update, as is done if the norm is not finite.
+        skip: nonzero skips the update, as does a norm that is not finite.
         steps: updates so far; incremented in place.
         limit: maximum norm; None disables clipping.
 
     Returns:
-        the norm, 1 if the update is skipped or 0, and the divisor of the gradients; float32.
+        the norm, 1 if the update is skipped, else 0, and the divisor of the gradients; float32.
     """
     norm = square.sqrt()
     skipped = norm.isfinite().logical_not()

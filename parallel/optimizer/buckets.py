@@ -1,15 +1,15 @@
-"""Buckets: parameters end to end in flat memory, so that one collective and one kernel serve many of them.
+"""Buckets: parameters concatenated in flat memory, so that one collective and one kernel serve many of them.
 
-A bucket holds parameters of one dtype, weight decay, factor of the learning rate, update rule and set of partial axes, of
-experts or of the rest. The parameters become views of `values`, their summed gradients are views of `gradients`. With d ranks
-in `dp_shard`, for experts in `expert_shard`, the flat memory is padded to d equal shards: rank r owns elements
+The parameters of a bucket have the same dtype, weight decay, learning-rate multiplier, update rule and partial axes, and either
+all belong to experts or none does. They become views of `values`, their summed gradients are views of `gradients`. With d ranks
+in `dp_shard` (for experts `expert_shard`), the flat memory is padded to d equal shards: rank r owns elements
 [r·n/d, (r+1)·n/d), and keeps float32 master weights and Adam's moments of these only. Shard boundaries may fall inside a
 parameter.
 
-Parameters and shards begin at multiples of 128 bytes, which vector loads and collectives want. Gaps and padding are zero.
+Parameters and shards are aligned to 128 bytes for vector loads and collectives. Gaps and padding are zero.
 
-A resident bucket (ZeRO-1) always has its flat memory. Another one (FSDP) has the memory of `values` from `start_gather` to
-`release`, that of `gradients` while it has unreduced ones, and its own memory for the shard of the summed gradients.
+A resident bucket (ZeRO-1) always has its flat memory. Any other (FSDP) has memory for `values` from `start_gather` to `release`,
+for `gradients` while some are not reduced, and separate memory for the shard of the summed gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from parallel.optimizer.arithmetic import EAGER, Arithmetic
 
 ALIGNMENT = 128  # bytes
 BUCKET_SIZE = 10_000_000  # elements
-LATENCY = 20e-6  # seconds of a message between nodes, which may cost a fifth of its time
+LATENCY = 20e-6  # seconds per message between nodes; it may be a fifth of the message's time
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ShardBox(GlobalBox):
     """A box of a global tensor inside this rank's shard of a bucket."""
 
     start: int  # of its first element in the shard, where it is contiguous
-    replicas: int  # number of tensor ranks that hold it
+    replicas: int  # number of tensor ranks that hold this box
     saved: bool  # whether this rank, among those with a replica of the box, writes it to checkpoints
 
     def view(self, shard: Tensor) -> Tensor:
@@ -65,24 +65,24 @@ class Bucket:
     """Flat memory of some parameters; see the module docstring.
 
     Args:
-        named_parameters: moved into the bucket, of which they become views.
+        named_parameters: moved into the bucket; they become views of it.
         mesh: its `dp_shard` axis, for experts `expert_shard`, shards the bucket.
         weight_decay: of all of them.
         partial: axes over which their gradients are partial sums (`Layout.partial_axes`).
         gradient_dtype: of the summed gradients.
         resident: whether values and gradients stay in memory.
         frozen: whether they are never updated: no gradients, no states, and `master` in the parameters' dtype.
-        arithmetic: what it computes with.
-        initialize: fills a parameter that has no memory before (`layout.deferred_parameters`); None: parameters have values.
+        arithmetic: the functions that it computes with.
+        initialize: fills deferred parameters (`layout.deferred_parameters`); None: parameters have values.
 
     Attributes:
-        rate: factor of the learning rate of all of them.
+        rate: learning-rate multiplier of all of them.
         values: all parameters, in their dtype.
-        gradients: of all parameters, of this rank; None if not resident and there are none.
+        gradients: this rank's gradients of all parameters; None if not resident and there are none.
         gradient_shard: this rank's shard of the summed gradients.
         master, exp_avg, exp_avg_sq: this rank's shard of the states, float32.
-        norm_weights: of equal blocks of the shard, for squared norms: 1 / replicas, so that each element counts once over all
-            ranks; 0 for padding.
+        norm_weights: weights of the shard's equal blocks in squared norms: 1 / replicas, so that each element counts once over
+            all ranks; 0 for padding.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Bucket:
         self.awaited -= 1
 
     def take_gradients(self) -> Tensor:
-        """`gradients`, with zeros for parameters that got none, to be reduced; further ones get new memory if not resident."""
+        """Return `gradients` for reduction, with zeros for parameters without one; if not resident, later ones get new memory."""
         gradients = self.gradients
         if gradients is None:
             gradients = torch.zeros_like(self.values, dtype=self.gradient_dtype)
@@ -199,7 +199,7 @@ class Bucket:
 
     @torch.no_grad()
     def start_gather(self) -> None:
-        """Start to fill `values` from all ranks' master weights, unless that is done; use it after `wait`."""
+        """Start to fill `values` from all ranks' master weights, unless that is done; read them after `wait`."""
         if not self.resident:
             if self.gathered:
                 return
@@ -223,7 +223,7 @@ class Bucket:
         return [part[1:] for part in sorted(held + gaps, key=lambda part: part[0])]
 
     def gather_in_graph(self, shard: nn.Parameter) -> None:
-        """Take gradients from `shard`, the master weights as a parameter that a graph gathers, already summed over `dp_shard`."""
+        """Receive gradients from `shard`, the parameter with the master weights that a graph gathers, summed over `dp_shard`."""
         self.in_graph = True
 
         def accumulate(shard: nn.Parameter) -> None:
@@ -249,7 +249,7 @@ class Bucket:
 
     def block_weights(self, weight: Callable[[Box], float]) -> Tensor:
         """A weight for each of the shard's equal blocks, on the host: that of its box; 0 for padding."""
-        # A rank's rows are its own, but all ranks must have blocks of one size: graphs do not depend on the rank.
+        # The rows in a shard differ between ranks, but the block size must not: graphs do not depend on the rank.
         rows = (math.prod(slot.parameter.shape[1:]) for slot in self.slots)
         block = math.gcd(self.length, *rows, *(slot.start for slot in self.slots))
         weights = torch.zeros(self.length // block)
@@ -280,7 +280,7 @@ class Bucket:
 
 
 def pack(sizes: Sequence[int], shards: int, *dtypes: torch.dtype) -> tuple[list[int], int]:
-    """Where tensors of these numbers of elements begin in flat memory of each dtype, and its length, cut in equal shards."""
+    """Starts of tensors of these sizes in flat memory, aligned in each dtype, and its length, a multiple of `shards`."""
     unit = ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
     ends = list(accumulate(math.ceil(size / unit) * unit for size in sizes))
     return [0, *ends[:-1]], math.ceil(ends[-1] / (shards * unit)) * shards * unit

@@ -1,13 +1,13 @@
 """FSDP (arXiv 2304.11277; stage 3 of ZeRO, arXiv 1910.02054): parameters are gathered when a part of the model needs them.
 
 The model is divided into units: the embedding, each block, the head. A unit's matrices are one bucket, of which each of d ranks
-keeps a shard; vectors (norms, biases) stay resident as in ZeRO-1, they are small. In a step with m microbatches:
+keeps a shard; vectors (norms, biases) are small and stay resident, as in ZeRO-1. In a step with m microbatches:
 
     forward    a block's weights are gathered when the block before it starts, and released when it ends
     backward   the same in reverse order; the gradients, complete with the block's backward, are reduce-scattered while the next
                block runs, and added to a float32 shard
-    embedding, head   gathered once a step
-    with `keep_gathered`   blocks too, and gradients are reduced once a step
+    embedding, head   gathered once per step
+    with `keep_gathered`   blocks too, and gradients are reduced once per step
 
 Elements sent by a rank for n parameters of blocks: 3m·n(d-1)/d, or 2n(d-1)/d with `keep_gathered`. Bytes per parameter in bf16:
 16/d with float32 gradients, and at most two blocks' weights and gradients in full.
@@ -64,7 +64,7 @@ class Unit:
             bucket.release()
 
     def release_frozen(self) -> None:
-        """Release what no gradient releases, once the unit's backward has ended."""
+        """Release frozen weights, which no gradient releases, once the unit's backward has ended."""
         for bucket in self.buckets:
             if bucket.frozen and self.block:
                 bucket.release()
@@ -118,25 +118,25 @@ def _after_forward(unit: Unit, previous: Sequence[Unit], following: Sequence[Uni
 
 
 def gather_in_graph(block: nn.Module) -> None:
-    """Let a block's forward gather its weights, from when the optimizer has sharded them.
+    """Let a block's forward gather its weights, once the optimizer has sharded them.
 
-    Call it after activation checkpointing was applied and before the block is compiled.
+    Call it after applying activation checkpointing and before compiling the block.
     """
     forward = block.forward
     block.gathers = []  # functions that gather a bucket, and the module and attribute of each parameter in it
 
     @wraps(forward)
     def gathered(*inputs: Any) -> Any:
-        for shard, gather, places in block.gathers:
+        for shard, gather, attributes in block.gathers:
             # The backward graph gathers again instead of saving what forward gathered.
             weights = checkpoint(gather, shard, use_reentrant=False, preserve_rng_state=False)
-            for weight, (module, name) in zip(weights, places, strict=True):
+            for weight, (module, name) in zip(weights, attributes, strict=True):
                 setattr(module, name, weight)
         output = forward(*inputs)
         # Otherwise a graph would return the weights. Eager recomputation still reads them.
         if torch.compiler.is_compiling():
-            for _, _, places in block.gathers:
-                for module, name in places:
+            for _, _, attributes in block.gathers:
+                for module, name in attributes:
                     setattr(module, name, None)
         return output
 
@@ -144,7 +144,7 @@ def gather_in_graph(block: nn.Module) -> None:
 
 
 def _bind(unit: Unit) -> None:
-    """Replace the parameters of a block that gathers in its graph by its shards, which get the gradients."""
+    """Replace the parameters of a block that gathers in its graph with its shards, which receive the gradients."""
     (block,) = unit.users
     owners = {id(p): (module, name) for module in block.modules() for name, p in module._parameters.items()}
     for number, bucket in enumerate(unit.buckets):
@@ -152,14 +152,14 @@ def _bind(unit: Unit) -> None:
         block.register_parameter(f"shard_{number}", shard)
         if not bucket.frozen:
             bucket.gather_in_graph(shard)
-        places = []
+        attributes = []
         for slot in bucket.slots:
             module, name = owners[id(slot.parameter)]
             delattr(module, name)
             setattr(module, name, None)
-            places.append((module, name))
+            attributes.append((module, name))
         settings = {"axis": bucket.axis, "dtype": bucket.values.dtype, "wide": bucket.gradient_dtype}
-        block.gathers.append((shard, partial(_gather, parts=bucket.parts(), **settings), places))
+        block.gathers.append((shard, partial(_gather, parts=bucket.parts(), **settings), attributes))
 
 
 class _GatherWeights(Function):

@@ -1,13 +1,14 @@
-"""Copies of the same weights on several ranks: whether they still have the same bits, and how to make them equal again.
+"""Replicated weights: detect copies that no longer have the same bits, and synchronize them.
 
 Norms on all tensor ranks, KV heads on some of them, an embedding on the first and last pipeline stage and everything over
-`dp_replicate` (of experts: `expert_replicate`) are updated on each rank from equal sums by equal arithmetic. If a device computes
-differently, its copies drift apart without any error. A checkpoint has one copy of each, so a resumed run starts from equal ones.
+`dp_replicate` (of experts: `expert_replicate`) are updated on each rank by the same arithmetic on the same sums. If a device
+computes differently, its copies drift apart without any error. A checkpoint has one copy of each, so a resumed run starts from
+equal ones.
 
-    ReplicaCheck          a checksum for each bucket that has copies, compared by one all-reduce per axis of 8 bytes a bucket; it
-                          reads the buckets' master weights once, and the host waits for nothing
-    differing_replicas    which weights differ, by how much; the host waits
-    synchronize_replicas  copies of the first rank's weights and moments: their bytes, once for each axis
+    ReplicaCheck          a checksum for each bucket that has copies, compared by one all-reduce per axis of 8 bytes per bucket;
+                          reads the buckets' master weights once; the host never waits
+    differing_replicas    which weights differ, and by how much; the host waits
+    synchronize_replicas  copies the first rank's weights and moments; moves their bytes once for each axis
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class ReplicaCheck:
     """Counts the buckets whose copies differ, on the device.
 
     Args:
-        arithmetic: what it computes with.
+        arithmetic: the functions that it computes with.
 
     Attributes:
-        none: the count if nothing differs.
+        none: a count of 0.
     """
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, arithmetic: Arithmetic) -> None:
@@ -43,7 +44,7 @@ class ReplicaCheck:
         for axis in _axes(mesh):
             held = [bucket for bucket in buckets if _has_copies(bucket, mesh, axis)]
             if held:
-                self._checked.append((axis, held, [_weights(bucket, mesh, axis) for bucket in held]))
+                self._checked.append((axis, held, [_checksum_weights(bucket, mesh, axis) for bucket in held]))
 
     @torch.no_grad()
     def count(self) -> Tensor:
@@ -58,7 +59,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def rehearse(self) -> None:
-        """Compute what `count` does between its collectives, so that all of it is compiled."""
+        """Run the computations of `count` without its collectives, so that all of them are compiled."""
         if self._checked:
             self.arithmetic.count_differing([self._checksums(*held) for _, *held in self._checked])
 
@@ -83,7 +84,7 @@ def differing_replicas(buckets: Sequence[Bucket], mesh: Mesh) -> dict[str, float
 
 @torch.no_grad()
 def synchronize_replicas(buckets: Sequence[Bucket], mesh: Mesh) -> None:
-    """Replace the weights and moments of each copy by those of the first rank that has one. Collective.
+    """Replace the weights and moments of each copy with those of the first rank that has one. Collective.
 
     Parameters follow at the next update, or by `ZeRO1.gather_parameters`.
     """
@@ -114,7 +115,7 @@ def _is_replicated(bucket: Bucket, replicas: int, mesh: Mesh, axis: Axis) -> boo
 
 
 def _has_copies(bucket: Bucket, mesh: Mesh, axis: Axis) -> bool:
-    # By the parameters, not by this rank's shard of them: graphs do not depend on the rank.
+    # Decided by the parameters, not by this rank's shard of them: graphs do not depend on the rank.
     return any(
         _is_replicated(bucket, box.replicas, mesh, axis)
         for slot in bucket.slots
@@ -122,8 +123,8 @@ def _has_copies(bucket: Bucket, mesh: Mesh, axis: Axis) -> bool:
     )
 
 
-def _weights(bucket: Bucket, mesh: Mesh, axis: Axis) -> Tensor:
-    """Of each block of the shard: 0 if it has no copies; else odd, and of its own, so that differences do not cancel out."""
+def _checksum_weights(bucket: Bucket, mesh: Mesh, axis: Axis) -> Tensor:
+    """Weight of each block of the shard: 0 without copies, else a distinct odd number, so that differences do not cancel."""
     copied = bucket.block_weights(lambda box: _is_replicated(bucket, box.replicas, mesh, axis))
     weights = torch.arange(1, 2 * len(copied), 2) * copied.bool()
     return weights.to(torch.int32).to(bucket.master.device)
@@ -145,7 +146,7 @@ def _differing(buckets: Sequence[Bucket], mesh: Mesh, axis: Axis) -> dict[str, f
     found: dict[str, float] = {}
     if not boxes:
         return found
-    # Of the bits, so that no difference is rounded away; wraps around.
+    # Sums of the bits, so that no difference is rounded away; they wrap around.
     sums = torch.stack([values.view(torch.int32).sum(dtype=torch.int32) for _, values in boxes])
     highest, complement = collectives.all_reduce_max(torch.cat((sums, ~sums)), axis).chunk(2)
     for (name, values), differs in zip(boxes, (highest != ~complement).tolist(), strict=True):

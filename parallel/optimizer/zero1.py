@@ -5,10 +5,10 @@ One step over the d ranks of `dp_shard`:
     gradients    accumulated over the microbatches in float32, reduce-scattered bucket by bucket during the last backward:
                  n(d-1)/d elements sent; then each shard is all-reduced over its replicas (`dp_replicate`)
     norm         over all ranks, each parameter once; if it is not finite, all ranks skip the step. It stays on the device,
-                 as does what follows from it: the host waits for nothing
+                 as does everything computed from it: the host never waits
     AdamW        on the local shard (arXiv 1711.05101)
-    parameters   all-gathered bucket by bucket while the next bucket is updated, and while the next forward runs, which
-                 waits before each part of the model for its weights (`gather_before_use`): n(d-1)/d elements sent
+    parameters   all-gathered bucket by bucket while the next bucket is updated and the next forward runs, which waits
+                 before each part of the model for its weights (`gather_before_use`): n(d-1)/d elements sent
 
 Bytes per parameter in bf16 with float32 gradients: 2 + 4 + 12/d; with bf16 gradients 2 + 2 + 12/d. In float32 4 + 4 + 8/d: the
 master weights are the local shard of the parameters.
@@ -34,7 +34,7 @@ from parallel.optimizer.arithmetic import EAGER, Arithmetic
 from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, ShardBox, Slot
 from parallel.optimizer.fsdp import Unit
 
-IN_FLIGHT = 2  # buckets in collectives at a time, each of which needs memory of the bucket's size again
+IN_FLIGHT = 2  # buckets in collectives at a time, each of which needs the bucket's memory a second time
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -52,7 +52,7 @@ def decays_matrices(name: str, parameter: nn.Parameter) -> bool:
 
 
 class ZeRO1:
-    """AdamW over a model's parameters, with states sharded over the mesh's `dp_shard` axis; of one rank: plain data parallelism.
+    """AdamW over a model's parameters, with states sharded over the mesh's `dp_shard` axis (size 1: plain data parallelism).
 
     Args:
         named_parameters: with layouts (`parallel.parameter`); their memory moves into buckets.
@@ -61,14 +61,14 @@ class ZeRO1:
         betas, epsilon, weight_decay: of AdamW; `step` takes the learning rate.
         decays: which parameters get weight decay.
         clip: maximum global gradient norm; None disables clipping.
-        gradient_dtype: in which gradients are accumulated and reduced.
+        gradient_dtype: dtype in which gradients are accumulated and reduced.
         bucket_size: minimum number of elements in a bucket before the next one starts.
-        units: parts of the model whose matrices are sharded too (fsdp.py); with `gather_on_use` they are gathered in time.
-            If some parameters are frozen (LoRA), only these are.
-        keep_gathered: whether to reduce their gradients, and release their weights, once a step instead of each microbatch.
-        arithmetic: what it computes with.
-        initialize: fills a parameter that has no memory before (`layout.deferred_parameters`), one bucket after the other, so
-            that only shards of all of them ever exist; None: parameters have values.
+        units: parts of the model whose matrices are sharded too (fsdp.py); `gather_on_use` gathers them in time. If some
+            parameters are frozen (LoRA), only frozen matrices are sharded.
+        keep_gathered: whether to reduce the units' gradients, and release their weights, once per step instead of per microbatch.
+        arithmetic: the functions that it computes with.
+        initialize: fills deferred parameters (`layout.deferred_parameters`), one bucket after the other, so that the full model
+            never exists in memory; None: parameters have values.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class ZeRO1:
     def _accumulation_hook(self, bucket: Bucket, slot: Slot) -> Callable[[nn.Parameter], None]:
         def accumulate(parameter: nn.Parameter) -> None:
             if parameter.grad is None:
-                return  # compiled blocks run the hooks of weights too whose gradient they leave to a later pass
+                return  # compiled blocks also run the hooks of weights whose gradients are deferred
             bucket.accumulate(slot)
             if bucket.resident:
                 # In the same order on every rank, in whatever order backward completes the buckets.
@@ -264,7 +264,7 @@ class ZeRO1:
                 self._to_gather.append(bucket)
                 self._start_gathers()
             else:
-                bucket.release()  # what it holds, if an evaluation gathered it, is stale
+                bucket.release()  # values that an evaluation gathered are stale
         for bucket in self.frozen_buckets:
             bucket.release()
         if not self._gathers_ahead:
@@ -281,7 +281,7 @@ class ZeRO1:
         covered = tuple(prefix for unit in units for prefix in unit.prefixes)
         for slot in (slot for bucket in self._resident for slot in bucket.slots):
             if not slot.name.startswith(covered):
-                raise ValueError(f"gather_before_use: no unit has the parameter {slot.name}")
+                raise ValueError(f"gather_before_use: no unit contains the parameter {slot.name}")
         for unit in units:
             needed = [b for b in self._resident if any(s.name.startswith(unit.prefixes) for s in b.slots)]
             for user in unit.users:
@@ -302,7 +302,7 @@ class ZeRO1:
 
     @torch.no_grad()
     def rehearse(self, microbatches: int) -> None:
-        """Compute what a step does between its collectives, on any values, so that all of it is compiled."""
+        """Run a step's computations without its collectives, on arbitrary values, so that all of them are compiled."""
         self.begin_step(microbatches)
         passes = min(microbatches, 2)  # the first gradient is assigned, the others are added
         for bucket in self.buckets:
@@ -381,7 +381,7 @@ class ZeRO1:
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
-        """Set the parameters from the master weights, once those were loaded."""
+        """Set the parameters from the master weights, after these were loaded."""
         self._wait_for(self._resident)
         for bucket in self.buckets:
             if bucket.resident:
@@ -400,8 +400,8 @@ def fill_buckets(
 ) -> list[tuple[float, tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
     """Group parameters of equal dtype, weight decay, learning rate, partial axes and update rule; matrices and vectors apart.
 
-    Those of experts have buckets of their own. Weight decay is divided by the factor of the learning rate, so that all weights
-    of one decay shrink alike in a step.
+    Experts' parameters have separate buckets. Weight decay is divided by the learning-rate multiplier, so that weights with the
+    same decay shrink equally in a step.
 
     Args:
         weight_decay: of a parameter.

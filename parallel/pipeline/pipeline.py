@@ -38,7 +38,7 @@ class Pipeline:
         hidden: shape of its hidden states between stages.
         dtype, device: of the hidden states.
         loss: (last hidden states, targets) -> 0-dim sum over a microbatch; called on the last stage only.
-        add: adds two losses; devices that run compiled programs only have one for it.
+        add: adds two losses; a compiled program on devices that run compiled programs only.
         constants: keyword arguments of every stage, the same for every microbatch.
 
     Raises:
@@ -65,7 +65,7 @@ class Pipeline:
         check_microbatches(schedule, mesh.pipeline.size, microbatches)
         self.add, self.nothing = add, torch.zeros((), device=device)
         self.first, self.last = 0 in stages, count - 1 in stages
-        # With given shapes torch need not infer them by running a microbatch before the first step.
+        # Given the shapes, torch need not infer them by running a microbatch before the first step.
         ids = torch.empty(tokens, dtype=torch.int64, device="meta")
         states = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
         self._stages = [
@@ -118,7 +118,7 @@ class Pipeline:
         targets: Tensor | None,
         inputs: Mapping[str, Tensor],
     ) -> list[Tensor]:
-        """Run the schedule. Returns the losses of the microbatches; none without the last stage."""
+        """Run the schedule. Returns the losses of the microbatches; empty without the last stage."""
         losses: list[Tensor] = []
         run(
             *((tokens,) if self.first else ()),

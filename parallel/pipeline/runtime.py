@@ -56,7 +56,7 @@ class LowMemoryStage(PipelineStage):
 
     Agreement: stages agree once that their shapes are known, not at each change between training and evaluation.
 
-    Losses: backward starts from `loss_gradient`, where torch has 1 and scales the losses by operators of their own.
+    Losses: backward starts from `loss_gradient`; torch starts from 1 and scales the losses with separate operators.
     """
 
     loss_gradient: Tensor  # 0-dim; of the last stage's losses
@@ -164,8 +164,8 @@ class LowMemoryStage(PipelineStage):
             loss.detach_()  # the schedule keeps it until the step ends; with its graph it would keep the received states
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        # The first stage has no input gradient: there torch runs an ordinary backward, which calls the hooks. So do deferred
-        # gradients.
+        # The first stage has no input gradient, so torch runs an ordinary backward there, which calls the hooks. Deferred
+        # gradients call them too.
         if self.is_first or not self.has_backward or self.dw_builder:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             return

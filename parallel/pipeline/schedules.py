@@ -7,8 +7,9 @@ the input, W for those of the weights), a rank idles for at most, and holds the 
     interleaved  k ≥ 2    (P - 1)·(F + B) / k    (1 + 1/k)·P on the first                arXiv 2104.04473
     zero_bubble  k = 1    (P - 1)·(F + I - W)    P on every rank                         arXiv 2401.10241 (ZB-H1)
 
-With uneven stages a slow early stage should not also wait for gradients: with 1f1b all ranks but the last run extra warmup
-forwards if that pays, and hold as many microbatches more. (3 layers, and 1 with the head: 10 % faster on 2 ranks.)
+With uneven stages a slow early stage should not wait for gradients too: with 1f1b all ranks but the last run extra warmup
+forwards if that pays off, and hold as many more microbatches (10 % faster on 2 ranks, with stages of 3 layers, and 1
+and the head).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from modeling.data.prefetch import Batch
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import Mesh, RMSNorm, ZeRO1, initialize
@@ -242,7 +243,8 @@ def train_step(trainer: Trainer, optimizer: ZeRO1, case: Case, step: int) -> Non
     samples = BATCH // trainer.mesh.data.size
     first = trainer.mesh.data.rank * samples
     optimizer.begin_step(trainer.profile.accumulation_steps)
-    trainer.forward_backward(batch(step)[first : first + samples], 1 / (BATCH * SEQUENCE), first)
+    local = Batch(batch(step)[first : first + samples])
+    trainer.forward_backward(local, 1 / (BATCH * SEQUENCE), first)
     optimizer.step(RATE)
 
 

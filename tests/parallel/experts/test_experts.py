@@ -74,11 +74,11 @@ def test_grouped_experts_equal_one_by_one_with_gradients(activation, sizes):
 
 
 @pytest.mark.parametrize(
-    ("places", "kernel"),
+    ("limit", "kernel"),
     [(None, False), (None, True), (T // 2, False)],
     ids=["one by one", "grouped", "slots"],
 )
-def test_updates_of_experts_equal_merged_weights_with_gradients(places, kernel, monkeypatch):
+def test_updates_of_experts_equal_merged_weights_with_gradients(limit, kernel, monkeypatch):
     """One expert after the other, in grouped products as on GPUs, and in the slots of a capacity, here of all tokens."""
     monkeypatch.setattr(grouped, "_has_kernel", lambda parameters: kernel)
     given, indices, factors = inputs(), choices(), updates()
@@ -86,11 +86,11 @@ def test_updates_of_experts_equal_merged_weights_with_gradients(places, kernel, 
     frozen = given | {name: given[name].detach() for name in names}
     arguments = {name: frozen[name] for name in ("gate_up_bias", "down_bias")} | factors
     base = frozen["x"], frozen["weights"]
-    if places is None:
+    if limit is None:
         y = routed_experts(*base, indices, frozen["gate_up"], frozen["down"], ALONE, **arguments)
     else:
-        slot, kept = assign_slots(indices, E, T // 2, places)
-        table = slot, kept, E * 2 * places
+        slot, kept = assign_slots(indices, E, T // 2, limit)
+        table = slot, kept, E * 2 * limit
         y = slotted_experts(*base, *table, frozen["gate_up"], frozen["down"], ALONE, **arguments)
     merged = dict(frozen)
     for name in ("gate_up", "down"):
@@ -109,11 +109,11 @@ def test_updates_of_experts_equal_merged_weights_with_gradients(places, kernel, 
 def test_capacity_keeps_the_first_tokens_of_each_sample():
     given, indices = inputs(), torch.zeros(T, 1, dtype=torch.int64)
     given["weights"] = given["weights"][:, :1]
-    length, places = T // 2, 4  # two samples, all of whose tokens choose expert 0
-    slot, kept = assign_slots(indices, E, length, places)
-    assert kept[:, 0].tolist() == [position < places for position in range(length)] * 2
+    length, limit = T // 2, 4  # two samples, all of whose tokens choose expert 0
+    slot, kept = assign_slots(indices, E, length, limit)
+    assert kept[:, 0].tolist() == [position < limit for position in range(length)] * 2
     y = slotted_experts(
-        given["x"], given["weights"], slot, kept, E * 2 * places, given["gate_up"], given["down"], ALONE
+        given["x"], given["weights"], slot, kept, E * 2 * limit, given["gate_up"], given["down"], ALONE
     )
     whole = routed_experts(given["x"], given["weights"], indices, given["gate_up"], given["down"], ALONE)
     torch.testing.assert_close(y, whole * kept, rtol=1e-5, atol=1e-5)
