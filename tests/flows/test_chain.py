@@ -166,7 +166,7 @@ def test_a_chain_that_cannot_work_is_rejected_before_it_starts(stages, tmp_path,
     assert [each.name for each in chained] == ["night-micro", "night-sft", "night-dpo"]
     assert [each.run.train.steps for each in chained] == [6, 3, 6]
     assert [each.run.init.from_ for each in chained] == [None, "run:night-micro", "run:night-sft"]
-    with pytest.raises(ProfileError, match="has another model than"):
+    with pytest.raises(ProfileError, match="has a different model from"):
         chained_runs([micro, sft], [f"{sft}:model.hidden_size=64"])
     with pytest.raises(ProfileError, match="occurs twice"):
         chained_runs([micro, micro])
