@@ -288,9 +288,9 @@ class LossPrograms(NamedTuple):
 def _logits_loss(
     logits: Tensor, targets: Tensor, axis: Axis, first: Tensor, vocabulary: int, train: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses (c) of a chunk, 0 for ignored targets, and their sum's gradient by the logits (c, ceil(v/t)), which it overwrites.
+    """Losses (c), 0 for ignored targets, and their sum's gradient with respect to the logits (c, ceil(v/t)).
 
-    The gradient includes ignored targets.
+    Overwrites float32 logits on several ranks. The gradient includes ignored targets.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if vocabulary % axis.size:
@@ -304,7 +304,7 @@ def _logits_loss(
         # log Σ exp z = z_max - log p_max, exact even where the smallest p underflows
         log_sum = highest - probability.amax(1).log()
     else:
-        log_sum, at_target, probability, sums = _reduce_vocabulary(logits, at_target, axis, inplace=True)
+        log_sum, at_target, probability, sums = _reduce_vocabulary(logits, at_target, axis)
         if train:
             probability.div_(sums[:, None])
     losses = (log_sum - at_target).where(counted, 0)  # (c)
@@ -348,16 +348,15 @@ def _local_columns(targets: Tensor, first: Tensor, logits: Tensor) -> tuple[Tens
 
 
 def _reduce_vocabulary(
-    logits: Tensor, at_target: Tensor, axis: Axis, *, inplace: bool
+    logits: Tensor, at_target: Tensor, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Softmax statistics over all ranks' logits (c, ceil(v/t)) and local target logits (c).
+    """Softmax statistics over all ranks' logits (c, ceil(v/t)), which it overwrites, and local target logits (c).
 
     Returns:
         log Σ exp z (c), target logits (c), exp(z - max z) (c, ceil(v/t)), and its sum over the vocabulary (c).
     """
     highest = collectives.all_reduce_max(logits.amax(1), axis)  # (c)
-    shifted = logits.sub_(highest[:, None]) if inplace else logits - highest[:, None]
-    exponentials = shifted.exp_()
+    exponentials = logits.sub_(highest[:, None]).exp_()
     sums = collectives.all_reduce(torch.stack((exponentials.sum(1), at_target)), axis)  # (2, c)
     return highest + sums[0].log(), sums[1], exponentials, sums[0]
 
@@ -384,18 +383,12 @@ class _VocabParallelCrossEntropy(Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, first: Tensor, vocabulary: int
     ) -> Tensor:
-        counted = targets != IGNORE_INDEX
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if vocabulary % axis.size:
-            wide = wide.masked_fill(_padding(wide, first, vocabulary), -torch.inf)
-        columns, local = _local_columns(targets, first, wide)
-        at_target = wide.gather(1, columns)[:, 0].where(local, 0)
-        log_sum, at_target, exponentials, sums = _reduce_vocabulary(wide, at_target, axis, inplace=False)
-        gradient = exponentials.div_(sums[:, None])  # (tokens, ceil(v/t))
-        gradient.scatter_add_(1, columns, -local[:, None].to(gradient.dtype))
-        ctx.save_for_backward(gradient, counted)
+        # On several ranks `_logits_loss` overwrites them.
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=axis.size > 1)
+        losses, gradient = _logits_loss(wide, targets, axis, first, vocabulary, train=True)
+        ctx.save_for_backward(gradient, targets != IGNORE_INDEX)
         ctx.dtype = logits.dtype
-        return (log_sum - at_target).where(counted, 0)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
