@@ -75,15 +75,15 @@ def saved_bytes(model) -> int:
 
 
 @pytest.mark.parametrize("architecture", DESCRIPTIONS)
-def test_each_mode_saves_less_memory(architecture):
+def test_each_mode_needs_less_memory(architecture):
     none, selective, full = (saved_bytes(build(architecture, mode)) for mode in MODES)
     assert full < selective < none
     hidden = 2 * 128 * 64 * 4
-    assert full < (3 + 3) * hidden  # one input a block, and what embedding and head save
+    assert full < (3 + 3) * hidden  # one input per block, and what embedding and head save
     assert selective < 0.6 * none
 
 
-def test_each_block_has_a_mode_of_its_own():
+def test_blocks_may_have_different_modes():
     mixes = (["full"] * 3, ["full", "selective", "full"], ["full", "selective", "none"], ["none"] * 3)
     saved = [saved_bytes(build("llama", modes)) for modes in mixes]
     assert saved == sorted(set(saved))
@@ -120,7 +120,7 @@ model_class("llama")  # imports the operators
 ATTENTION = torch.ops.trainshed.attention.default
 
 
-def test_only_full_repeats_products_and_attention():
+def test_only_full_recomputes_products_and_attention():
     calls = {}
     for mode in MODES:
         loss = forward(build("llama", mode))
@@ -128,12 +128,12 @@ def test_only_full_repeats_products_and_attention():
             loss.backward()
         calls[mode] = count.products, count.calls[ATTENTION]
     assert calls["none"] == calls["selective"] == (24, 0)  # two products of four projections in three layers
-    # The last projection of a block, whose output only the block's output needs, is not repeated.
+    # The last projection of a block, whose output only the block's output needs, is not recomputed.
     assert calls["full"] == (24 + 9, 3)
 
 
 def attention_in_backward(mode: str, context: int, graph_kernel: str | None) -> int:
-    """Number of rings that backward runs; or, of attention in the graph, of batched products in the backward graphs."""
+    """Number of ring attentions in backward; for attention in the graph, of batched products in the backward graphs."""
     graphs = []
 
     def keep(graph, _):
@@ -162,7 +162,7 @@ def attention_in_backward(mode: str, context: int, graph_kernel: str | None) -> 
 
 
 @pytest.mark.parametrize(("context", "graph_kernel"), [(2, None), (2, "math"), (1, "math")])
-def test_only_full_repeats_attention_over_a_context_axis_or_in_the_graph(pool, context, graph_kernel):
+def test_only_full_recomputes_attention_over_a_context_axis_or_in_the_graph(pool, context, graph_kernel):
     none, selective, full = (
         pool.run(attention_in_backward, context, mode=mode, context=context, graph_kernel=graph_kernel)[0]
         for mode in MODES

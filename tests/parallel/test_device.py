@@ -1,4 +1,4 @@
-"""What process groups, threads and kernels are told of their device. There is no GPU: calls of torch are recorded."""
+"""The device of process groups, threads and kernels, without a GPU: calls to torch are recorded."""
 
 from datetime import timedelta
 
@@ -11,7 +11,7 @@ from tests.pool import mesh
 
 
 def test_process_groups_of_gpus_are_bound_to_their_device(monkeypatch):
-    """So that they connect when they are made, and never on device 0."""
+    """They then connect when they are created, and never on device 0."""
     calls = []
     monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: calls.append((given, named)))
     limit, gpu = timedelta(seconds=7), torch.device("cuda", 3)
@@ -24,7 +24,7 @@ def test_process_groups_of_gpus_are_bound_to_their_device(monkeypatch):
 
 
 def mesh_beside_a_gpu() -> None:
-    """Make a mesh as on a GPU, to which torch then binds the group of the hosts too."""
+    """Create a mesh as on a GPU, to which torch binds the host group too."""
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
     try:
         with mesh(data=2):
@@ -33,8 +33,8 @@ def mesh_beside_a_gpu() -> None:
         dist.group.WORLD.bound_device_id = None
 
 
-def test_ranks_meet_on_their_hosts(pool):
-    """Without memory of the device, which torch without CUDA cannot allocate."""
+def test_barrier_of_a_mesh_needs_no_device_memory(pool):
+    """torch without CUDA could not allocate any."""
     pool.run(mesh_beside_a_gpu, 2)
 
 
@@ -47,7 +47,7 @@ def test_thread_gets_the_device_of_its_rank(monkeypatch):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_gpus_use_deterministic_kernels_where_asked(deterministic):
+def test_gpus_use_deterministic_kernels_if_asked(deterministic):
     try:
         devices.ACCELERATORS["h200"].choose_kernels(deterministic)
         assert torch.are_deterministic_algorithms_enabled() == deterministic

@@ -10,8 +10,8 @@ M, K, N = 192, 144, 160  # above `LEAST`
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_product_of_any_layout_equals_double_precision(biased, monkeypatch):
-    """By oneDNN, also on processors where MKL is the faster one."""
+def test_product_of_any_strides_matches_double_precision(biased, monkeypatch):
+    """With oneDNN, even on processors where MKL is faster."""
     monkeypatch.setattr(host_products, "ONEDNN_IS_FASTER", bool(host_products.ONEDNN_PRODUCTS))
     generator = torch.Generator().manual_seed(0)
     bias = torch.randn(N, generator=generator) if biased else None

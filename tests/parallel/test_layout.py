@@ -152,12 +152,12 @@ def test_every_element_is_saved_once_and_counted_once_in_norms(heads, data, cont
         for named in kinds.values():
             bucket = Bucket(named, mesh, 0.1, (), torch.float32)
             squares += square_norm([bucket.master], [bucket.norm_weights]).item()
-            for piece in bucket.boxes():
-                if piece.saved:
-                    full = saved.setdefault(piece.name, torch.full(piece.shape, torch.nan))
-                    index = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
-                    assert full[index].isnan().all(), f"{piece.name} is saved twice"
-                    full[index] = piece.view(bucket.master)
+            for box in bucket.boxes():
+                if box.saved:
+                    full = saved.setdefault(box.name, torch.full(box.shape, torch.nan))
+                    index = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+                    assert full[index].isnan().all(), f"{box.name} is saved twice"
+                    full[index] = box.view(bucket.master)
     one = Llama(model, Mesh())
     initialize(one, Mesh().tensor, 1)
     for name, each in one.named_parameters():

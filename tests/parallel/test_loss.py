@@ -215,7 +215,7 @@ def test_mismatched_shapes_are_rejected():
 
 
 def test_tokens_without_a_target_cost_no_products_on_a_cpu():
-    """Eager and compiled, whose chunks keep their size, with the loss and the gradients of all tokens."""
+    """Eager and compiled (with chunks of a fixed size), loss and gradients are still those of all tokens."""
     x, weight, targets = problem(64, 8, 50)
     targets[10:60] = -100
     expected, seen = exact(x, weight, targets), []

@@ -52,7 +52,7 @@ def test_compiled_masks_equal_eager_masks():
     assert torch.equal(compiled(x, keys(3), 0.1), dropout(x, keys(3), 0.1))
 
 
-def test_dropout_attention_averages_to_attention():
+def test_dropout_attention_equals_attention_on_average():
     q, k, v = torch.randn(3, 1, 4, 16, 8, generator=torch.Generator().manual_seed(0))
     positions, heads = torch.arange(16), torch.arange(4)
 
@@ -71,6 +71,6 @@ def test_dropout_attention_averages_to_attention():
 def test_dropout_attention_masks_documents():
     q, k, v = torch.randn(3, 1, 4, 16, 8, generator=torch.Generator().manual_seed(0))
     documents = (torch.arange(16) >= 6).long()[None]
-    places = {"keys": torch.zeros(1, 16, dtype=torch.int64), "heads": torch.arange(4), "rate": 0.0}
-    y = dropout_attention(q, k, v, ONE, positions=torch.arange(16), documents=documents, **places)
+    options = {"keys": torch.zeros(1, 16, dtype=torch.int64), "heads": torch.arange(4), "rate": 0.0}
+    y = dropout_attention(q, k, v, ONE, positions=torch.arange(16), documents=documents, **options)
     torch.testing.assert_close(y, attention(q, k, v, documents=documents))

@@ -13,7 +13,7 @@ from parallel.attention.attention import attention
 from parallel.attention.kernels import Block
 from tests.parallel.attention.reference import Bounds, Case, error
 
-KERNELS = [None, "math"]  # the device's default, and the one for any device
+KERNELS = [None, "math"]  # the device's default, and the one for all devices
 HEADS = [(4, 4), (6, 2), (5, 1)]  # multi-head, grouped-query, multi-query
 
 
@@ -144,8 +144,8 @@ MASKS = {"documents": {"documents": (300, 1, 130, 169)}, "window": {"window": 20
 
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("registered", [kernels.MATH, Bounds()], ids=["math", "bounds"])
-def test_masks_on_devices_without_opaque_operators(monkeypatch, registered, masks):
-    """One graph of plain operators, whose masks are those of tiles or bounds; the sequence has two tiles."""
+def test_devices_without_opaque_operators_match_dense_formula(monkeypatch, registered, masks):
+    """One graph of plain operators, with masks of single tiles or with bounds; the sequence has two tiles."""
     monkeypatch.setattr(kernels, "default_kernel", lambda _: "nki")
     monkeypatch.setitem(kernels._kernels, "nki", registered)
     graphs = []
@@ -183,7 +183,7 @@ def test_operators_pass_opcheck(operator):
 
 @pytest.mark.parametrize("name", ["math", "cpu-flash"])
 def test_block_results_can_be_merged(name):
-    """A rectangular block returns lse, out, and its share of the gradient given the final lse."""
+    """A rectangular block returns out, lse, and its share of the gradient given the final lse."""
     torch.manual_seed(0)
     kernel = kernels.get_kernel(name)
     q, k, v = torch.randn(2, 6, 40, 8), torch.randn(2, 2, 23, 8), torch.randn(2, 2, 23, 8)
@@ -244,7 +244,7 @@ def test_unregistered_kernel_is_rejected():
         attention(q, k, v, kernel="flash3")
 
 
-def test_kernel_of_a_package_is_loaded_by_the_name_of_its_entry_point(tmp_path, monkeypatch):
+def test_kernel_of_a_package_is_loaded_by_its_entry_point_name(tmp_path, monkeypatch):
     def install(package, kernel):
         folder = tmp_path / f"{package}-1.0.dist-info"
         folder.mkdir()

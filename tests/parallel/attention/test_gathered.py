@@ -1,4 +1,4 @@
-"""Context attention in the graph: the dense formula, by masks and by bounds; the same graph on all ranks."""
+"""Attention over a context axis in the graph: dense formula, with masks and with bounds; equal graphs on all ranks."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.pool import mesh
 
 
 def attend(cases, kernel, compiled=False):
-    """This rank's shards for each case; and the code of the graphs of the last, if compiled."""
+    """This rank's shards for each case, and the code of the last one's graphs, if compiled."""
     kernels.register("bounds", Bounds())
     texts = []
 
@@ -45,7 +45,7 @@ def test_matches_dense_formula(pool, size):
 
 @pytest.mark.parametrize("kernel", ["math", "bounds"])
 def test_compiles_to_the_same_plain_graphs_on_all_ranks(pool, kernel):
-    """Bounds need no mask: the only one is that of the causal squares."""
+    """With bounds, only the causal squares need a mask."""
     cases = [Case(b=2, s=1200, documents=(70, 1, 430, 99, 600), sinks=True)]
     (shards, texts), *others = pool.run(attend, 2, cases=cases, kernel=kernel, compiled=True)
     assert worst([shards[0], *(other[0] for other, _ in others)], cases[0]) < cases[0].tolerance()

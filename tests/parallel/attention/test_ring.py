@@ -22,7 +22,7 @@ SIZES = [1, 2, 4, 8]
 
 
 def ring(case, axis, attend=ring_attention, kernel=None):
-    """This rank's shards of out, dq, dk and dv, and its part of the sum dsinks if there are sinks."""
+    """This rank's shards of out, dq, dk and dv, and its partial sum of dsinks if there are sinks."""
     *inputs, grad = (zigzag_split(x, axis.size, axis.rank, 2) for x in case.tensors())
     inputs, sinks = [x.requires_grad_() for x in inputs], [x.requires_grad_() for x in case.sink_scores()]
     documents = case.document_indices()
@@ -217,7 +217,7 @@ def record_events(case):
             events.append(("compute",))
             return kernel.backward(block, grad, out, lse)
 
-    kernels.register("watched", Recorded())
+    kernels.register("recorded", Recorded())
     start_ring_send_recv = collectives.start_ring_send_recv
 
     def recorded_send_recv(x, axis, by=1):
@@ -227,7 +227,7 @@ def record_events(case):
     collectives.start_ring_send_recv = recorded_send_recv
     try:
         with mesh(context=torch.distributed.get_world_size()) as made:
-            ring(case, made.context, kernel="watched")
+            ring(case, made.context, kernel="recorded")
     finally:
         collectives.start_ring_send_recv = start_ring_send_recv
     return events
@@ -269,7 +269,8 @@ def test_causal_work_is_balanced_and_skips_masked_blocks(pool):
     assert len(set(done)) == 1
     assert sum(done) == s * (s + 1) // 2
     chunk = s // 8
-    done = pool.run(count_scores, 4, s=s, window=2)  # a query and the one before: two chunks at most
+    # A query sees itself and the token before: two chunks at most.
+    done = pool.run(count_scores, 4, s=s, window=2)
     assert sum(done) <= 8 * chunk**2 + 7 * chunk**2
 
 
@@ -309,7 +310,7 @@ def test_compiles_to_the_same_graphs_on_all_ranks(pool, documents):
 def flex_graphs(case):
     """This rank's shards with FlexAttention in one graph, as on cuda, and the code of its graphs.
 
-    On a CPU the operator has a backward pass too, but it is reserved for tests by torch's check of the device.
+    The operator has a backward pass on CPUs too, but torch's check of the device reserves it for tests.
     """
     import torch.nn.attention.flex_attention as flex
 
@@ -328,8 +329,8 @@ def flex_graphs(case):
         return ring(case, made.context, compiled, "cuda-flash"), texts
 
 
-def test_masks_by_flex_attention_match_dense_formula(pool):
-    """Documents and windows that cross chunks, blocks of 128 and ranks; no KV head is repeated, and ranks share a graph."""
+def test_flex_attention_with_masks_matches_dense_formula(pool):
+    """Documents and windows cross chunks, blocks of 128 and ranks; KV heads are not repeated, and ranks share a graph."""
     case = Case(b=2, n=4, k=2, s=1200, documents=(70, 1, 430, 99, 600), window=200, sinks=True)
     (part, texts), (other, other_texts) = pool.run(flex_graphs, 2, case=case)
     assert worst([part, other], case) < case.tolerance()
@@ -338,7 +339,7 @@ def test_masks_by_flex_attention_match_dense_formula(pool):
 
 
 def rejections(cases):
-    """Error messages on the first rank; the others make no calls, so communication would hang."""
+    """Error messages on the first rank; the others make no calls, so any communication would hang."""
     with mesh(context=torch.distributed.get_world_size()) as made:
         messages = []
         if made.context.rank == 0:

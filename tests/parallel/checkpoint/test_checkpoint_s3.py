@@ -1,4 +1,4 @@
-"""Checkpoints under an `s3://` address: each rank reads only its shard; incomplete ones are removed."""
+"""Checkpoints at an `s3://` address: each rank reads only its shard; incomplete ones are removed."""
 
 import os
 from contextlib import nullcontext
@@ -88,8 +88,8 @@ def test_rank_fetches_only_its_shard(pool, address):
     for same, fetched in run_on_ranks(pool, 8, load, address):
         assert same
         shard = 3 * 4 * WIDTH / 8
-        # Besides the shard: the marker, the index, and the blocks at both ends of each box, which are of one or two files, and of
-        # the part that is read.
+        # Besides the shard: the marker, the index, and partly needed blocks at both ends of each range read, from one or two
+        # files.
         assert shard - 4 * 3 * 128 <= fetched < 1.1 * shard + 200_000
     files = s3fs.S3FileSystem()
     first_rank = next(path for path in files.ls(f"{address}/step_3") if path.endswith("_0_0.distcp"))

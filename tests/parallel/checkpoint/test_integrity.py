@@ -1,4 +1,4 @@
-"""Corrupted checkpoints are found while they load, on all ranks; failed reads are retried, and never taken for corruption."""
+"""Loading detects corrupted checkpoints on all ranks; failed reads are retried, and never mistaken for corruption."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ def shard(saved: Path) -> Path:
     return path
 
 
-def test_every_flipped_bit_is_found_and_its_file_named(saved):
+def test_every_flipped_bit_is_detected_and_its_file_named(saved):
     loaded = trained_optimizer(width=9000)
     for path in (shard(saved), *saved.glob("*.checksums"), saved / ".metadata"):
         size = path.stat().st_size
@@ -42,7 +42,7 @@ def test_every_flipped_bit_is_found_and_its_file_named(saved):
     checkpoint.load(saved, loaded)
 
 
-def test_corruption_seen_by_one_rank_is_raised_on_all(tmp_path, pool):
+def test_corruption_found_by_one_rank_is_raised_on_all(tmp_path, pool):
     errors = pool.run(load_with_corrupted_file_of_rank_1, 2, folder=tmp_path)
     assert errors[0] == errors[1]
     assert "_1_0.distcp: corrupted" in errors[0]
@@ -64,7 +64,7 @@ def load_with_corrupted_file_of_rank_1(folder: Path) -> str:
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_truncated_or_missing_file_is_corruption(saved, checksums):
-    if not checksums:  # as it was saved before there were any
+    if not checksums:  # as in checkpoints from before there were checksums
         marker = json.loads((saved / checkpoint.MARKER).read_text())
         del marker["files"]
         (saved / checkpoint.MARKER).write_text(json.dumps(marker))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: products, capacity, balance losses and the selection bias."""
+"""Mixture of experts: products, capacity, balance losses and the selection bias."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ ALONE = Axis("expert")
 
 
 def inputs(t: int = T, h: int = H, f: int = F) -> dict[str, torch.Tensor]:
-    """Tokens, weights, and the parameters of experts with biases, of which the last gets no token."""
+    """Tokens, weights, and parameters of experts with biases; the last expert gets no token."""
     torch.manual_seed(0)
     shapes = {"x": (t, h), "weights": (t, K), "gate_up": (E, 2 * f, h), "down": (E, h, f)}
     shapes |= {"gate_up_bias": (E, 2 * f), "down_bias": (E, h)}
@@ -29,7 +29,7 @@ def inputs(t: int = T, h: int = H, f: int = F) -> dict[str, torch.Tensor]:
 
 
 def updates() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Factors of updates of rank 4."""
+    """Factors of low-rank updates of rank 4."""
     shapes = {"gate_up_update": ((E, 4, H), (E, 2 * F, 4)), "down_update": ((E, 4, F), (E, H, 4))}
     return {
         name: tuple(torch.randn(shape, requires_grad=True) for shape in pair) for name, pair in shapes.items()
@@ -41,7 +41,7 @@ def choices(t: int = T) -> torch.Tensor:
 
 
 def one_by_one(given: dict[str, torch.Tensor], indices: torch.Tensor, activation: str) -> torch.Tensor:
-    """The sum over each token's experts, every expert's weights gathered for every token."""
+    """Reference: the sum over each token's experts, with the experts' weights gathered for every token."""
     total = torch.zeros_like(given["x"])
     for choice in range(K):
         expert = indices[:, choice]
@@ -53,7 +53,7 @@ def one_by_one(given: dict[str, torch.Tensor], indices: torch.Tensor, activation
     return total
 
 
-WIDE = (406, 128, 96)  # products of these sizes are oneDNN's, where it is used, of rounded numbers of rows
+WIDE = (406, 128, 96)  # oneDNN, where used, computes products of these sizes, with rounded numbers of rows
 
 
 @pytest.mark.parametrize("sizes", [(T, H, F), WIDE], ids=["small", "wide"])
@@ -78,8 +78,8 @@ def test_grouped_experts_equal_one_by_one_with_gradients(activation, sizes):
     [(None, False), (None, True), (T // 2, False)],
     ids=["one by one", "grouped", "slots"],
 )
-def test_updates_of_experts_equal_merged_weights_with_gradients(limit, kernel, monkeypatch):
-    """One expert after the other, in grouped products as on GPUs, and in the slots of a capacity, here of all tokens."""
+def test_low_rank_updates_equal_merged_weights_with_gradients(limit, kernel, monkeypatch):
+    """One expert after the other, in grouped products as on GPUs, and in slots, with a capacity for all tokens."""
     monkeypatch.setattr(grouped, "_has_kernel", lambda parameters: kernel)
     given, indices, factors = inputs(), choices(), updates()
     names = ("gate_up", "down", "gate_up_bias", "down_bias")
@@ -115,8 +115,8 @@ def test_capacity_keeps_the_first_tokens_of_each_sample():
     y = slotted_experts(
         given["x"], given["weights"], slot, kept, E * 2 * limit, given["gate_up"], given["down"], ALONE
     )
-    whole = routed_experts(given["x"], given["weights"], indices, given["gate_up"], given["down"], ALONE)
-    torch.testing.assert_close(y, whole * kept, rtol=1e-5, atol=1e-5)
+    dropless = routed_experts(given["x"], given["weights"], indices, given["gate_up"], given["down"], ALONE)
+    torch.testing.assert_close(y, dropless * kept, rtol=1e-5, atol=1e-5)
 
 
 def make_layer(on: Mesh, balance: Balance, **routing: object) -> MixtureOfExperts:
@@ -126,7 +126,7 @@ def make_layer(on: Mesh, balance: Balance, **routing: object) -> MixtureOfExpert
     return layer
 
 
-def test_updates_of_experts_can_be_switched_off():
+def test_low_rank_updates_can_be_switched_off():
     layer, x = make_layer(Mesh(), Balance()), torch.randn(T, H)
     plain = layer(x, T)
     for projection in (layer.gate_up, layer.down):
@@ -140,7 +140,7 @@ def test_updates_of_experts_can_be_switched_off():
         assert torch.equal(layer(x, T), plain)
 
 
-def test_batch_balance_of_one_layer_is_hugging_face_s():
+def test_batch_balance_of_one_layer_matches_hugging_face():
     layer = make_layer(Mesh(), Balance("batch", coefficient=0.1, samples=2))
     x = torch.randn(T, H)
     (layer(x, T // 2) * 0).sum().backward()
@@ -174,8 +174,8 @@ def test_selection_bias_follows_the_load_of_the_whole_step(pool):
         assert torch.equal(found, expected)
 
 
-def test_selection_bias_of_a_balanced_load_stays():
-    """Of which each microbatch has another expert's part: 2 choices of 5 experts are no whole number for each."""
+def test_selection_bias_of_a_balanced_load_does_not_change():
+    """Each microbatch chooses a single, different expert, and the equal share, 2 choices of 5 experts, is not an integer."""
     tally, bias = torch.zeros(E + EXTRA, requires_grad=True), torch.zeros(E, requires_grad=True)
     for expert in range(E):  # one microbatch for each, in which all its 2 choices are this expert
         weights = torch.ones(1, 2, requires_grad=True)
@@ -186,7 +186,7 @@ def test_selection_bias_of_a_balanced_load_stays():
     assert tally.grad[:E].tolist() == [2.0] * E
 
 
-def test_groups_limit_the_choice_to_the_best_two():
+def test_groups_limit_the_choice_to_the_best_group():
     layer = make_layer(Mesh(), Balance(), score="sigmoid", groups=2, top_groups=1)
     with torch.no_grad():
         layer.router.weight.zero_()

@@ -1,4 +1,4 @@
-"""Products in chunks beside the collectives of sequence parallelism: the same numbers."""
+"""Products in chunks that overlap with the collectives of sequence parallelism: the same results as without chunks."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def train(tensor: Axis, compiled: bool) -> list[torch.Tensor]:
 
 
 def compare(compiled: bool) -> None:
-    """Compare three chunks, and with `compiled` two of them in a graph, with none."""
+    """Compare three chunks, and two in a graph if `compiled`, with none."""
     with mesh(tensor=torch.distributed.get_world_size()) as m:
         expected = train(m.tensor, False)
         torch.testing.assert_close(
@@ -44,7 +44,7 @@ def compare(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize(("degree", "compiled"), [(2, True), (4, False)])
-def test_chunks_give_the_same_numbers(pool, degree, compiled):
+def test_chunks_do_not_change_results(pool, degree, compiled):
     pool.run(compare, degree, compiled=compiled)
 
 
@@ -56,9 +56,9 @@ def test_chunks_give_the_same_numbers(pool, degree, compiled):
         (None, 4096, 8192, 2),
         (None, 2048, 8192, 1),  # rows too few
         (None, 8192, 1024, 1),  # bytes too few
-        (3, 16, 1, 2),  # 8 rows a rank are not divisible by 3
+        (3, 16, 1, 2),  # 8 rows per rank are not divisible by 3
         (8, 2, 1, 1),
     ],
 )
-def test_number_of_chunks_follows_the_sizes(chunks, rows, row_bytes, expected):
+def test_number_of_chunks_depends_on_the_sizes(chunks, rows, row_bytes, expected):
     assert count_chunks(rows, row_bytes, Axis("tensor", 2, chunks=chunks)) == expected

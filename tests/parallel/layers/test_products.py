@@ -28,14 +28,14 @@ def results(products, x, weight, grad):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_emulated_products_are_near_exact_ones(recipe):
+def test_emulated_products_approximate_exact_ones(recipe):
     for found, exact in zip(
         results(Float8(recipe, True), *factors()), results(EXACT, *factors()), strict=True
     ):
         assert (found - exact).norm() < 0.07 * exact.norm()
 
 
-def test_only_scales_of_rows_keep_small_rows():
+def test_only_row_scales_preserve_small_rows():
     x, weight, _ = factors()
     exact = EXACT.forward(x, weight)
     for recipe in RECIPES:
@@ -44,8 +44,8 @@ def test_only_scales_of_rows_keep_small_rows():
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_operator_of_torch_equals_the_emulation(recipe):
-    """torch has the operator on CPUs too, where it is slow; so the call that a GPU gets is run here."""
+def test_torch_operator_equals_the_emulation(recipe):
+    """torch has the operator on CPUs too, where it is slow, so this runs the call that GPUs run."""
     inputs = factors(torch.bfloat16)
     for found, emulated in zip(
         results(Float8(recipe), *inputs), results(Float8(recipe, True), *inputs), strict=True
@@ -53,7 +53,7 @@ def test_operator_of_torch_equals_the_emulation(recipe):
         assert torch.equal(found, emulated)
 
 
-def test_mx_scales_are_powers_of_two_for_32_values():
+def test_mx_scales_are_powers_of_two_per_32_values():
     x = factors()[0]
     values, scale = quantize(x, "mxfp8", E4M3)
     assert scale.shape == (64, 3, 1)
@@ -68,20 +68,20 @@ def test_mx_scales_are_stored_as_tensor_cores_read_them():
     scales = torch.arange(200.0 * 6).view(200, 6)
     stored = swizzle(scales).view(2, 2, 512)  # tiles of 128 x 4
     for row, column in ((0, 0), (31, 3), (37, 2), (127, 4), (199, 5)):
-        place = (row % 32) * 16 + row % 128 // 32 * 4 + column % 4
-        assert stored[row // 128, column // 4, place] == scales[row, column]
+        position = (row % 32) * 16 + row % 128 // 32 * 4 + column % 4
+        assert stored[row // 128, column // 4, position] == scales[row, column]
     assert stored.count_nonzero() == scales.count_nonzero()
 
 
 @cache
 def losses(precision, recipe="rowwise"):
-    """Losses of 200 steps on one process, which computes each step's batch at once."""
+    """Losses of 200 steps on one process, with one microbatch per step."""
     case = Case(precision=precision, fp8_recipe=recipe, microbatches=1)
     return train(case, steps=range(200)).losses
 
 
 def test_tensor_parallel_layers_train_in_emulated_fp8(pool):
-    """KV heads on two ranks each; the scales of shards differ from those of the full tensors."""
+    """Each KV head is on two ranks; the scales of shards differ from those of full tensors."""
     found = run(Case(tensor=4, precision="fp8", fp8_recipe="tensorwise"), pool).losses
     assert found == pytest.approx(losses("bf16")[: len(found)], rel=3e-2)
 

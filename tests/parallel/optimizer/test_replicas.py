@@ -1,4 +1,4 @@
-"""Copies of the same weights on several ranks are compared bit by bit, and equal again once they or a checkpoint were loaded."""
+"""Replicated weights: copies are compared bit by bit, and equal again after a synchronization or a resume."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.pool import mesh
 NORM, KEY = "norm.weight", "qkv.k.weight"
 
 
-def built(m) -> ZeRO1:
+def build(m) -> ZeRO1:
     modules = {"norm": RMSNorm(8, m.tensor), "qkv": GQAQKVColumnParallelLinear(8, 4, 2, 4, m)}
     model = nn.ModuleDict(modules)
     initialize(model, m.tensor, 1)
@@ -30,9 +30,9 @@ def change(optimizer: ZeRO1, m, rank: int, name: str, state: str = "master", bit
 
 
 def found_after_drift(folder: Path) -> list[list[str]]:
-    """What is found at first, after one bit of a norm changed on rank 1, and of a KV head on rank 3 too, and after a resume."""
+    """Differing weights at first, after a bit of a norm on rank 1 changed, then of a KV head on rank 3, and after a resume."""
     with mesh(tensor=4, kv_replicas=2) as m:
-        optimizer = built(m)
+        optimizer = build(m)
         found = [list(differing_replicas(optimizer.buckets, m))]
         for rank, name in ((1, NORM), (3, KEY)):
             change(optimizer, m, rank, name)
@@ -48,9 +48,11 @@ def test_one_changed_bit_is_found_on_every_rank_until_a_resume(pool, tmp_path):
 
 
 def counts_and_sizes(degrees: dict[str, int], rank: int, name: str) -> list:
-    """Number of differing buckets before and after a change on a rank and after a synchronization; what differed; if undone."""
+    """Numbers of differing buckets at first, after a change on a rank and after a synchronization; the differences; whether the
+    change was undone.
+    """
     with mesh(**degrees) as m:
-        optimizer = built(m)
+        optimizer = build(m)
         check = ReplicaCheck(optimizer.buckets, m, EAGER)
         counts = [check.count().item()]
         states = [state.clone() for bucket in optimizer.buckets for state in (bucket.master, bucket.exp_avg)]
@@ -77,7 +79,7 @@ REPLICATED = {"data": 4, "shard_degree": 2}  # each shard on two ranks
     ],
     ids=["norm", "KV head", "replicated shard"],
 )
-def test_drift_is_counted_on_the_ranks_with_copies_and_undone_from_the_first(degrees, rank, name, seen, pool):
+def test_drift_is_counted_on_ranks_with_copies_and_undone_from_the_first(degrees, rank, name, seen, pool):
     ranks = pool.run(counts_and_sizes, 4, degrees=degrees, rank=rank, name=name)
     assert [counts for counts, *_ in ranks] == [[0, count, 0] for count in seen]
     assert all(list(largest) == [name] and largest[name] > 0 for _, largest, _ in ranks)

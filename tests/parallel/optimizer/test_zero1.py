@@ -247,13 +247,13 @@ def peak_bytes_per_parameter(gradient_dtype: torch.dtype) -> float:
 @pytest.mark.parametrize(
     ("dtype", "fixed"), [(torch.float32, 6), (torch.bfloat16, 4)], ids=["float32", "bf16"]
 )
-def test_memory_is_that_of_the_formula(pool, ranks, dtype, fixed):
+def test_memory_matches_the_formula(pool, ranks, dtype, fixed):
     for found in pool.run(peak_bytes_per_parameter, ranks, gradient_dtype=dtype):
         assert fixed + 12 / ranks <= found <= 1.05 * (fixed + 12 / ranks)
 
 
 def test_weights_are_initialized_shard_by_shard():
-    """With FSDP, one layer's weights exist in full at a time; the values are those of a model initialized at once."""
+    """With FSDP, only one layer's weights exist in full at a time; the values equal those of a model initialized at once."""
     planned, full = Mesh(data=4, rank=1), []
 
     def layers() -> nn.ModuleList:
@@ -274,7 +274,7 @@ def test_weights_are_initialized_shard_by_shard():
 
 
 def test_norms_exclude_padding():
-    """5 rows on 2 tensor ranks are padded to 6; the 3 rows of each to a multiple of 128 bytes for each of 2 data ranks."""
+    """5 rows on 2 tensor ranks are padded to 6; each rank's 3 rows to a multiple of 128 bytes for each of 2 data ranks."""
     squares = 0.0
     for rank in range(4):
         planned = Mesh(data=2, tensor=2, rank=rank)
@@ -286,7 +286,7 @@ def test_norms_exclude_padding():
 
 
 def test_parameters_and_shards_are_aligned_to_128_bytes():
-    """Also where sizes are odd, in bf16, on three ranks."""
+    """Even with odd sizes, in bf16, on three ranks."""
     for rank in range(3):
         planned = Mesh(data=3, rank=rank)
         built = model(dtype=torch.bfloat16)
@@ -300,7 +300,7 @@ def test_parameters_and_shards_are_aligned_to_128_bytes():
             assert 3 * len(shard) == len(bucket.values)
 
 
-def test_buckets_grow_with_the_shard_group_where_messages_cost_latency():
+def test_buckets_grow_with_the_shard_group_on_networks_with_latency():
     h100, cpu = devices.ACCELERATORS["h100"], devices.CPU
     assert bucket_size(8, h100) == bucket_size(4096, cpu) == BUCKET_SIZE
     assert bucket_size(256, h100) == 2 * bucket_size(128, h100) > BUCKET_SIZE
@@ -312,8 +312,10 @@ def test_buckets_grow_with_the_shard_group_where_messages_cost_latency():
 
 
 def gathers_during_forward() -> list[list[str]]:
-    """Buckets whose gather began or was waited for: in a step, and before each layer of the next forward. The weights are those
-    of an optimizer that gathers at once."""
+    """Buckets whose gather began or was waited for, in a step and before each layer of the next forward.
+
+    Asserts that the weights equal those of an optimizer that gathers at once.
+    """
     events: list[str] = []
 
     def take() -> list[str]:
@@ -344,7 +346,7 @@ def gathers_during_forward() -> list[list[str]]:
         return found
 
 
-def test_step_returns_before_the_weights_are_gathered_which_each_layer_waits_for(pool):
-    """Two gathers are under way at a time: a layer's begins two layers ahead."""
+def test_step_returns_before_weights_are_gathered_and_each_layer_waits_for_its_own(pool):
+    """Two gathers are in flight at a time: a layer's begins two layers ahead."""
     expected = [["begin 0", "begin 1"], ["wait 0", "begin 2"], ["wait 1", "begin 3"], ["wait 2"], ["wait 3"]]
     assert pool.run(gathers_during_forward, 2) == [expected] * 2

@@ -1,4 +1,4 @@
-"""Every pipeline schedule has the loss and gradients of one process; hooks run once per microbatch; memory is bounded."""
+"""Every pipeline schedule matches one process's loss and gradients; hooks run once per microbatch; memory is bounded."""
 
 import gc
 from collections import Counter
@@ -187,7 +187,7 @@ def test_loss_and_gradients_match_one_process(
 
 
 def test_compiled_zero_bubble_matches_one_process(pool):
-    """Compiled blocks leave weight gradients to their own pass."""
+    """Compiled blocks defer weight gradients to a separate pass."""
     arguments = {"schedule": "zero_bubble", "pipeline": 2, "tensor": 2, "layers": 3, "microbatches": 4}
     arguments |= {"cuts": [1], "extra_forwards": 0, "compiled": True}
     for found, calls in pool.run(distances, ranks=4, **arguments):
@@ -196,7 +196,7 @@ def test_compiled_zero_bubble_matches_one_process(pool):
 
 
 def peak_hidden_states(schedule: str, microbatches: int) -> int:
-    """Most tensors with the shape of hidden states that are alive when a loss is computed, without those of earlier cases."""
+    """Maximum number of live tensors with the shape of hidden states when a loss is computed, without those of earlier cases."""
 
     def count() -> int:
         return sum(type(each) is Tensor and each.shape == (SEQUENCE, HIDDEN) for each in gc.get_objects())

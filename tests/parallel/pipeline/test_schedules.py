@@ -71,7 +71,7 @@ def test_in_flight_matches_torchs_schedule(schedule, ranks, microbatches):
         )
 
 
-def test_bubbles_are_those_of_the_formulas():
+def test_bubbles_match_the_formulas():
     bubbles = [bubble(schedule, 4, 8, k) for schedule, k in zip(SCHEDULES, (1, 2, 1), strict=True)]
     assert bubbles == [3 / 8, 3 / 16, 1 / 8]
 
