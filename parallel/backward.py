@@ -1,4 +1,4 @@
-"""Which gradients the running backward pass of a custom autograd Function needs; gradients handed to a function.
+"""Helpers of custom autograd Functions: which gradients a backward pass needs; gradients passed to a function.
 
 Zero-bubble schedules split backward into one pass for input gradients and one for weight gradients (arXiv 2401.10241). torch's
 own operators skip what a pass does not need, but a custom Function's `ctx.needs_input_grad` is fixed in forward: without this

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST = 1 << 22  # multiplications below which a call saves less than 0.05 ms
+MIN_MULTIPLICATIONS = 1 << 22  # multiplications below which a call saves less than 0.05 ms
 ROWS = 4096  # of the total that `add_product` updates at a time
 _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 ONEDNN_IS_FASTER = _AVAILABLE and "Intel" not in torch.cpu.get_capabilities().get("cpu_name", "")
@@ -56,7 +56,7 @@ def suits_onednn(a: Tensor, columns: int) -> bool:
         ONEDNN_IS_FASTER
         and a.dtype == torch.float32
         and a.device.type == "cpu"
-        and a.numel() * columns >= LEAST
+        and a.numel() * columns >= MIN_MULTIPLICATIONS
     )
 
 
@@ -75,7 +75,7 @@ def rounded_up(rows: int, others: int) -> int:
     Args:
         others: product of the matrix product's other two sizes; one that is too small for oneDNN keeps its number of rows.
     """
-    if rows * others < LEAST:
+    if rows * others < MIN_MULTIPLICATIONS:
         return rows
     step = max(8, (1 << rows.bit_length()) // 32)
     return -(-rows // step) * step

@@ -368,7 +368,7 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: (..., ceil(v/t)), this rank's columns.
-        targets: (...) token ids; IGNORE_INDEX (-100) gives 0.
+        targets: (...) token ids; the loss of IGNORE_INDEX (-100) is 0.
         axis, first, vocabulary: as for `linear_cross_entropy`.
 
     Returns:

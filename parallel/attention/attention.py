@@ -49,7 +49,7 @@ def attention(
     Args:
         q: (b, n, s, d); over a context axis, s is this rank's zigzag shard.
         k: (b, k, s, d), n a multiple of k.
-        v: (b, k, s, d), or narrower heads, which are padded with zeros: all kernels take heads of one size.
+        v: (b, k, s, d), or narrower heads, which are padded with zeros, as kernels require heads of equal size.
         axis: context axis.
         causal: whether tokens attend only to themselves and earlier tokens.
         scale: of the scores; None: 1 / √d.
@@ -94,7 +94,7 @@ def attention(
 
 
 class _InGraph(Function):
-    """Tiled attention as part of the graph, for compilers that take no opaque operators."""
+    """Tiled attention as part of the graph, for compilers that support no opaque operators."""
 
     @staticmethod
     def forward(

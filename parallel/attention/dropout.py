@@ -2,7 +2,7 @@
 
 Attention kernels do not support masks that depend on global indices (random.py), so the s/c × s probabilities are materialized,
 in float32 and again after dropout; activation checkpointing frees them after forward. Over a context axis K and V are
-all-gathered: 2·k·d·s(c-1)/c elements a layer in forward, as many in backward.
+all-gathered: 2·k·d·s(c-1)/c elements per layer in forward, as many in backward.
 """
 
 from __future__ import annotations

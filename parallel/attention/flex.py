@@ -1,8 +1,8 @@
 """Attention with documents, a window or sinks as FlexAttention (torch.nn.attention.flex_attention), compiled into one kernel.
 
-For devices whose flash attention takes no mask. The mask is a formula of positions and document indices, so no s × s tensor
-exists: the kernel visits only the blocks of 128 × 128 scores that the window and the documents of their rows and columns can
-share, and applies the formula in those that are not fully visible. KV heads are not repeated. All shapes are static and nothing
+For devices whose flash attention does not support masks. The mask is a formula of positions and document indices, so no s × s
+tensor exists: the kernel visits only the blocks of 128 × 128 scores that the window and the documents of their rows and columns
+allow, and applies the formula in those that are not fully visible. KV heads are not repeated. All shapes are static and nothing
 is read on the host, whatever the number of documents. Sinks (sinks.py) scale the result by the kernel's log-sum-exp.
 
 Over a context axis K and V are all-gathered instead of sent around a ring (arXiv 2407.21783, section 3.3.2): each block of a

@@ -45,7 +45,7 @@ class Block:
     with the last key (s <= t); otherwise all. `mask` and `causal` are mutually exclusive.
 
     Attributes:
-        bounds: in place of a mask, for kernels that take bounds: the first key that each query sees and one past its last,
+        bounds: in place of a mask, for kernels that accept bounds: the first key that each query sees and one past its last,
             (b, s) each.
     """
 

@@ -32,7 +32,7 @@ class BoxedTensor:
         self._saved: list[torch.Size] = []
 
     def add(self, offsets: tuple[int, ...], view: Tensor, saved: bool = True) -> None:
-        """Add the box at `offsets`; `saved` says whether this rank writes it."""
+        """Add the box at `offsets`; `saved`: whether this rank writes it."""
         self.views[torch.Size(offsets)] = view
         if saved:
             self._saved.append(torch.Size(offsets))

@@ -37,7 +37,7 @@ from parallel.torch_internals import FakeTensorMode, FsspecWriter, StorageInfo, 
 
 
 class Writer(FsspecWriter):
-    """DCP's writer, with file names that begin with the id of the save, and with checksums of what it writes."""
+    """DCP's writer, with file names that begin with the id of the save, and with checksums of its files."""
 
     def __init__(self, checkpoint: Location, save_id: str) -> None:
         super().__init__(str(checkpoint))

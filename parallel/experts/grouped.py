@@ -345,7 +345,7 @@ def _(
     parameters = gate_up, down, *optional
     results = [torch.empty_like(x), torch.empty_like(weights)]
     for index, parameter in enumerate(parameters):
-        absent = parameter is None or (frozen and index < sequential.BASE)
+        absent = parameter is None or (frozen and index < sequential.BASE_PARAMETERS)
         results.append(x.new_empty(0) if absent else torch.empty_like(parameter))
     return tuple(results)
 
@@ -359,7 +359,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
     frozen = not ctx.needs_input_grad[3]  # of gate_up; weights and biases are frozen together
     x, weights, *found = _backward(grad.contiguous(), *ctx.saved_tensors, *ctx.settings, frozen)
-    needed = [given and not (frozen and index < sequential.BASE) for index, given in enumerate(ctx.given)]
+    needed = [
+        given and not (frozen and index < sequential.BASE_PARAMETERS) for index, given in enumerate(ctx.given)
+    ]
     found = (gradient if need else None for gradient, need in zip(found, needed, strict=True))
     return x, weights, None, *found, None, None, None, None
 

@@ -18,7 +18,9 @@ from torch import Tensor
 from parallel.experts.activations import Activation
 from parallel.host_products import multiply, rounded_up
 
-BASE = 4  # number of base parameters; the factors of updates follow, and train while these are frozen
+BASE_PARAMETERS = (
+    4  # number of base parameters; the factors of updates follow, and train while these are frozen
+)
 
 
 class Parameters(NamedTuple):
@@ -85,7 +87,7 @@ def backward(
     gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b = parameters
     of_rows, of_scales = rows.new_empty(rows.shape), rows.new_empty(len(rows), dtype=torch.float32)
     needed = [
-        None if parameter is None or (frozen and index < BASE) else torch.empty_like(parameter)
+        None if parameter is None or (frozen and index < BASE_PARAMETERS) else torch.empty_like(parameter)
         for index, parameter in enumerate(parameters)
     ]
     found = Parameters(*needed)

@@ -74,7 +74,7 @@ def column_input_gradient(
 ) -> tuple[collectives.PendingReduceScatter | collectives.PendingAllReduce | _Reduced | None, Tensor | None]:
     """Start the reduction of dX = Σ dYi Wi, to be awaited after dW, and return it with the full X (b·s, h) for dW.
 
-    Returns None for what the backward pass does not need.
+    Either is None if the backward pass does not need it.
     """
     full_x = grad_x = None
     if needs_gradient(ctx, 1):

@@ -53,7 +53,7 @@ def adamw(
     skip: Tensor,
     compiled: Update | None = None,
 ) -> None:
-    """One in-place AdamW step on flat tensors of equal length, float32 but for the gradient, which may be of any dtype.
+    """One in-place AdamW step on flat tensors of equal length, float32 except the gradient, which may have any dtype.
 
     Args:
         constants: `settings.constants(weight_decay, ...)`.

@@ -162,7 +162,7 @@ class Bucket:
 
     @torch.no_grad()
     def accumulate(self, slot: Slot) -> None:
-        """Move a parameter's gradient into `gradients`, added to what is there."""
+        """Add a parameter's gradient to `gradients`, and free it."""
         if self.gradients is None:
             self.gradients = torch.empty_like(self.values, dtype=self.gradient_dtype)
             for start, end in self._gaps:

@@ -6,7 +6,7 @@ import torch
 from parallel import host_products
 from parallel.host_products import multiply, rounded_up
 
-M, K, N = 192, 144, 160  # above `LEAST`
+M, K, N = 192, 144, 160  # above `MIN_MULTIPLICATIONS`
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -18,13 +18,13 @@ def test_product_of_any_strides_matches_double_precision(biased, monkeypatch):
     for a_shape, b_shape in (((M, K), (K, N)), ((M, K), (N, K)), ((K, M), (K, N))):
         a, b = torch.randn(a_shape, generator=generator), torch.randn(b_shape, generator=generator)
         a, b = a if a.shape[0] == M else a.t(), b if b.shape[0] == K else b.t()
-        assert a.numel() * N >= host_products.LEAST
+        assert a.numel() * N >= host_products.MIN_MULTIPLICATIONS
         expected = a.double() @ b.double() + (0 if bias is None else bias.double())
         torch.testing.assert_close(multiply(a, b, bias).double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_rounded_sizes_are_few_and_close():
-    rounded = {rows: rounded_up(rows, host_products.LEAST) for rows in range(4097)}
+    rounded = {rows: rounded_up(rows, host_products.MIN_MULTIPLICATIONS) for rows in range(4097)}
     assert len(set(rounded.values())) < 100
     assert all(rows <= size <= max(rows + 7, rows * 17 / 16) for rows, size in rounded.items())
-    assert rounded_up(1000, host_products.LEAST // 1001) == 1000
+    assert rounded_up(1000, host_products.MIN_MULTIPLICATIONS // 1001) == 1000
