@@ -18,9 +18,7 @@ from torch import Tensor
 from parallel.experts.activations import Activation
 from parallel.host_products import multiply, rounded_up
 
-BASE_PARAMETERS = (
-    4  # number of base parameters; the factors of updates follow, and train while these are frozen
-)
+BASE_PARAMETERS = 4  # the factors of updates follow, and train while these are frozen
 
 
 class Parameters(NamedTuple):
