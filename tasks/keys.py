@@ -140,7 +140,7 @@ def graphs(profile: Profile) -> str:
         settings = _without(SCHEDULE | {"seed"}, train_values(train))
         objective = profile.objective.model_dump(mode="json")
         step = [functions, settings, objective, profile.packs, profile.world_size]
-    # Then blocks gather their shards inside the graph, and the optimizer's update of a shard is a program too.
+    # On such a device, blocks gather their shards inside the graph, and the optimizer's update of a shard is a program.
     sharded = device.gathers_in_graph
     return digest(
         {

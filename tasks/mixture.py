@@ -131,7 +131,7 @@ def _proposal(
     lowest: np.ndarray,
     highest: np.ndarray,
 ) -> dict[str, Any]:
-    """The weights within the bounds with the lowest mean loss by the laws, and their losses beside those of the natural ones."""
+    """The weights within the bounds with the lowest predicted mean loss, and their losses beside those of the natural weights."""
     chosen, drawn = laws_of.propose(laws, aim, lowest, highest)
     best = _rounded(dict(zip(natural, chosen.tolist(), strict=True)))
     return {

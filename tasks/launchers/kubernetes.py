@@ -31,7 +31,7 @@ POLL_SECONDS = 3.0  # between requests to the API server
 REQUEST_SECONDS = 30.0
 KILL_SECONDS = 60.0  # for killed Pods to disappear
 NOT_FOUND = 404
-# Reasons of Pods that their node or the scheduler ended.
+# Status reasons of Pods that were ended by their node or the scheduler.
 LOST = ("Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting")
 
 

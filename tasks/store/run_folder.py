@@ -150,7 +150,7 @@ class RunFolder:
         return folder
 
     def evict(self, part: str) -> None:
-        """Remove this machine's copy of a part that belongs in the remote store only; no effect on other parts."""
+        """Remove this machine's copy of a part that is kept in the remote store only; no effect on other parts."""
         if self.is_remote(part):
             shutil.rmtree(self.path / part, ignore_errors=True)
             with suppress(OSError):  # other copies are in use
